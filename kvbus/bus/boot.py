@@ -1,0 +1,45 @@
+"""Boot ids: the name of one life of a process, and which life a peer is in.
+
+Refuses to go back: a message that comes late from a life that ended is told apart from a new one.
+"""
+
+import uuid
+from collections import deque
+from enum import Enum, auto
+
+_MAX_RETIRED = 8
+
+
+def new_boot_id() -> str:
+    """A fresh boot id; make one for each process start, and for each further client in it."""
+    return uuid.uuid4().hex
+
+
+class Sighting(Enum):
+    """What a boot id on a message says about the peer."""
+
+    SAME = auto()
+    FIRST = auto()
+    CHANGED = auto()
+    RETIRED = auto()
+
+
+class BootWatch:
+    """The current boot id of one peer, and the few before it."""
+
+    def __init__(self) -> None:
+        self.current: str | None = None
+        self._retired: deque[str] = deque(maxlen=_MAX_RETIRED)
+
+    def see(self, boot: str) -> Sighting:
+        """Take note of ``boot``; it becomes the current one unless it was retired before."""
+        previous = self.current
+        if boot == previous:
+            return Sighting.SAME
+        if boot in self._retired:
+            return Sighting.RETIRED
+        self.current = boot
+        if previous is None:
+            return Sighting.FIRST
+        self._retired.append(previous)
+        return Sighting.CHANGED

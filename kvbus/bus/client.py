@@ -1,0 +1,294 @@
+"""The asking end of requests: a DEALER, retries until a deadline, and the notices that come back.
+
+Refuses to outlive the peer: when the peer comes back as a new process, what was pending fails.
+"""
+
+import asyncio
+from collections.abc import Callable
+from typing import TypeVar
+
+from kvbus.bus.boot import BootWatch, Sighting
+from kvbus.bus.inbox import NoticeInbox
+from kvbus.bus.limits import ClientCounters
+from kvbus.bus.owner import Owner
+from kvbus.bus.pump import Pump
+from kvbus.bus.refusals import refusal_error
+from kvbus.bus.sockets import BusContext, SocketOptions, open_dealer
+from kvbus.errors import (
+    ClosedError,
+    ErrorCode,
+    KVBusError,
+    LocalError,
+    PeerLost,
+    ProtocolError,
+    RequestTimeout,
+)
+from kvbus.protocol.envelope import Body, Notice, Reply, Request, decode, encode_request
+
+OnReply = Callable[[Body | KVBusError], None]
+_T = TypeVar("_T")
+
+_MAX_RETRY_S = 2.0
+_OWN_TIMEOUT_S = 5.0
+
+
+def _ignore(_: Body | KVBusError) -> None: ...
+
+
+class _Pending:
+    __slots__ = ("deadline", "frame", "interval_s", "on_reply", "op", "sent", "timeout_s")
+
+    def __init__(self, op: str, frame: bytes, now: float, timeout_s: float, retry_s: float) -> None:
+        self.op, self.frame = op, frame
+        self.timeout_s, self.deadline = timeout_s, now + timeout_s
+        self.interval_s = retry_s
+        self.on_reply: OnReply = _ignore
+        self.sent = False
+
+
+class RequestClient(Owner):
+    """Requests to one server. The boot id must be this client's alone at that server.
+
+    ``on_boot`` is called with the server's boot id when it becomes known and whenever it changes.
+    ``on_notice`` is called for each notice once, in order. Exceptions out of any callback go to
+    ``on_fault``; without one they end `run`.
+    """
+
+    def __init__(
+        self,
+        context: BusContext,
+        endpoint: str,
+        *,
+        boot: str,
+        on_notice: Callable[[Notice], None] | None = None,
+        on_boot: Callable[[str], None] | None = None,
+        on_fault: Callable[[Exception], None] | None = None,
+        max_pending: int = 1024,
+        retry_s: float = 0.25,
+        ping_s: float = 1.0,
+        options: SocketOptions | None = None,
+    ) -> None:
+        super().__init__()
+        self.endpoint, self.boot = endpoint, boot
+        self.counters = ClientCounters()
+        self._on_notice, self._on_boot = on_notice, on_boot
+        self._on_fault = on_fault or self._fail
+        self._max_pending, self._retry_s, self._ping_s = max_pending, retry_s, ping_s
+        self._peer = BootWatch()
+        self._inbox = NoticeInbox()
+        self._pending: dict[int, _Pending] = {}
+        self._own: set[int] = set()
+        self._unsent: dict[int, None] = {}
+        self._last_id = 0
+        self._heard_at = 0.0
+        self._acking = False
+        self._pump = Pump(
+            open_dealer(context, endpoint, options or SocketOptions()),
+            on_frames=self._on_frames,
+            on_failure=self._fail,
+            on_writable=self._flush,
+            on_drained=self._acknowledge,
+        )
+
+    @property
+    def peer_boot(self) -> str | None:
+        """The server's boot id, once it has answered."""
+        return self._peer.current
+
+    @property
+    def num_pending(self) -> int:
+        """How many requests of the user wait for their reply."""
+        return len(self._pending) - len(self._own)
+
+    async def request(self, op: str, body: Body, *, timeout_s: float) -> Body:
+        """The reply's body; raises what `send` would hand to its callback or raise itself.
+
+        When the caller is cancelled the request is dropped here; the server may still do it.
+        """
+        future: asyncio.Future[Body] = asyncio.get_running_loop().create_future()
+
+        def settle(outcome: Body | KVBusError) -> None:
+            if future.done():
+                return
+            if isinstance(outcome, KVBusError):
+                future.set_exception(outcome)
+            else:
+                future.set_result(outcome)
+
+        request_id = self.send(op, body, timeout_s=timeout_s, on_reply=settle)
+        try:
+            return await future
+        finally:
+            self._remove(request_id)
+
+    def send(self, op: str, body: Body, *, timeout_s: float, on_reply: OnReply) -> int:
+        """Send a request; ``on_reply`` gets the reply's body or one of the errors below, once.
+
+        `RequestRefused` for an error reply, `RequestTimeout` after ``timeout_s``, `PeerLost` when
+        the server came back as a new process, `ClosedError` when this client was closed. Raises
+        `LocalError` with code ``busy`` when too many are pending, and `ProtocolError` when the
+        body is too large. Returns the request id, for `drop`.
+        """
+        if self.num_pending >= self._max_pending:
+            raise LocalError("too many requests are pending", code=ErrorCode.BUSY)
+        return self._send(op, body, timeout_s, on_reply)
+
+    def drop(self, request_id: int) -> None:
+        """Forget a request: no callback, no more retries. The server may still do it."""
+        if request_id not in self._own:
+            self._remove(request_id)
+
+    def _send(self, op: str, body: Body, timeout_s: float, on_reply: OnReply) -> int:
+        if self.closed:
+            raise ClosedError("client is closed", endpoint=self.endpoint)
+        request_id = self._last_id + 1
+        frame = encode_request(Request(op, request_id, self.boot, body))
+        self._last_id = request_id
+        now = self.timers.now()
+        pending = _Pending(op, frame, now, timeout_s, self._retry_s)
+        pending.on_reply = on_reply
+        self._pending[request_id] = pending
+        self.counters.requests += 1
+        self._transmit(request_id, pending)
+        self.timers.at(min(pending.deadline, now + pending.interval_s), self._on_timer, request_id)
+        return request_id
+
+    def _transmit(self, request_id: int, pending: _Pending) -> None:
+        pending.sent = not self._unsent and self._pump.send(pending.frame)
+        if not pending.sent:
+            self._unsent[request_id] = None
+
+    def _flush(self) -> None:
+        """Send what found no connection, or no room on it, in the order of the requests."""
+        for request_id in list(self._unsent):
+            pending = self._pending[request_id]
+            pending.sent = self._pump.send(pending.frame)
+            if not pending.sent:
+                return
+            del self._unsent[request_id]
+
+    def _remove(self, request_id: int) -> _Pending | None:
+        self._unsent.pop(request_id, None)
+        return self._pending.pop(request_id, None)
+
+    def _on_timer(self, request_id: int) -> None:
+        pending = self._pending.get(request_id)
+        if pending is None:
+            return
+        now = self.timers.now()
+        if now >= pending.deadline:
+            self._time_out(request_id, pending)
+            return
+        if pending.sent:
+            self.counters.retries += 1
+            self._transmit(request_id, pending)
+        pending.interval_s = min(2 * pending.interval_s, _MAX_RETRY_S)
+        self.timers.at(min(pending.deadline, now + pending.interval_s), self._on_timer, request_id)
+
+    def _time_out(self, request_id: int, pending: _Pending) -> None:
+        self.counters.timeouts += 1
+        message = f"no reply to '{pending.op}' within {pending.timeout_s:g} s"
+        self._settle(request_id, RequestTimeout(message, op=pending.op, endpoint=self.endpoint))
+
+    def _settle(self, request_id: int, outcome: Body | KVBusError) -> None:
+        pending = self._remove(request_id)
+        if pending is None:
+            self.counters.late_replies += 1
+            return
+        self._own.discard(request_id)
+        try:
+            pending.on_reply(outcome)
+        except Exception as error:  # the user's callback must not end other requests
+            self._on_fault(error)
+
+    def _start(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._pump.start(loop)
+        self._heard_at = loop.time()
+        self.timers.at(self._heard_at + self._ping_s, self._keep_alive)
+
+    def _close(self) -> None:
+        self._fail_all(ClosedError("client was closed", endpoint=self.endpoint))
+        self._pump.close()
+
+    def _fail_all(self, error: KVBusError) -> None:
+        for request_id in list(self._pending):
+            self._settle(request_id, error)
+
+    def _on_frames(self, frames: list[bytes]) -> None:
+        try:
+            envelope = _read(frames)
+        except ProtocolError:
+            self.counters.malformed += 1
+            return
+        if envelope.boot != self._peer.current and not self._greet(envelope.boot):
+            return
+        self._heard_at = self.timers.now()
+        if isinstance(envelope, Reply):
+            self._on_reply(envelope)
+        else:
+            self._deliver(envelope)
+
+    def _greet(self, boot: str) -> bool:
+        """The server has another boot id than it had; False when the message is an old one's."""
+        sighting = self._peer.see(boot)
+        if sighting is Sighting.RETIRED:
+            self.counters.stale += 1
+            return False
+        self.counters.boots += 1
+        self._inbox = NoticeInbox()
+        if sighting is Sighting.CHANGED:
+            self._fail_all(PeerLost("peer came back as a new process", endpoint=self.endpoint))
+        self._call_user(self._on_boot, boot)
+        return True
+
+    def _on_reply(self, reply: Reply) -> None:
+        if reply.error is not None:
+            self._settle(reply.request_id, refusal_error(reply.error))
+        else:
+            self._settle(reply.request_id, reply.ok or {})
+
+    def _deliver(self, notice: Notice) -> None:
+        inbox, repeated = self._inbox, self._inbox.num_repeated
+        for due in inbox.accept(notice):
+            self.counters.notices += 1
+            self._call_user(self._on_notice, due)
+        self.counters.notices_repeated += inbox.num_repeated - repeated
+
+    def _call_user(self, callback: Callable[[_T], None] | None, argument: _T) -> None:
+        try:
+            if callback is not None:
+                callback(argument)
+        except Exception as error:  # the user's callback must not end the connection
+            self._on_fault(error)
+
+    def _acknowledge(self) -> None:
+        """Acknowledge a whole batch of notices at once; one acknowledgement is under way."""
+        if not self._inbox.acknowledge_due or self._acking or self.closed:
+            return
+        self._inbox.acknowledge_due = False
+        self._acking = True
+        body = {"upto": self._inbox.delivered_upto, "boot": self._peer.current}
+        self._own.add(self._send("ack", body, _OWN_TIMEOUT_S, self._acknowledged))
+
+    def _acknowledged(self, outcome: Body | KVBusError) -> None:
+        self._acking = False
+        if isinstance(outcome, RequestTimeout):
+            self._inbox.acknowledge_due = True
+
+    def _keep_alive(self, _: int) -> None:
+        """Ask a silent server for a sign: it may be a new one, or not know this connection."""
+        now = self.timers.now()
+        silent_until = self._heard_at + self._ping_s
+        if now >= silent_until:
+            silent_until = now + self._ping_s
+            self._own.add(self._send("ping", {}, self._ping_s, _ignore))
+        self.timers.at(silent_until, self._keep_alive)
+
+
+def _read(frames: list[bytes]) -> Reply | Notice:
+    if len(frames) != 1:
+        raise ProtocolError(f"message has {len(frames)} frames")
+    envelope = decode(frames[0])
+    if isinstance(envelope, Request):
+        raise ProtocolError("a server does not ask")
+    return envelope

@@ -1,0 +1,33 @@
+"""The receiving end of notices: in order and once, over any number of losses and resends.
+
+Refuses to hold more than `MAX_HELD` notices that came before their turn: those further ahead are
+not acknowledged, so the sender sends them again.
+"""
+
+from collections.abc import Iterator
+
+from kvbus.protocol.envelope import Notice
+
+MAX_HELD = 64
+
+
+class NoticeInbox:
+    """The notices of one boot of the sender."""
+
+    def __init__(self) -> None:
+        self.delivered_upto = 0
+        self.acknowledge_due = False
+        self.num_repeated = 0
+        self._held: dict[int, Notice] = {}
+
+    def accept(self, notice: Notice) -> Iterator[Notice]:
+        """Take ``notice``; yields those whose turn has come, each taken for delivered."""
+        ahead = notice.seq - self.delivered_upto
+        if ahead <= 0 or notice.seq in self._held:
+            self.num_repeated += 1
+        elif ahead <= MAX_HELD:
+            self._held[notice.seq] = notice
+        while (due := self._held.pop(self.delivered_upto + 1, None)) is not None:
+            self.delivered_upto += 1
+            self.acknowledge_due = True
+            yield due

@@ -1,0 +1,73 @@
+"""Bounds and counters of the bus: how much may pile up, and what happened so far.
+
+Refuses nothing by itself; the ends of the bus answer ``busy`` when a bound is reached.
+"""
+
+from dataclasses import dataclass
+
+from kvbus.errors import ConfigError
+from kvbus.protocol.envelope import MAX_FRAME_BYTES
+
+_MIB = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServerLimits:
+    """Bounds of a `RequestServer`; notices are bounded for each session, replies over all."""
+
+    max_sessions: int = 256
+    max_pending: int = 8192
+    max_session_pending: int = 1024
+    max_replies: int = 65_536
+    max_reply_bytes: int = 64 * _MIB
+    max_notices: int = 4096
+    max_notice_bytes: int = 32 * _MIB
+    max_forgotten: int = 4096
+
+    def __post_init__(self) -> None:
+        if self.max_reply_bytes < MAX_FRAME_BYTES:
+            raise ConfigError("max_reply_bytes must hold the largest frame")
+
+
+@dataclass(slots=True)
+class ServerCounters:
+    """What a `RequestServer` saw and did since it was made."""
+
+    requests: int = 0
+    repeats_answered: int = 0
+    repeats_absorbed: int = 0
+    malformed: int = 0
+    busy: int = 0
+    stale: int = 0
+    faults: int = 0
+    replies: int = 0
+    replies_dropped: int = 0
+    notices: int = 0
+    notices_resent: int = 0
+    sessions_evicted: int = 0
+
+
+@dataclass(slots=True)
+class ClientCounters:
+    """What a `RequestClient` saw and did since it was made."""
+
+    requests: int = 0
+    retries: int = 0
+    timeouts: int = 0
+    late_replies: int = 0
+    notices: int = 0
+    notices_repeated: int = 0
+    malformed: int = 0
+    stale: int = 0
+    boots: int = 0
+
+
+@dataclass(slots=True)
+class SubscriberCounters:
+    """What an `EventSubscriber` saw since it was made."""
+
+    events: int = 0
+    heartbeats: int = 0
+    gaps: int = 0
+    malformed: int = 0
+    stale: int = 0

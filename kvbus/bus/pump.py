@@ -1,0 +1,118 @@
+"""Moving messages between one ZeroMQ socket and one event loop, without a thread or a poll.
+
+Refuses to be used from another thread. The socket's descriptor is edge-triggered: any call on the
+socket can swallow its signal, so ``ZMQ_EVENTS`` is read again after each batch and each send.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+import zmq
+
+from kvbus.bus.sockets import Socket
+
+_BATCH = 64
+_EVENTS, _POLLIN, _POLLOUT = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.POLLOUT)
+_NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
+
+
+def _nothing() -> None: ...
+
+
+class Pump:
+    """Hands each received message to ``on_frames``, at most `_BATCH` in one turn of the loop.
+
+    ``on_drained`` follows each batch. ``on_writable`` follows it when the socket takes more.
+    An exception out of a callback goes to ``on_failure``: callbacks isolate their own users.
+    """
+
+    def __init__(
+        self,
+        socket: Socket,
+        *,
+        on_frames: Callable[[list[bytes]], None],
+        on_failure: Callable[[Exception], None],
+        on_writable: Callable[[], None] = _nothing,
+        on_drained: Callable[[], None] = _nothing,
+    ) -> None:
+        self._socket = socket
+        self._on_frames, self._on_failure = on_frames, on_failure
+        self._on_writable, self._on_drained = on_writable, on_drained
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._open = True
+        self._receiving = False
+        self._scheduled = False
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin to receive in ``loop``."""
+        self._loop = loop
+        loop.add_reader(self._socket.fileno(), self._signalled)
+        self._schedule()
+
+    def close(self) -> None:
+        """Stop, and close the socket; what it has queued is flushed for ``linger_s``."""
+        if self._loop is not None:
+            self._loop.remove_reader(self._socket.fileno())
+            self._loop = None
+        self._open = False
+        self._socket.close()
+
+    def send(self, *parts: bytes) -> bool:
+        """Send one message now; False when the peer is unroutable, unconnected or at its HWM."""
+        if not self._open:
+            return False
+        send, last = self._socket.send, parts[-1]
+        try:
+            for part in parts[:-1]:
+                send(part, _NOBLOCK | _SNDMORE)
+            send(last, _NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
+                raise
+            return False
+        finally:
+            if not self._receiving:
+                self._look_again()
+        return True
+
+    def _look_again(self) -> None:
+        if int(self._socket.get(_EVENTS)) & _POLLIN:
+            self._schedule()
+
+    def _schedule(self) -> None:
+        if self._loop is not None and not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._wake)
+
+    def _signalled(self) -> None:
+        if not self._scheduled:  # else a turn is due anyway; two would take two batches
+            self._wake()
+
+    def _wake(self) -> None:
+        self._scheduled = False
+        if self._loop is None:
+            return
+        try:
+            events = self._receive()
+            self._on_drained()
+            if events & _POLLOUT:
+                self._on_writable()
+            if self._loop is not None:
+                self._look_again()
+        except Exception as error:  # a bug of ours: it must end the owner, not the loop's handler
+            self._on_failure(error)
+
+    def _receive(self) -> int:
+        socket, on_frames = self._socket, self._on_frames
+        self._receiving = True
+        try:
+            for _ in range(_BATCH):
+                events = int(socket.get(_EVENTS))
+                if not events & _POLLIN:
+                    return events
+                on_frames(socket.recv_multipart(_NOBLOCK))
+                if self._loop is None:  # a callback closed this pump
+                    return 0
+        finally:
+            self._receiving = False
+        return int(socket.get(_EVENTS))

@@ -1,0 +1,108 @@
+"""Opening ZeroMQ sockets: every option that kvbus relies on is set here.
+
+Refuses endpoints that cannot be bound or parsed, as `ConfigError`.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import zmq
+
+from kvbus.errors import ConfigError
+from kvbus.protocol.envelope import MAX_FRAME_BYTES
+
+BusContext: TypeAlias = zmq.Context[Any]
+Socket: TypeAlias = zmq.Socket[bytes]
+
+# A frame somewhat over the limit is read and answered; one far over it ends the connection.
+_MAX_MESSAGE_BYTES = MAX_FRAME_BYTES + 64 * 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SocketOptions:
+    """What may be tuned on a socket; ``hwm`` is in messages, for each peer and direction."""
+
+    hwm: int = 10_000
+    linger_s: float = 0.2
+    reconnect_s: float = 0.05
+    max_reconnect_s: float = 1.0
+    keepalive_s: float = 5.0
+
+
+def new_context() -> BusContext:
+    """A ZeroMQ context with one I/O thread; share it by all sockets of a process.
+
+    Leaving its ``with`` block waits until closed sockets have flushed, at most ``linger_s``.
+    """
+    return zmq.Context()
+
+
+def open_router(context: BusContext, endpoint: str, options: SocketOptions) -> Socket:
+    """A ROUTER bound to ``endpoint`` that reports unroutable peers instead of dropping."""
+    socket = _open(context, zmq.ROUTER, options)
+    socket.set(zmq.ROUTER_MANDATORY, 1)
+    return _bind(socket, endpoint)
+
+
+def open_dealer(context: BusContext, endpoint: str, options: SocketOptions) -> Socket:
+    """A DEALER connected to ``endpoint`` that queues only to a connection that exists."""
+    socket = _open(context, zmq.DEALER, options)
+    socket.set(zmq.IMMEDIATE, 1)
+    return _connect(socket, endpoint)
+
+
+def open_publisher(context: BusContext, endpoint: str, options: SocketOptions) -> Socket:
+    """A PUB bound to ``endpoint``; it drops silently for a subscriber that is ``hwm`` behind."""
+    return _bind(_open(context, zmq.PUB, options), endpoint)
+
+
+def open_subscriber(
+    context: BusContext, endpoint: str, topics: frozenset[str], options: SocketOptions
+) -> Socket:
+    """A SUB connected to ``endpoint``, subscribed to ``topics``, or to all when there are none."""
+    socket = _open(context, zmq.SUB, options)
+    for topic in topics or ("",):
+        socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
+    return _connect(socket, endpoint)
+
+
+def bound_endpoint(socket: Socket) -> str:
+    """The endpoint that a bound socket really has, with the port that the system chose."""
+    endpoint = socket.get(zmq.LAST_ENDPOINT)
+    return bytes(endpoint).rstrip(b"\0").decode()
+
+
+def _open(context: BusContext, kind: int, options: SocketOptions) -> Socket:
+    socket: Socket = context.socket(kind)
+    socket.set(zmq.LINGER, round(options.linger_s * 1000))
+    socket.set(zmq.SNDHWM, options.hwm)
+    socket.set(zmq.RCVHWM, options.hwm)
+    socket.set(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
+    socket.set(zmq.RECONNECT_IVL, round(options.reconnect_s * 1000))
+    socket.set(zmq.RECONNECT_IVL_MAX, round(options.max_reconnect_s * 1000))
+    socket.set(zmq.HEARTBEAT_IVL, round(options.keepalive_s * 1000))
+    socket.set(zmq.HEARTBEAT_TIMEOUT, round(options.keepalive_s * 3000))
+    return socket
+
+
+def _bind(socket: Socket, endpoint: str) -> Socket:
+    with _translated(socket, f"cannot bind {endpoint}", endpoint):
+        socket.bind(endpoint)
+    return socket
+
+
+def _connect(socket: Socket, endpoint: str) -> Socket:
+    with _translated(socket, f"cannot connect to {endpoint}", endpoint):
+        socket.connect(endpoint)
+    return socket
+
+
+@contextlib.contextmanager
+def _translated(socket: Socket, what: str, endpoint: str) -> Iterator[None]:
+    try:
+        yield
+    except zmq.ZMQError as error:
+        socket.close(linger=0)
+        raise ConfigError(f"{what}: {error}", endpoint=endpoint) from error

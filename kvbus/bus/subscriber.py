@@ -1,0 +1,210 @@
+"""The receiving end of events: one SUB for each endpoint, so that each is told apart.
+
+Refuses to recover: a gap, a new boot or silence is reported, and the user resyncs over requests.
+"""
+
+import asyncio
+from collections.abc import Callable, Iterable
+
+from kvbus.bus.boot import BootWatch, Sighting
+from kvbus.bus.limits import SubscriberCounters
+from kvbus.bus.owner import Owner
+from kvbus.bus.pump import Pump
+from kvbus.bus.sequence import TopicSequence
+from kvbus.bus.sockets import BusContext, SocketOptions, open_subscriber
+from kvbus.bus.timers import Timers
+from kvbus.bus.topics import HEARTBEAT
+from kvbus.errors import ErrorCode, LocalError, ProtocolError
+from kvbus.protocol.envelope import Notice, decode
+
+
+class EventListener:
+    """What a subscriber reports, always with the endpoint; override what is of interest."""
+
+    def on_event(self, endpoint: str, event: Notice) -> None:
+        """An event arrived; heartbeats are kept from the user."""
+
+    def on_gap(self, endpoint: str, boot: str, topic: str) -> None:
+        """Events of ``topic`` were lost; called before the event that showed it."""
+
+    def on_boot(self, endpoint: str, boot: str) -> None:
+        """The publisher's boot id became known, or changed."""
+
+    def on_silence(self, endpoint: str, boot: str | None) -> None:
+        """Nothing came for ``silence_s``; ``boot`` is None when nothing ever came."""
+
+    def on_alive(self, endpoint: str, boot: str) -> None:
+        """Something came again after silence."""
+
+
+class EventSubscriber(Owner):
+    """Events of many publishers, by endpoint; endpoints may come and go at any time.
+
+    Exceptions out of ``listener`` go to ``on_fault``; without one they end `run`.
+    """
+
+    def __init__(
+        self,
+        context: BusContext,
+        listener: EventListener,
+        *,
+        topics: Iterable[str] = (),
+        silence_s: float = 3.0,
+        on_fault: Callable[[Exception], None] | None = None,
+        max_endpoints: int = 1024,
+        options: SocketOptions | None = None,
+    ) -> None:
+        super().__init__()
+        self.listener, self.counters = listener, SubscriberCounters()
+        self.silence_s = silence_s
+        self.topics = frozenset(topics)
+        self.on_fault = on_fault or self._fail
+        self._context, self._options = context, options or SocketOptions()
+        self._max_endpoints = max_endpoints
+        self._feeds: dict[str, _Feed] = {}
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    @property
+    def endpoints(self) -> list[str]:
+        """The endpoints that are listened to."""
+        return list(self._feeds)
+
+    def add(self, endpoint: str) -> None:
+        """Listen to ``endpoint``; nothing happens when that is done already.
+
+        Raises `ConfigError` for an endpoint that cannot be parsed, `LocalError` with code ``busy``
+        when there are too many.
+        """
+        if endpoint in self._feeds:
+            return
+        if len(self._feeds) >= self._max_endpoints:
+            raise LocalError("too many endpoints", code=ErrorCode.BUSY, endpoint=endpoint)
+        feed = self._feeds[endpoint] = _Feed(self, self._context, endpoint, self._options)
+        if self._loop is not None:
+            feed.start(self._loop)
+
+    def remove(self, endpoint: str) -> None:
+        """Listen no more to ``endpoint``; nothing happens when it was not listened to."""
+        feed = self._feeds.pop(endpoint, None)
+        if feed is not None:
+            feed.close()
+
+    def fail(self, error: Exception) -> None:
+        """End `run` with ``error``."""
+        self._fail(error)
+
+    def _start(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        for feed in self._feeds.values():
+            feed.start(loop)
+
+    def _close(self) -> None:
+        for endpoint in self.endpoints:
+            self.remove(endpoint)
+
+
+class _Feed:
+    """One endpoint: its socket, the boot behind it, its seqs, and when it was last heard."""
+
+    def __init__(
+        self, owner: EventSubscriber, context: BusContext, endpoint: str, options: SocketOptions
+    ) -> None:
+        self._owner, self._endpoint = owner, endpoint
+        self._timers: Timers = owner.timers
+        self._peer, self._sequence = BootWatch(), TopicSequence(owner.topics)
+        self._heard_at = 0.0
+        self._silent = self._closed = False
+        topics = owner.topics | {HEARTBEAT} if owner.topics else owner.topics
+        self._pump = Pump(
+            open_subscriber(context, endpoint, topics, options),
+            on_frames=self._on_frames,
+            on_failure=owner.fail,
+        )
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._heard_at = loop.time()
+        self._pump.start(loop)
+        self._timers.at(self._heard_at + self._owner.silence_s, self._on_timer)
+
+    def close(self) -> None:
+        self._closed = True
+        self._pump.close()
+
+    def _on_frames(self, frames: list[bytes]) -> None:
+        try:
+            event = self._read(frames)
+            self._see_boot(event.boot)
+            self._heard()
+            missing = self._missing(event)
+        except ProtocolError as error:
+            counters = self._owner.counters
+            if error.code is ErrorCode.STALE:
+                counters.stale += 1
+            else:
+                counters.malformed += 1
+            return
+        self._report(event, missing)
+
+    def _read(self, frames: list[bytes]) -> Notice:
+        if len(frames) != 2:
+            raise ProtocolError(f"event has {len(frames)} frames")
+        event = decode(frames[1])
+        if not isinstance(event, Notice):
+            raise ProtocolError("not an event")
+        if event.op.encode() != frames[0]:
+            raise ProtocolError(f"event '{event.op}' behind another topic")
+        return event
+
+    def _see_boot(self, boot: str) -> None:
+        if boot == self._peer.current:
+            return
+        if self._peer.see(boot) is Sighting.RETIRED:
+            raise ProtocolError("event of an earlier boot", code=ErrorCode.STALE)
+        self._sequence = TopicSequence(self._owner.topics)
+        self._tell(self._owner.listener.on_boot, self._endpoint, boot)
+
+    def _heard(self) -> None:
+        self._heard_at = self._timers.now()
+        if self._silent:
+            self._silent = False
+            self._tell(self._owner.listener.on_alive, self._endpoint, self._peer.current)
+
+    def _missing(self, event: Notice) -> list[str]:
+        """The topics of which something was lost, by what this event or heartbeat says."""
+        if event.op != HEARTBEAT:
+            return [event.op] if self._sequence.see(event.op, event.seq) else []
+        seqs = event.body.get("seqs")
+        if not isinstance(seqs, dict):
+            raise ProtocolError("heartbeat without seqs")
+        return self._sequence.see_heartbeat(seqs)
+
+    def _report(self, event: Notice, missing: list[str]) -> None:
+        owner = self._owner
+        for topic in missing:
+            owner.counters.gaps += 1
+            self._tell(owner.listener.on_gap, self._endpoint, event.boot, topic)
+        if event.op == HEARTBEAT:
+            owner.counters.heartbeats += 1
+        else:
+            owner.counters.events += 1
+            self._tell(owner.listener.on_event, self._endpoint, event)
+
+    def _on_timer(self, _: int) -> None:
+        if self._closed:
+            return
+        now = self._timers.now()
+        silent_at = self._heard_at + self._owner.silence_s
+        if now >= silent_at:
+            silent_at = now + self._owner.silence_s
+            if not self._silent:
+                self._silent = True
+                self._tell(self._owner.listener.on_silence, self._endpoint, self._peer.current)
+        self._timers.at(silent_at, self._on_timer)
+
+    def _tell(self, callback: Callable[..., None], *arguments: object) -> None:
+        if self._closed:
+            return
+        try:
+            callback(*arguments)
+        except Exception as error:  # the user's callback must not end the subscription
+            self._owner.on_fault(error)

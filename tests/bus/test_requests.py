@@ -1,0 +1,261 @@
+"""Every request gets one reply and is done once, whatever is lost on the way."""
+
+from typing import Any
+
+import anyio
+import pytest
+import zmq
+
+from kvbus.bus import Call, RequestClient, RequestServer
+from kvbus.errors import ErrorCode, KVBusError, LocalError, RequestRefused, RequestTimeout
+from kvbus.protocol.envelope import MAX_FRAME_BYTES
+
+pytestmark = pytest.mark.anyio
+
+
+def echo(call: Call) -> None:
+    call.reply(call.body)
+
+
+class Lose:
+    """Loses the first messages that have a key, or a key with a value."""
+
+    def __init__(self, number: int, **match: Any) -> None:
+        self.left, self.match = number, match
+
+    def __call__(self, fields: dict[str, Any]) -> bool:
+        hit = all(
+            key in fields and value in (..., fields[key]) for key, value in self.match.items()
+        )
+        self.left -= hit
+        return hit and self.left >= 0
+
+
+async def test_each_reply_reaches_the_request_that_asked_for_it(
+    context, endpoint, running, hold
+) -> None:
+    """Two hundred requests, answered in the opposite order."""
+    server = RequestServer(context, endpoint, boot="server", handler=hold)
+    client = RequestClient(context, endpoint, boot="client")
+    replies: dict[int, Any] = {}
+
+    async def ask(number: int) -> None:
+        replies[number] = await client.request("ask", {"number": number}, timeout_s=20)
+
+    async with running(server, client), anyio.create_task_group() as tasks:
+        for number in range(200):
+            tasks.start_soon(ask, number)
+        for _ in range(200):
+            await hold.arrived.get()
+        for call in reversed(hold.calls):
+            echo(call)
+
+    assert replies == {number: {"number": number} for number in range(200)}
+    assert server.num_pending == client.num_pending == 0
+
+
+@pytest.mark.parametrize("lost", ["re", "id"])
+async def test_a_request_whose_reply_or_self_is_lost_is_sent_again_and_done_once(
+    context, endpoint, running, lossy_wire, lost
+) -> None:
+    calls: list[Call] = []
+
+    def handle(call: Call) -> None:
+        calls.append(call)
+        echo(call)
+
+    server = RequestServer(context, endpoint + "s", boot="server", handler=handle)
+    client = RequestClient(context, endpoint, boot="client", retry_s=0.02, ping_s=30)
+    lossy_wire(endpoint, server.endpoint, Lose(3, **{lost: ...}))
+
+    async with running(server, client):
+        reply = await client.request("ask", {"n": 1}, timeout_s=30)
+
+    assert reply == {"n": 1}
+    assert len(calls) == 1
+    assert client.counters.retries >= 3
+
+
+async def test_a_repeat_of_a_request_in_progress_is_absorbed(
+    context, endpoint, running, hold, raw_peer
+) -> None:
+    server = RequestServer(context, endpoint, boot="server", handler=hold)
+    peer = raw_peer(zmq.DEALER, endpoint)
+    ask = {"v": 1, "op": "ask", "id": 5, "boot": "raw", "body": {}}
+
+    async with running(server):
+        for _ in range(3):
+            peer.put(ask)
+        peer.put(ask | {"op": "ping", "id": 6})
+        first = await peer.get()
+        hold.calls[0].reply({"done": 1})
+        second = await peer.get()
+        peer.put(ask)
+        repeated = await peer.get()
+
+    assert (first["re"], second["re"]) == (6, 5)
+    assert repeated == second
+    assert len(hold.calls) == 1
+    assert server.counters.repeats_absorbed == 2
+    assert server.counters.repeats_answered == 1
+
+
+async def test_a_request_without_a_reply_fails_at_its_deadline(
+    context, endpoint, running, hold
+) -> None:
+    server = RequestServer(context, endpoint, boot="server", handler=hold)
+    client = RequestClient(context, endpoint, boot="client")
+
+    async with running(server, client):
+        with pytest.raises(RequestTimeout) as failure:
+            await client.request("ask", {}, timeout_s=0.05)
+        hold.calls[0].reply({})
+        await client.request("ping", {}, timeout_s=20)
+
+    assert failure.value.code is ErrorCode.TIMEOUT
+    assert client.counters.late_replies == 1
+
+
+async def test_requests_to_nobody_time_out_and_leave_nothing_behind(
+    context, endpoint, running
+) -> None:
+    client = RequestClient(context, endpoint, boot="client")
+
+    async with running(client):
+        with pytest.raises(RequestTimeout):
+            await client.request("ask", {}, timeout_s=0.05)
+
+    assert client.num_pending == 0
+    assert not client._unsent
+
+
+async def test_a_refusal_arrives_with_code_message_and_detail(context, endpoint, running) -> None:
+    def handle(call: Call) -> None:
+        call.refuse(KVBusError("lease is over", code=ErrorCode.LEASE_EXPIRED, epoch=7))
+
+    server = RequestServer(context, endpoint, boot="server", handler=handle)
+    client = RequestClient(context, endpoint, boot="client")
+
+    async with running(server, client):
+        with pytest.raises(RequestRefused) as failure:
+            await client.request("confirm", {}, timeout_s=20)
+
+    assert failure.value.code is ErrorCode.LEASE_EXPIRED
+    assert failure.value.message == "lease is over"
+    assert failure.value.detail == {"epoch": 7}
+
+
+async def test_a_call_is_not_answered_twice(context, endpoint, running, hold) -> None:
+    server = RequestServer(context, endpoint, boot="server", handler=hold)
+    client = RequestClient(context, endpoint, boot="client")
+
+    async with running(server, client), anyio.create_task_group() as tasks:
+        tasks.start_soon(hold.echo_next)
+        await client.request("ask", {}, timeout_s=20)
+        with pytest.raises(LocalError, match="answered before"):
+            hold.calls[0].reply({})
+
+
+async def test_a_fault_in_the_handler_fails_its_request_alone(context, endpoint, running) -> None:
+    faults: list[tuple[Exception, Call]] = []
+
+    def handle(call: Call) -> None:
+        if call.op == "bad":
+            raise RuntimeError("oops")
+        echo(call)
+
+    server = RequestServer(
+        context,
+        endpoint,
+        boot="server",
+        handler=handle,
+        on_fault=lambda error, call: faults.append((error, call)),
+    )
+    client = RequestClient(context, endpoint, boot="client")
+
+    async with running(server, client):
+        with pytest.raises(RequestRefused) as failure:
+            await client.request("bad", {}, timeout_s=20)
+        good = await client.request("good", {"n": 1}, timeout_s=20)
+
+    assert failure.value.code is ErrorCode.INTERNAL
+    assert "oops" not in failure.value.message
+    assert [(str(error), call.op) for error, call in faults] == [("oops", "bad")]
+    assert good == {"n": 1}
+
+
+async def test_a_fault_that_nobody_takes_ends_the_server(context, endpoint, running) -> None:
+    def handle(call: Call) -> None:
+        raise RuntimeError("oops")
+
+    server = RequestServer(context, endpoint, boot="server", handler=handle)
+    client = RequestClient(context, endpoint, boot="client")
+
+    with pytest.raises(ExceptionGroup) as failure:
+        async with running(server, client):
+            await client.request("bad", {}, timeout_s=20)
+    assert failure.group_contains(RuntimeError, match="oops")
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [({"x": object()}, ErrorCode.INTERNAL), ({"x": bytes(MAX_FRAME_BYTES)}, ErrorCode.TOO_LARGE)],
+)
+async def test_a_reply_that_cannot_be_sent_becomes_an_error_reply_and_a_fault(
+    context, endpoint, running, body, code
+) -> None:
+    faults: list[Exception] = []
+    server = RequestServer(
+        context,
+        endpoint,
+        boot="server",
+        handler=lambda call: call.reply(body),
+        on_fault=lambda error, _: faults.append(error),
+    )
+    client = RequestClient(context, endpoint, boot="client")
+
+    async with running(server, client):
+        with pytest.raises(RequestRefused) as failure:
+            await client.request("ask", {}, timeout_s=20)
+
+    assert failure.value.code is code
+    assert len(faults) == 1
+
+
+async def test_a_cancelled_caller_loses_nobody_elses_message(
+    context, endpoint, running, hold
+) -> None:
+    server = RequestServer(context, endpoint, boot="server", handler=hold)
+    client = RequestClient(context, endpoint, boot="client")
+
+    async def ask(number: int) -> None:
+        await client.request("ask", {"number": number}, timeout_s=30)
+
+    async with running(server, client):
+        for number in range(20):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(ask, number)
+                call = await hold.arrived.get()
+                call.reply({})
+                tasks.cancel_scope.cancel()
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(hold.echo_next)
+                assert await client.request("ask", {"n": number}, timeout_s=30) == {"n": number}
+
+    assert client.num_pending == server.num_pending == 0
+
+
+async def test_a_fault_in_a_reply_callback_fails_alone(context, endpoint, running) -> None:
+    faults: list[Exception] = []
+    server = RequestServer(context, endpoint, boot="server", handler=echo)
+    client = RequestClient(context, endpoint, boot="client", on_fault=faults.append)
+
+    def fail(_: object) -> None:
+        raise RuntimeError("oops")
+
+    async with running(server, client):
+        client.send("ask", {}, timeout_s=30, on_reply=fail)
+        reply = await client.request("ask", {"n": 1}, timeout_s=30)
+
+    assert [str(fault) for fault in faults] == ["oops"]
+    assert reply == {"n": 1}
