@@ -1,0 +1,143 @@
+"""Owns one connected attach socket: whole frames in and out, with the descriptors they carry.
+
+Refuses descriptors that are not on a frame's first bytes, or too many of them; closes every
+descriptor that it does not hand out. It never reads beyond the frame it is in: Linux then keeps
+descriptors and the frame that they were sent with together.
+"""
+
+import array
+import os
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import anyio
+
+from kvbus.errors import ErrorCode, ProtocolError
+from kvbus.memory.attach import wire
+
+_FD_BYTES = array.array("i").itemsize
+_CONTROL_BYTES = socket.CMSG_SPACE(wire.MAX_FDS * _FD_BYTES)
+
+
+@dataclass(slots=True)
+class Frame:
+    """A body and the descriptors that came with it, which are whoever's takes them out of it."""
+
+    body: bytes
+    fds: list[int] = field(default_factory=list)
+
+    def close_fds(self) -> None:
+        """Close what nobody took; idempotent."""
+        close_fds(self.fds)
+
+
+class FrameChannel:
+    """Frames over a connected Unix stream socket. One task receives, one at a time sends."""
+
+    def __init__(self, connected: socket.socket, *, frame_timeout_s: float = 10.0) -> None:
+        connected.setblocking(False)
+        self._socket = connected
+        self._frame_timeout_s = frame_timeout_s
+
+    async def receive(self) -> Frame:
+        """Wait for a frame as long as it takes, and for its rest no longer than the deadline.
+
+        Raises ``anyio.EndOfStream`` when the other side is gone, a frame unfinished or not, and
+        ``ProtocolError`` when it broke the format: nothing further can be read then.
+        """
+        await anyio.wait_readable(self._socket)
+        frame = Frame(b"")
+        try:
+            with anyio.fail_after(self._frame_timeout_s):
+                await self._receive_into(frame)
+        except TimeoutError as error:
+            frame.close_fds()
+            raise ProtocolError(
+                f"an attach message was not finished within {self._frame_timeout_s} s",
+                code=ErrorCode.TIMEOUT,
+            ) from error
+        except BaseException:
+            frame.close_fds()
+            raise
+        return frame
+
+    async def send(self, frame: bytes, fds: Sequence[int] = ()) -> None:
+        """Send a whole frame; interrupted half-way, the channel is useless and hung up.
+
+        Raises ``OSError`` when the other side is gone or a descriptor cannot be passed.
+        """
+        rest = memoryview(frame)
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", fds))] if fds else []
+        try:
+            while rest:
+                try:
+                    num_sent = self._socket.sendmsg([rest], rights)
+                except BlockingIOError:
+                    await anyio.wait_writable(self._socket)
+                else:
+                    rest, rights = rest[num_sent:], []
+        except BaseException:
+            if len(rest) < len(frame):
+                self.hang_up()
+            raise
+
+    def hang_up(self) -> None:
+        """Make both sides see end-of-file; idempotent."""
+        try:
+            self._socket.shutdown(socket.SHUT_RDWR)
+        except OSError:  # the other side was faster
+            return
+
+    def close(self) -> None:
+        """Close the socket; idempotent. No task may wait on it."""
+        self._socket.close()
+
+    async def _receive_into(self, frame: Frame) -> None:
+        header = await self._read(wire.LENGTH_BYTES, frame.fds)
+        num_fds = len(frame.fds)
+        frame.body = await self._read(wire.decode_length(header), frame.fds)
+        if len(frame.fds) != num_fds:
+            raise ProtocolError("file descriptors must be on the first byte of their message")
+
+    async def _read(self, num_bytes: int, fds: list[int]) -> bytes:
+        read = bytearray()
+        while len(read) < num_bytes:
+            await anyio.wait_readable(self._socket)  # also lets other connections have their turn
+            chunk = self._read_some(num_bytes - len(read), fds)
+            if chunk is not None:
+                read += chunk
+        return bytes(read)
+
+    def _read_some(self, num_bytes: int, fds: list[int]) -> bytes | None:
+        try:
+            chunk, ancillary, flags, _ = self._socket.recvmsg(
+                num_bytes, _CONTROL_BYTES, socket.MSG_CMSG_CLOEXEC
+            )
+        except BlockingIOError:
+            return None
+        except OSError as error:
+            raise anyio.EndOfStream from error
+        fds.extend(_passed_fds(ancillary))
+        if flags & socket.MSG_CTRUNC or len(fds) > wire.MAX_FDS:
+            raise ProtocolError(
+                f"more than {wire.MAX_FDS} file descriptors came with an attach message, or more "
+                "than this process may open"
+            )
+        if not chunk:
+            raise anyio.EndOfStream
+        return chunk
+
+
+def close_fds(fds: list[int]) -> None:
+    """Close and forget all."""
+    while fds:
+        os.close(fds.pop())
+
+
+def _passed_fds(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    fds = array.array("i")
+    for level, kind, payload in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            fds.frombytes(payload[: len(payload) - len(payload) % _FD_BYTES])
+    return list(fds)

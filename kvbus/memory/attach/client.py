@@ -1,0 +1,157 @@
+"""Owns the engine's side of the attach socket: requests, their replies in order, the agent's end.
+
+Refuses to guess after a broken exchange: a call whose sending is cancelled ends the connection.
+"""
+
+import socket
+from collections import deque
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import anyio
+
+from kvbus.errors import (
+    ClosedError,
+    ErrorCode,
+    LocalError,
+    PeerLost,
+    ProtocolError,
+    RequestRefused,
+    SegmentError,
+)
+from kvbus.memory.attach import wire
+from kvbus.memory.attach.channel import FrameChannel
+from kvbus.memory.attach.path import check_path_length
+
+_MAX_UNANSWERED = 64
+
+
+class _PendingCall:
+    """A place for the reply to one message; stays in line when its caller gives up."""
+
+    def __init__(self) -> None:
+        self.answered = anyio.Event()
+        self.reply: dict[str, Any] | None = None
+
+    def resolve(self, reply: dict[str, Any] | None) -> None:
+        self.reply = reply
+        self.answered.set()
+
+
+class AttachClient:
+    """A connection to the agent at ``path``, open within ``async with``.
+
+    ``closed`` is set when the agent has gone away or the block was left. Entering raises
+    ``PeerLost`` when no agent listens there and ``RequestRefused`` (busy) when it has a full queue.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.closed = anyio.Event()
+        self._channel: FrameChannel | None = None
+        self._tasks = anyio.create_task_group()
+        self._sending = anyio.Lock()
+        self._pending: deque[_PendingCall] = deque()
+        self._unasked_reply: dict[str, Any] | None = None
+
+    async def __aenter__(self) -> Self:
+        self._channel = channel = FrameChannel(_connect(self.path))
+        await self._tasks.__aenter__()
+        self._tasks.start_soon(self._receive_replies, channel)
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._tasks.cancel_scope.cancel()
+        try:  # told of no exception, the group does not wrap the caller's into an ExceptionGroup
+            await self._tasks.__aexit__(None, None, None)
+        finally:
+            channel, self._channel = self._channel, None
+            if channel is not None:
+                channel.close()
+
+    async def call(self, message: dict[str, Any], fds: Sequence[int] = ()) -> dict[str, Any]:
+        """Send a message, with descriptors that stay the caller's; return what ``ok`` holds.
+
+        Raises ``RequestRefused``, ``PeerLost``, ``ClosedError``, ``ProtocolError`` for a message
+        that cannot be sent and ``SegmentError`` for a descriptor that cannot. A call that is
+        cancelled while it waits for the reply is still done.
+        """
+        if len(fds) > wire.MAX_FDS:
+            raise ProtocolError(f"a message carries at most {wire.MAX_FDS} descriptors")
+        frame = wire.encode_frame(message)
+        async with self._sending:
+            pending = await self._send(frame, fds)
+        await pending.answered.wait()
+        return self._open(pending.reply)
+
+    async def _send(self, frame: bytes, fds: Sequence[int]) -> _PendingCall:
+        if self._channel is None:
+            raise ClosedError("the attach client is not open")
+        if len(self._pending) >= _MAX_UNANSWERED:
+            raise LocalError(f"{_MAX_UNANSWERED} calls wait for replies", code=ErrorCode.BUSY)
+        try:
+            await self._channel.send(frame, fds)
+        except (BrokenPipeError, ConnectionResetError):
+            pass  # the receiver resolves it, maybe with the agent's last words
+        except OSError as error:
+            raise SegmentError(f"cannot pass {len(fds)} descriptors: {error.strerror}") from error
+        return self._enlist()
+
+    def _enlist(self) -> _PendingCall:
+        """Wait in line for a reply; it cannot come first, as nothing was awaited since sending."""
+        pending = _PendingCall()
+        if self.closed.is_set() or self._unasked_reply is not None:
+            pending.resolve(self._unasked_reply)
+        else:
+            self._pending.append(pending)
+        return pending
+
+    def _open(self, reply: dict[str, Any] | None) -> dict[str, Any]:
+        if reply is None:
+            raise PeerLost(f"the agent at {self.path} is gone")
+        return wire.open_reply(reply)
+
+    async def _receive_replies(self, channel: FrameChannel) -> None:
+        try:
+            while True:
+                self._accept_reply(await _receive_reply(channel))
+        except (anyio.EndOfStream, ProtocolError):  # a broken format is as good as gone
+            channel.hang_up()
+        finally:
+            self.closed.set()
+            while self._pending:
+                self._pending.popleft().resolve(None)
+
+    def _accept_reply(self, reply: dict[str, Any]) -> None:
+        if self._pending:
+            self._pending.popleft().resolve(reply)
+        else:
+            self._unasked_reply = reply
+
+
+async def _receive_reply(channel: FrameChannel) -> dict[str, Any]:
+    frame = await channel.receive()
+    frame.close_fds()
+    return wire.decode_body(frame.body)
+
+
+def _connect(path: Path) -> socket.socket:
+    check_path_length(path)
+    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    connected.setblocking(False)
+    try:
+        connected.connect(str(path))
+    except BlockingIOError as error:
+        connected.close()
+        raise RequestRefused(f"the agent at {path} is busy", code=ErrorCode.BUSY) from error
+    except OSError as error:
+        connected.close()
+        raise PeerLost(f"no agent at {path}: {error.strerror}") from error
+    return connected

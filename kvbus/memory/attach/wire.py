@@ -1,0 +1,95 @@
+"""The bytes of attach messages: frames, bodies, replies.
+
+Refuses what is too large or not a map with string keys. Knows no socket.
+"""
+
+from typing import Any
+
+import msgpack
+
+from kvbus.errors import ErrorCode, KVBusError, ProtocolError, RequestRefused
+
+LENGTH_BYTES = 4
+MAX_BODY_BYTES = 65_536
+MAX_FDS = 64
+_MAX_ERROR_TEXT = 4_096
+
+
+def encode_frame(message: dict[str, Any]) -> bytes:
+    """Return length and body; ``ProtocolError`` when it is too large or no msgpack."""
+    try:
+        body: bytes = msgpack.packb(message)
+    except (TypeError, ValueError, OverflowError) as error:
+        raise ProtocolError(f"an attach message cannot be encoded: {error}") from error
+    if len(body) > MAX_BODY_BYTES:
+        raise _too_large(len(body))
+    return len(body).to_bytes(LENGTH_BYTES, "little") + body
+
+
+def decode_length(header: bytes) -> int:
+    """Return how long the body is; ``ProtocolError`` when nobody would read that much."""
+    length = int.from_bytes(header, "little")
+    if length > MAX_BODY_BYTES:
+        raise _too_large(length)
+    return length
+
+
+def decode_body(body: bytes) -> dict[str, Any]:
+    """Return the map; ``ProtocolError`` for anything else."""
+    try:
+        message = msgpack.unpackb(body)
+    except (ValueError, TypeError, OverflowError, RecursionError) as error:
+        raise ProtocolError(f"an attach message is not msgpack: {error}") from error
+    if not isinstance(message, dict) or not all(isinstance(key, str) for key in message):
+        raise ProtocolError("an attach message must be a map with string keys")
+    return message
+
+
+def encode_ok(answer: dict[str, Any]) -> bytes:
+    """Return the frame of a good answer."""
+    return encode_frame({"ok": answer})
+
+
+def encode_error(error: KVBusError) -> bytes:
+    """Return the frame of an error reply; detail that does not fit is left out."""
+    body = {"code": error.code.value, "message": error.message[:_MAX_ERROR_TEXT]}
+    try:
+        return encode_frame({"error": {**body, "detail": error.detail}})
+    except ProtocolError:
+        return encode_frame({"error": {**body, "detail": {}}})
+
+
+def open_reply(reply: dict[str, Any]) -> dict[str, Any]:
+    """Return what ``ok`` holds, or raise ``RequestRefused``; ``ProtocolError`` if it is neither."""
+    match reply:
+        case {"ok": dict(answer)}:
+            return answer
+        case {"error": {"code": str(code), "message": str(message), "detail": dict(detail)}}:
+            raise RequestRefused(message, code=_known_code(code), **_plain(detail))
+    raise ProtocolError("an attach reply holds neither 'ok' nor 'error'")
+
+
+def _known_code(code: str) -> ErrorCode:
+    try:
+        return ErrorCode(code)
+    except ValueError:  # a newer agent's
+        return ErrorCode.INTERNAL
+
+
+def _plain(detail: dict[Any, Any]) -> dict[str, str | int | float]:
+    """Drop what could not be the detail of an error, a name that shadows its arguments included."""
+    return {
+        key: value
+        for key, value in detail.items()
+        if isinstance(key, str)
+        and key not in {"self", "message", "code"}
+        and isinstance(value, str | int | float)
+    }
+
+
+def _too_large(length: int) -> ProtocolError:
+    return ProtocolError(
+        f"an attach message of {length} bytes exceeds {MAX_BODY_BYTES}",
+        code=ErrorCode.TOO_LARGE,
+        length_bytes=length,
+    )

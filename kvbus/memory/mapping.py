@@ -1,0 +1,149 @@
+"""Owns the agent's mapping of a segment that an engine passed as a file descriptor.
+
+Refuses to trust the engine: the file must be a memory file of exactly the claimed size, it is
+sealed against truncation where the kernel allows that, and its pages are reserved before use.
+"""
+
+import fcntl
+import os
+import stat
+import warnings
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbus.errors import ClosedError, SegmentError
+from kvbus.memory import libc
+from kvbus.memory.pages import Pages
+from kvbus.memory.room import check_memory
+
+_MEMORY_FILE_SYSTEMS = {0x01021994: "tmpfs", 0x958458F6: "hugetlbfs"}
+
+
+class SegmentMapping:
+    """An engine's segment, mapped here.
+
+    Takes over ``fd`` and closes it, also when it raises. ``sealed`` is False when the engine can
+    still truncate the file (torch's shared storage cannot be sealed): an engine that does so lets
+    the next access here die of SIGBUS, so an agent may want to refuse such segments. May take
+    seconds when the engine left pages unreserved: an event loop calls it in a thread.
+    Raises ``SegmentError``.
+    """
+
+    def __init__(self, fd: int, *, size_bytes: int) -> None:
+        self._pages: Pages | None = None
+        self._discarded = False
+        self.size_bytes = size_bytes
+        try:
+            self.sealed = _seal_against_shrinking(fd)
+            _check_file(fd, size_bytes)
+            _reserve_holes(fd, size_bytes)
+            self._pages = Pages(fd, size_bytes)
+        except OSError as error:
+            raise SegmentError(
+                f"cannot map the engine's segment of {size_bytes} bytes: {error.strerror}; "
+                "its descriptor must be open for reading and writing, and memory be free",
+                size_bytes=size_bytes,
+            ) from error
+        finally:
+            os.close(fd)
+
+    @property
+    def address(self) -> int:
+        """Where the first byte is; stays valid after ``discard``, until ``unmap``."""
+        return self._mapped().address
+
+    @property
+    def discarded(self) -> bool:
+        """Whether the bytes of the engine are gone from here."""
+        return self._discarded
+
+    def view(self) -> npt.NDArray[np.uint8]:
+        """Return all bytes, writable; the view may outlive the mapping, see ``unmap``."""
+        pages = self._mapped()
+        if self._discarded:
+            raise ClosedError("the segment was discarded: its engine is gone")
+        return pages.view()
+
+    def discard(self) -> None:
+        """Give a dead engine's memory back to the machine at once; idempotent.
+
+        Private zeros take its place at the same address, so that a transfer in flight can neither
+        crash this process nor touch anything real. Live views read zeros. Memory that a device
+        pinned goes when it is deregistered.
+        """
+        pages = self._mapped()
+        if not self._discarded:
+            pages.discard()
+            self._discarded = True
+
+    def unmap(self) -> None:
+        """End the mapping; idempotent. No transfer may be in flight: ``discard`` is for that.
+
+        The memory is given back now, the addresses when the last view is gone; until then such a
+        view reads zeros.
+        """
+        pages, self._pages = self._pages, None
+        if pages is not None:
+            self._discarded = True
+            pages.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.unmap()
+
+    def __del__(self) -> None:
+        if self._pages is not None:
+            warnings.warn(
+                f"segment of {self.size_bytes} bytes was never unmapped: it stays mapped",
+                ResourceWarning,
+                stacklevel=2,
+            )
+
+    def _mapped(self) -> Pages:
+        if self._pages is None:
+            raise ClosedError("the segment was unmapped")
+        return self._pages
+
+
+def _seal_against_shrinking(fd: int) -> bool:
+    """Add the seal; return False when this kind of file, or its owner, forbids it."""
+    try:
+        if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            return True
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
+    except OSError:
+        return False
+    return True
+
+
+def _check_file(fd: int, size_bytes: int) -> None:
+    if size_bytes <= 0:
+        raise SegmentError(f"a segment of {size_bytes} bytes makes no sense")
+    status = os.fstat(fd)
+    if not stat.S_ISREG(status.st_mode) or libc.file_system_type(fd) not in _MEMORY_FILE_SYSTEMS:
+        raise SegmentError(
+            "the descriptor is not a memory file: pass one of memfd_create or of shm_open"
+        )
+    if status.st_size != size_bytes:
+        raise SegmentError(
+            f"the segment's file has {status.st_size} bytes but {size_bytes} were claimed",
+            actual_bytes=status.st_size,
+            claimed_bytes=size_bytes,
+        )
+
+
+def _reserve_holes(fd: int, size_bytes: int) -> None:
+    """Reserve what the engine did not, unless a sparse file promises more than the machine has."""
+    present_bytes = os.fstat(fd).st_blocks * 512
+    check_memory(size_bytes - present_bytes)
+    os.posix_fallocate(fd, 0, size_bytes)

@@ -1,0 +1,46 @@
+"""Owns one mapping of a memory file in this process: its address, its views, its end.
+
+Refuses to be unmapped by the garbage collector. NIXL and kernels know the address without Python
+knowing of them, so the pages go only when ``release`` asks for it, and the addresses only after
+the last numpy or torch view of them is gone too.
+"""
+
+import weakref
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbus.memory import libc
+
+
+class Pages:
+    """The pages of a memory file, mapped shared, readable and writable. Raises ``OSError``."""
+
+    def __init__(self, fd: int, length_bytes: int) -> None:
+        self.address = libc.map_shared(fd, length_bytes)
+        self.length_bytes = length_bytes
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        """What numpy reads to make a view that keeps this object alive."""
+        return {
+            "version": 3,
+            "typestr": "|u1",
+            "shape": (self.length_bytes,),
+            "data": (self.address, False),
+        }
+
+    def view(self) -> npt.NDArray[np.uint8]:
+        """Return all bytes, writable."""
+        return np.asarray(self)
+
+    def discard(self) -> None:
+        """Drop the file's pages and leave zeros at the same addresses; live views stay usable."""
+        libc.map_zeros_over(self.address, self.length_bytes)
+
+    def release(self) -> None:
+        """Discard now; give the addresses back when the last view and the owner have let go."""
+        self.discard()
+        finalizer = weakref.finalize(self, libc.unmap, self.address, self.length_bytes)
+        finalizer.atexit = False  # at exit, views may be alive and the kernel cleans up anyway

@@ -1,0 +1,51 @@
+"""Owns the question whether shared memory of some size fits into this machine.
+
+Refuses it before it is tried: the kernel answers a request that does not fit with its
+out-of-memory killer, which may choose any process of the machine.
+"""
+
+from pathlib import Path
+
+from kvbus.errors import SegmentError
+
+_USABLE_PERCENT = 95  # of the memory that is available: the last of it belongs to the machine
+
+
+def check_memory(size_bytes: int) -> None:
+    """Raise ``SegmentError`` for what cannot fit; a snapshot, another process may take it next."""
+    available_bytes = _available_bytes()
+    if size_bytes > available_bytes:
+        raise SegmentError(
+            f"a segment of {size_bytes} bytes does not fit: {available_bytes} bytes of memory are "
+            "available; make the KV cache smaller or free memory",
+            size_bytes=size_bytes,
+            available_bytes=available_bytes,
+        )
+
+
+def _available_bytes() -> int:
+    lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+    fields = dict(line.split(":", 1) for line in lines)
+    available_bytes = int(fields["MemAvailable"].split()[0]) * 1024
+    headroom_bytes = _cgroup_headroom_bytes()
+    if headroom_bytes is not None:
+        available_bytes = min(available_bytes, headroom_bytes)
+    return available_bytes * _USABLE_PERCENT // 100
+
+
+def _cgroup_headroom_bytes() -> int | None:
+    """What the control group (version 2) of this process still allows, None when unlimited."""
+    groups = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    own = next((line[len("0::/") :] for line in groups if line.startswith("0::/")), "")
+    folder = Path("/sys/fs/cgroup") / own
+    try:
+        limit = (folder / "memory.max").read_text(encoding="ascii").strip()
+        used_bytes = int((folder / "memory.current").read_text(encoding="ascii"))
+        lines = (folder / "memory.stat").read_text(encoding="ascii").splitlines()
+    except (OSError, ValueError):
+        return None
+    if limit == "max":
+        return None
+    fields = dict(line.split(" ", 1) for line in lines)
+    reclaimable_bytes = int(fields["active_file"]) + int(fields["inactive_file"])
+    return max(0, int(limit) - used_bytes + reclaimable_bytes)

@@ -1,0 +1,152 @@
+"""Owns the memory that an engine creates for its KV cache so that an agent can map it.
+
+Refuses memory that is not there: every page is reserved at creation, so that a later write cannot
+end in SIGBUS, and the file is sealed, so that neither side can cut it under the other.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import warnings
+from typing import TYPE_CHECKING, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbus.errors import ClosedError, SegmentError
+from kvbus.memory.pages import Pages
+from kvbus.memory.room import check_memory
+
+if TYPE_CHECKING:
+    from types import TracebackType
+
+    import torch
+
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+_ADVICE = {
+    errno.ENOMEM: "make the KV cache smaller or free memory",
+    errno.ENOSPC: "make the KV cache smaller or free memory",
+    errno.EFBIG: "raise the limit on file sizes (ulimit -f)",
+    errno.EMFILE: "raise the limit on open files (ulimit -n)",
+    errno.ENFILE: "raise the machine's limit on open files (fs.file-max)",
+}
+
+
+class SharedSegment:
+    """A sealed memory file of zeros, mapped here, whose ``fd`` goes over the attach socket.
+
+    ``huge_pages`` asks for the machine's huge pages; ``uses_huge_pages`` says whether there were
+    enough, and then ``size_bytes`` is rounded up to whole ones. Raises ``SegmentError``.
+    """
+
+    def __init__(self, size_bytes: int, *, name: str = "kvbus", huge_pages: bool = False) -> None:
+        self._pages: Pages | None = None
+        self._tensor: torch.Tensor | None = None
+        if size_bytes <= 0:
+            raise SegmentError(f"a segment of {size_bytes} bytes makes no sense")
+        self._fd = _create_file(name, size_bytes, huge_pages=huge_pages)
+        try:
+            status = os.fstat(self._fd)
+            self.size_bytes = status.st_size
+            self.uses_huge_pages = status.st_blksize > os.sysconf("SC_PAGESIZE")
+            self._pages = Pages(self._fd, self.size_bytes)
+        except OSError as error:
+            os.close(self._fd)
+            raise _refusal(error, size_bytes) from error
+
+    @property
+    def fd(self) -> int:
+        """The descriptor to pass to the agent; borrowed, it is closed by ``close``."""
+        self._mapped()
+        return self._fd
+
+    @property
+    def address(self) -> int:
+        """Where the first byte is in this process."""
+        return self._mapped().address
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """All bytes as one uint8 tensor, always the same one."""
+        pages = self._mapped()
+        if self._tensor is None:
+            import torch  # noqa: PLC0415 - costs seconds, and who wants numpy should not pay
+
+            self._tensor = torch.from_numpy(pages.view())
+        return self._tensor
+
+    def view(self) -> npt.NDArray[np.uint8]:
+        """Return all bytes, writable, without torch."""
+        return self._mapped().view()
+
+    def close(self) -> None:
+        """Give the memory back here; idempotent. The agent's mapping lives on by itself.
+
+        Tensors and views that are still alive read zeros from now on.
+        """
+        pages, self._pages = self._pages, None
+        self._tensor = None
+        if pages is not None:
+            os.close(self._fd)
+            pages.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if self._pages is not None:
+            warnings.warn(
+                f"segment of {self.size_bytes} bytes was never closed: it stays mapped",
+                ResourceWarning,
+                stacklevel=2,
+            )
+
+    def _mapped(self) -> Pages:
+        if self._pages is None:
+            raise ClosedError("the segment was closed")
+        return self._pages
+
+
+def _create_file(name: str, size_bytes: int, *, huge_pages: bool) -> int:
+    if huge_pages:
+        try:
+            return _reserve_file(name, size_bytes, os.MFD_HUGETLB)
+        except (OSError, OverflowError):
+            pass  # none configured, or not enough: ordinary pages do
+    check_memory(size_bytes)
+    try:
+        return _reserve_file(name, size_bytes, 0)
+    except OSError as error:
+        raise _refusal(error, size_bytes) from error
+
+
+def _reserve_file(name: str, size_bytes: int, flags: int) -> int:
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
+    try:
+        granule_bytes = os.fstat(fd).st_blksize if flags else 1
+        rounded_bytes = -(-size_bytes // granule_bytes) * granule_bytes
+        os.ftruncate(fd, rounded_bytes)
+        os.posix_fallocate(fd, 0, rounded_bytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def _refusal(error: OSError, size_bytes: int) -> SegmentError:
+    advice = _ADVICE.get(error.errno or 0, "see the cause")
+    return SegmentError(
+        f"cannot create a segment of {size_bytes} bytes: {error.strerror}; {advice}",
+        size_bytes=size_bytes,
+    )

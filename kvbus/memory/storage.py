@@ -1,0 +1,168 @@
+"""Moves a CPU tensor that an engine already owns into shared memory, in place.
+
+Refuses memory that torch does not own alone: moving it would silently cut it from numpy, from a
+library or from other processes.
+"""
+
+import errno
+import os
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from kvbus.errors import ClosedError, GeometryError, SegmentError
+from kvbus.memory.room import check_memory
+
+_SHARED_MEMORY_FOLDER = Path("/dev/shm")  # noqa: S108 - where shm_open, and so torch, puts files
+
+
+class SharedStorage:
+    """A torch storage that now lies in shared memory, and a descriptor of its own for it.
+
+    The file cannot be sealed: the agent's mapping says ``sealed=False``. The memory lives as long
+    as a tensor, this object or a mapping uses it. Made by ``share_tensor``.
+    """
+
+    def __init__(self, storage: torch.UntypedStorage, fd: int) -> None:
+        self._storage: torch.UntypedStorage | None = storage
+        self._fd = fd
+        self.address = storage.data_ptr()
+        self.size_bytes = storage.nbytes()
+
+    @property
+    def fd(self) -> int:
+        """The descriptor to pass to the agent; borrowed, it is closed by ``close``."""
+        if self._storage is None:
+            raise ClosedError("the shared storage was closed")
+        return self._fd
+
+    def offset_bytes_of(self, tensor: torch.Tensor) -> int:
+        """Return where the tensor's first element is; ``GeometryError`` if it lies elsewhere."""
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() != self.address or storage.nbytes() != self.size_bytes:
+            raise GeometryError("the tensor does not lie in this shared storage")
+        return tensor.data_ptr() - self.address
+
+    def close(self) -> None:
+        """Close the descriptor; idempotent. Tensors keep their shared memory."""
+        storage, self._storage = self._storage, None
+        if storage is not None:
+            os.close(self._fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if self._storage is not None:
+            warnings.warn("shared storage was never closed", ResourceWarning, stacklevel=2)
+            self.close()
+
+
+def share_tensor(tensor: torch.Tensor) -> SharedStorage:
+    """Move the tensor's whole storage to shared memory; every view of it follows.
+
+    Values, shapes, strides and Python identities stay, and so do parameters and gradients.
+    ``data_ptr()`` changes: read it again afterwards, and share before anything keeps the raw
+    address (a DLPack export, a compiled graph, a pinned registration) and while nobody writes. The
+    move needs the memory twice for its duration.
+    A storage that this function shared before is not moved again: its views get the same segment.
+    Raises ``SegmentError``.
+    """
+    storage = _movable_storage(tensor)
+    try:
+        fd, _ = storage._share_fd_cpu_()  # torch keeps this descriptor for itself
+        return SharedStorage(storage, os.dup(fd))
+    except (RuntimeError, OSError) as error:
+        raise SegmentError(
+            f"cannot move a tensor's {storage.nbytes()} bytes to shared memory: {error}",
+            size_bytes=storage.nbytes(),
+        ) from error
+
+
+def share_tensors(tensors: Iterable[torch.Tensor]) -> list[SharedStorage]:
+    """Share all, one entry for each distinct storage in order of appearance; all or none is open.
+
+    Raises ``SegmentError``; what was moved by then stays moved.
+    """
+    shared: dict[int, SharedStorage] = {}
+    try:
+        for tensor in tensors:
+            if _storage_of(tensor).data_ptr() not in shared:
+                one = share_tensor(tensor)
+                shared[one.address] = one
+    except BaseException:
+        for one in shared.values():
+            one.close()
+        raise
+    return list(shared.values())
+
+
+def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        raise SegmentError(
+            f"only dense CPU tensors can be shared, not {tensor.layout} on {tensor.device}"
+        )
+    return tensor.untyped_storage()
+
+
+def _movable_storage(tensor: torch.Tensor) -> torch.UntypedStorage:
+    storage = _storage_of(tensor)
+    if storage.nbytes() == 0:
+        raise SegmentError("an empty tensor has no memory to share")
+    if storage.is_shared():
+        _check_sharing_strategy(storage)
+        return storage
+    if not storage.resizable():
+        raise SegmentError(
+            "torch does not own the tensor's memory alone (numpy, from_blob, a SharedSegment): "
+            "share the owner's memory, or a clone() of the tensor"
+        )
+    if tensor.is_pinned():
+        raise SegmentError("pinned memory cannot be shared: a move would unpin it; share a clone()")
+    _check_room(storage.nbytes())
+    return storage
+
+
+def _check_sharing_strategy(storage: torch.UntypedStorage) -> None:
+    """Accept torch's unlinked file in shared memory; moving any other cuts off who shares it."""
+    name = _mapped_file_name(storage.data_ptr())
+    if not (name.startswith(f"{_SHARED_MEMORY_FOLDER}/") and name.endswith(" (deleted)")):
+        raise SegmentError(
+            f"the tensor is already shared through the file {name!r}: use torch's sharing strategy "
+            "'file_descriptor', or share a clone() of the tensor"
+        )
+
+
+def _mapped_file_name(address: int) -> str:
+    for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines():
+        addresses, *_, name = line.split(maxsplit=5)
+        first, end = (int(text, 16) for text in addresses.split("-"))
+        if first <= address < end:
+            return name
+    return ""
+
+
+def _check_room(size_bytes: int) -> None:
+    """Say what to do where torch and the kernel would only say no, or kill."""
+    check_memory(size_bytes)
+    room = os.statvfs(_SHARED_MEMORY_FOLDER)
+    available_bytes = room.f_bavail * room.f_frsize
+    if size_bytes > available_bytes:
+        raise SegmentError(
+            f"{os.strerror(errno.ENOSPC)}: {_SHARED_MEMORY_FOLDER} has {available_bytes} bytes for "
+            f"a tensor of {size_bytes}; enlarge it (docker: --shm-size) or use a SharedSegment",
+            size_bytes=size_bytes,
+            available_bytes=available_bytes,
+        )

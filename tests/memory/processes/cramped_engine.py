@@ -1,0 +1,13 @@
+"""An engine whose shared memory holds 1 MiB: says what sharing 4 MiB comes to."""
+
+import torch
+
+from kvbus.errors import SegmentError
+from kvbus.memory.storage import share_tensor
+
+tensor = torch.ones(1 << 20)
+address = tensor.data_ptr()
+try:
+    share_tensor(tensor)
+except SegmentError as error:
+    print(error, tensor.data_ptr() == address)

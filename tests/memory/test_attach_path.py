@@ -1,0 +1,122 @@
+"""Where the attach socket may be, and who may take its place."""
+
+import os
+import socket
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvbus.errors import ConfigError
+from kvbus.memory.attach.path import listening_socket
+
+
+def mode_of(path: Path) -> int:
+    return stat.S_IMODE(path.stat().st_mode)
+
+
+def test_the_directory_is_made_for_us_alone_and_so_is_the_socket(runtime_dir: Path) -> None:
+    path = runtime_dir / "deep" / "agent" / "attach.sock"
+    with listening_socket(path):
+        assert mode_of(path.parent) == 0o700
+        assert mode_of(path) == 0o600
+
+    assert not path.exists()
+
+
+def test_a_dead_agents_socket_file_is_replaced(runtime_dir: Path) -> None:
+    path = runtime_dir / "attach.sock"
+    dead = socket.socket(socket.AF_UNIX)
+    dead.bind(str(path))
+    dead.listen()
+    dead.close()
+    with listening_socket(path), socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
+
+
+def test_a_live_agents_path_is_refused_by_name_and_its_socket_stays(
+    runtime_dir: Path, num_open_fds: Callable[[], int]
+) -> None:
+    path = runtime_dir / "attach.sock"
+    with listening_socket(path), socket.socket(socket.AF_UNIX) as client:
+        before = num_open_fds()
+        with pytest.raises(ConfigError, match=r"alive at .*attach\.sock"), listening_socket(path):
+            pass
+
+        assert num_open_fds() == before
+        client.connect(str(path))
+
+
+@pytest.mark.parametrize("queue_is_full", [False, True])
+def test_a_live_listener_without_our_lock_is_refused_too(
+    runtime_dir: Path, queue_is_full: bool
+) -> None:
+    path = runtime_dir / "attach.sock"
+    with socket.socket(socket.AF_UNIX) as foreign, socket.socket(socket.AF_UNIX) as waiting:
+        foreign.bind(str(path))
+        foreign.listen(0)
+        if queue_is_full:
+            waiting.connect(str(path))
+        with pytest.raises(ConfigError, match="alive"), listening_socket(path):
+            pass
+
+        assert path.is_socket()
+
+
+def test_an_agent_that_is_still_starting_keeps_its_place_before_its_socket_is_there(
+    runtime_dir: Path,
+) -> None:
+    path = runtime_dir / "attach.sock"
+    with listening_socket(path):
+        path.unlink()  # as it is before bind
+        with pytest.raises(ConfigError, match="alive"), listening_socket(path):
+            pass
+
+
+def test_a_file_that_is_no_socket_is_never_removed(runtime_dir: Path) -> None:
+    path = runtime_dir / "attach.sock"
+    path.write_text("precious")
+    with pytest.raises(ConfigError, match="not a socket"), listening_socket(path):
+        pass
+
+    assert path.read_text() == "precious"
+
+
+@pytest.mark.parametrize(("num_bytes", "fits"), [(107, True), (108, False)])
+def test_a_path_longer_than_linux_allows_is_refused_with_its_length(
+    runtime_dir: Path, num_bytes: int, fits: bool
+) -> None:
+    path = runtime_dir / ("x" * (num_bytes - len(os.fsencode(runtime_dir)) - 1))
+    if fits:
+        with listening_socket(path):
+            assert path.is_socket()
+    else:
+        with pytest.raises(ConfigError, match="108 bytes; Linux allows 107"):
+            listening_socket(path).__enter__()
+
+
+def test_a_directory_that_others_can_enter_is_refused(runtime_dir: Path) -> None:
+    runtime_dir.chmod(0o710)
+    with pytest.raises(ConfigError, match="mode 0710"):
+        listening_socket(runtime_dir / "attach.sock").__enter__()
+
+
+def test_a_link_in_place_of_the_directory_is_refused(runtime_dir: Path) -> None:
+    (runtime_dir / "real").mkdir(mode=0o700)
+    (runtime_dir / "link").symlink_to("real")
+    with pytest.raises(ConfigError, match="link"):
+        listening_socket(runtime_dir / "link" / "attach.sock").__enter__()
+
+
+def test_a_file_in_place_of_the_directory_is_refused(runtime_dir: Path) -> None:
+    (runtime_dir / "file").touch()
+    with pytest.raises(ConfigError, match="cannot make"):
+        listening_socket(runtime_dir / "file" / "attach.sock").__enter__()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can give a directory away")
+def test_a_directory_of_another_user_is_refused(runtime_dir: Path) -> None:
+    os.chown(runtime_dir, 65534, 65534)
+    with pytest.raises(ConfigError, match="belongs to uid 65534"):
+        listening_socket(runtime_dir / "attach.sock").__enter__()
