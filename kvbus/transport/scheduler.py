@@ -1,0 +1,247 @@
+"""Owns the reads in progress: whose slice is posted next, and which handles are terminal.
+
+Refuses threads: only the transport's thread calls it. A handle is released, and its memory let
+go, only when it is terminal; what never becomes so is held here for ever.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from kvbus.errors import RemoteError
+from kvbus.transport.facts import MemoryKind, ReadOutcome, ReadStatus, TransportLimits
+from kvbus.transport.nixl_agent import Handle, HandleForgotten, NixlAgent
+from kvbus.transport.slicing import Rows, Slices
+
+
+@dataclass(slots=True, eq=False, kw_only=True)
+class ReadJob:
+    """A read as the scheduler sees it."""
+
+    peer: str
+    slices: Slices
+    kinds: tuple[MemoryKind, MemoryKind]
+    on_end: Callable[[ReadOutcome], None]
+    submitted_at: float
+    first_post_at: float | None = None
+    outstanding: int = 0
+    queued: bool = False
+    aborted: bool = False
+    ended: bool = False
+    error: RemoteError | None = None
+    num_bytes: int = 0
+    num_descriptors: int = 0
+    num_slices: int = 0
+    post_s: float = 0.0
+    transfer_s: float = 0.0
+
+    @property
+    def wants_post(self) -> bool:
+        """Whether a further slice of it should be posted."""
+        return not (self.aborted or self.error or self.slices.exhausted)
+
+    def outcome(self, now: float) -> ReadOutcome:
+        """What became of it; only asked once nothing of it is outstanding."""
+        status = ReadStatus.DONE
+        if self.error:
+            status = ReadStatus.FAILED
+        elif self.aborted:
+            status = ReadStatus.ABORTED
+        first_post_at = now if self.first_post_at is None else self.first_post_at
+        return ReadOutcome(
+            status=status,
+            error=self.error,
+            num_bytes=self.num_bytes,
+            num_descriptors=self.num_descriptors,
+            num_slices=self.num_slices,
+            duration_s=now - self.submitted_at,
+            queued_s=first_post_at - self.submitted_at,
+            post_s=self.post_s,
+            transfer_s=self.transfer_s,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class _Slice:
+    job: ReadJob
+    handle: Handle
+    local: Rows
+    num_bytes: int
+
+
+@dataclass(slots=True, eq=False)
+class _Lane:
+    """The reads from one peer: a stopped peer holds up nobody but itself."""
+
+    waiting: deque[ReadJob] = field(default_factory=deque)
+    posted: list[_Slice] = field(default_factory=list)
+    posted_bytes: int = 0
+
+
+class ReadScheduler:
+    """Posts slices of all reads in fair turn, peer by peer and read by read."""
+
+    def __init__(
+        self, agent: NixlAgent, limits: TransportLimits, on_end: Callable[[ReadJob], None]
+    ) -> None:
+        self._agent = agent
+        self._limits = limits
+        self._on_end = on_end
+        self._lanes: dict[str, _Lane] = {}
+        self._jobs: dict[ReadJob, None] = {}
+        self._forgotten: list[_Slice] = []
+        self._unreleased: list[_Slice] = []
+
+    @property
+    def busy(self) -> bool:
+        """Whether `step` has anything to do."""
+        return bool(self._lanes)
+
+    @property
+    def num_handles(self) -> int:
+        """Posted handles that are not terminal, those that NIXL forgot included."""
+        return sum(len(lane.posted) for lane in self._lanes.copy().values()) + len(self._forgotten)
+
+    @property
+    def num_unreleased(self) -> int:
+        """Handles that NIXL forgot, or did not take back."""
+        return len(self._forgotten) + len(self._unreleased)
+
+    @property
+    def posted_bytes(self) -> int:
+        """Bytes under handles that are not terminal."""
+        posted = sum(lane.posted_bytes for lane in self._lanes.copy().values())
+        return posted + sum(item.num_bytes for item in self._forgotten)
+
+    def add(self, job: ReadJob) -> None:
+        """Take a read; one of nothing ends at once."""
+        self._jobs[job] = None
+        if job.wants_post:
+            self._queue(self._lanes.setdefault(job.peer, _Lane()), job)
+        else:
+            self._end_if_terminal(job)
+
+    def abort(self, job: ReadJob) -> None:
+        """Post nothing more of a read; it ends when what was posted is terminal."""
+        if job.ended:
+            return
+        job.aborted = True
+        self._end_if_terminal(job)
+
+    def abort_all(self) -> None:
+        """`abort` of every read."""
+        for job in list(self._jobs):
+            self.abort(job)
+
+    def in_flight_to(self, peer: str) -> bool:
+        """Whether a handle to the peer is not terminal."""
+        lane = self._lanes.get(peer)
+        return bool(lane and lane.posted) or any(s.job.peer == peer for s in self._forgotten)
+
+    def targets(self, address: int, size_bytes: int) -> bool:
+        """Whether a handle that is not terminal, or was not released, writes into the memory."""
+        end = address + size_bytes
+        live = [s for lane in self._lanes.values() for s in lane.posted]
+        return any(
+            bool(((s.local[:, 0] < end) & (s.local[:, 0] + s.local[:, 1] > address)).any())
+            for s in (*live, *self._forgotten, *self._unreleased)
+        )
+
+    def step(self) -> bool:
+        """Post at most one slice a peer and look at every handle; whether anything moved."""
+        moved = False
+        for peer, lane in list(self._lanes.items()):
+            moved |= self._post_next(lane)
+            moved |= self._poll(lane)
+            if not lane.posted and not lane.waiting:
+                del self._lanes[peer]
+        return moved
+
+    def _queue(self, lane: _Lane, job: ReadJob) -> None:
+        if job.wants_post and not job.queued and job.outstanding < self._limits.slices_per_read:
+            job.queued = True
+            lane.waiting.append(job)
+
+    def _post_next(self, lane: _Lane) -> bool:
+        limits = self._limits
+        if len(lane.posted) >= limits.slices_per_peer or lane.posted_bytes >= limits.bytes_per_peer:
+            return False
+        while lane.waiting:
+            job = lane.waiting.popleft()
+            job.queued = False
+            if job.wants_post:
+                self._post(lane, job)
+                self._queue(lane, job)
+                return True
+        return False
+
+    def _post(self, lane: _Lane, job: ReadJob) -> None:
+        local, remote, num_bytes = job.slices.take()
+        if job.first_post_at is None:
+            job.first_post_at = time.perf_counter()
+        try:
+            handle = self._agent.prepare(job.peer, local, remote, job.kinds)
+        except RemoteError as error:
+            job.error = error
+            self._end_if_terminal(job)
+            return
+        item = _Slice(job, handle, local, num_bytes)
+        job.outstanding += 1
+        try:
+            done = self._agent.post(handle, job.peer)
+        except RemoteError as error:
+            self._finish(lane, item, error)
+            return
+        if done:
+            self._finish(lane, item, None)
+        else:
+            lane.posted.append(item)
+            lane.posted_bytes += num_bytes
+
+    def _poll(self, lane: _Lane) -> bool:
+        moved = False
+        for item in lane.posted[:]:
+            error: RemoteError | None = None
+            try:
+                if not self._agent.is_done(item.handle, item.job.peer):
+                    continue
+            except RemoteError as caught:
+                error = caught
+            lane.posted.remove(item)
+            lane.posted_bytes -= item.num_bytes
+            self._finish(lane, item, error)
+            moved = True
+        return moved
+
+    def _finish(self, lane: _Lane, item: _Slice, error: RemoteError | None) -> None:
+        job = item.job
+        if isinstance(error, HandleForgotten):
+            job.error = error
+            self._forgotten.append(item)  # still outstanding: the read never ends
+            return
+        job.outstanding -= 1
+        if error is None:
+            self._count(item)
+        else:
+            job.error = job.error or error
+        if not self._agent.release(item.handle):
+            self._unreleased.append(item)
+        self._queue(lane, job)
+        self._end_if_terminal(job)
+
+    def _count(self, item: _Slice) -> None:
+        job = item.job
+        post_s, transfer_s = self._agent.durations_s(item.handle)
+        job.post_s += post_s
+        job.transfer_s += transfer_s
+        job.num_bytes += item.num_bytes
+        job.num_descriptors += len(item.local)
+        job.num_slices += 1
+
+    def _end_if_terminal(self, job: ReadJob) -> None:
+        if job.ended or job.outstanding or job.wants_post:
+            return
+        job.ended = True
+        del self._jobs[job]
+        self._on_end(job)

@@ -1,0 +1,242 @@
+"""Owns one NIXL agent and its thread: memory, peers and reads, callable without waiting.
+
+Refuses to decide what to read, for how long to wait for it, or to log: it returns facts.
+"""
+
+import contextlib
+import itertools
+import time
+from collections import Counter
+from collections.abc import Sequence
+from concurrent.futures import Future
+from functools import partial
+
+from kvbus.errors import ClosedError, ErrorCode, LocalError, SegmentError
+from kvbus.transport.delivery import Deliver, Delivery, OnEnd, deliver_inline
+from kvbus.transport.facts import (
+    CloseReport,
+    MemoryKind,
+    ReadStatus,
+    Registration,
+    TransportLimits,
+    TransportStats,
+)
+from kvbus.transport.handles import Demand, Read
+from kvbus.transport.nixl_agent import NixlAgent
+from kvbus.transport.scheduler import ReadJob, ReadScheduler
+from kvbus.transport.slicing import Rows, Slices, check_rows
+from kvbus.transport.worker import Worker
+
+
+class Transport:
+    """One NIXL agent, its thread, and what it registered, knows and reads.
+
+    Every method returns at once; futures are of `concurrent.futures`. `name` contains the boot
+    id: NIXL refuses another process under a name that it knows. `deliver` runs the callbacks of
+    reads on the caller's thread; without one they run on the transport's.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        limits: TransportLimits | None = None,
+        deliver: Deliver = deliver_inline,
+    ) -> None:
+        self.name = name
+        self.limits = limits or TransportLimits()
+        self._delivery = Delivery(deliver)
+        self._worker = Worker(self.limits)
+        self._agent: NixlAgent | None = None
+        self._scheduler: ReadScheduler | None = None
+        self._registrations: dict[int, Registration] = {}
+        self._keys = itertools.count(1)
+        self._peers: set[str] = set()
+        self._num_started = 0
+        self._ended: Counter[ReadStatus] = Counter()
+        self._bytes_read = 0
+
+    def start(self) -> Future[None]:
+        """Start the thread and make the agent."""
+        self._worker.start()
+        return self._worker.call(self._make_agent)
+
+    def close(self, *, timeout_s: float) -> Future[CloseReport]:
+        """Abort all reads, wait for posted handles at most `timeout_s`, give all memory back.
+
+        Handles that are not terminal by then are kept, with the memory that they write into.
+        """
+        future: Future[CloseReport] = Future()
+        self._worker.post(self._abort_all, urgent=True)
+        self._worker.stop(partial(self._give_back, future), timeout_s=timeout_s)
+        return future
+
+    def register(
+        self, address: int, size_bytes: int, *, device: int = 0, memory: MemoryKind = "DRAM"
+    ) -> Future[Registration]:
+        """Register memory; fails with `SegmentError`. That it is mapped is the caller's word."""
+        if address <= 0 or size_bytes <= 0:
+            raise SegmentError("no memory", address=address, size_bytes=size_bytes)
+        key = next(self._keys)
+        return self._worker.call(
+            partial(self._register, Registration(key, address, size_bytes, device, memory))
+        )
+
+    def deregister(self, registration: Registration) -> Future[None]:
+        """Take memory back; fails with `LocalError` (busy) while an own handle writes into it."""
+        return self._worker.call(partial(self._deregister, registration))
+
+    def metadata(self, registrations: Sequence[Registration] | None = None) -> Future[bytes]:
+        """What a peer needs to read here: connection info, and all or the given registrations.
+
+        A later blob may be added to a peer that knows an earlier one, with reads in flight.
+        """
+        wanted = None if registrations is None else list(registrations)
+        return self._worker.call(lambda: self._started()[0].metadata(wanted))
+
+    def add_peer(self, metadata: bytes) -> Future[str]:
+        """Add a peer, or later registrations of a known one; gives its name.
+
+        Fails with `TransferFailed`. NIXL then forgets a peer that it knew, and the outcome of
+        what is in flight to it: add only metadata that the peer itself sent.
+        """
+        return self._worker.call(partial(self._add_peer, metadata))
+
+    def remove_peer(self, peer: str) -> Future[None]:
+        """Forget a peer; fails with `LocalError` (busy) while a handle to it is outstanding.
+
+        NIXL would go on writing and never tell when it is over (tried: 251 MiB landed after).
+        """
+        return self._worker.call(partial(self._remove_peer, peer))
+
+    def read(
+        self,
+        peer: str,
+        local: Rows,
+        remote: Rows,
+        *,
+        on_end: OnEnd,
+        local_memory: MemoryKind = "DRAM",
+        remote_memory: MemoryKind = "DRAM",
+    ) -> Read:
+        """Start a READ of descriptors, uint64 [n, 3] columns (address, length in bytes, device).
+
+        `on_end` is called exactly once, when nothing of it is in flight any more: never, should a
+        peer stay stopped. The arrays must not change before. Raises `LocalError`: wrong arrays, or
+        `busy` at `max_reads`.
+        """
+        check_rows(local, remote)
+        if self._num_started - self._ended.total() >= self.limits.max_reads:
+            raise LocalError("too many reads", code=ErrorCode.BUSY, max_reads=self.limits.max_reads)
+        job = ReadJob(
+            peer=peer,
+            slices=self._slices(local, remote),
+            kinds=(local_memory, remote_memory),
+            on_end=on_end,
+            submitted_at=time.perf_counter(),
+        )
+        scheduler = self._started()[1]
+        self._num_started += 1
+        try:
+            self._worker.post(partial(scheduler.add, job))
+        except LocalError:
+            self._num_started -= 1
+            raise
+        return Read(partial(self._abort, job))
+
+    def demand_progress(self) -> Demand:
+        """Have progress driven until the demand is closed; demands are counted."""
+        return Demand(self._worker.demand)
+
+    def stats(self) -> TransportStats:
+        """Counts, callable from any thread."""
+        scheduler = self._scheduler
+        return TransportStats(
+            outstanding_reads=self._num_started - self._ended.total(),
+            outstanding_handles=scheduler.num_handles if scheduler else 0,
+            outstanding_bytes=scheduler.posted_bytes if scheduler else 0,
+            reads_done=self._ended[ReadStatus.DONE],
+            reads_failed=self._ended[ReadStatus.FAILED],
+            reads_aborted=self._ended[ReadStatus.ABORTED],
+            bytes_read=self._bytes_read,
+            registered_bytes=sum(r.size_bytes for r in self._registrations.copy().values()),
+            peers=len(self._peers),
+            progress_demands=self._worker.demands,
+            progress_calls=self._worker.passes,
+            unreleased_handles=scheduler.num_unreleased if scheduler else 0,
+        )
+
+    def _slices(self, local: Rows, remote: Rows) -> Slices:
+        return Slices(
+            local,
+            remote,
+            slice_bytes=self.limits.slice_bytes,
+            slice_rows=self.limits.slice_descriptors,
+        )
+
+    def _started(self) -> tuple[NixlAgent, ReadScheduler]:
+        if self._agent is None or self._scheduler is None:
+            raise ClosedError("the transport is not started, or closed")
+        return self._agent, self._scheduler
+
+    def _abort(self, job: ReadJob) -> None:
+        if self._scheduler is not None and not job.ended:
+            with contextlib.suppress(ClosedError):  # closing has aborted it already
+                self._worker.post(partial(self._scheduler.abort, job), urgent=True)
+
+    # From here on, on the transport's thread.
+
+    def _make_agent(self) -> None:
+        agent = NixlAgent(self.name)
+        scheduler = ReadScheduler(agent, self.limits, self._read_ended)
+        self._agent, self._scheduler = agent, scheduler
+        self._worker.drive(agent, scheduler)
+
+    def _read_ended(self, job: ReadJob) -> None:
+        outcome = job.outcome(time.perf_counter())
+        self._ended[outcome.status] += 1
+        self._bytes_read += outcome.num_bytes
+        self._delivery.put(job.on_end, outcome)
+
+    def _register(self, registration: Registration) -> Registration:
+        self._started()[0].register(registration)
+        self._registrations[registration.key] = registration
+        return registration
+
+    def _deregister(self, registration: Registration) -> None:
+        agent, scheduler = self._started()
+        if registration.key not in self._registrations:
+            raise LocalError("the memory is not registered", key=registration.key)
+        if scheduler.targets(registration.address, registration.size_bytes):
+            raise LocalError("a handle still writes into the memory", code=ErrorCode.BUSY)
+        del self._registrations[registration.key]
+        agent.deregister(registration)
+
+    def _add_peer(self, metadata: bytes) -> str:
+        peer = self._started()[0].add_peer(metadata)
+        self._peers.add(peer)
+        return peer
+
+    def _remove_peer(self, peer: str) -> None:
+        agent, scheduler = self._started()
+        if scheduler.in_flight_to(peer):
+            raise LocalError("a handle to the peer is outstanding", code=ErrorCode.BUSY, peer=peer)
+        agent.remove_peer(peer)
+        self._peers.discard(peer)
+
+    def _abort_all(self) -> None:
+        if self._scheduler is not None:
+            self._scheduler.abort_all()
+
+    def _give_back(self, closed: Future[CloseReport]) -> None:
+        num_handles = self._scheduler.num_handles if self._scheduler else 0
+        for registration in list(self._registrations.values()):
+            with contextlib.suppress(LocalError):  # busy: counted below, and kept
+                self._deregister(registration)
+        if not num_handles:
+            self._worker.forget_engine()
+            self._agent = self._scheduler = None  # NIXL ends here, on its own thread
+        if closed.set_running_or_notify_cancel():
+            closed.set_result(
+                CloseReport(num_handles=num_handles, num_registrations=len(self._registrations))
+            )

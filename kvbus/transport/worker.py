@@ -1,0 +1,157 @@
+"""Owns the transport's thread: it does all NIXL calls, in turn, and sleeps when there are none.
+
+Refuses opinions on what the calls are: it runs functions, steps the reads, drives progress.
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import Empty, SimpleQueue
+from typing import TypeVar
+
+from kvbus.errors import ClosedError, ErrorCode, LocalError
+from kvbus.transport.facts import TransportLimits
+from kvbus.transport.nixl_agent import NixlAgent
+from kvbus.transport.scheduler import ReadScheduler
+
+Result = TypeVar("Result")
+Command = Callable[[], None]
+
+
+class Worker:
+    """One thread with an inbox of commands.
+
+    It waits in the inbox, so that a command wakes it from any pause: without a limit while
+    nothing needs progress, for `poll_s` while something does, not at all while slices move.
+    """
+
+    def __init__(self, limits: TransportLimits) -> None:
+        self._limits = limits
+        self._inbox: SimpleQueue[Command] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._closed = False
+        self._stopping = False
+        self._thread = threading.Thread(target=self._run, name="kvbus-transport", daemon=True)
+        self._engine: tuple[NixlAgent, ReadScheduler] | None = None
+        self._moved_at = 0.0
+        self._close_at: float | None = None
+        self._on_stop: Command | None = None
+        self.demands = 0
+        self.passes = 0
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def drive(self, agent: NixlAgent, scheduler: ReadScheduler) -> None:
+        """Say what to drive; called on the thread."""
+        self._engine = (agent, scheduler)
+
+    def forget_engine(self) -> None:
+        """Drive nothing any more; called on the thread."""
+        self._engine = None
+
+    def post(self, command: Command, *, urgent: bool = False) -> None:
+        """Run a command on the thread; raises `ClosedError`, or `LocalError` (busy) when full.
+
+        An urgent one is never refused for want of room: those are bounded by what they end.
+        """
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the transport is closed")
+            if not urgent and self._inbox.qsize() >= self._limits.max_commands:
+                raise LocalError("too many transport commands wait", code=ErrorCode.BUSY)
+            self._inbox.put(command)
+
+    def call(self, function: Callable[[], Result]) -> Future[Result]:
+        """Run a function on the thread; its result, or its error, is the future's."""
+        future: Future[Result] = Future()
+
+        def command() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                result = function()
+            except Exception as error:  # it belongs to who waits for the future
+                future.set_exception(error)
+            else:
+                future.set_result(result)
+
+        self.post(command)
+        return future
+
+    def demand(self, change: int) -> None:
+        """Count one more or one less who needs progress driven."""
+        with self._lock:
+            self.demands += change
+            if not self._closed and self.demands == 1 and change > 0:
+                self._inbox.put(_nothing)  # wakes the thread
+
+    def stop(self, on_stop: Command, *, timeout_s: float) -> None:
+        """End the thread once no handle is outstanding, or after the timeout.
+
+        `on_stop` runs last, on the thread.
+        """
+
+        def command() -> None:
+            self._on_stop = on_stop
+            self._close_at = time.monotonic() + timeout_s
+
+        with self._lock:
+            if self._closed:
+                raise ClosedError("the transport is closed")
+            self._closed = True
+            self._inbox.put(command)
+
+    def _run(self) -> None:
+        try:
+            while not self._stopping:
+                self._take_commands()
+                self._step()
+                if self._close_at is not None:
+                    self._try_to_stop(self._close_at)
+        finally:
+            self._closed = True  # also when it breaks: later calls are refused, not lost
+
+    def _take_commands(self) -> None:
+        try:
+            command = self._inbox.get(timeout=self._pause_s())
+            while True:
+                command()
+                command = self._inbox.get_nowait()
+        except Empty:
+            return
+
+    def _pause_s(self) -> float | None:
+        limits, scheduler = self._limits, self._engine[1] if self._engine else None
+        if scheduler and scheduler.busy:
+            since = time.perf_counter() - self._moved_at
+            few = scheduler.posted_bytes <= limits.spin_bytes
+            spin_s = limits.spin_s if few else limits.short_spin_s
+            return 0.0 if since < spin_s else limits.poll_s
+        return self._limits.poll_s if self.demands or self._close_at is not None else None
+
+    def _step(self) -> None:
+        if self._engine is None:
+            return
+        agent, scheduler = self._engine
+        if not (self.demands or scheduler.busy):
+            return
+        self.passes += 1
+        if self.demands or scheduler.num_handles:
+            agent.progress()
+        if scheduler.step():
+            self._moved_at = time.perf_counter()
+
+    def _try_to_stop(self, close_at: float) -> None:
+        idle = self._engine is None or not self._engine[1].num_handles
+        if not idle and time.monotonic() < close_at:
+            return
+        self._stopping = True
+        if self._on_stop:
+            self._on_stop()
+
+
+def _nothing() -> None:
+    """The command that only wakes the thread."""

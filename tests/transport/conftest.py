@@ -1,0 +1,141 @@
+"""Real peers in real processes, and a transport that reads from them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvbus.transport import ReadOutcome, Transport, TransportLimits
+
+PEER = Path(__file__).parent / "processes" / "peer.py"
+
+
+class Peer:
+    """A process that offers memory."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        root = str(Path(__file__).parents[2])
+        self.process = subprocess.Popen(
+            [sys.executable, str(PEER), name],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": root},
+            text=True,
+        )
+
+    def ask(self, op: str, **arguments: object) -> dict[str, Any]:
+        assert self.process.stdin
+        assert self.process.stdout
+        self.process.stdin.write(json.dumps({"op": op, **arguments}) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+    def allocate(self, size_bytes: int, seed: int) -> tuple[int, bytes]:
+        answer = self.ask("allocate", size_bytes=size_bytes, seed=seed)
+        return answer["address"], bytes.fromhex(answer["metadata"])
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+        if number is signal.SIGSTOP:
+            os.waitpid(self.process.pid, os.WUNTRACED)
+
+    def end(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+class Reader:
+    """A transport with memory to read into."""
+
+    def __init__(self, limits: TransportLimits | None = None) -> None:
+        self.transport = Transport("reader/boot", limits=limits)
+        self.transport.start().result(20)
+        self.memory = np.zeros(0, np.uint8)
+        self.peer_metadata = b""
+
+    def allocate(self, size_bytes: int) -> None:
+        self.memory = np.zeros(size_bytes, np.uint8)
+        self.registration = self.transport.register(self.memory.ctypes.data, size_bytes).result(20)
+
+    def start(
+        self, peer: str, address: int, spans: list[tuple[int, int, int]]
+    ) -> tuple[Any, Future[ReadOutcome]]:
+        """Read (local offset, remote offset, length) spans."""
+        base = self.memory.ctypes.data
+        local = np.array([(base + to, size, 0) for to, _, size in spans], np.uint64)
+        remote = np.array([(address + at, size, 0) for _, at, size in spans], np.uint64)
+        ended: Future[ReadOutcome] = Future()
+        read = self.transport.read(
+            peer, local.reshape(-1, 3), remote.reshape(-1, 3), on_end=ended.set_result
+        )
+        return read, ended
+
+    def read(self, peer: str, address: int, spans: list[tuple[int, int, int]]) -> ReadOutcome:
+        return self.start(peer, address, spans)[1].result(20)
+
+
+def content(size_bytes: int, seed: int) -> np.ndarray:
+    """What a peer's memory of this size and seed holds."""
+    return np.random.default_rng(seed).integers(0, 256, size_bytes, np.uint8)
+
+
+def until(condition: Callable[[], bool], within_s: float = 20) -> None:
+    """Return once the condition holds; fail at the deadline."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition never held"
+        time.sleep(0.001)
+
+
+@pytest.fixture
+def start_peer() -> Iterator[Callable[[str], Peer]]:
+    peers: list[Peer] = []
+
+    def start(name: str) -> Peer:
+        peers.append(Peer(name))
+        return peers[-1]
+
+    yield start
+    for peer in peers:
+        peer.end()
+
+
+@pytest.fixture
+def start_reader() -> Iterator[Callable[..., Reader]]:
+    readers: list[Reader] = []
+
+    def start(limits: TransportLimits | None = None) -> Reader:
+        readers.append(Reader(limits))
+        return readers[-1]
+
+    yield start
+    for reader in readers:
+        with suppress(Exception):
+            reader.transport.close(timeout_s=2).result(10)
+
+
+@pytest.fixture
+def over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
+    """UCX reads its environment when an agent is made: both sides see it."""
+    monkeypatch.setenv("UCX_TLS", "tcp")
+
+
+@pytest.fixture(name="content")
+def content_fixture() -> Callable[[int, int], np.ndarray]:
+    return content
+
+
+@pytest.fixture(name="until")
+def until_fixture() -> Callable[..., None]:
+    return until

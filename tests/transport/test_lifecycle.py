@@ -1,0 +1,108 @@
+"""The thread: when it works, when it sleeps, how it tells, and how it ends."""
+
+import asyncio
+
+import numpy as np
+import pytest
+
+from kvbus.errors import ClosedError, SegmentError
+from kvbus.transport import CloseReport, ReadStatus, Transport
+
+
+def test_progress_is_driven_while_demanded_and_not_otherwise(start_reader, until):
+    transport = start_reader().transport
+
+    with transport.demand_progress(), transport.demand_progress() as second:
+        demands = transport.stats().progress_demands
+        second.close()
+        second.close()
+        left = transport.stats().progress_demands
+        until(lambda: transport.stats().progress_calls > 100)
+    transport.metadata().result(20)  # the thread has passed its last pause
+    passes = transport.stats().progress_calls
+    for _ in range(50):
+        transport.metadata().result(20)
+
+    assert (demands, left) == (2, 1)
+    assert transport.stats().progress_demands == 0
+    assert transport.stats().progress_calls == passes
+
+
+def test_memory_is_counted_until_it_is_given_back(start_reader):
+    reader = start_reader()
+    reader.allocate(8192)
+
+    during = reader.transport.stats().registered_bytes
+    reader.transport.deregister(reader.registration).result(20)
+
+    assert during == 8192
+    assert reader.transport.stats().registered_bytes == 0
+
+
+def test_a_clean_close_leaves_nothing_and_refuses_what_follows(start_reader):
+    reader = start_reader()
+    reader.allocate(8192)
+
+    report = reader.transport.close(timeout_s=5).result(20)
+
+    assert report == CloseReport(num_handles=0, num_registrations=0)
+    with pytest.raises(ClosedError):
+        reader.transport.metadata()
+    with pytest.raises(ClosedError):
+        reader.start("peer", 0, [(0, 0, 1)])
+    with pytest.raises(ClosedError):
+        reader.transport.close(timeout_s=5)
+    reader.transport.demand_progress().close()
+
+
+def test_a_transport_that_was_not_started_refuses_reads():
+    transport = Transport("never/started")
+
+    with pytest.raises(ClosedError):
+        transport.read(
+            "peer", np.zeros((0, 3), np.uint64), np.zeros((0, 3), np.uint64), on_end=print
+        )
+
+
+def test_memory_that_does_not_exist_cannot_be_registered(start_reader):
+    transport = start_reader().transport
+
+    with pytest.raises(SegmentError):
+        transport.register(0, 4096)
+    with pytest.raises(SegmentError):
+        transport.register(4096, 0)
+
+
+def test_callbacks_run_on_the_event_loop_and_one_that_raises_stops_none(start_peer):
+    peer = start_peer("peer/1")
+    address, metadata = peer.allocate(4096, seed=1)
+
+    async def read_some() -> tuple[list[ReadStatus], list[str]]:
+        loop, complaints = asyncio.get_running_loop(), []
+        loop.set_exception_handler(lambda _, context: complaints.append(str(context["exception"])))
+        transport = Transport("loop/boot", deliver=loop.call_soon_threadsafe)
+        await asyncio.wrap_future(transport.start())
+        memory = np.zeros(4096, np.uint8)
+        await asyncio.wrap_future(transport.register(memory.ctypes.data, 4096))
+        name = await asyncio.wrap_future(transport.add_peer(metadata))
+        ended: asyncio.Queue[ReadStatus] = asyncio.Queue()
+
+        def on_end(outcome):
+            assert asyncio.get_running_loop() is loop
+            ended.put_nowait(outcome.status)
+
+        def broken(_):
+            raise ValueError("a broken callback")
+
+        here = np.array([[memory.ctypes.data, 4096, 0]], np.uint64)
+        there = np.array([[address, 4096, 0]], np.uint64)
+        for callback in (broken, on_end, on_end):
+            transport.read(name, here, there, on_end=callback)
+        statuses = [await ended.get(), await ended.get()]
+        await asyncio.wrap_future(transport.close(timeout_s=5))
+        return statuses, complaints
+
+    statuses, complaints = asyncio.run(asyncio.wait_for(read_some(), 20))
+
+    assert statuses == [ReadStatus.DONE, ReadStatus.DONE]
+    assert complaints == ["read callbacks failed (1 sub-exception)"]

@@ -1,0 +1,147 @@
+"""Bytes between two real processes: what arrives, in which turn, and what an abort leaves."""
+
+import numpy as np
+import pytest
+
+from kvbus.errors import ErrorCode, LocalError, TransferFailed
+from kvbus.transport import ReadStatus, TransportLimits
+
+MIB = 1 << 20
+
+
+def scattered(rng, num, size_bytes, slots):
+    """As many spans at random places of both sides, of random lengths, without overlap here."""
+    to = rng.permutation(slots)[:num] * size_bytes
+    at = rng.permutation(slots)[:num] * size_bytes
+    lengths = rng.integers(1, size_bytes + 1, num)
+    return [tuple(map(int, span)) for span in zip(to, at, lengths, strict=True)]
+
+
+@pytest.mark.parametrize("transports", ["all", "tcp"])
+def test_scattered_descriptors_land_where_they_belong_and_nowhere_else(
+    start_peer, start_reader, content, monkeypatch, transports
+):
+    monkeypatch.setenv("UCX_TLS", transports)
+    limits = TransportLimits(slice_bytes=64 << 10, slice_descriptors=37)
+    peer, reader = start_peer("peer/1"), start_reader(limits)
+    address, metadata = peer.allocate(4 * MIB, seed=1)
+    reader.allocate(4 * MIB)
+    name = reader.transport.add_peer(metadata).result(20)
+    spans = scattered(np.random.default_rng(2), 300, 8192, 512)
+    theirs, expected = content(4 * MIB, 1), np.zeros(4 * MIB, np.uint8)
+    for to, at, size in spans:
+        expected[to : to + size] = theirs[at : at + size]
+
+    outcome = reader.read(name, address, spans)
+
+    assert outcome.status is ReadStatus.DONE
+    assert outcome.num_bytes == sum(size for _, _, size in spans)
+    assert outcome.num_descriptors == 300
+    assert outcome.num_slices >= 9
+    assert np.array_equal(reader.memory, expected)
+
+
+def test_a_descriptor_longer_than_a_slice_arrives_whole(start_peer, start_reader, content):
+    peer, reader = start_peer("peer/1"), start_reader(TransportLimits(slice_bytes=100_000))
+    address, metadata = peer.allocate(2 * MIB, seed=3)
+    reader.allocate(2 * MIB)
+    name = reader.transport.add_peer(metadata).result(20)
+
+    outcome = reader.read(name, address, [(0, 0, 2 * MIB)])
+
+    assert outcome.num_slices == 21
+    assert np.array_equal(reader.memory, content(2 * MIB, 3))
+
+
+def test_a_read_of_nothing_is_done_at_once(start_reader):
+    reader = start_reader()
+
+    outcome = reader.read("nobody", 0, [])
+
+    assert (outcome.status, outcome.num_bytes, outcome.num_slices) == (ReadStatus.DONE, 0, 0)
+
+
+def test_a_small_read_overtakes_a_large_one(start_peer, start_reader):
+    peer, reader = start_peer("peer/1"), start_reader(TransportLimits(slice_bytes=256 << 10))
+    address, metadata = peer.allocate(128 * MIB, seed=4)
+    reader.allocate(128 * MIB)
+    name = reader.transport.add_peer(metadata).result(20)
+    reader.read(name, address, [(0, 0, 4096)])  # connected: from here on posts are copies
+    ended = []
+
+    _, large = reader.start(name, address, [(0, 0, 128 * MIB - 4096)])
+    _, small = reader.start(name, address, [(128 * MIB - 4096, 0, 4096)])
+    large.add_done_callback(lambda _: ended.append("large"))
+    small.add_done_callback(lambda _: ended.append("small"))
+
+    assert large.result(20).num_slices == 512
+    assert ended == ["small", "large"]
+
+
+def test_after_an_abort_ended_no_byte_changes(over_tcp, start_peer, start_reader, until):
+    peer, reader = start_peer("peer/1"), start_reader(TransportLimits(slice_bytes=MIB))
+    address, metadata = peer.allocate(256 * MIB, seed=5)
+    reader.allocate(256 * MIB)
+    name = reader.transport.add_peer(metadata).result(20)
+
+    read, ended = reader.start(name, address, [(0, 0, 256 * MIB)])
+    until(lambda: reader.memory[0] != 0 or reader.memory[4096:8192].any())
+    read.abort()
+    outcome = ended.result(20)
+    at_end = reader.memory.copy()
+    again = reader.read(name, address, [(0, 0, MIB)])
+
+    assert outcome.status is ReadStatus.ABORTED
+    assert outcome.num_bytes < 256 * MIB
+    assert again.status is ReadStatus.DONE
+    assert np.array_equal(reader.memory[MIB:], at_end[MIB:])
+    assert not at_end[outcome.num_bytes :].any()
+
+
+def test_more_reads_than_allowed_are_refused_as_busy(over_tcp, start_peer, start_reader):
+    peer, reader = start_peer("peer/1"), start_reader(TransportLimits(max_reads=1))
+    address, metadata = peer.allocate(64 * MIB, seed=6)
+    reader.allocate(64 * MIB)
+    name = reader.transport.add_peer(metadata).result(20)
+
+    _, first = reader.start(name, address, [(0, 0, 64 * MIB)])
+    with pytest.raises(LocalError) as refused:
+        reader.start(name, address, [(0, 0, 4096)])
+
+    assert refused.value.code is ErrorCode.BUSY
+    assert first.result(20).status is ReadStatus.DONE
+    assert reader.read(name, address, [(0, 0, 4096)]).status is ReadStatus.DONE
+
+
+def test_a_read_of_memory_that_nobody_registered_fails_alone(start_peer, start_reader):
+    peer, reader = start_peer("peer/1"), start_reader()
+    address, metadata = peer.allocate(MIB, seed=7)
+    reader.allocate(MIB)
+    name = reader.transport.add_peer(metadata).result(20)
+
+    outcome = reader.read(name, address + 64 * MIB, [(0, 0, 4096)])
+
+    assert outcome.status is ReadStatus.FAILED
+    assert isinstance(outcome.error, TransferFailed)
+    assert outcome.error.detail["nixl"] == "nixlNotFoundError"
+    assert reader.read(name, address, [(0, 0, 4096)]).status is ReadStatus.DONE
+
+
+@pytest.mark.parametrize(
+    ("local", "remote"),
+    [
+        (np.ones((2, 3), np.int64), np.ones((2, 3), np.uint64)),
+        (np.ones((2, 2), np.uint64), np.ones((2, 3), np.uint64)),
+        (np.ones((2, 3), np.uint64), np.ones((1, 3), np.uint64)),
+        (np.array([[8, 1, 0]], np.uint64), np.array([[8, 2, 0]], np.uint64)),
+        (np.array([[8, 0, 0]], np.uint64), np.array([[8, 0, 0]], np.uint64)),
+        ([[8, 1, 0]], np.array([[8, 1, 0]], np.uint64)),
+    ],
+)
+def test_wrong_arrays_are_refused_before_anything_is_posted(start_reader, local, remote):
+    reader = start_reader()
+
+    with pytest.raises(LocalError):
+        reader.transport.read("peer", local, remote, on_end=print)
+
+    assert reader.transport.stats().outstanding_reads == 0
