@@ -1,0 +1,97 @@
+"""Block tables: which block of the cache holds which token positions of a request.
+
+Refuses ids outside the cache and ids named twice, because a table like that puts two tokens into
+one slot.
+"""
+
+from typing import Annotated
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from kvbus.errors import GeometryError
+
+MAX_BLOCKS = 1 << 20
+
+BlockIds = npt.NDArray[np.uint32]
+
+
+class BlockTable(msgspec.Struct, frozen=True):
+    """Blocks of one group: entry i of ``ids`` is block ``first_block + i`` of the request.
+
+    Block j holds token positions from j * block_size on. ``ids`` is little-endian uint32, as on
+    the wire. A table that starts late (``first_block`` > 0)
+    describes a request whose earlier blocks are not offered, or not asked for.
+    """
+
+    ids: Annotated[bytes, msgspec.Meta(max_length=4 * MAX_BLOCKS)]
+    first_block: Annotated[int, msgspec.Meta(ge=0, le=MAX_BLOCKS)] = 0
+
+    @classmethod
+    def of(cls, block_ids: npt.ArrayLike, *, first_block: int = 0) -> "BlockTable":
+        """The table of ``block_ids`` (any integers that fit uint32; raises `GeometryError`)."""
+        try:
+            ids = np.asarray(block_ids)
+        except ValueError as error:  # rows of different lengths
+            raise GeometryError("block ids must be one row of integers") from error
+        whole = ids.size == 0 or np.issubdtype(ids.dtype, np.integer)
+        if ids.ndim != 1 or not whole or (ids.size and (ids.min() < 0 or ids.max() >= 2**32)):
+            raise GeometryError("block ids must be one row of integers from 0 to 2**32 - 1")
+        return cls(ids=ids.astype("<u4").tobytes(), first_block=first_block)
+
+    def array(self) -> BlockIds:
+        """The ids, shape (len(self),); raises `GeometryError` when the bytes are not whole ids."""
+        if len(self.ids) % 4:
+            raise GeometryError(f"block table of {len(self.ids)} bytes is not whole uint32 ids")
+        return np.frombuffer(self.ids, dtype="<u4")
+
+    def __len__(self) -> int:
+        return len(self.ids) // 4
+
+    def extended(self, more: "BlockTable") -> "BlockTable":
+        """This table followed by ``more``, whose first_block must be the next one.
+
+        Raises `GeometryError` when it is not, or when the sum is more than a message may hold.
+        """
+        if self.array().size + more.array().size > MAX_BLOCKS:
+            raise GeometryError(f"block table of more than {MAX_BLOCKS} blocks", limit=MAX_BLOCKS)
+        if more.first_block != self.first_block + len(self):
+            raise GeometryError(
+                f"extension starts at block {more.first_block}, "
+                f"the table ends at {self.first_block + len(self)}",
+                starts_at=more.first_block,
+                ends_at=self.first_block + len(self),
+            )
+        return BlockTable(ids=self.ids + more.ids, first_block=self.first_block)
+
+    def check_ids(self, num_blocks: int) -> None:
+        """Raise `GeometryError` unless every id is below ``num_blocks`` and named once."""
+        ids = self.array()
+        if not ids.size:
+            return
+        if int(ids.max()) >= num_blocks:
+            raise GeometryError(
+                f"block id {int(ids.max())} is out of range, the cache has {num_blocks} blocks",
+                block_id=int(ids.max()),
+                num_blocks=num_blocks,
+            )
+        if np.unique(ids).size != ids.size:
+            raise GeometryError("block table names a block twice")
+
+    def check_covers(self, start: int, stop: int, block_size: int) -> None:
+        """Raise `GeometryError` unless the table is exactly the blocks of tokens [start, stop)."""
+        first = start // block_size
+        needed = num_blocks_for(stop, block_size) - first if stop > start else 0
+        if self.array().size != needed or (needed and self.first_block != first):
+            raise GeometryError(
+                f"tokens {start} to {stop} in blocks of {block_size} need {needed} blocks from "
+                f"block {first} on, the table has {len(self)} from block {self.first_block} on",
+                needed=needed,
+                given=len(self),
+            )
+
+
+def num_blocks_for(num_tokens: int, block_size: int) -> int:
+    """Blocks that ``num_tokens`` tokens occupy when the first one starts a block."""
+    return -(-num_tokens // block_size)

@@ -1,0 +1,212 @@
+"""Says whether a spec can describe real memory, before any byte moves.
+
+Refuses specs that contradict themselves, regions that overlap or leave their segment, and ranks
+that hold a layer twice or not at all; each refusal is a `GeometryError` that names the field.
+"""
+
+from collections import Counter
+from itertools import product
+from math import prod
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbus.errors import GeometryError
+from kvbus.geometry.spec import (
+    DTYPE_SIZES_BYTES,
+    Axis,
+    AxisName,
+    EngineSpec,
+    GroupSpec,
+    RankSpec,
+    Region,
+)
+
+MAX_COMPARED_RUNS = 1 << 22
+
+
+def validate_engine(spec: EngineSpec) -> None:
+    """Raise `GeometryError` unless the groups of ``spec`` are consistent."""
+    names = Counter(group.name for group in spec.groups)
+    layers = Counter(layer for group in spec.groups for layer in group.layers)
+    _require(max(names.values()) == 1, "groups", "two groups have one name")
+    _require(max(layers.values()) == 1, "layers", "a layer is in two groups, or twice in one")
+    for group in spec.groups:
+        _require(
+            group.dtype in DTYPE_SIZES_BYTES,
+            "dtype",
+            f"dtype '{group.dtype}' of group '{group.name}' is not one of "
+            + ", ".join(DTYPE_SIZES_BYTES),
+        )
+        _require(
+            len(set(group.parts)) == len(group.parts),
+            "parts",
+            f"group '{group.name}' names a part twice",
+        )
+
+
+def validate_rank(spec: EngineSpec, rank: RankSpec) -> None:
+    """Raise `GeometryError` unless ``rank`` is a possible rank of ``spec``.
+
+    Checks the rank's number, each region against its group and segment, that no two regions
+    overlap, and that every layer's K and V are held exactly once.
+    """
+    _require(rank.rank < spec.tp_size, "rank", f"rank {rank.rank} of tp_size {spec.tp_size}")
+    sizes = {segment.segment_id: segment.size_bytes for segment in rank.segments}
+    _require(len(sizes) == len(rank.segments), "segments", "two segments have one id")
+    for number, region in enumerate(rank.regions):
+        _validate_region(spec, region, sizes, where=f"region {number}")
+    for group in spec.groups:
+        _validate_coverage(group, rank)
+    _refuse_overlaps(spec, rank)
+
+
+def _validate_region(spec: EngineSpec, region: Region, sizes: dict[str, int], where: str) -> None:
+    group = next((group for group in spec.groups if group.name == region.group), None)
+    if group is None:
+        raise GeometryError(f"{where}: no group '{region.group}'", field="group")
+    if region.segment_id not in sizes:
+        raise GeometryError(f"{where}: no segment '{region.segment_id}'", field="segment_id")
+    _validate_axes(group, region, where)
+    _validate_extent(group, region, sizes[region.segment_id], where)
+
+
+def _validate_axes(group: GroupSpec, region: Region, where: str) -> None:
+    names = [axis.name for axis in region.axes]
+    _require(len(set(names)) == len(names), "axes", f"{where}: an axis is named twice")
+    expected = {
+        AxisName.LAYER: len(region.layers),
+        AxisName.KV: len(region.parts),
+        AxisName.TOKEN: group.block_size,
+        AxisName.HEAD: region.num_heads,
+        AxisName.DIM: group.head_dim,
+    }
+    for name, size in expected.items():
+        _require(
+            region.size(name) == size,
+            f"axes.{name}",
+            f"{where}: axis '{name}' has size {region.size(name)}, the spec says {size}",
+        )
+    _require(
+        region.first_head + region.num_heads <= group.num_kv_heads,
+        "num_heads",
+        f"{where}: heads {region.first_head} to {region.first_head + region.num_heads} "
+        f"of {group.num_kv_heads}",
+    )
+    _require(set(region.layers) <= set(group.layers), "layers", f"{where}: layer not in its group")
+    _require(set(region.parts) <= set(group.parts), "parts", f"{where}: part not in its group")
+
+
+def _validate_extent(group: GroupSpec, region: Region, size_bytes: int, where: str) -> None:
+    itemsize = DTYPE_SIZES_BYTES[group.dtype]
+    extent = itemsize
+    for axis in _inner_first(region):
+        _require(
+            axis.size == 1 or axis.stride_bytes >= extent,
+            f"axes.{axis.name}",
+            f"{where}: axis '{axis.name}' steps {axis.stride_bytes} bytes over {extent} bytes "
+            "of inner axes, so elements overlap",
+        )
+        extent += (axis.size - 1) * axis.stride_bytes
+    _require(
+        region.offset_bytes + extent <= size_bytes,
+        "offset_bytes",
+        f"{where}: ends at byte {region.offset_bytes + extent} of a segment of {size_bytes}",
+    )
+
+
+def _validate_coverage(group: GroupSpec, rank: RankSpec) -> None:
+    regions = [region for region in rank.regions if region.group == group.name]
+    held = Counter(
+        (layer, part) for region in regions for layer, part in product(region.layers, region.parts)
+    )
+    wanted = set(product(group.layers, group.parts))
+    missing = wanted - held.keys()
+    _require(
+        not missing,
+        "regions",
+        f"rank {rank.rank} lacks {len(missing)} of group '{group.name}', "
+        f"such as {'/'.join(map(str, min(missing, default=())))}",
+    )
+    _require(max(held.values()) == 1, "regions", f"rank {rank.rank} holds a layer twice")
+    heads = {(region.first_head, region.num_heads) for region in regions}
+    _require(len(heads) == 1, "first_head", f"regions of group '{group.name}' differ in heads")
+    blocks = {region.size(AxisName.BLOCK) for region in regions}
+    _require(len(blocks) == 1, "axes.block", f"regions of group '{group.name}' differ in blocks")
+
+
+def _refuse_overlaps(spec: EngineSpec, rank: RankSpec) -> None:
+    by_segment: dict[str, list[tuple[int, int, Region]]] = {}
+    for region in rank.regions:
+        span = sum((axis.size - 1) * axis.stride_bytes for axis in region.axes)
+        stop = region.offset_bytes + span + _itemsize(spec, region)
+        by_segment.setdefault(region.segment_id, []).append((region.offset_bytes, stop, region))
+    for spans in by_segment.values():
+        for cluster in _touching(sorted(spans, key=lambda span: span[:2])):
+            if len(cluster) > 1:
+                _refuse_interleaved(spec, cluster)
+
+
+def _touching(spans: list[tuple[int, int, Region]]) -> list[list[Region]]:
+    """Regions whose spans overlap, directly or through others; most are alone."""
+    clusters: list[list[Region]] = []
+    reach = -1 if not spans else spans[0][0]
+    for start, stop, region in spans:
+        if not clusters or start >= reach:
+            clusters.append([])
+        clusters[-1].append(region)
+        reach = max(reach, stop)
+    return clusters
+
+
+def _refuse_interleaved(spec: EngineSpec, regions: list[Region]) -> None:
+    """Compare the runs of regions whose spans interleave, such as K and V of one tensor."""
+    shapes = [(region, *_run_shape(region, _itemsize(spec, region))) for region in regions]
+    num_runs = sum(prod(axis.size for axis in outer) for _, _, outer in shapes)
+    _require(
+        num_runs <= MAX_COMPARED_RUNS,
+        "regions",
+        f"{num_runs} interleaved runs are more than {MAX_COMPARED_RUNS}: "
+        "describe them as one region",
+    )
+    runs = []
+    for region, run_bytes, outer in shapes:
+        offsets = _run_offsets(region, outer)
+        runs.append(np.stack([offsets, offsets + run_bytes], axis=1))
+    every = np.concatenate(runs)
+    every = every[np.argsort(every[:, 0])]
+    _require(
+        bool((every[1:, 0] >= every[:-1, 1]).all()),
+        "regions",
+        f"two of {len(regions)} regions in segment '{regions[0].segment_id}' overlap",
+    )
+
+
+def _run_shape(region: Region, itemsize: int) -> tuple[int, list[Axis]]:
+    """Bytes of one contiguous run, and the axes along which runs repeat, innermost first."""
+    outer = [axis for axis in _inner_first(region) if axis.size > 1]
+    run_bytes = itemsize
+    while outer and outer[0].stride_bytes == run_bytes:
+        run_bytes *= outer.pop(0).size
+    return run_bytes, outer
+
+
+def _run_offsets(region: Region, outer: list[Axis]) -> npt.NDArray[np.int64]:
+    offsets = np.array([region.offset_bytes], dtype=np.int64)
+    for axis in outer:
+        steps = np.arange(axis.size, dtype=np.int64) * axis.stride_bytes
+        offsets = (steps[:, None] + offsets[None, :]).ravel()
+    return offsets
+
+
+def _inner_first(region: Region) -> list[Axis]:
+    return sorted(region.axes, key=lambda axis: (axis.stride_bytes, axis.size))
+
+
+def _itemsize(spec: EngineSpec, region: Region) -> int:
+    return DTYPE_SIZES_BYTES[spec.group(region.group).dtype]
+
+
+def _require(condition: bool, field: str, message: str) -> None:
+    if not condition:
+        raise GeometryError(message, field=field)

@@ -1,0 +1,178 @@
+"""Every way in which a description of memory can be impossible is refused by the field's name."""
+
+from collections.abc import Callable
+
+import msgspec
+import pytest
+
+from kvbus.errors import GeometryError
+from kvbus.geometry import (
+    Axis,
+    AxisName,
+    EngineSpec,
+    GroupSpec,
+    KvPart,
+    RankSpec,
+    Region,
+    Segment,
+    validate_engine,
+    validate_rank,
+)
+from tests.geometry.small import ENGINE, RANK
+
+replace = msgspec.structs.replace
+
+
+def first_region(rank: RankSpec, **changes: object) -> RankSpec:
+    """``rank`` with its first region changed."""
+    changed = replace(rank.regions[0], **changes)
+    return replace(rank, regions=(changed, *rank.regions[1:]))
+
+
+def first_axis(rank: RankSpec, name: AxisName, **changes: int) -> RankSpec:
+    """``rank`` with one axis of its first region changed."""
+    axes = tuple(
+        replace(axis, **changes) if axis.name is name else axis for axis in rank.regions[0].axes
+    )
+    return first_region(rank, axes=axes)
+
+
+RANK_REFUSALS: dict[str, tuple[str, Callable[[RankSpec], RankSpec]]] = {
+    "rank_out_of_range": ("rank", lambda r: replace(r, rank=1)),
+    "segment_twice": ("segments", lambda r: replace(r, segments=2 * r.segments)),
+    "unknown_group": ("group", lambda r: first_region(r, group="x")),
+    "unknown_segment": ("segment_id", lambda r: first_region(r, segment_id="x")),
+    "axis_twice": ("axes", lambda r: first_region(r, axes=2 * r.regions[0].axes[:1])),
+    "wrong_block_size": ("axes.token", lambda r: first_axis(r, AxisName.TOKEN, size=1)),
+    "wrong_heads": ("axes.head", lambda r: first_axis(r, AxisName.HEAD, size=1)),
+    "wrong_dim": ("axes.dim", lambda r: first_axis(r, AxisName.DIM, size=3)),
+    "wrong_parts": ("axes.kv", lambda r: first_region(r, parts=(KvPart.KEY,))),
+    "wrong_layers": ("axes.layer", lambda r: first_region(r, layers=(0, 1))),
+    "absent_axis": ("axes.dim", lambda r: first_region(r, axes=r.regions[0].axes[:-1])),
+    "heads_out_of_range": ("num_heads", lambda r: first_region(r, first_head=1)),
+    "layer_of_no_group": ("layers", lambda r: first_region(r, layers=(2,))),
+    "part_of_no_group": (
+        "parts",
+        lambda r: first_region(r, parts=(KvPart.LATENT, KvPart.VALUE)),
+    ),
+    "leaves_segment": ("offset_bytes", lambda r: first_region(r, offset_bytes=257)),
+    "segment_too_small": ("offset_bytes", lambda r: replace(r, segments=(Segment("kv", 511),))),
+    "zero_stride": ("axes.kv", lambda r: first_axis(r, AxisName.KV, stride_bytes=0)),
+    "axis_into_inner_axes": (
+        "axes.token",
+        lambda r: first_axis(r, AxisName.TOKEN, stride_bytes=14),
+    ),
+    "layer_missing": ("regions", lambda r: replace(r, regions=r.regions[:1])),
+    "layer_twice": ("regions", lambda r: first_region(r, layers=(1,))),
+    "part_twice": ("regions", lambda r: first_region(r, parts=(KvPart.KEY, KvPart.KEY))),
+    "regions_overlap": ("regions", lambda r: first_region(r, offset_bytes=2)),
+    "regions_the_same": ("regions", lambda r: first_region(r, offset_bytes=256)),
+    "blocks_differ": ("axes.block", lambda r: first_axis(r, AxisName.BLOCK, size=3)),
+}
+
+
+@pytest.mark.parametrize("case", RANK_REFUSALS)
+def test_an_impossible_rank_is_refused_by_the_field_that_is_wrong(case: str) -> None:
+    field, change = RANK_REFUSALS[case]
+
+    with pytest.raises(GeometryError) as refused:
+        validate_rank(ENGINE, change(RANK))
+
+    assert refused.value.detail["field"] == field
+
+
+def test_regions_of_a_group_that_hold_different_heads_are_refused() -> None:
+    group = replace(ENGINE.groups[0], num_kv_heads=4)
+    engine = replace(ENGINE, groups=(group,))
+
+    with pytest.raises(GeometryError) as refused:
+        validate_rank(engine, first_region(RANK, first_head=2))
+
+    assert refused.value.detail["field"] == "first_head"
+
+
+def _groups(engine: EngineSpec, **changes: object) -> tuple[GroupSpec, ...]:
+    return (replace(engine.groups[0], **changes),)
+
+
+def test_a_layer_that_is_held_twice_at_different_bytes_is_refused() -> None:
+    again = replace(RANK.regions[0], offset_bytes=512)
+    rank = replace(RANK, segments=(Segment("kv", 768),), regions=(*RANK.regions, again))
+
+    with pytest.raises(GeometryError, match="twice") as refused:
+        validate_rank(ENGINE, rank)
+
+    assert refused.value.detail["field"] == "regions"
+
+
+ENGINE_REFUSALS: dict[str, tuple[str, Callable[[EngineSpec], tuple[GroupSpec, ...]]]] = {
+    "name_twice": ("groups", lambda e: (*e.groups, *_groups(e, layers=(5,)))),
+    "layer_in_two_groups": ("layers", lambda e: (*e.groups, *_groups(e, name="other"))),
+    "layer_twice": ("layers", lambda e: _groups(e, layers=(0, 0))),
+    "part_twice": ("parts", lambda e: _groups(e, parts=(KvPart.KEY, KvPart.KEY))),
+    "unknown_dtype": ("dtype", lambda e: _groups(e, dtype="complex64")),
+}
+
+
+@pytest.mark.parametrize("case", ENGINE_REFUSALS)
+def test_an_impossible_engine_is_refused_by_the_field_that_is_wrong(case: str) -> None:
+    field, change = ENGINE_REFUSALS[case]
+
+    with pytest.raises(GeometryError) as refused:
+        validate_engine(replace(ENGINE, groups=change(ENGINE)))
+
+    assert refused.value.detail["field"] == field
+
+
+def test_a_possible_engine_and_rank_pass() -> None:
+    validate_engine(ENGINE)
+    validate_rank(ENGINE, RANK)
+
+
+def test_a_stride_of_an_axis_with_one_index_does_not_matter() -> None:
+    odd = Axis(AxisName.LAYER, 1, 3)
+
+    validate_rank(
+        ENGINE,
+        first_region(RANK, axes=(*RANK.regions[0].axes, odd)),
+    )
+
+
+def test_more_interleaved_runs_than_can_be_compared_are_refused_before_any_is_made() -> None:
+    huge = 2**31 - 1
+    axes = tuple(
+        replace(axis, size=huge) if axis.name is AxisName.BLOCK else axis
+        for axis in RANK.regions[0].axes
+        if axis.name is not AxisName.KV
+    )
+    regions = tuple(
+        Region("kv", 32 * part, "full", (0,), (kind,), 0, 2, axes)
+        for part, kind in enumerate((KvPart.KEY, KvPart.VALUE))
+    )
+    group = replace(ENGINE.groups[0], layers=(0,))
+    rank = RankSpec(0, (Segment("kv", 64 * huge),), regions)
+
+    with pytest.raises(GeometryError) as refused:
+        validate_rank(replace(ENGINE, groups=(group,)), rank)
+
+    assert refused.value.detail["field"] == "regions"
+
+
+def test_k_and_v_as_two_regions_of_one_tensor_with_a_million_blocks_pass() -> None:
+    num_blocks, block_bytes = 1 << 20, 64
+    odd = Axis(AxisName.KV, 1, 3)  # one index, so its stride must not cost anything either
+    axes = (
+        Axis(AxisName.BLOCK, num_blocks, block_bytes),
+        odd,
+        Axis(AxisName.TOKEN, 2, 16),
+        Axis(AxisName.HEAD, 2, 8),
+        Axis(AxisName.DIM, 4, 2),
+    )
+    whole = num_blocks * block_bytes
+    regions = tuple(
+        Region("kv", whole * layer + 32 * part, "full", (layer,), (kind,), 0, 2, axes)
+        for layer in (0, 1)
+        for part, kind in enumerate((KvPart.KEY, KvPart.VALUE))
+    )
+
+    validate_rank(ENGINE, RankSpec(0, (Segment("kv", 2 * whole),), regions))
