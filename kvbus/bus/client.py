@@ -12,7 +12,6 @@ from kvbus.bus.inbox import NoticeInbox
 from kvbus.bus.limits import ClientCounters
 from kvbus.bus.owner import Owner
 from kvbus.bus.pump import Pump
-from kvbus.bus.refusals import refusal_error
 from kvbus.bus.sockets import BusContext, SocketOptions, open_dealer
 from kvbus.errors import (
     ClosedError,
@@ -24,6 +23,7 @@ from kvbus.errors import (
     RequestTimeout,
 )
 from kvbus.protocol.envelope import Body, Notice, Reply, Request, decode, encode_request
+from kvbus.protocol.message import refusal
 
 OnReply = Callable[[Body | KVBusError], None]
 _T = TypeVar("_T")
@@ -243,7 +243,7 @@ class RequestClient(Owner):
 
     def _on_reply(self, reply: Reply) -> None:
         if reply.error is not None:
-            self._settle(reply.request_id, refusal_error(reply.error))
+            self._settle(reply.request_id, refusal(reply.error))
         else:
             self._settle(reply.request_id, reply.ok or {})
 

@@ -13,12 +13,12 @@ import anyio
 from kvbus.bus.limits import ServerCounters, ServerLimits
 from kvbus.bus.owner import Owner
 from kvbus.bus.pump import Pump
-from kvbus.bus.refusals import refusal_body
 from kvbus.bus.replies import ReplyCache
 from kvbus.bus.session import Call, Session
 from kvbus.bus.sockets import BusContext, SocketOptions, bound_endpoint, open_router
 from kvbus.errors import ErrorCode, KVBusError, LocalError, ProtocolError
 from kvbus.protocol.envelope import Body, Reply, Request, decode, encode_reply
+from kvbus.protocol.message import error_body
 
 OnFault = Callable[[Exception, Call], None]
 
@@ -120,7 +120,7 @@ class RequestServer(Owner):
 
     def _refuse(self, identity: bytes, request_id: int, error: KVBusError) -> bytes:
         """Answer without a call; returns the frame."""
-        frame = encode_reply(Reply(request_id, self.boot, error=refusal_body(error)))
+        frame = encode_reply(Reply(request_id, self.boot, error=error_body(error)))
         self._post_reply(identity, frame)
         return frame
 
@@ -250,7 +250,7 @@ class RequestServer(Owner):
     def _unencodable(self, call: Call, fault: Exception) -> bytes:
         code = fault.code if isinstance(fault, KVBusError) else ErrorCode.INTERNAL
         error = KVBusError(f"reply to '{call.op}' could not be encoded", code=code)
-        return encode_reply(Reply(call.request_id, self.boot, error=refusal_body(error)))
+        return encode_reply(Reply(call.request_id, self.boot, error=error_body(error)))
 
     def _keep(self, session: Session, request_id: int, frame: bytes) -> None:
         for boot, evicted_id in self._replies.put((session.boot, request_id), frame):

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from typing import Protocol
 
 from kvbus.bus.limits import ServerCounters, ServerLimits
-from kvbus.bus.refusals import refusal_body
 from kvbus.bus.timers import Timers
 from kvbus.errors import ClosedError, ErrorCode, KVBusError, LocalError
 from kvbus.protocol.envelope import Body, Notice, encode_notice
+from kvbus.protocol.message import error_body
 
 _RESEND_WINDOW = 64
 _MAX_BACKOFF = 8
@@ -56,7 +56,7 @@ class Call:
     def refuse(self, error: KVBusError) -> None:
         """Answer with the code, message and detail of ``error``."""
         self._once()
-        self._answer(self, None, refusal_body(error))
+        self._answer(self, None, error_body(error))
 
     def _once(self) -> None:
         if self.answered:

@@ -11,6 +11,7 @@ from types import TracebackType
 from typing import Any, Self
 
 import anyio
+from anyio.abc import TaskGroup
 
 from kvbus.errors import (
     ClosedError,
@@ -51,14 +52,14 @@ class AttachClient:
         self.path = Path(path)
         self.closed = anyio.Event()
         self._channel: FrameChannel | None = None
-        self._tasks = anyio.create_task_group()
+        self._tasks: TaskGroup | None = None  # made in the event loop, which may not run yet
         self._sending = anyio.Lock()
         self._pending: deque[_PendingCall] = deque()
         self._unasked_reply: dict[str, Any] | None = None
 
     async def __aenter__(self) -> Self:
         self._channel = channel = FrameChannel(_connect(self.path))
-        await self._tasks.__aenter__()
+        self._tasks = await anyio.create_task_group().__aenter__()
         self._tasks.start_soon(self._receive_replies, channel)
         return self
 
@@ -68,9 +69,12 @@ class AttachClient:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self._tasks.cancel_scope.cancel()
-        try:  # told of no exception, the group does not wrap the caller's into an ExceptionGroup
-            await self._tasks.__aexit__(None, None, None)
+        tasks, self._tasks = self._tasks, None
+        try:
+            if tasks is not None:
+                tasks.cancel_scope.cancel()
+                # told of no exception, it does not wrap the caller's into an ExceptionGroup
+                await tasks.__aexit__(None, None, None)
         finally:
             channel, self._channel = self._channel, None
             if channel is not None:

@@ -7,12 +7,12 @@ from typing import Any
 
 import msgpack
 
-from kvbus.errors import ErrorCode, KVBusError, ProtocolError, RequestRefused
+from kvbus.errors import ErrorCode, KVBusError, ProtocolError
+from kvbus.protocol.message import error_body, refusal
 
 LENGTH_BYTES = 4
 MAX_BODY_BYTES = 65_536
 MAX_FDS = 64
-_MAX_ERROR_TEXT = 4_096
 
 
 def encode_frame(message: dict[str, Any]) -> bytes:
@@ -52,9 +52,9 @@ def encode_ok(answer: dict[str, Any]) -> bytes:
 
 def encode_error(error: KVBusError) -> bytes:
     """Return the frame of an error reply; detail that does not fit is left out."""
-    body = {"code": error.code.value, "message": error.message[:_MAX_ERROR_TEXT]}
+    body = error_body(error)
     try:
-        return encode_frame({"error": {**body, "detail": error.detail}})
+        return encode_frame({"error": body})
     except ProtocolError:
         return encode_frame({"error": {**body, "detail": {}}})
 
@@ -64,27 +64,9 @@ def open_reply(reply: dict[str, Any]) -> dict[str, Any]:
     match reply:
         case {"ok": dict(answer)}:
             return answer
-        case {"error": {"code": str(code), "message": str(message), "detail": dict(detail)}}:
-            raise RequestRefused(message, code=_known_code(code), **_plain(detail))
+        case {"error": dict(body)}:
+            raise refusal(body)
     raise ProtocolError("an attach reply holds neither 'ok' nor 'error'")
-
-
-def _known_code(code: str) -> ErrorCode:
-    try:
-        return ErrorCode(code)
-    except ValueError:  # a newer agent's
-        return ErrorCode.INTERNAL
-
-
-def _plain(detail: dict[Any, Any]) -> dict[str, str | int | float]:
-    """Drop what could not be the detail of an error, a name that shadows its arguments included."""
-    return {
-        key: value
-        for key, value in detail.items()
-        if isinstance(key, str)
-        and key not in {"self", "message", "code"}
-        and isinstance(value, str | int | float)
-    }
 
 
 def _too_large(length: int) -> ProtocolError:

@@ -1,0 +1,257 @@
+"""Messages between an agent and its local engine: on the attach socket and on the engine socket.
+
+Refuses nothing itself; types and ranges are in the annotations, meaning is the agent's to check.
+"""
+
+from enum import StrEnum
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+
+from kvbus.geometry import BlockTable, EngineSpec, RankSpec
+from kvbus.protocol.message import Empty, Id, Message, Seconds, Size, Text, Tokens
+
+Tables = Annotated[dict[Id, BlockTable], msgspec.Meta(max_length=64)]
+
+
+class AgentRole(StrEnum):
+    """Which side of a handoff an agent serves."""
+
+    PREFILL = "prefill"
+    DECODE = "decode"
+
+
+class Outcome(StrEnum):
+    """How an offer or a fetch ended."""
+
+    COMPLETED = "completed"
+    FAILED = "failed"
+    CANCELLED = "cancelled"
+    WITHDRAWN = "withdrawn"
+    EXPIRED = "expired"
+
+
+class Welcome(Message, frozen=True):
+    """Reply to `Hello`: who the agent is, and where its other sockets are."""
+
+    protocol: int
+    agent_id: Id
+    agent_boot: Id
+    role: AgentRole
+    engine_endpoint: Id
+    peer_endpoint: Id
+    events_endpoint: Id
+
+
+class Hello(Message, frozen=True):
+    """First message on an attach connection; ``boot`` is the one used on the engine socket."""
+
+    op: ClassVar[str] = "hello"
+    reply: ClassVar[type[Message]] = Welcome
+
+    min_protocol: int
+    max_protocol: int
+    engine_id: Id
+    boot: Id
+
+
+class SegmentPassed(Message, frozen=True):
+    """Reply to `PassSegment`; ``sealed`` is False when the engine could still shrink the file."""
+
+    sealed: bool
+
+
+class PassSegment(Message, frozen=True):
+    """Passes one file descriptor of shared memory, of at least ``size_bytes``."""
+
+    op: ClassVar[str] = "segment"
+    reply: ClassVar[type[Message]] = SegmentPassed
+
+    segment_id: Id
+    size_bytes: Annotated[int, msgspec.Meta(ge=1, le=2**62)]
+
+
+class Register(Message, frozen=True):
+    """Registers this session: as the engine's control session, or as the memory of one rank.
+
+    Every session of an engine states the same ``engine``.
+    """
+
+    op: ClassVar[str] = "register"
+    reply: ClassVar[type[Message]] = Empty
+
+    engine: EngineSpec
+    rank: RankSpec | None = None
+
+
+class AwaitReady(Message, frozen=True):
+    """Answered once the control session and every rank of the engine are registered."""
+
+    op: ClassVar[str] = "ready"
+    reply: ClassVar[type[Message]] = Empty
+
+
+class Detach(Message, frozen=True):
+    """Says that this session's end is meant; its end-of-file on the attach socket follows."""
+
+    op: ClassVar[str] = "detach"
+    reply: ClassVar[type[Message]] = Empty
+
+
+class OfferMade(Message, frozen=True):
+    """Reply to `MakeOffer`; the ticket goes to the decode engine, unchanged, by any way."""
+
+    offer_id: Id
+    ticket: dict[str, Any]
+
+
+class MakeOffer(Message, frozen=True):
+    """Publishes the KV of one request; block tables by group, ``num_tokens`` of them ready.
+
+    The blocks stay untouched until the notice `Released`. ``ttl_s`` is how long the offer waits
+    for a reader; a live lease outlasts it.
+    """
+
+    op: ClassVar[str] = "offer"
+    reply: ClassVar[type[Message]] = OfferMade
+
+    request_id: Id
+    num_tokens: Tokens
+    tables: Tables
+    sealed: bool = True
+    ttl_s: Seconds | None = None
+
+
+class ExtendOffer(Message, frozen=True):
+    """More of an open offer: ``tables`` hold only the new blocks, ``num_tokens`` is the new sum."""
+
+    op: ClassVar[str] = "extend"
+    reply: ClassVar[type[Message]] = Empty
+
+    offer_id: Id
+    num_tokens: Tokens
+    tables: Tables = msgspec.field(default_factory=dict)
+
+
+class SealOffer(Message, frozen=True):
+    """The offer has all its tokens."""
+
+    op: ClassVar[str] = "seal"
+    reply: ClassVar[type[Message]] = Empty
+
+    offer_id: Id
+
+
+class WithdrawOffer(Message, frozen=True):
+    """Ends an offer now; a lease on it is revoked, and its reader fails with ``stale``."""
+
+    op: ClassVar[str] = "withdraw"
+    reply: ClassVar[type[Message]] = Empty
+
+    offer_id: Id
+
+
+class Released(Message, frozen=True):
+    """Notice: the offer ended, no lease on it is live, its blocks are the engine's again."""
+
+    op: ClassVar[str] = "released"
+
+    offer_id: Id
+    request_id: Id
+    outcome: Outcome
+
+
+class Fetch(Message, frozen=True):
+    """Asks for tokens [first_token, num_tokens) of a ticket's request, into ``tables``.
+
+    ``tables`` hold exactly the blocks of these tokens. The reply says that the fetch was taken;
+    the notice `Fetched` says how it ended, within ``timeout_s``.
+    """
+
+    op: ClassVar[str] = "fetch"
+    reply: ClassVar[type[Message]] = Empty
+
+    fetch_id: Id
+    ticket: dict[str, Any]
+    num_tokens: Tokens
+    tables: Tables
+    first_token: Tokens = 0
+    timeout_s: Seconds | None = None
+
+
+class CancelFetch(Message, frozen=True):
+    """Ends a fetch; its notice says ``cancelled``, or what it became first."""
+
+    op: ClassVar[str] = "cancel"
+    reply: ClassVar[type[Message]] = Empty
+
+    fetch_id: Id
+
+
+class StageTimes(msgspec.Struct, frozen=True):
+    """Seconds spent in each stage of a fetch; a stage that was not reached is 0."""
+
+    resolving: float = 0.0
+    claiming: float = 0.0
+    waiting: float = 0.0
+    reading: float = 0.0
+    confirming: float = 0.0
+
+
+class Fetched(Message, frozen=True):
+    """Notice: the fetch ended. Only ``completed`` means that the KV may be used.
+
+    ``blocks_free`` is False while a transfer can still write into the blocks: they stay with the
+    agent until the notice `BlocksFreed`.
+    """
+
+    op: ClassVar[str] = "fetched"
+
+    fetch_id: Id
+    request_id: Text
+    outcome: Outcome
+    stage: Id
+    blocks_free: bool
+    code: Text = ""
+    message: Text = ""
+    num_bytes: Size = 0
+    path: Text = ""
+    stages_s: StageTimes = StageTimes()
+
+
+class BlocksFreed(Message, frozen=True):
+    """Notice: nothing can write into the blocks of an ended fetch any more."""
+
+    op: ClassVar[str] = "blocks_freed"
+
+    fetch_id: Id
+
+
+class Acknowledge(Message, frozen=True):
+    """Every notice of the agent's ``boot`` up to and with ``upto`` arrived; they are forgotten."""
+
+    op: ClassVar[str] = "ack"
+    reply: ClassVar[type[Message]] = Empty
+
+    upto: Size
+    boot: Id
+
+
+class Ping(Message, frozen=True):
+    """Asks for a sign of life, on any request socket; a new boot id in the reply tells the rest."""
+
+    op: ClassVar[str] = "ping"
+    reply: ClassVar[type[Message]] = Empty
+
+
+ATTACH_REQUESTS: tuple[type[Message], ...] = (Hello, PassSegment)
+ENGINE_REQUESTS: tuple[type[Message], ...] = (
+    Register,
+    AwaitReady,
+    Detach,
+    Acknowledge,
+    Ping,
+)
+PREFILL_REQUESTS: tuple[type[Message], ...] = (MakeOffer, ExtendOffer, SealOffer, WithdrawOffer)
+DECODE_REQUESTS: tuple[type[Message], ...] = (Fetch, CancelFetch)
+NOTICES: tuple[type[Message], ...] = (Released, Fetched, BlocksFreed)

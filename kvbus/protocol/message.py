@@ -1,0 +1,94 @@
+"""A message body as a typed struct, and the only way between it and the map on the wire.
+
+Refuses a body that lacks a field, has one of a wrong type or out of range: `ProtocolError` with
+code ``invalid`` that names the field. Fields that this version does not know are ignored, so that
+a minor version may add some.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, TypeVar
+
+import msgspec
+
+from kvbus.errors import ErrorCode, KVBusError, ProtocolError, RequestRefused
+
+Id = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+MAX_TEXT_CHARS = 4096
+MAX_DETAILS = 32
+PLAIN = str | int | float
+
+Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT_CHARS)]
+Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
+Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+Epoch = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+
+
+class Message(msgspec.Struct, frozen=True):
+    """A body; a request's class also names its ``op`` and the class of its reply."""
+
+    op: ClassVar[str] = ""
+
+
+class Empty(Message, frozen=True):
+    """The reply that says no more than ok."""
+
+
+class ErrorBody(Message, frozen=True):
+    """The ``error`` of a reply: code, a sentence for a person, and plain values for a program."""
+
+    code: ErrorCode
+    message: Text
+    detail: dict[str, str | int | float] = {}
+
+
+M = TypeVar("M", bound=Message)
+
+
+def to_body(message: Message) -> dict[str, Any]:
+    """The map of ``message``, as msgpack can pack it."""
+    body: dict[str, Any] = msgspec.to_builtins(message, builtin_types=(bytes,))
+    return body
+
+
+def from_body(kind: type[M], body: Mapping[str, Any]) -> M:
+    """The typed body; raises `ProtocolError` (``invalid``) that says which field is wrong."""
+    try:
+        return msgspec.convert(body, kind, builtin_types=(bytes,))
+    except (msgspec.ValidationError, OverflowError, RecursionError) as error:
+        name = kind.op or kind.__name__
+        raise ProtocolError(f"{name}: {error}", code=ErrorCode.INVALID, op=name) from error
+
+
+def error_body(error: KVBusError) -> dict[str, Any]:
+    """The ``error`` map of a reply that refuses with ``error``."""
+    return {
+        "code": error.code.value,
+        "message": error.message[:MAX_TEXT_CHARS],
+        "detail": error.detail,
+    }
+
+
+def refusal(body: Mapping[str, Any]) -> RequestRefused:
+    """The exception that an ``error`` map stands for, whatever the peer put into it.
+
+    An unknown code, as a newer peer may have, reads as ``internal`` and is kept in the detail as
+    ``remote_code``. Detail that is no plain value is dropped.
+    """
+    text, detail = body.get("message"), _plain(body.get("detail"))
+    try:
+        code = ErrorCode(str(body.get("code")))
+    except ValueError:
+        code = ErrorCode.INTERNAL
+        detail["remote_code"] = str(body.get("code"))[:256]
+    message = text if isinstance(text, str) else "refused without a message"
+    refused = RequestRefused(message[:MAX_TEXT_CHARS], code=code)
+    refused.detail = detail  # any keys: they are the peer's choice, never arguments of ours
+    return refused
+
+
+def _plain(detail: object) -> dict[str, str | int | float]:
+    if not isinstance(detail, dict):
+        return {}
+    plain = {k: v for k, v in detail.items() if isinstance(k, str) and isinstance(v, PLAIN)}
+    return dict(list(plain.items())[:MAX_DETAILS])

@@ -1,0 +1,219 @@
+"""Messages on the peer socket of an agent: from other agents, routers and tools.
+
+Refuses nothing itself; types and ranges are in the annotations, meaning is the agent's to check.
+Every message about a lease names the agent's boot id, so that one meant for an earlier process is
+answered ``stale``.
+"""
+
+from typing import Annotated, ClassVar
+
+import msgspec
+
+from kvbus.errors import ErrorCode
+from kvbus.geometry import EngineSpec, RankSpec
+from kvbus.protocol.engine import AgentRole, Tables
+from kvbus.protocol.message import Empty, Epoch, Id, Message, Seconds, Size, Text, Tokens
+
+# An address plus an offset in a segment fits into a signed 64-bit integer.
+Address = Annotated[int, msgspec.Meta(ge=0, le=2**62 - 1)]
+
+
+class EngineMemory(msgspec.Struct, frozen=True):
+    """All ranks of one engine, and where each segment of a rank lies in the agent's addresses.
+
+    ``addresses[r][segment_id]`` belongs to ``ranks[r]``; empty on the side that only describes.
+    """
+
+    engine: EngineSpec
+    ranks: Annotated[tuple[RankSpec, ...], msgspec.Meta(min_length=1, max_length=1024)]
+    addresses: tuple[dict[str, Address], ...] = ()
+
+
+class HandshakeDone(Message, frozen=True):
+    """Reply to `Handshake`: the prefill engine's memory, and what NIXL needs to read it."""
+
+    protocol: int
+    agent_id: Id
+    memory: EngineMemory
+    nixl_agent: Id
+    nixl_metadata: bytes
+    events_endpoint: Id
+    max_lease_s: Seconds
+
+
+class Handshake(Message, frozen=True):
+    """A decode agent introduces one of its engines to one prefill engine, both by id and boot id.
+
+    Refused with ``incompatible``, the field and both values, when KV of the one cannot be used by
+    the other.
+    """
+
+    op: ClassVar[str] = "handshake"
+    reply: ClassVar[type[Message]] = HandshakeDone
+
+    min_protocol: int
+    max_protocol: int
+    agent_boot: Id
+    agent_id: Id
+    engine_id: Id
+    engine_boot: Id
+    reader: EngineMemory
+
+
+class Granted(Message, frozen=True):
+    """Reply to `Claim` and `Renew`: the lease and what of the offer is readable.
+
+    The lease ends ``lease_s`` after the request was received. ``tables`` hold the blocks from the
+    first one that the reader does not know yet.
+    """
+
+    epoch: Epoch
+    lease_s: Seconds
+    num_tokens: Tokens
+    sealed: bool
+    tables: Tables
+
+
+class Claim(Message, frozen=True):
+    """Asks for the lease of an offer; ``busy`` while another reader has it."""
+
+    op: ClassVar[str] = "claim"
+    reply: ClassVar[type[Message]] = Granted
+
+    agent_boot: Id
+    offer_id: Id
+    reader_id: Id
+    lease_s: Seconds
+
+
+class Renew(Message, frozen=True):
+    """Lengthens a lease; ``known_blocks`` by group, so that the reply only holds what is new."""
+
+    op: ClassVar[str] = "renew"
+    reply: ClassVar[type[Message]] = Granted
+
+    agent_boot: Id
+    offer_id: Id
+    epoch: Epoch
+    lease_s: Seconds
+    known_blocks: dict[str, Size] = msgspec.field(default_factory=dict)
+
+
+class Confirm(Message, frozen=True):
+    """Asks, after the last byte landed, whether the lease was live all along; ends it if so.
+
+    Only an ``ok`` makes the bytes read under the lease valid.
+    """
+
+    op: ClassVar[str] = "confirm"
+    reply: ClassVar[type[Message]] = Empty
+
+    agent_boot: Id
+    offer_id: Id
+    epoch: Epoch
+
+
+class Release(Message, frozen=True):
+    """Gives a lease back unread, or the read of it abandoned; nothing of it is in flight."""
+
+    op: ClassVar[str] = "release"
+    reply: ClassVar[type[Message]] = Empty
+
+    agent_boot: Id
+    offer_id: Id
+    epoch: Epoch
+    code: ErrorCode
+
+
+class PeerWithdraw(Message, frozen=True):
+    """A router ends an offer whose request was aborted before a decode engine took it."""
+
+    op: ClassVar[str] = "withdraw"
+    reply: ClassVar[type[Message]] = Empty
+
+    agent_boot: Id
+    offer_id: Id
+
+
+class AgentStatus(Message, frozen=True):
+    """Reply to `Status`: what the agent holds now."""
+
+    agent_id: Id
+    role: AgentRole
+    engines: dict[str, bool]
+    draining: bool
+    counts: dict[str, int]
+
+
+class Status(Message, frozen=True):
+    """Asks what an agent holds; ``engines`` maps engine id to whether it is ready."""
+
+    op: ClassVar[str] = "status"
+    reply: ClassVar[type[Message]] = AgentStatus
+
+
+class OfferEvent(Message, frozen=True):
+    """Event ``offer.*``: opened, extended, sealed or released."""
+
+    offer_id: Id
+    num_tokens: Tokens
+    outcome: Text = ""
+
+
+class LeaseEvent(Message, frozen=True):
+    """Event ``lease.*``: granted, revoked, expired or ended."""
+
+    offer_id: Id
+    epoch: Epoch
+
+
+class FetchEvent(Message, frozen=True):
+    """Event ``fetch.*``: completed, failed or cancelled."""
+
+    fetch_id: Id
+    request_id: Text
+    code: Text = ""
+
+
+class EngineEvent(Message, frozen=True):
+    """Event ``engine.*``: ready or lost."""
+
+    engine_id: Id
+    engine_boot: Text = ""
+
+
+class Heartbeat(Message, frozen=True):
+    """Event ``heartbeat``: the agent is alive, and the last ``seq`` of each topic."""
+
+    op: ClassVar[str] = "heartbeat"
+
+    seqs: dict[str, Size]
+    uptime_s: float
+
+
+PREFILL_PEER_REQUESTS: tuple[type[Message], ...] = (
+    Handshake,
+    Claim,
+    Renew,
+    Confirm,
+    Release,
+    PeerWithdraw,
+    Status,
+)
+DECODE_PEER_REQUESTS: tuple[type[Message], ...] = (Status,)
+EVENTS: dict[str, type[Message]] = {
+    "heartbeat": Heartbeat,
+    "offer.opened": OfferEvent,
+    "offer.extended": OfferEvent,
+    "offer.sealed": OfferEvent,
+    "offer.released": OfferEvent,
+    "lease.granted": LeaseEvent,
+    "lease.revoked": LeaseEvent,
+    "lease.expired": LeaseEvent,
+    "lease.ended": LeaseEvent,
+    "fetch.completed": FetchEvent,
+    "fetch.failed": FetchEvent,
+    "fetch.cancelled": FetchEvent,
+    "engine.ready": EngineEvent,
+    "engine.lost": EngineEvent,
+}

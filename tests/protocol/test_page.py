@@ -1,0 +1,86 @@
+"""The page on the protocol says what the structs say, and its worked examples are true."""
+
+import json
+import re
+
+import numpy as np
+import pytest
+
+from docs import generate_protocol
+from docs.generate_protocol import PAGE, WORDS, Undocumented, documented, page
+from kvbus.geometry import BlockTable
+from tests.protocol.strategies import MESSAGES
+from tests.vectors.generate import FOLDER
+
+TEXT = PAGE.read_text()
+EXAMPLE_STRIDES = re.findall(r"^\| ([^|]+) \| ((?:\w+ \d+, )+\w+ \d+) \| ([\d, ]+) \|$", TEXT, re.M)
+
+
+def test_the_tables_are_what_the_structs_say_today() -> None:
+    assert page(TEXT) == TEXT, "stale: run python docs/generate_protocol.py"
+
+
+def test_every_message_is_on_the_page() -> None:
+    assert {kind.__name__ for kind in MESSAGES} <= set(documented())
+
+
+def test_nothing_is_explained_that_does_not_exist() -> None:
+    lists = {"messages", "refusals", "codes", "remedies"}
+
+    assert set(WORDS) - lists <= set(documented())
+    assert set(WORDS["messages"]) | set(WORDS["refusals"]) <= set(documented())
+
+
+@pytest.mark.parametrize(
+    ("section", "key"), [("Claim", "offer_id"), ("codes", "busy"), ("remedies", "stale")]
+)
+def test_a_field_or_code_without_a_meaning_is_refused(
+    section: str, key: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lacking = {name: word for name, word in WORDS[section].items() if name != key}
+    monkeypatch.setitem(generate_protocol.WORDS, section, lacking)
+
+    with pytest.raises(Undocumented, match=key):
+        page(TEXT)
+
+
+def test_a_meaning_without_a_field_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(generate_protocol.WORDS, "Claim", WORDS["Claim"] | {"gone": "x"})
+
+    with pytest.raises(Undocumented, match="gone"):
+        page(TEXT)
+
+
+def test_every_link_on_the_page_leads_to_a_heading() -> None:
+    headings = re.findall(r"^#+ (.+)$", TEXT, re.M)
+    anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+    assert set(re.findall(r"\]\(#([^)]+)\)", TEXT)) <= anchors
+
+
+def test_the_attach_message_on_the_page_is_the_golden_vector() -> None:
+    rows = re.findall(r"^\| `((?:[0-9a-f]{2} ?)+)` \|", TEXT, re.M)
+    vectors = json.loads((FOLDER / "attach.json").read_text())
+    frame = next(vector["frame"] for vector in vectors if vector["name"] == "PassSegment")
+
+    assert "".join(rows).replace(" ", "") == frame
+
+
+def test_the_block_table_on_the_page_is_what_travels() -> None:
+    assert BlockTable.of([7, 300, 70_000]).ids.hex(" ") in TEXT
+
+
+@pytest.mark.parametrize("example", EXAMPLE_STRIDES, ids=lambda example: example[0])
+def test_the_strides_on_the_page_are_those_of_an_array_of_that_shape(
+    example: tuple[str, str, str],
+) -> None:
+    _, axes, strides = example
+    shape = tuple(int(axis.split()[1]) for axis in axes.split(", "))
+
+    array = np.empty(shape, dtype=np.uint16)
+
+    assert array.strides == tuple(int(stride) for stride in strides.split(","))
+
+
+def test_the_page_has_the_examples() -> None:
+    assert len(EXAMPLE_STRIDES) == 5

@@ -1,0 +1,117 @@
+"""A ticket survives any JSON on its way, and a map that is none is refused."""
+
+import json
+from typing import Any
+
+import msgpack
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbus.errors import ErrorCode, ProtocolError
+from kvbus.protocol.ticket import TICKET_VERSION, Ticket
+from tests.protocol.strategies import PLAIN, TEXT, value_or_refusal
+
+NAMES = TEXT.filter(bool)
+TICKETS = st.builds(
+    Ticket, *([NAMES] * 7), num_tokens=st.integers(0, 2**31 - 1), kvbus=st.just(TICKET_VERSION)
+)
+FIELDS = Ticket("agent", "boot", "tcp://h:1", "engine", "boot2", "offer", "request", 9).to_json()
+REFUSALS = {ErrorCode.INVALID, ErrorCode.UNSUPPORTED_VERSION}
+
+
+@given(TICKETS)
+def test_a_ticket_passes_through_json_and_msgpack_unchanged(ticket: Ticket) -> None:
+    assert Ticket.from_json(json.loads(json.dumps(ticket.to_json()))) == ticket
+    assert Ticket.from_json(msgpack.unpackb(msgpack.packb(ticket.to_json()))) == ticket
+
+
+@given(TICKETS)
+def test_a_ticket_is_a_flat_map_of_strings_and_integers(ticket: Ticket) -> None:
+    fields = ticket.to_json()
+
+    assert set(fields) == set(Ticket.__struct_fields__)
+    assert all(type(value) in {str, int} for value in fields.values())
+
+
+@given(TICKETS, st.dictionaries(TEXT, PLAIN))
+def test_what_a_router_adds_is_ignored(ticket: Ticket, added: dict[str, Any]) -> None:
+    assert Ticket.from_json(added | ticket.to_json()) == ticket
+
+
+@given(PLAIN | st.dictionaries(st.sampled_from(sorted(FIELDS)), PLAIN))
+def test_any_value_is_a_ticket_or_refused(value: object) -> None:
+    ticket = value_or_refusal(lambda: Ticket.from_json(value))
+
+    assert isinstance(ticket, Ticket) or ticket.code in REFUSALS
+
+
+@given(st.sampled_from(sorted(FIELDS)), PLAIN)
+def test_any_value_in_any_field_is_taken_as_it_is_or_refused(field: str, value: object) -> None:
+    ticket = value_or_refusal(lambda: Ticket.from_json(FIELDS | {field: value}))
+
+    if isinstance(ticket, ProtocolError):
+        assert ticket.code in REFUSALS
+    else:
+        assert getattr(ticket, field) == value
+
+
+@pytest.mark.parametrize("field", sorted(set(FIELDS) - {"kvbus"}))
+def test_a_missing_field_is_refused_by_name(field: str) -> None:
+    with pytest.raises(ProtocolError) as refused:
+        Ticket.from_json({key: value for key, value in FIELDS.items() if key != field})
+
+    assert refused.value.code is ErrorCode.INVALID
+    assert field in refused.value.message
+
+
+HOSTILE: dict[str, object] = {
+    "nothing": None,
+    "text": json.dumps(FIELDS),
+    "list": list(FIELDS.items()),
+    "struct": object(),
+    "bool_tokens": FIELDS | {"num_tokens": True},
+    "float_tokens": FIELDS | {"num_tokens": 9.5},
+    "many_tokens": FIELDS | {"num_tokens": 2**31},
+    "huge_tokens": FIELDS | {"num_tokens": 2**200},
+    "empty_offer": FIELDS | {"offer_id": ""},
+    "long_offer": FIELDS | {"offer_id": 257 * "x"},
+    "number_keys": {1: 2},
+    "half_a_character_as_key": FIELDS | json.loads(r'{"\ud800": 1}'),
+    "half_a_character_as_value": FIELDS | json.loads(r'{"offer_id": "\ud800"}'),
+    "half_a_character_as_endpoint": FIELDS | json.loads(r'{"endpoint": "tcp://\udfff"}'),
+}
+
+
+@pytest.mark.parametrize("case", HOSTILE)
+def test_a_hostile_ticket_is_refused(case: str) -> None:
+    with pytest.raises(ProtocolError) as refused:
+        Ticket.from_json(HOSTILE[case])
+
+    assert refused.value.code is ErrorCode.INVALID
+
+
+def test_a_ticket_nested_without_end_is_refused_or_ignored() -> None:
+    deep: dict[str, object] = {}
+    for _ in range(100_000):
+        deep = {"x": deep}
+
+    assert Ticket.from_json(FIELDS | {"added": deep}).offer_id == "offer"
+    with pytest.raises(ProtocolError):
+        Ticket.from_json(FIELDS | {"offer_id": deep})
+
+
+@given(st.integers(-(2**63), 2**63 - 1).filter(lambda version: version != TICKET_VERSION))
+def test_a_ticket_of_another_version_is_refused_with_both_versions(version: int) -> None:
+    with pytest.raises(ProtocolError) as refused:
+        Ticket.from_json(FIELDS | {"kvbus": version})
+
+    assert refused.value.code is ErrorCode.UNSUPPORTED_VERSION
+    assert refused.value.detail == {"theirs": version, "ours": TICKET_VERSION}
+
+
+def test_a_ticket_without_a_version_is_of_the_first() -> None:
+    fields = {key: value for key, value in FIELDS.items() if key != "kvbus"}
+
+    assert Ticket.from_json(fields) == msgspec.convert(FIELDS, Ticket)

@@ -1,0 +1,203 @@
+"""One example of each message, with every field set: what the golden vectors are made of.
+
+Refuses random values and clocks: the same bytes come out on every machine.
+"""
+
+from kvbus.errors import ErrorCode
+from kvbus.geometry import (
+    Axis,
+    AxisName,
+    BlockTable,
+    EngineSpec,
+    GroupSpec,
+    KvPart,
+    RankSpec,
+    Region,
+    Segment,
+)
+from kvbus.protocol import engine as e
+from kvbus.protocol import peer as p
+from kvbus.protocol.message import Empty, Message
+from kvbus.protocol.ticket import Ticket
+
+PREFILL_BOOT = "0f8fad5bd9cb469fa16570867728950e"
+DECODE_BOOT = "7c9e6679742540de944be07fc1f90ae7"
+ENGINE_BOOT = "16fd2706e8baf433b821a2a3d6a4c1d5"
+PREFILL_ENDPOINT = "tcp://10.0.0.1:7501"
+EVENTS_ENDPOINT = "tcp://10.0.0.1:7502"
+
+PARTS = (KvPart.KEY, KvPart.VALUE)
+SPEC = EngineSpec(
+    engine_id="prefill-0",
+    model="example/model@main",
+    tp_size=1,
+    groups=(GroupSpec("full", (0, 1), 16, 2, 64, "bfloat16", PARTS, None),),
+)
+WINDOWED = EngineSpec(
+    engine_id="decode-0",
+    model="example/model@main",
+    tp_size=1,
+    groups=(GroupSpec("latent", (0,), 32, 1, 512, "float16", (KvPart.LATENT,), 4096),),
+)
+AXES = (
+    Axis(AxisName.BLOCK, 128, 16_384),
+    Axis(AxisName.LAYER, 2, 8_192),
+    Axis(AxisName.KV, 2, 4_096),
+    Axis(AxisName.TOKEN, 16, 256),
+    Axis(AxisName.HEAD, 2, 128),
+    Axis(AxisName.DIM, 64, 2),
+)
+RANK = RankSpec(
+    rank=0,
+    segments=(Segment("kv", 128 * 16_384),),
+    regions=(Region("kv", 0, "full", (0, 1), PARTS, 0, 2, AXES),),
+)
+TABLES = {"full": BlockTable.of([7, 300, 70_000], first_block=0)}
+NEW_TABLES = {"full": BlockTable.of([9], first_block=3)}
+TICKET = Ticket(
+    agent_id="prefill-agent-0",
+    agent_boot=PREFILL_BOOT,
+    endpoint=PREFILL_ENDPOINT,
+    engine_id="prefill-0",
+    engine_boot=ENGINE_BOOT,
+    offer_id="offer-1",
+    request_id="request-1",
+    num_tokens=40,
+).to_json()
+MEMORY = p.EngineMemory(engine=SPEC, ranks=(RANK,), addresses=({"kv": 0x7F00_0000_0000},))
+GRANTED = p.Granted(epoch=1, lease_s=10.0, num_tokens=40, sealed=True, tables=TABLES)
+
+ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
+    "attach": {
+        e.Hello: (
+            e.Hello(min_protocol=1, max_protocol=1, engine_id="prefill-0", boot=ENGINE_BOOT),
+            e.Welcome(
+                protocol=1,
+                agent_id="prefill-agent-0",
+                agent_boot=PREFILL_BOOT,
+                role=e.AgentRole.PREFILL,
+                engine_endpoint="ipc:///run/kvbus/prefill-agent-0.engine",
+                peer_endpoint=PREFILL_ENDPOINT,
+                events_endpoint=EVENTS_ENDPOINT,
+            ),
+        ),
+        e.PassSegment: (
+            e.PassSegment(segment_id="kv", size_bytes=128 * 16_384),
+            e.SegmentPassed(sealed=True),
+        ),
+    },
+    "engine": {
+        e.Register: (e.Register(engine=SPEC, rank=RANK), Empty()),
+        e.AwaitReady: (e.AwaitReady(), Empty()),
+        e.Detach: (e.Detach(), Empty()),
+        e.Acknowledge: (e.Acknowledge(upto=3, boot=PREFILL_BOOT), Empty()),
+        e.Ping: (e.Ping(), Empty()),
+    },
+    "prefill": {
+        e.MakeOffer: (
+            e.MakeOffer(
+                request_id="request-1", num_tokens=40, tables=TABLES, sealed=False, ttl_s=30.0
+            ),
+            e.OfferMade(offer_id="offer-1", ticket=TICKET),
+        ),
+        e.ExtendOffer: (
+            e.ExtendOffer(offer_id="offer-1", num_tokens=50, tables=NEW_TABLES),
+            Empty(),
+        ),
+        e.SealOffer: (e.SealOffer(offer_id="offer-1"), Empty()),
+        e.WithdrawOffer: (e.WithdrawOffer(offer_id="offer-1"), Empty()),
+    },
+    "decode": {
+        e.Fetch: (
+            e.Fetch(
+                fetch_id="fetch-1",
+                ticket=TICKET,
+                num_tokens=40,
+                tables={"full": BlockTable.of([5, 6], first_block=1)},
+                first_token=20,
+                timeout_s=2.5,
+            ),
+            Empty(),
+        ),
+        e.CancelFetch: (e.CancelFetch(fetch_id="fetch-1"), Empty()),
+    },
+    "peer": {
+        p.Handshake: (
+            p.Handshake(
+                min_protocol=1,
+                max_protocol=1,
+                agent_boot=PREFILL_BOOT,
+                agent_id="decode-agent-0",
+                engine_id="prefill-0",
+                engine_boot=ENGINE_BOOT,
+                reader=p.EngineMemory(engine=WINDOWED, ranks=(RANK,)),
+            ),
+            p.HandshakeDone(
+                protocol=1,
+                agent_id="prefill-agent-0",
+                memory=MEMORY,
+                nixl_agent="prefill-agent-0",
+                nixl_metadata=b"\x00nixl\xff",
+                events_endpoint=EVENTS_ENDPOINT,
+                max_lease_s=30.0,
+            ),
+        ),
+        p.Claim: (
+            p.Claim(agent_boot=PREFILL_BOOT, offer_id="offer-1", reader_id="fetch-1", lease_s=10.0),
+            GRANTED,
+        ),
+        p.Renew: (
+            p.Renew(
+                agent_boot=PREFILL_BOOT,
+                offer_id="offer-1",
+                epoch=1,
+                lease_s=10.0,
+                known_blocks={"full": 3},
+            ),
+            p.Granted(epoch=1, lease_s=10.0, num_tokens=50, sealed=True, tables=NEW_TABLES),
+        ),
+        p.Confirm: (p.Confirm(agent_boot=PREFILL_BOOT, offer_id="offer-1", epoch=1), Empty()),
+        p.Release: (
+            p.Release(
+                agent_boot=PREFILL_BOOT, offer_id="offer-1", epoch=1, code=ErrorCode.CANCELLED
+            ),
+            Empty(),
+        ),
+        p.PeerWithdraw: (p.PeerWithdraw(agent_boot=PREFILL_BOOT, offer_id="offer-1"), Empty()),
+        p.Status: (
+            p.Status(),
+            p.AgentStatus(
+                agent_id="prefill-agent-0",
+                role=e.AgentRole.PREFILL,
+                engines={"prefill-0": True},
+                draining=False,
+                counts={"offers": 2, "leases": 1},
+            ),
+        ),
+    },
+}
+
+NOTICES: dict[type[Message], Message] = {
+    e.Released: e.Released(offer_id="offer-1", request_id="request-1", outcome=e.Outcome.COMPLETED),
+    e.Fetched: e.Fetched(
+        fetch_id="fetch-1",
+        request_id="request-1",
+        outcome=e.Outcome.FAILED,
+        stage="reading",
+        blocks_free=False,
+        code="timeout",
+        message="the fetch did not end within its deadline, it was reading",
+        num_bytes=65_536,
+        path="direct",
+        stages_s=e.StageTimes(0.001, 0.002, 0.0, 2.497, 0.0),
+    ),
+    e.BlocksFreed: e.BlocksFreed(fetch_id="fetch-1"),
+}
+
+EVENTS: dict[type[Message], Message] = {
+    p.Heartbeat: p.Heartbeat(seqs={"offer": 4, "lease": 2}, uptime_s=12.5),
+    p.OfferEvent: p.OfferEvent(offer_id="offer-1", num_tokens=40, outcome="completed"),
+    p.LeaseEvent: p.LeaseEvent(offer_id="offer-1", epoch=1),
+    p.FetchEvent: p.FetchEvent(fetch_id="fetch-1", request_id="request-1", code="timeout"),
+    p.EngineEvent: p.EngineEvent(engine_id="prefill-0", engine_boot=ENGINE_BOOT),
+}

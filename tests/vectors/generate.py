@@ -1,0 +1,112 @@
+"""Writes the golden vectors: ``python -m tests.vectors.generate`` from the root of the repository.
+
+Refuses to decide what changed: a vector that is different means that the wire is.
+"""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgpack
+
+from kvbus.errors import ErrorCode, SegmentError
+from kvbus.memory.attach import wire
+from kvbus.protocol.envelope import (
+    Notice,
+    Reply,
+    Request,
+    encode_notice,
+    encode_reply,
+    encode_request,
+)
+from kvbus.protocol.message import ErrorBody, Message, to_body
+from kvbus.protocol.peer import EVENTS as EVENT_KINDS
+from tests.vectors import examples
+
+FOLDER = Path(__file__).parent
+Vector = dict[str, Any]
+
+
+def files() -> Iterator[tuple[Path, str]]:
+    """Every file of vectors and its text."""
+    rooms: dict[str, list[Vector]] = {
+        "attach": list(_attach()),
+        **{room: list(_requests(room)) for room in examples.ROOMS if room != "attach"},
+        "notices": list(_notices()),
+        "events": list(_events()),
+        "errors": list(_errors()),
+    }
+    for room, vectors in rooms.items():
+        yield FOLDER / f"{room}.json", json.dumps(vectors, indent=1) + "\n"
+
+
+def _attach() -> Iterator[Vector]:
+    for kind, (request, reply) in examples.ROOMS["attach"].items():
+        asked = {"op": kind.op, "body": to_body(request)}
+        num_fds = 1 if kind.op == "segment" else 0
+        frame = wire.encode_frame(asked)
+        yield _vector(request, "attach", frame, frame[4:], num_fds=num_fds)
+        frame = wire.encode_ok(to_body(reply))
+        yield _vector(reply, "attach", frame, frame[4:], num_fds=0)
+    error = SegmentError("a descriptor is missing", field="fds")
+    frame = wire.encode_error(error)
+    body = ErrorBody(code=error.code, message=error.message, detail=error.detail)
+    yield _vector(body, "attach", frame, frame[4:], num_fds=0)
+
+
+def _requests(room: str) -> Iterator[Vector]:
+    boot = examples.DECODE_BOOT if room == "peer" else examples.ENGINE_BOOT
+    for number, (kind, pair) in enumerate(examples.ROOMS[room].items(), start=1):
+        request, reply = pair
+        frame = encode_request(Request(kind.op, number, boot, to_body(request)))
+        yield _vector(request, "request", frame, frame)
+        frame = encode_reply(Reply(number, examples.PREFILL_BOOT, ok=to_body(reply)))
+        yield _vector(reply, "reply", frame, frame, answers=kind.__name__)
+
+
+def _notices() -> Iterator[Vector]:
+    for seq, message in enumerate(examples.NOTICES.values(), start=1):
+        frame = encode_notice(Notice(message.op, seq, examples.DECODE_BOOT, to_body(message)))
+        yield _vector(message, "notice", frame, frame)
+
+
+def _events() -> Iterator[Vector]:
+    for seq, (op, kind) in enumerate(EVENT_KINDS.items(), start=1):
+        message = examples.EVENTS[kind]
+        frame = encode_notice(Notice(op, seq, examples.PREFILL_BOOT, to_body(message)))
+        yield _vector(message, "event", frame, frame, topic=op.partition(".")[0])
+
+
+def _errors() -> Iterator[Vector]:
+    for number, code in enumerate(ErrorCode, start=1):
+        message = ErrorBody(code=code, message=f"example of {code}", detail={"field": "x", "n": 1})
+        frame = encode_reply(Reply(number, examples.PREFILL_BOOT, error=to_body(message)))
+        yield _vector(message, "error", frame, frame)
+
+
+def _vector(message: Message, kind: str, frame: bytes, body: bytes, **more: object) -> Vector:
+    return {
+        "name": type(message).__name__,
+        "kind": kind,
+        **more,
+        "message": _shown(msgpack.unpackb(body)),
+        "frame": frame.hex(),
+    }
+
+
+def _shown(value: Any) -> Any:
+    """As JSON can say it: bytes become ``{"hex": ...}``."""
+    match value:
+        case bytes():
+            return {"hex": value.hex()}
+        case dict():
+            return {key: _shown(item) for key, item in value.items()}
+        case list():
+            return [_shown(item) for item in value]
+    return value
+
+
+if __name__ == "__main__":
+    for path, text in files():
+        path.write_text(text)

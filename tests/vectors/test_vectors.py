@@ -1,0 +1,120 @@
+"""The wire is the golden vectors: every message has one, and each says the bytes of today."""
+
+import json
+from typing import Any
+
+import msgpack
+import pytest
+
+from kvbus.errors import ErrorCode
+from kvbus.memory.attach import wire
+from kvbus.protocol import engine, peer
+from kvbus.protocol.envelope import Notice, Reply, Request, decode
+from kvbus.protocol.message import ErrorBody, Message, from_body, to_body
+from tests.protocol.strategies import MESSAGES, REQUESTS
+from tests.vectors.generate import FOLDER, files
+
+KINDS = {kind.__name__: kind for kind in MESSAGES}
+VECTORS: list[dict[str, Any]] = [
+    vector for path in sorted(FOLDER.glob("*.json")) for vector in json.loads(path.read_text())
+]
+
+
+def named(vector: dict[str, Any]) -> str:
+    return "-".join([vector["kind"], vector["name"], *str(vector["message"].get("op", "")).split()])
+
+
+def bytes_again(value: Any) -> Any:
+    """The message of a vector with ``{"hex": ...}`` turned into bytes."""
+    match value:
+        case {"hex": str(digits)} if len(value) == 1:
+            return bytes.fromhex(digits)
+        case dict():
+            return {key: bytes_again(item) for key, item in value.items()}
+        case list():
+            return [bytes_again(item) for item in value]
+    return value
+
+
+def test_the_files_are_what_the_generator_writes_today() -> None:
+    written = {path.name: text for path, text in files()}
+
+    assert {path.name for path in FOLDER.glob("*.json")} == set(written)
+    for name, text in written.items():
+        assert (FOLDER / name).read_text() == text, f"{name} is stale: see tests.vectors.generate"
+
+
+@pytest.mark.parametrize("vector", VECTORS, ids=named)
+def test_the_frame_and_the_message_of_a_vector_are_the_same(vector: dict[str, Any]) -> None:
+    frame = bytes.fromhex(vector["frame"])
+    packed = msgpack.packb(bytes_again(vector["message"]))
+
+    if vector["kind"] == "attach":
+        assert frame == len(packed).to_bytes(4, "little") + packed
+    else:
+        assert frame == packed
+
+
+@pytest.mark.parametrize(
+    "vector", [vector for vector in VECTORS if vector["kind"] != "attach"], ids=named
+)
+def test_the_frame_of_a_vector_decodes_into_its_typed_message(vector: dict[str, Any]) -> None:
+    message, kind = bytes_again(vector["message"]), KINDS[vector["name"]]
+
+    envelope = decode(bytes.fromhex(vector["frame"]))
+
+    body = body_of(envelope)
+    assert body == message["body" if "body" in message else vector_outcome(vector)]
+    assert msgpack.packb(to_body(from_body(kind, body))) == msgpack.packb(body)
+    assert envelope.boot == message["boot"]
+
+
+def body_of(envelope: Request | Reply | Notice) -> Any:
+    if isinstance(envelope, Reply):
+        return envelope.ok if envelope.error is None else envelope.error
+    return envelope.body
+
+
+def vector_outcome(vector: dict[str, Any]) -> str:
+    return "error" if vector["kind"] == "error" else "ok"
+
+
+@pytest.mark.parametrize(
+    "vector", [vector for vector in VECTORS if vector["kind"] == "attach"], ids=named
+)
+def test_an_attach_frame_is_a_length_and_a_typed_message(vector: dict[str, Any]) -> None:
+    frame = bytes.fromhex(vector["frame"])
+    fields = wire.decode_body(frame[wire.LENGTH_BYTES :])
+    body = next(fields[key] for key in ("body", "ok", "error") if key in fields)
+
+    message = from_body(KINDS[vector["name"]], body)
+
+    assert wire.decode_length(frame[: wire.LENGTH_BYTES]) == len(frame) - wire.LENGTH_BYTES
+    assert to_body(message) == body
+
+
+def test_every_message_has_a_vector() -> None:
+    assert {vector["name"] for vector in VECTORS} == set(KINDS)
+
+
+@pytest.mark.parametrize("kind", dict.fromkeys(REQUESTS), ids=lambda kind: kind.__name__)
+def test_every_request_has_a_vector_and_its_reply_another(kind: type[Message]) -> None:
+    attached = {vector["name"] for vector in VECTORS if vector["kind"] == "attach"}
+    on_attach = kind in engine.ATTACH_REQUESTS
+    asked = attached if on_attach else {v["name"] for v in VECTORS if v["kind"] == "request"}
+    replies = [vector for vector in VECTORS if vector.get("answers") == kind.__name__]
+    answered = attached if on_attach else {reply["name"] for reply in replies}
+
+    assert kind.__name__ in asked
+    assert getattr(kind, "reply", kind).__name__ in answered
+
+
+def test_every_event_notice_and_error_code_has_a_vector() -> None:
+    events = {v["message"]["op"] for v in VECTORS if v["kind"] == "event"}
+    notices = {v["name"] for v in VECTORS if v["kind"] == "notice"}
+    codes = {v["message"]["error"]["code"] for v in VECTORS if v["kind"] == "error"}
+
+    assert events == set(peer.EVENTS)
+    assert notices == {kind.__name__ for kind in engine.NOTICES}
+    assert codes == {code.value for code in ErrorCode}
+    assert from_body(ErrorBody, {"code": "busy", "message": ""}).code is ErrorCode.BUSY
