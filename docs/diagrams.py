@@ -1,0 +1,53 @@
+"""Writes docs/state-machines.md from the transition tables: ``python docs/diagrams.py``."""
+
+from collections.abc import Mapping
+from enum import StrEnum
+from pathlib import Path
+from typing import TypeVar
+
+from kvbus_decode import transitions as decode
+from kvbus_decode.fetch import FetchState
+from kvbus_prefill import transitions as prefill
+from kvbus_prefill.offer import OfferState
+
+from kvbus.agent.diagrams import Table, state_diagram, state_sentences
+
+PAGE = Path(__file__).with_name("state-machines.md")
+S = TypeVar("S", bound=StrEnum)
+
+HEAD = """\
+# State machines
+
+<!-- Written by `python docs/diagrams.py` from the transition tables. Do not edit. -->
+
+An edge names the events that can lead from one state to another, or that do something without a
+change of state. Events that are refused, or that come too late to matter, are not drawn.
+"""
+
+
+def section(title: str, states: type[S], table: Table[S], starts: Mapping[S, str]) -> str:
+    """One machine: its diagram, and a sentence for each state."""
+    sentences = [f"- **{state}**: {what}" for state, what in state_sentences(states).items()]
+    diagram = f"```mermaid\n{state_diagram(table, starts)}\n```"
+    return "\n".join([f"\n## {title}\n", diagram, "", *sentences, ""])
+
+
+def page() -> str:
+    """The whole of docs/state-machines.md."""
+    offer = section(
+        "An offer, at the prefill agent",
+        OfferState,
+        prefill.TRANSITIONS,
+        {OfferState.OPEN: "Opened", OfferState.SEALED: "Opened, sealed"},
+    )
+    fetch = section(
+        "A fetch, at the decode agent",
+        FetchState,
+        decode.TRANSITIONS,
+        {FetchState.RESOLVING: "Requested"},
+    )
+    return HEAD + offer + fetch
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

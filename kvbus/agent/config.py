@@ -1,0 +1,172 @@
+"""Configuration of an agent: TOML into typed structs, and a commented default.
+
+Refuses unknown keys, wrong types and values out of range with a `ConfigError` that names the key
+and the file.
+"""
+
+import os
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
+
+import msgspec
+from msgspec import Meta
+
+from kvbus.errors import ConfigError
+
+Duration = Annotated[float, Meta(gt=0, le=86_400)]
+Bound = Annotated[int, Meta(ge=1, le=1 << 20)]
+
+
+class TransportConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How the agent moves bytes with NIXL."""
+
+    slice_bytes: Annotated[
+        int, Meta(ge=4096, le=1 << 30, description="Largest post of one transfer, in bytes.")
+    ] = 8 << 20
+    slice_descriptors: Annotated[
+        int, Meta(ge=1, le=1 << 16, description="Most descriptors in one post.")
+    ] = 2048
+    close_timeout_s: Annotated[
+        Duration, Meta(description="How long a stop waits for posted transfers to end.")
+    ] = 5.0
+
+
+class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What both agents need; each service adds its own keys."""
+
+    agent_id: Annotated[
+        str,
+        Meta(
+            pattern=r"^[A-Za-z0-9._-]{1,64}$",
+            description="Name of this agent in logs, metrics and tickets; unique in the cluster.",
+        ),
+    ]
+    peer_bind: Annotated[
+        str, Meta(description="Where other agents reach this one; port 0 takes a free one.")
+    ]
+    events_bind: Annotated[str, Meta(description="Where subscribers get this agent's events.")]
+    advertise_host: Annotated[
+        str,
+        Meta(description="Host name that others use; needed when an address above is a wildcard."),
+    ] = ""
+    runtime_dir: Annotated[
+        str,
+        Meta(
+            description="Folder of the sockets for the local engine, of mode 0700. Empty: "
+            "kvbus-UID/AGENT_ID below XDG_RUNTIME_DIR, or below /tmp."
+        ),
+    ] = ""
+    metrics_bind: Annotated[
+        str, Meta(description="host:port of the Prometheus page; empty turns it off.")
+    ] = ""
+    log_level: Annotated[
+        Literal["debug", "info", "warning", "error"],
+        Meta(description="Least severe level that is logged."),
+    ] = "info"
+    log_format: Annotated[
+        Literal["auto", "json", "console"],
+        Meta(description="auto: console on a terminal, JSON lines otherwise."),
+    ] = "auto"
+    drain_timeout_s: Annotated[
+        Duration, Meta(description="How long a stop waits for what runs before it fails it.")
+    ] = 30.0
+    heartbeat_s: Annotated[Duration, Meta(description="Time between heartbeat events.")] = 1.0
+    max_engine_processes: Annotated[
+        Bound, Meta(description="Most attach connections of local engines at a time.")
+    ] = 64
+    transport: TransportConfig = TransportConfig()
+
+    @property
+    def runtime_path(self) -> Path:
+        """The runtime folder, with the default filled in."""
+        if self.runtime_dir:
+            return Path(self.runtime_dir)
+        base = os.environ.get("XDG_RUNTIME_DIR") or "/tmp"  # noqa: S108 - made 0700, owner checked
+        return Path(base) / f"kvbus-{os.getuid()}" / self.agent_id
+
+    @property
+    def attach_path(self) -> Path:
+        """The socket that engines are told."""
+        return self.runtime_path / "attach.sock"
+
+
+C = TypeVar("C", bound=AgentConfig)
+
+
+def load_config(kind: type[C], path: Path) -> C:
+    """Read ``path``; raises `ConfigError` that names the file and the key."""
+    try:
+        fields = tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path} is not TOML: {error}") from error
+    return convert_config(kind, fields, source=str(path))
+
+
+def convert_config(kind: type[C], fields: dict[str, Any], *, source: str) -> C:
+    """The typed config of ``fields``; raises `ConfigError` that names ``source`` and the key."""
+    try:
+        config = msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        reason, _, key = str(error).partition(" - at `$.")
+        where = f"key '{key.rstrip('`')}': " if key else ""
+        raise ConfigError(f"{source}: {where}{reason}", key=key.rstrip("`")) from error
+    for key in ("peer_bind", "events_bind"):
+        _check_address(config, key, source)
+    return config
+
+
+def advertised(config: AgentConfig, endpoint: str) -> str:
+    """The endpoint as others reach it, for one that was bound as ``endpoint``."""
+    if not config.advertise_host:
+        return endpoint
+    return f"tcp://{config.advertise_host}:{endpoint.rpartition(':')[2]}"
+
+
+def commented_default(kind: type[AgentConfig], **values: str) -> str:
+    """A TOML file with every key, its meaning and its default; ``values`` fill required keys."""
+    return "\n".join(_comment_lines(kind, dict(values), prefix="")) + "\n"
+
+
+def _check_address(config: AgentConfig, key: str, source: str) -> None:
+    address: str = getattr(config, key)
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if not address.startswith("tcp://") or not host or not port.isdigit():
+        raise ConfigError(f"{source}: key '{key}': '{address}' is not tcp://HOST:PORT", key=key)
+    if host in ("*", "0.0.0.0", "[::]") and not config.advertise_host:  # noqa: S104 - compared
+        raise ConfigError(
+            f"{source}: key 'advertise_host': needed, because {key} binds every interface",
+            key="advertise_host",
+        )
+
+
+def _comment_lines(
+    kind: type[msgspec.Struct], values: dict[str, Any], prefix: str
+) -> Iterator[str]:
+    hints = get_type_hints(kind, include_extras=True)
+    sections: list[tuple[str, type[msgspec.Struct]]] = []
+    for field in msgspec.structs.fields(kind):
+        hint = hints[field.name]
+        if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
+            sections.append((field.name, hint))
+            continue
+        yield f"# {_description(hint)}"
+        yield f"{field.name} = {_toml(values.get(field.name, field.default))}"
+        yield ""
+    for name, section in sections:
+        yield f"[{prefix}{name}]"
+        yield from _comment_lines(section, {}, prefix=f"{prefix}{name}.")
+
+
+def _description(hint: Any) -> str:
+    found = [meta.description for meta in get_args(hint)[1:] if isinstance(meta, Meta)]
+    return next((text for text in reversed(found) if text), "")
+
+
+def _toml(value: object) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return f'"{value}"' if isinstance(value, str) else repr(value)

@@ -1,0 +1,80 @@
+"""A state machine as Mermaid text and as a list of its states, both read from the code.
+
+Refuses to know any machine of its own, and to draw what changes nothing: a handler whose name
+starts with ``refuse`` or ``ignore``.
+"""
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping
+from enum import StrEnum
+from typing import Any, Protocol, TypeVar
+
+UNDRAWN = ("refuse", "ignore")
+MAX_LABEL = 4
+S = TypeVar("S", bound=StrEnum)
+S_co = TypeVar("S_co", bound=StrEnum, covariant=True)
+
+
+class Transition(Protocol[S_co]):
+    """What the tables of both agents hold for a state and an event."""
+
+    @property
+    def handler(self) -> Callable[..., Any]:
+        """What is done; its name decides whether the edge is drawn."""
+
+    @property
+    def to(self) -> tuple[S_co, ...]:
+        """The states in which it can leave."""
+
+
+Table = Mapping[tuple[S, type[Any]], Transition[S]]
+
+
+def state_diagram(table: Table[S], starts: Mapping[S, str]) -> str:
+    """The table as a Mermaid ``stateDiagram-v2``; ``starts`` are the first states, with labels.
+
+    One edge for each pair of states, with the events that lead from one to the other.
+    """
+    edges = [f"    [*] --> {state}: {label}" for state, label in sorted(starts.items())]
+    for (source, target), events in sorted(_edges(table).items()):
+        edges.append(f"    {source} --> {target}: {_label(sorted(events))}")
+    edges += [f"    {state} --> [*]" for state in sorted(_ends(table))]
+    return "\n".join(["stateDiagram-v2", *edges])
+
+
+def state_sentences(states: type[S]) -> dict[S, str]:
+    """The docstring under each member of ``states``; raises `KeyError` when one has none."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(states))).body
+    if not isinstance(definition, ast.ClassDef):
+        raise TypeError(f"{states} is not defined by a class statement")
+    found = {}
+    for member, below in zip(definition.body, definition.body[1:], strict=False):
+        match member, below:
+            case (
+                ast.Assign(targets=[ast.Name(name)]),
+                ast.Expr(ast.Constant(str(sentence))),
+            ):
+                found[name] = " ".join(sentence.split())
+    return {state: found[state.name] for state in states}
+
+
+def _edges(table: Table[S]) -> dict[tuple[S, S], set[str]]:
+    edges: dict[tuple[S, S], set[str]] = {}
+    for (source, event), transition in table.items():
+        if not transition.handler.__name__.startswith(UNDRAWN):
+            for target in transition.to:
+                edges.setdefault((source, target), set()).add(event.__name__)
+    return edges
+
+
+def _ends(table: Table[S]) -> set[S]:
+    leaves = {source for (source, _), step in table.items() if any(t != source for t in step.to)}
+    return {source for source, _ in table} - leaves
+
+
+def _label(events: list[str]) -> str:
+    """Mermaid breaks lines at ``<br>``; a long label would be wider than the diagram."""
+    rows = [", ".join(events[i : i + MAX_LABEL]) for i in range(0, len(events), MAX_LABEL)]
+    return ",<br>".join(rows)

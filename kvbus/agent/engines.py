@@ -1,0 +1,262 @@
+"""The local engines of an agent: their processes, their registration, and their end.
+
+Refuses two engines under one id, processes of one engine that disagree about it, and requests of
+a process that did not attach. An engine is lost as a whole when any of its processes ends.
+"""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import structlog
+from anyio.abc import TaskGroup
+
+from kvbus.agent.guard import guarded
+from kvbus.agent.identity import AgentIdentity
+from kvbus.agent.local_engine import EngineProcess, LocalEngine
+from kvbus.agent.metrics import AgentMetrics
+from kvbus.agent.refusals import refuse
+from kvbus.bus import Call, RequestServer
+from kvbus.errors import ErrorCode, KVBusError, LocalError, ProtocolError
+from kvbus.geometry import validate_engine, validate_rank
+from kvbus.memory.attach import AttachConnection
+from kvbus.protocol.engine import Hello, PassSegment, Register, SegmentPassed
+from kvbus.protocol.message import Message, from_body, to_body
+from kvbus.transport import Transport
+
+log = structlog.get_logger()
+
+
+EngineHook = Callable[[LocalEngine], None]
+Quiesce = Callable[[LocalEngine], Awaitable[None]]
+
+
+class EngineDirectory:
+    """All local engines; the agent's attach handler, and the handler of registration requests.
+
+    ``on_ready`` and ``on_lost`` are told of engines. ``quiesce`` returns when no transfer can touch
+    the memory of a lost engine any more.
+    """
+
+    def __init__(
+        self,
+        *,
+        transport: Transport,
+        metrics: AgentMetrics,
+        tasks: TaskGroup,
+        on_ready: EngineHook,
+        on_lost: EngineHook,
+        quiesce: Quiesce,
+    ) -> None:
+        self.engines: dict[str, LocalEngine] = {}
+        self.identity: AgentIdentity | None = None
+        self.server: RequestServer | None = None
+        self._transport, self._metrics, self._tasks = transport, metrics, tasks
+        self._on_ready, self._on_lost, self._quiesce = on_ready, on_lost, quiesce
+        self._by_connection: dict[AttachConnection, EngineProcess] = {}
+        self._by_boot: dict[str, EngineProcess] = {}
+
+    async def on_attach_message(
+        self, connection: AttachConnection, message: dict[str, Any], fds: list[int]
+    ) -> dict[str, Any]:
+        """Answer one message of the attach socket; raises the `KVBusError` that refuses it."""
+        op, body = message.get("op"), message.get("body")
+        if not isinstance(body, dict):
+            raise ProtocolError("attach message needs 'op' and a map 'body'")
+        if op == Hello.op:
+            return to_body(self._greet(connection, from_body(Hello, body)))
+        if op == PassSegment.op:
+            return to_body(await self._map(connection, from_body(PassSegment, body), fds))
+        raise ProtocolError(f"no attach message '{op}'", code=ErrorCode.UNKNOWN_OP)
+
+    def on_attach_closed(self, connection: AttachConnection) -> None:
+        """The process at the other end died, or meant to leave."""
+        process = self._by_connection.pop(connection, None)
+        if process is None:
+            return
+        process.gone = True
+        del self._by_boot[process.boot]
+        if self.server is not None:
+            self.server.forget(process.boot)
+        if process.engine is not None:
+            self._lose(process.engine, meant=process.detaching)
+        else:
+            self._tasks.start_soon(self._free, [process], None)
+
+    def process_of(self, call: Call) -> EngineProcess:
+        """The attached process that asks; raises `LocalError` when there is none."""
+        process = self._by_boot.get(call.session.boot)
+        if process is None:
+            raise LocalError("say hello on the attach socket first", code=ErrorCode.NOT_REGISTERED)
+        return process
+
+    def engine_of(self, call: Call) -> LocalEngine:
+        """The ready engine whose control process asks; raises `LocalError` when there is none."""
+        process = self.process_of(call)
+        engine = process.engine
+        if engine is None:
+            raise LocalError("register first", code=ErrorCode.NOT_REGISTERED)
+        if engine.lost:
+            raise LocalError("a process of this engine ended", code=ErrorCode.ENGINE_LOST)
+        if engine.control is not process:
+            raise LocalError("this is not the control session", code=ErrorCode.NOT_REGISTERED)
+        if not engine.ready:
+            raise LocalError(
+                f"{len(engine.ranks)} of {engine.spec.tp_size} ranks are registered",
+                code=ErrorCode.ENGINE_NOT_READY,
+            )
+        return engine
+
+    def engine(self, engine_id: str, *, boot: str | None = None) -> LocalEngine:
+        """The ready engine with that id, and that boot if given; raises `LocalError` if none."""
+        engine = self.engines.get(engine_id)
+        if engine is not None and engine.ready and boot not in (None, engine.boot):
+            raise LocalError(
+                f"engine '{engine_id}' came back as a new process", code=ErrorCode.STALE
+            )
+        if engine is None or not engine.ready:
+            code = ErrorCode.ENGINE_UNKNOWN if engine is None else ErrorCode.ENGINE_NOT_READY
+            raise LocalError(f"engine '{engine_id}' is not here", code=code, engine_id=engine_id)
+        return engine
+
+    def register(self, call: Call) -> None:
+        """Answer `Register`, once the memory is registered with NIXL."""
+        process = self.process_of(call)
+        wanted = from_body(Register, call.body)
+        process.session = call.session
+        call.session.pinned = True
+        engine = self._join(process, wanted)
+        if wanted.rank is None:
+            self._register_control(engine, process)
+            call.reply({})
+            self._announce(engine)
+        else:
+            self._tasks.start_soon(self._register_rank, call, process, engine, wanted)
+
+    def await_ready(self, call: Call) -> None:
+        """Answer when the caller's engine is ready."""
+        engine = self.process_of(call).engine
+        if engine is None:
+            raise LocalError("register first", code=ErrorCode.NOT_REGISTERED)
+        if engine.ready:
+            call.reply({})
+        elif engine.lost:
+            raise LocalError("a process of this engine ended", code=ErrorCode.ENGINE_LOST)
+        else:
+            engine.waiting.append(call)
+
+    def detach(self, call: Call) -> None:
+        """The end-of-file that follows is meant."""
+        self.process_of(call).detaching = True
+        call.reply({})
+
+    def _greet(self, connection: AttachConnection, hello: Hello) -> Message:
+        if self.identity is None:
+            raise LocalError("the agent is starting", code=ErrorCode.BUSY)
+        if connection in self._by_connection or hello.boot in self._by_boot:
+            raise LocalError("this boot id has said hello already", code=ErrorCode.ENGINE_CONFLICT)
+        welcome = self.identity.welcome(hello)
+        process = EngineProcess(hello.engine_id, hello.boot, connection)
+        self._by_connection[connection] = self._by_boot[hello.boot] = process
+        log.info(
+            "engine.attached", engine_id=hello.engine_id, boot=hello.boot, pid=connection.peer.pid
+        )
+        return welcome
+
+    async def _map(
+        self, connection: AttachConnection, passed: PassSegment, fds: list[int]
+    ) -> SegmentPassed:
+        process = self._by_connection.get(connection)
+        if process is None:
+            raise LocalError("say hello first", code=ErrorCode.NOT_REGISTERED)
+        if len(fds) != 1:
+            raise ProtocolError(f"a segment comes with 1 descriptor, not {len(fds)}")
+        mapping = await process.segments.add(passed.segment_id, fds.pop(), passed.size_bytes)
+        if not mapping.sealed:
+            log.warning(
+                "segment.unsealed", engine_id=process.engine_id, segment_id=passed.segment_id
+            )
+        return SegmentPassed(sealed=mapping.sealed)
+
+    def _join(self, process: EngineProcess, wanted: Register) -> LocalEngine:
+        spec = wanted.engine
+        validate_engine(spec)
+        if spec.engine_id != process.engine_id:
+            raise LocalError(f"hello said '{process.engine_id}', register '{spec.engine_id}'")
+        if process.engine is not None:
+            raise LocalError("this session is registered", code=ErrorCode.ENGINE_CONFLICT)
+        engine = self.engines.get(spec.engine_id)
+        if engine is not None and engine.spec != spec:
+            raise LocalError(
+                f"engine '{spec.engine_id}' is registered with another spec",
+                code=ErrorCode.ENGINE_CONFLICT,
+            )
+        taken = engine is not None and (
+            engine.control is not None if wanted.rank is None else wanted.rank.rank in engine.ranks
+        )
+        if taken:
+            raise LocalError(
+                f"engine '{spec.engine_id}' is registered by another process",
+                code=ErrorCode.ENGINE_CONFLICT,
+                engine_id=spec.engine_id,
+            )
+        return engine or LocalEngine(spec)
+
+    def _register_control(self, engine: LocalEngine, process: EngineProcess) -> None:
+        engine.control = process
+        self._add(engine, process)
+
+    async def _register_rank(
+        self, call: Call, process: EngineProcess, engine: LocalEngine, wanted: Register
+    ) -> None:
+        async def register() -> None:
+            if wanted.rank is None:
+                raise LocalError("a rank is needed")
+            validate_rank(engine.spec, wanted.rank)
+            memory = await process.segments.register(wanted.rank, self._transport)
+            joined = self._join(process, wanted)  # another process may have come in between
+            if process.gone:
+                raise LocalError("the process ended", code=ErrorCode.ENGINE_LOST)
+            joined.ranks[memory.rank.rank] = memory
+            self._add(joined, process)
+            call.reply({})
+            self._announce(joined)
+
+        await guarded(register, lambda error: refuse(self._metrics, call, error))
+
+    def _add(self, engine: LocalEngine, process: EngineProcess) -> None:
+        self.engines[engine.engine_id] = engine
+        engine.processes.add(process)
+        process.engine = engine
+
+    def _announce(self, engine: LocalEngine) -> None:
+        if not engine.ready:
+            return
+        log.info("engine.ready", engine_id=engine.engine_id, engine_boot=engine.boot)
+        self._on_ready(engine)
+        waiting, engine.waiting = engine.waiting, []
+        for call in waiting:
+            call.reply({})
+
+    def _lose(self, engine: LocalEngine, *, meant: bool) -> None:
+        if engine.lost:
+            return
+        engine.lost = True
+        del self.engines[engine.engine_id]
+        event = "engine.detached" if meant else "engine.lost"
+        log.info(event, engine_id=engine.engine_id, engine_boot=engine.boot)
+        for call in engine.waiting:
+            call.refuse(LocalError("a process of this engine ended", code=ErrorCode.ENGINE_LOST))
+        self._on_lost(engine)
+        for process in engine.processes:
+            process.segments.discard()
+            process.connection.hang_up()
+        self._tasks.start_soon(self._free, list(engine.processes), engine)
+
+    async def _free(self, processes: list[EngineProcess], engine: LocalEngine | None) -> None:
+        if engine is not None:
+            await self._quiesce(engine)
+        for process in processes:
+            try:
+                await process.segments.unmap(self._transport)
+            except KVBusError as error:
+                log.error("segment.kept", engine_id=process.engine_id, error=error.message)

@@ -1,0 +1,75 @@
+"""Prometheus metrics of a process and the HTTP page that serves them.
+
+Refuses a global registry: each agent has its own, so that a test may run several in one process.
+"""
+
+from collections.abc import Callable, Iterable
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.registry import Collector
+
+from kvbus.errors import ConfigError
+
+STAGE_BUCKETS_S = (
+    0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0,
+)  # fmt: skip
+LAG_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
+
+
+class _Readings(Collector):
+    """Gauges that are read when somebody looks, not kept up to date in between."""
+
+    def __init__(self, read: Callable[[], dict[str, float]], meanings: dict[str, str]) -> None:
+        self._read = read
+        self._meanings = meanings
+
+    def collect(self) -> Iterable[GaugeMetricFamily]:
+        for name, value in self._read().items():
+            yield GaugeMetricFamily(f"kvbus_{name}", self._meanings[name], value=value)
+
+
+class AgentMetrics:
+    """The registry of one agent, with the metrics that both kinds of agent have."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        self.loop_lag_s = Histogram(
+            "kvbus_event_loop_lag_seconds",
+            "How much later than asked for the event loop ran a timer.",
+            buckets=LAG_BUCKETS_S,
+            registry=self.registry,
+        )
+
+        self.refusals = Counter(
+            "kvbus_refusals",
+            "Requests that were refused, by code.",
+            ["code"],
+            registry=self.registry,
+        )
+
+    def add_readings(self, read: Callable[[], dict[str, float]], meanings: dict[str, str]) -> None:
+        """Serve what ``read`` returns at each look; ``meanings`` has a sentence for each name."""
+        self.registry.register(_Readings(read, meanings))
+
+    def serve(self, bind: str) -> Callable[[], None]:
+        """Serve the page at ``host:port`` from a thread; returns what stops it.
+
+        Raises `ConfigError` when the address cannot be bound.
+        """
+        host, _, port = bind.rpartition(":")
+        if not port.isdigit():
+            raise ConfigError(f"key 'metrics_bind': '{bind}' is not host:port", key="metrics_bind")
+        try:
+            server, thread = start_http_server(int(port), host or "127.0.0.1", self.registry)
+        except OSError as error:
+            raise ConfigError(
+                f"key 'metrics_bind': cannot bind {bind}: {error.strerror}", key="metrics_bind"
+            ) from error
+
+        def stop() -> None:
+            server.shutdown()
+            server.server_close()
+            thread.join()
+
+        return stop

@@ -1,0 +1,296 @@
+"""The life of an agent process: sockets up, service running, drained and stopped by a signal.
+
+Refuses to know offers or fetches. A second signal ends the drain at once.
+"""
+
+import asyncio
+import signal
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+import structlog
+from anyio.abc import TaskGroup
+
+from kvbus.agent.config import AgentConfig, advertised
+from kvbus.agent.engines import EngineDirectory
+from kvbus.agent.identity import AgentIdentity
+from kvbus.agent.lag import watch_loop_lag
+from kvbus.agent.local_engine import LocalEngine
+from kvbus.agent.metrics import AgentMetrics
+from kvbus.agent.refusals import note_refusal, refuse
+from kvbus.agent.service import Agent, Service
+from kvbus.bus import (
+    BusContext,
+    Call,
+    EventPublisher,
+    RequestServer,
+    new_context,
+)
+from kvbus.errors import ErrorCode, KVBusError
+from kvbus.memory.attach import AttachConnection, AttachServer
+from kvbus.protocol.engine import AgentRole, AwaitReady, Detach, Register
+from kvbus.protocol.message import to_body
+from kvbus.protocol.peer import AgentStatus, EngineEvent, Status
+from kvbus.transport import Transport, TransportLimits
+
+log = structlog.get_logger()
+
+AttachHandler = Callable[[AttachConnection, dict[str, Any], list[int]], Awaitable[dict[str, Any]]]
+ServiceFactory = Callable[[Agent], Service]
+FLUSH_S = 0.2
+BUS_READINGS = {
+    "malformed_messages": "Frames that were no message, on any socket.",
+    "bus_busy": "Requests that were refused because too many were pending.",
+    "bus_repeats": "Requests that came again and were not done again.",
+    "notices_resent": "Notices that an engine did not acknowledge in time.",
+    "replies_dropped": "Replies whose peer was gone.",
+    "attach_refused": "Connections to the attach socket that were turned away.",
+}
+
+
+async def run_agent(
+    role: AgentRole, config: AgentConfig, boot: str, make_service: ServiceFactory
+) -> None:
+    """Run an agent until SIGTERM or SIGINT; raises `ConfigError` when it cannot start."""
+    loop = asyncio.get_running_loop()
+    loop.set_exception_handler(_log_loop_failure)
+    transport = Transport(
+        f"{config.agent_id}/{boot}",
+        limits=TransportLimits(
+            slice_bytes=config.transport.slice_bytes,
+            slice_descriptors=config.transport.slice_descriptors,
+        ),
+        deliver=loop.call_soon_threadsafe,
+    )
+    await asyncio.wrap_future(transport.start())
+    try:
+        with new_context() as context:
+            async with anyio.create_task_group() as tasks:
+                runtime = _Runtime(role, config, boot, transport, tasks)
+                await runtime.start(context, make_service)
+                await runtime.stop_when_told()
+                tasks.cancel_scope.cancel()
+    finally:
+        closing = transport.close(timeout_s=config.transport.close_timeout_s)
+        with anyio.CancelScope(shield=True):
+            report = await asyncio.wrap_future(closing)
+        if report.num_handles:
+            log.warning("transport.handles_left", num_handles=report.num_handles)
+        log.info("agent.stopped")
+
+
+@dataclass(slots=True)
+class _Runtime:
+    """The parts of one running agent, wired."""
+
+    role: AgentRole
+    config: AgentConfig
+    boot: str
+    transport: Transport
+    tasks: TaskGroup
+    metrics: AgentMetrics = field(default_factory=AgentMetrics)
+    draining: bool = False
+    _service: Service | None = None
+    _agent: Agent | None = None
+    _stop_metrics: Callable[[], None] | None = None
+
+    @property
+    def service(self) -> Service:
+        """The service; only asked after `start`."""
+        if self._service is None:
+            raise KVBusError("the agent is starting", code=ErrorCode.BUSY)
+        return self._service
+
+    @property
+    def agent(self) -> Agent:
+        """What the service was given; only asked after `start`."""
+        if self._agent is None:
+            raise KVBusError("the agent is starting", code=ErrorCode.BUSY)
+        return self._agent
+
+    async def start(self, context: BusContext, make_service: ServiceFactory) -> None:
+        """Bind every socket, then let engines in."""
+        config, tasks = self.config, self.tasks
+        engines = EngineDirectory(
+            transport=self.transport,
+            metrics=self.metrics,
+            tasks=tasks,
+            on_ready=self._on_engine_ready,
+            on_lost=self._on_engine_lost,
+            quiesce=self._quiesce,
+        )
+        attach = AttachServer(
+            config.attach_path,
+            self._on_attach_message(engines),
+            engines.on_attach_closed,
+            max_connections=config.max_engine_processes,
+        )
+        await tasks.start(attach.serve)
+        engine_server = self._server(
+            context, f"ipc://{config.runtime_path}/engine.sock", self._on_engine_call
+        )
+        peer_server = self._server(context, config.peer_bind, self._on_peer_call)
+        publisher = EventPublisher(
+            context, config.events_bind, boot=self.boot, heartbeat_s=config.heartbeat_s
+        )
+        identity = AgentIdentity(
+            agent_id=config.agent_id,
+            boot=self.boot,
+            role=self.role,
+            engine_endpoint=engine_server.endpoint,
+            peer_endpoint=advertised(config, peer_server.endpoint),
+            events_endpoint=advertised(config, publisher.endpoint),
+        )
+        self._agent = Agent(
+            identity=identity,
+            transport=self.transport,
+            engines=engines,
+            publisher=publisher,
+            metrics=self.metrics,
+            context=context,
+            tasks=tasks,
+            loop=asyncio.get_running_loop(),
+        )
+        self._service = make_service(self._agent)
+        engines.server, engines.identity = engine_server, identity
+        for owner in (engine_server, peer_server, publisher):
+            tasks.start_soon(owner.run)
+        tasks.start_soon(watch_loop_lag, self.metrics.loop_lag_s)
+        self.metrics.add_readings(
+            lambda: _bus_readings(engine_server, peer_server, attach), BUS_READINGS
+        )
+        self._serve_metrics()
+        log.info(
+            "agent.started",
+            role=self.role.value,
+            attach=str(config.attach_path),
+            peer=identity.peer_endpoint,
+            events=identity.events_endpoint,
+            metrics=config.metrics_bind,
+        )
+
+    async def stop_when_told(self) -> None:
+        """Wait for a signal, drain, and end what the drain did not."""
+        with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            received = await anext(aiter(signals))
+            log.info("agent.draining", signal=received.name, timeout_s=self.config.drain_timeout_s)
+            self.draining = True
+            self.service.start_draining()
+            async with anyio.create_task_group() as race:
+                race.start_soon(self._drain, race)
+                await anext(aiter(signals))
+                race.cancel_scope.cancel()
+        left = {name: count for name, count in self.service.counts().items() if count}
+        self.service.stop()
+        if self._stop_metrics is not None:
+            await anyio.to_thread.run_sync(self._stop_metrics)
+        await anyio.sleep(FLUSH_S)  # what was just said has to leave the sockets
+        log.info("agent.drained", left=left)
+
+    async def _drain(self, race: TaskGroup) -> None:
+        with anyio.move_on_after(self.config.drain_timeout_s):
+            await self.service.drained()
+        race.cancel_scope.cancel()
+
+    def _server(
+        self, context: BusContext, endpoint: str, handler: Callable[[Call], None]
+    ) -> RequestServer:
+        def answer(call: Call) -> None:
+            try:
+                handler(call)
+            except KVBusError as error:
+                if call.answered:
+                    raise
+                refuse(self.metrics, call, error)
+
+        return RequestServer(
+            context, endpoint, boot=self.boot, handler=answer, on_fault=self._on_fault
+        )
+
+    def _on_attach_message(self, engines: EngineDirectory) -> AttachHandler:
+        async def answer(
+            connection: AttachConnection, message: dict[str, Any], fds: list[int]
+        ) -> dict[str, Any]:
+            try:
+                return await engines.on_attach_message(connection, message, fds)
+            except KVBusError as error:
+                peer = f"pid {connection.peer.pid}"
+                note_refusal(self.metrics, op=str(message.get("op")), peer=peer, error=error)
+                raise
+
+        return answer
+
+    def _on_engine_call(self, call: Call) -> None:
+        engines = self.agent.engines
+        match call.op:
+            case Register.op:
+                if self.draining:
+                    raise KVBusError("the agent is draining", code=ErrorCode.DRAINING)
+                engines.register(call)
+            case AwaitReady.op:
+                engines.await_ready(call)
+            case Detach.op:
+                engines.detach(call)
+            case Status.op:
+                call.reply(to_body(self._status()))
+            case _:
+                self.service.on_engine_call(call)
+
+    def _on_peer_call(self, call: Call) -> None:
+        if call.op == Status.op:
+            call.reply(to_body(self._status()))
+        else:
+            self.service.on_peer_call(call)
+
+    def _status(self) -> AgentStatus:
+        engines = self.agent.engines.engines
+        return AgentStatus(
+            agent_id=self.config.agent_id,
+            role=self.role,
+            engines={name: engine.ready for name, engine in engines.items()},
+            draining=self.draining,
+            counts=self.service.counts(),
+        )
+
+    def _on_engine_ready(self, engine: LocalEngine) -> None:
+        self._publish_engine("engine.ready", engine)
+
+    def _on_engine_lost(self, engine: LocalEngine) -> None:
+        self._publish_engine("engine.lost", engine)
+        self.service.on_engine_lost(engine)
+
+    async def _quiesce(self, engine: LocalEngine) -> None:
+        await self.service.quiesce(engine)
+
+    def _publish_engine(self, op: str, engine: LocalEngine) -> None:
+        body = EngineEvent(engine_id=engine.engine_id, engine_boot=engine.boot)
+        self.agent.publisher.publish(op, to_body(body))
+
+    def _on_fault(self, error: Exception, call: Call) -> None:
+        log.error("request.failed", op=call.op, peer=call.session.boot, exc_info=error)
+
+    def _serve_metrics(self) -> None:
+        if self.config.metrics_bind:
+            self._stop_metrics = self.metrics.serve(self.config.metrics_bind)
+
+
+def _log_loop_failure(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """A callback failed: the log says so in its own form, and the loop goes on."""
+    log.error("loop.failed", reason=context["message"], exc_info=context.get("exception"))
+
+
+def _bus_readings(
+    engine: RequestServer, peer: RequestServer, attach: AttachServer
+) -> dict[str, float]:
+    servers = (engine.counters, peer.counters)
+    refused = attach.counts.num_refused_users + attach.counts.num_refused_busy
+    return {
+        "malformed_messages": sum(c.malformed for c in servers) + attach.counts.num_malformed,
+        "bus_busy": sum(c.busy for c in servers),
+        "bus_repeats": sum(c.repeats_answered + c.repeats_absorbed for c in servers),
+        "notices_resent": sum(c.notices_resent for c in servers),
+        "replies_dropped": sum(c.replies_dropped for c in servers),
+        "attach_refused": refused,
+    }

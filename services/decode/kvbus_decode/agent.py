@@ -1,0 +1,198 @@
+"""The decode agent: requests become events of the fetch table, its commands become work.
+
+Refuses to hold any state of a fetch itself, but for what a command needs to be carried out.
+"""
+
+import anyio
+import structlog
+
+from kvbus.agent.driver import Driver
+from kvbus.agent.local_engine import LocalEngine
+from kvbus.agent.refusals import refuse, unknown_op
+from kvbus.agent.service import Agent
+from kvbus.bus import Call
+from kvbus.protocol.engine import BlocksFreed, CancelFetch, Fetch, Fetched
+from kvbus.protocol.message import from_body, to_body
+from kvbus.protocol.peer import FetchEvent
+from kvbus_decode import fetch_events as ev
+from kvbus_decode.config import DecodeConfig
+from kvbus_decode.fetch import FetchState
+from kvbus_decode.fetches import FetchTable
+from kvbus_decode.metrics import READINGS, DecodeMetrics
+from kvbus_decode.reading import Reader
+from kvbus_decode.requests import fetch_event
+
+log = structlog.get_logger()
+
+PATH_DIRECT = "direct"
+
+
+class DecodeService:
+    """Everything of a decode agent that is not shared with the prefill agent."""
+
+    def __init__(self, agent: Agent, config: DecodeConfig) -> None:
+        self._agent, self._config = agent, config
+        self._table = FetchTable(limits=config.fetch_limits)
+        self._driver: Driver[ev.Event, ev.Command] = Driver(
+            self._table,
+            self._execute,
+            deadline_passed=ev.DeadlinePassed(),
+            on_settled=self._on_settled,
+            loop=agent.loop,
+        )
+        self._reader = Reader(agent, config, self._driver.dispatch)
+        self._idle = anyio.Event()
+        self._metrics = DecodeMetrics(agent.metrics)
+        agent.metrics.add_readings(self._readings, READINGS)
+
+    def on_engine_call(self, call: Call) -> None:
+        """A fetch, or its cancellation."""
+        engine = self._agent.engines.engine_of(call)
+        match call.op:
+            case Fetch.op:
+                fetch = from_body(Fetch, call.body)
+                timeout_s = self._config.fetch_timeout_s
+                event = fetch_event(engine, fetch, timeout_s=timeout_s, reply_to=call)
+                self._driver.dispatch(event)
+            case CancelFetch.op:
+                cancel = from_body(CancelFetch, call.body)
+                self._driver.dispatch(ev.CancelRequested(cancel.fetch_id, call))
+            case _:
+                raise unknown_op(call)
+
+    def on_peer_call(self, call: Call) -> None:
+        """A decode agent has nothing to offer but its status."""
+        raise unknown_op(call)
+
+    def on_engine_lost(self, engine: LocalEngine) -> None:
+        """Its fetches end; nobody is there to be told."""
+        self._driver.dispatch(ev.EngineLost(engine.engine_id))
+        self._reader.peers.forget_engine(engine)
+
+    async def quiesce(self, engine: LocalEngine) -> None:
+        """Return when no transfer can write into the engine's memory any more."""
+        await self._reader.reads_done(engine)
+
+    def start_draining(self) -> None:
+        """No new fetches; those that are live go on."""
+        self._driver.dispatch(ev.DrainStarted())
+
+    async def drained(self) -> None:
+        """Return when the last fetch has ended and its blocks are free."""
+        await self._idle.wait()
+
+    def stop(self) -> None:
+        """Fail what is left."""
+        self._driver.dispatch(ev.Stopped())
+        self._driver.stop()
+
+    def counts(self) -> dict[str, int]:
+        """What the table holds."""
+        draining = self._table.num_in(FetchState.DRAINING)
+        return {"fetches": len(self._table.fetches), "draining_fetches": draining}
+
+    def _execute(self, command: ev.Command) -> None:
+        reader = self._reader
+        match command:
+            case ev.Reply(reply_to=Call() as call, body=body):
+                call.reply(to_body(body))
+            case ev.Refuse(reply_to=Call() as call, error=error):
+                refuse(self._agent.metrics, call, error)
+            case ev.ResolvePeer():
+                reader.resolve(command, self._table.fetches[command.fetch_id].requested)
+            case ev.SendClaim():
+                reader.claim(command)
+            case ev.SendRenew():
+                reader.renew(command, self._known_blocks(command.fetch_id))
+            case ev.StartRead():
+                reader.start_read(command)
+            case ev.AbortRead():
+                reader.abort_read(command)
+            case ev.SendConfirm():
+                reader.confirm(command)
+            case ev.SendRelease():
+                reader.give_back(command)
+            case ev.ReportFetched():
+                self._report_fetched(command)
+            case ev.ReportBlocksFreed():
+                self._report_blocks_freed(command)
+
+    def _known_blocks(self, fetch_id: str) -> dict[str, int]:
+        tables = self._table.fetches[fetch_id].tables
+        return {group: len(table) for group, table in tables.items()}
+
+    def _report_fetched(self, fetched: ev.ReportFetched) -> None:
+        total_s = self._metrics.observe(fetched)
+        error = fetched.error
+        self._log_fetched(fetched, total_s)
+        body = FetchEvent(
+            fetch_id=fetched.fetch_id,
+            request_id=fetched.request_id,
+            code=error.code.value if error else "",
+        )
+        self._agent.publisher.publish(f"fetch.{fetched.outcome}", to_body(body))
+        notice = Fetched(
+            fetch_id=fetched.fetch_id,
+            request_id=fetched.request_id,
+            outcome=fetched.outcome,
+            stage=fetched.stage,
+            blocks_free=fetched.blocks_free,
+            code=error.code.value if error else "",
+            message=error.message if error else "",
+            num_bytes=fetched.num_bytes,
+            path=PATH_DIRECT if fetched.num_bytes else "",
+            stages_s=fetched.stages_s,
+        )
+        self._notify(fetched.engine_id, notice)
+        if fetched.blocks_free:
+            self._reader.end(fetched.fetch_id)
+
+    def _report_blocks_freed(self, freed: ev.ReportBlocksFreed) -> None:
+        log.info("blocks.freed", fetch_id=freed.fetch_id)
+        self._notify(freed.engine_id, BlocksFreed(fetch_id=freed.fetch_id))
+        self._reader.end(freed.fetch_id)
+
+    def _notify(self, engine_id: str, notice: Fetched | BlocksFreed) -> None:
+        engine = self._agent.engines.engines.get(engine_id)
+        if engine is not None:
+            engine.notify(notice)
+
+    def _log_fetched(self, fetched: ev.ReportFetched, total_s: float) -> None:
+        """The canonical line of a handoff."""
+        error, stages = fetched.error, fetched.stages_s
+        failure = {"code": error.code.value, "reason": error.message} if error else {}
+        level = log.info if error is None else log.warning
+        level(
+            f"handoff.{fetched.outcome}",
+            request_id=fetched.request_id,
+            fetch_id=fetched.fetch_id,
+            engine_id=fetched.engine_id,
+            stage=fetched.stage,
+            num_bytes=fetched.num_bytes,
+            path=PATH_DIRECT,
+            blocks_free=fetched.blocks_free,
+            total_ms=round(total_s * 1e3, 3),
+            resolving_ms=round(stages.resolving * 1e3, 3),
+            claiming_ms=round(stages.claiming * 1e3, 3),
+            waiting_ms=round(stages.waiting * 1e3, 3),
+            reading_ms=round(stages.reading * 1e3, 3),
+            confirming_ms=round(stages.confirming * 1e3, 3),
+            **failure,
+        )
+
+    def _on_settled(self) -> None:
+        if self._table.draining and not self._table.fetches:
+            self._idle.set()
+
+    def _readings(self) -> dict[str, float]:
+        stats = self._agent.transport.stats()
+        return {
+            **self.counts(),
+            "quarantined_blocks": self._table.num_quarantined_blocks(),
+            "peers": len(self._reader.peers),
+            "engines": len(self._agent.engines.engines),
+            "outstanding_handles": stats.outstanding_handles,
+            "outstanding_bytes": stats.outstanding_bytes,
+            "unreleased_handles": stats.unreleased_handles,
+            "registered_bytes": stats.registered_bytes,
+        }

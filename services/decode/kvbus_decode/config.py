@@ -1,0 +1,54 @@
+"""The keys of a decode agent's configuration.
+
+Refuses nothing itself; `kvbus.agent.config` reads and checks.
+"""
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from kvbus.agent.config import AgentConfig, Bound, Duration
+from kvbus_decode.fetch import FetchLimits
+
+DEFAULTS = {
+    "agent_id": "decode-0",
+    "peer_bind": "tcp://127.0.0.1:7711",
+    "events_bind": "tcp://127.0.0.1:7712",
+}
+
+
+class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Configuration of `kvbus-decode`; every key but three has a default."""
+
+    fetch_timeout_s: Annotated[
+        Duration, Meta(description="Deadline of a fetch, when not told otherwise.")
+    ] = 60.0
+    max_fetches: Annotated[
+        Bound, Meta(description="Most fetches at a time, draining ones included; more are `busy`.")
+    ] = 4096
+    lease_s: Annotated[
+        Duration, Meta(description="Lease that is asked for; renewed after a third of it.")
+    ] = 10.0
+    request_timeout_s: Annotated[
+        Duration, Meta(description="Deadline of one request to a prefill agent.")
+    ] = 5.0
+    busy_retry_s: Annotated[
+        Duration,
+        Meta(description="Pause before an offer that another reader has is claimed again."),
+    ] = 0.05
+    max_peers: Annotated[
+        Bound, Meta(description="Most prefill agents at a time; idle ones make room.")
+    ] = 256
+    silence_s: Annotated[
+        Duration, Meta(description="Time without heartbeat after which a peer is logged as silent.")
+    ] = 5.0
+
+    @property
+    def fetch_limits(self) -> FetchLimits:
+        """The bounds of the fetch table."""
+        return FetchLimits(
+            max_fetches=self.max_fetches,
+            lease_s=self.lease_s,
+            request_timeout_s=self.request_timeout_s,
+            busy_retry_s=self.busy_retry_s,
+        )

@@ -1,0 +1,251 @@
+"""What can happen to fetches, and what the agent is told to do about it.
+
+Refuses behaviour: these are values. `kvbus_decode.transitions` says which event leads to which
+command. ``reply_to`` is whatever the agent uses to answer the request that caused an event.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvbus.errors import ErrorCode, KVBusError
+from kvbus.geometry import BlockTable
+from kvbus.protocol.engine import Outcome, StageTimes
+from kvbus.protocol.message import Message
+from kvbus.protocol.peer import Granted
+from kvbus.protocol.ticket import Ticket
+
+
+@dataclass(frozen=True, slots=True)
+class Requested:
+    """The engine asks for tokens [first_token, num_tokens) of the ticket's request."""
+
+    fetch_id: str
+    engine_id: str
+    ticket: Ticket
+    first_token: int
+    num_tokens: int
+    tables: Mapping[str, BlockTable]
+    timeout_s: float
+    reply_to: object
+
+
+@dataclass(frozen=True, slots=True)
+class PeerReady:
+    """The prefill agent is connected and its engine fits ours."""
+
+    fetch_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseGranted:
+    """Reply to a claim or renewal that was sent at ``sent_at``: the lease counts from there.
+
+    The reply to a claim brings the ticket: its lease is given back though its fetch be forgotten.
+    """
+
+    fetch_id: str
+    sent_at: float
+    granted: Granted
+    claimed: Ticket | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepFailed:
+    """A command of this fetch ended with an error: resolve, claim or confirm."""
+
+    fetch_id: str
+    error: KVBusError
+
+
+@dataclass(frozen=True, slots=True)
+class RenewFailed:
+    """A renewal ended with an error; a confirm of the same fetch may be under way by then."""
+
+    fetch_id: str
+    error: KVBusError
+
+
+@dataclass(frozen=True, slots=True)
+class OfferAdvanced:
+    """A hint that the offer has more tokens, or is sealed, or that its lease was revoked."""
+
+    fetch_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReadEnded:
+    """Nothing of the read is in flight any more; ``error`` is None when all bytes have landed."""
+
+    fetch_id: str
+    num_bytes: int
+    error: KVBusError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseConfirmed:
+    """The prefill agent says that the lease was live after the last byte had landed."""
+
+    fetch_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class CancelRequested:
+    """The engine does not want the KV any more."""
+
+    fetch_id: str
+    reply_to: object
+
+
+@dataclass(frozen=True, slots=True)
+class PeerLost:
+    """The process that the fetch reads from is gone, or has come back as another."""
+
+    agent_boot: str
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLost:
+    """The decode engine is gone."""
+
+    engine_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class DrainStarted:
+    """No new fetches from now on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """The agent ends now, and every fetch with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeadlinePassed:
+    """Time went by; what was due is due."""
+
+
+FetchEvent = (
+    PeerReady
+    | LeaseGranted
+    | StepFailed
+    | RenewFailed
+    | OfferAdvanced
+    | ReadEnded
+    | LeaseConfirmed
+    | CancelRequested
+)
+TableEvent = PeerLost | EngineLost | DrainStarted | Stopped | DeadlinePassed
+Event = Requested | FetchEvent | TableEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Answer the request with ``ok`` and this body."""
+
+    reply_to: object
+    body: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Answer the request with this error."""
+
+    reply_to: object
+    error: KVBusError
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvePeer:
+    """Connect to the ticket's agent and shake hands; answer `PeerReady` or `StepFailed`."""
+
+    fetch_id: str
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SendClaim:
+    """Ask for the lease; answer `LeaseGranted` or `StepFailed`."""
+
+    fetch_id: str
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SendRenew:
+    """Ask for more time and for news; answer `LeaseGranted` or `RenewFailed`."""
+
+    fetch_id: str
+    epoch: int
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StartRead:
+    """Read the fetch's tokens out of ``tables``; answer `ReadEnded`, once."""
+
+    fetch_id: str
+    tables: Mapping[str, BlockTable]
+
+
+@dataclass(frozen=True, slots=True)
+class AbortRead:
+    """Post nothing more of the read; `ReadEnded` follows when what was posted is terminal."""
+
+    fetch_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class SendConfirm:
+    """Ask whether the lease is live; answer `LeaseConfirmed` or `StepFailed`."""
+
+    fetch_id: str
+    epoch: int
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SendRelease:
+    """Give a lease back; the answer does not matter, the lease ends by itself as well."""
+
+    ticket: Ticket
+    epoch: int
+    code: ErrorCode
+
+
+@dataclass(frozen=True, slots=True)
+class ReportFetched:
+    """Tell the engine how the fetch ended; ``stage`` is the state that it ended in."""
+
+    fetch_id: str
+    engine_id: str
+    request_id: str
+    outcome: Outcome
+    stage: str
+    blocks_free: bool
+    num_bytes: int
+    stages_s: StageTimes
+    error: KVBusError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReportBlocksFreed:
+    """Tell the engine that nothing writes into the blocks of an ended fetch any more."""
+
+    fetch_id: str
+    engine_id: str
+
+
+Command = (
+    Reply
+    | Refuse
+    | ResolvePeer
+    | SendClaim
+    | SendRenew
+    | StartRead
+    | AbortRead
+    | SendConfirm
+    | SendRelease
+    | ReportFetched
+    | ReportBlocksFreed
+)

@@ -1,0 +1,207 @@
+"""The prefill agent: requests become events of the offer table, its commands become replies.
+
+Refuses to hold any state of an offer itself.
+"""
+
+import uuid
+
+import anyio
+import structlog
+
+from kvbus.agent.driver import Driver
+from kvbus.agent.local_engine import LocalEngine
+from kvbus.agent.refusals import refuse, unknown_op
+from kvbus.agent.service import Agent
+from kvbus.bus import Call
+from kvbus.errors import ErrorCode, LocalError
+from kvbus.protocol.engine import ExtendOffer, MakeOffer, Released, SealOffer, WithdrawOffer
+from kvbus.protocol.message import from_body, to_body
+from kvbus.protocol.peer import Handshake
+from kvbus.protocol.ticket import Ticket
+from kvbus.transport import Demand
+from kvbus_prefill import offer_events as ev
+from kvbus_prefill.config import PrefillConfig
+from kvbus_prefill.handshakes import answer_handshake
+from kvbus_prefill.metrics import READINGS, PrefillMetrics
+from kvbus_prefill.offers import OfferTable
+from kvbus_prefill.requests import check_tables, peer_event
+
+log = structlog.get_logger()
+
+
+class PrefillService:
+    """Everything of a prefill agent that is not shared with the decode agent."""
+
+    def __init__(self, agent: Agent, config: PrefillConfig) -> None:
+        self._agent, self._config = agent, config
+        self._table = OfferTable(limits=config.offer_limits)
+        self._driver: Driver[ev.Event, ev.Command] = Driver(
+            self._table,
+            self._execute,
+            deadline_passed=ev.DeadlinePassed(),
+            on_settled=self._on_settled,
+            loop=agent.loop,
+        )
+        self._idle = anyio.Event()
+        self._demands: dict[tuple[str, int], Demand] = {}
+        self._metrics = PrefillMetrics(agent.metrics)
+        agent.metrics.add_readings(self._readings, READINGS)
+
+    def on_engine_call(self, call: Call) -> None:
+        """An offer, or what becomes of one."""
+        engine = self._agent.engines.engine_of(call)
+        match call.op:
+            case MakeOffer.op:
+                self._open(engine, from_body(MakeOffer, call.body), call)
+            case ExtendOffer.op:
+                self._extend(engine, from_body(ExtendOffer, call.body), call)
+            case SealOffer.op:
+                sealed = from_body(SealOffer, call.body)
+                self._driver.dispatch(ev.Sealed(self._own(engine, sealed.offer_id), call))
+            case WithdrawOffer.op:
+                withdrawn = from_body(WithdrawOffer, call.body)
+                self._driver.dispatch(ev.Withdrawn(self._own(engine, withdrawn.offer_id), call))
+            case _:
+                raise unknown_op(call)
+
+    def on_peer_call(self, call: Call) -> None:
+        """A reader shakes hands or uses a lease, or a router withdraws."""
+        if call.op == Handshake.op:
+            handshake = from_body(Handshake, call.body)
+            self._agent.tasks.start_soon(
+                answer_handshake, self._agent, self._config, handshake, call
+            )
+        else:
+            self._driver.dispatch(peer_event(call, boot=self._agent.identity.boot))
+
+    def on_engine_lost(self, engine: LocalEngine) -> None:
+        """Its offers end; nobody is there to be told."""
+        self._driver.dispatch(ev.EngineLost(engine.engine_id))
+
+    async def quiesce(self, engine: LocalEngine) -> None:
+        """A reader may still be served late reads; its agent aborts them when its lease is over."""
+        log.debug("engine.retiring", engine_id=engine.engine_id)
+        await anyio.sleep(self._config.late_read_s)
+
+    def start_draining(self) -> None:
+        """No new offers; those that are live wait for their readers."""
+        self._driver.dispatch(ev.DrainStarted())
+
+    async def drained(self) -> None:
+        """Return when the last offer is released."""
+        await self._idle.wait()
+
+    def stop(self) -> None:
+        """Withdraw what is left."""
+        self._driver.dispatch(ev.Stopped())
+        self._driver.stop()
+
+    def counts(self) -> dict[str, int]:
+        """What the table holds."""
+        return {"offers": len(self._table.offers), "leases": self._table.num_leases()}
+
+    def _open(self, engine: LocalEngine, offer: MakeOffer, call: Call) -> None:
+        check_tables(engine, offer.tables, offer.num_tokens)
+        identity, offer_id = self._agent.identity, uuid.uuid4().hex
+        ticket = Ticket(
+            agent_id=identity.agent_id,
+            agent_boot=identity.boot,
+            endpoint=identity.peer_endpoint,
+            engine_id=engine.engine_id,
+            engine_boot=engine.boot,
+            offer_id=offer_id,
+            request_id=offer.request_id,
+            num_tokens=offer.num_tokens,
+        )
+        self._driver.dispatch(
+            ev.Opened(
+                offer_id=offer_id,
+                engine_id=engine.engine_id,
+                request_id=offer.request_id,
+                num_tokens=offer.num_tokens,
+                tables=offer.tables,
+                sealed=offer.sealed,
+                ttl_s=offer.ttl_s or self._config.offer_ttl_s,
+                ticket=ticket.to_json(),
+                reply_to=call,
+            )
+        )
+
+    def _extend(self, engine: LocalEngine, more: ExtendOffer, call: Call) -> None:
+        offer = self._table.offers.get(self._own(engine, more.offer_id))
+        if offer is not None:
+            known = offer.tables
+            tables = known | {
+                group: known[group].extended(added) if group in known else added
+                for group, added in more.tables.items()
+            }
+            check_tables(engine, tables, more.num_tokens)
+        self._driver.dispatch(ev.Extended(more.offer_id, more.num_tokens, more.tables, call))
+
+    def _own(self, engine: LocalEngine, offer_id: str) -> str:
+        offer = self._table.offers.get(offer_id)
+        if offer is not None and offer.opened.engine_id != engine.engine_id:
+            raise LocalError("the offer is another engine's", code=ErrorCode.OFFER_UNKNOWN)
+        return offer_id
+
+    def _execute(self, command: ev.Command) -> None:
+        match command:
+            case ev.Reply(reply_to=Call() as call, body=body):
+                call.reply(to_body(body))
+            case ev.Refuse(reply_to=Call() as call, error=error):
+                refuse(self._agent.metrics, call, error)
+            case ev.LeaseBegan(offer_id, epoch):
+                self._demands[offer_id, epoch] = self._agent.transport.demand_progress()
+            case ev.LeaseEnded(offer_id, epoch, reason):
+                self._end_lease(offer_id, epoch, reason)
+            case ev.ReportReleased():
+                self._report_released(command)
+            case ev.Publish(op, body):
+                self._agent.publisher.publish(op, to_body(body))
+
+    def _end_lease(self, offer_id: str, epoch: int, reason: str) -> None:
+        """A reader that came to its end needs no progress; a late one, so that it can end."""
+        self._metrics.leases.labels(reason).inc()
+        demand = self._demands.pop((offer_id, epoch))
+        if reason == "ended":
+            demand.close()
+            return
+        log.warning(f"lease.{reason}", offer_id=offer_id, epoch=epoch)
+        self._agent.loop.call_later(self._config.late_read_s, demand.close)
+
+    def _report_released(self, released: ev.ReportReleased) -> None:
+        offer = self._table.tombstones[released.offer_id]
+        lived_s = self._driver.now - offer.opened_at
+        self._metrics.offers.labels(released.outcome).inc()
+        self._metrics.offer_life_s.observe(lived_s)
+        log.info(
+            "offer.released",
+            request_id=released.request_id,
+            offer_id=released.offer_id,
+            engine_id=released.engine_id,
+            outcome=released.outcome.value,
+            num_tokens=offer.num_tokens,
+            lived_s=round(lived_s, 6),
+        )
+        engine = self._agent.engines.engines.get(released.engine_id)
+        if engine is not None:
+            engine.notify(
+                Released(
+                    offer_id=released.offer_id,
+                    request_id=released.request_id,
+                    outcome=released.outcome,
+                )
+            )
+
+    def _on_settled(self) -> None:
+        if self._table.draining and not self._table.offers:
+            self._idle.set()
+
+    def _readings(self) -> dict[str, float]:
+        stats = self._agent.transport.stats()
+        return {
+            **self.counts(),
+            "engines": len(self._agent.engines.engines),
+            "progress_demands": stats.progress_demands,
+            "registered_bytes": stats.registered_bytes,
+        }

@@ -1,0 +1,46 @@
+"""The keys of a prefill agent's configuration.
+
+Refuses nothing itself; `kvbus.agent.config` reads and checks.
+"""
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from kvbus.agent.config import AgentConfig, Bound, Duration
+from kvbus_prefill.offer import OfferLimits
+
+DEFAULTS = {
+    "agent_id": "prefill-0",
+    "peer_bind": "tcp://127.0.0.1:7701",
+    "events_bind": "tcp://127.0.0.1:7702",
+}
+
+
+class PrefillConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Configuration of `kvbus-prefill`; every key but three has a default."""
+
+    offer_ttl_s: Annotated[
+        Duration, Meta(description="How long an offer waits for a reader, when not told otherwise.")
+    ] = 120.0
+    max_offers: Annotated[Bound, Meta(description="Most offers at a time; more are `busy`.")] = 4096
+    max_lease_s: Annotated[
+        Duration, Meta(description="Longest lease that one claim or renewal grants.")
+    ] = 30.0
+    max_hold_s: Annotated[
+        Duration, Meta(description="Longest time that one reader may go on renewing.")
+    ] = 600.0
+    late_read_s: Annotated[
+        Duration,
+        Meta(
+            description="How long reads of a revoked or expired lease are still served, so that "
+            "their reader gets its blocks back; and how long a dead engine's addresses are kept."
+        ),
+    ] = 30.0
+
+    @property
+    def offer_limits(self) -> OfferLimits:
+        """The bounds of the offer table."""
+        return OfferLimits(
+            max_offers=self.max_offers, max_lease_s=self.max_lease_s, max_hold_s=self.max_hold_s
+        )

@@ -1,0 +1,56 @@
+"""Answers decode agents that introduce one of their engines to one of ours.
+
+Refuses engines whose KV the other cannot use, with the field and both values.
+"""
+
+import asyncio
+
+import structlog
+
+from kvbus.agent.guard import guarded
+from kvbus.agent.identity import check_protocol
+from kvbus.agent.refusals import refuse
+from kvbus.agent.service import Agent
+from kvbus.bus import Call
+from kvbus.planning import check_compatible
+from kvbus.protocol.envelope import PROTOCOL_VERSION
+from kvbus.protocol.message import to_body
+from kvbus.protocol.peer import Handshake, HandshakeDone
+from kvbus_prefill.config import PrefillConfig
+
+log = structlog.get_logger()
+
+
+async def answer_handshake(
+    agent: Agent, config: PrefillConfig, handshake: Handshake, call: Call
+) -> None:
+    """Reply with the engine's memory, or refuse."""
+
+    async def answer() -> None:
+        done = await _shake_hands(agent, config, handshake)
+        log.info(
+            "handshake.done",
+            peer=handshake.agent_id,
+            engine_id=handshake.engine_id,
+            reader=handshake.reader.engine.engine_id,
+        )
+        call.reply(to_body(done))
+
+    await guarded(answer, lambda error: refuse(agent.metrics, call, error))
+
+
+async def _shake_hands(agent: Agent, config: PrefillConfig, handshake: Handshake) -> HandshakeDone:
+    check_protocol(handshake.min_protocol, handshake.max_protocol)
+    engine = agent.engines.engine(handshake.engine_id, boot=handshake.engine_boot)
+    memory, reader = engine.memory(), handshake.reader
+    check_compatible(memory.engine, memory.ranks, reader.engine, reader.ranks)
+    metadata = await asyncio.wrap_future(agent.transport.metadata(engine.registrations))
+    return HandshakeDone(
+        protocol=PROTOCOL_VERSION,
+        agent_id=agent.identity.agent_id,
+        memory=memory,
+        nixl_agent=agent.transport.name,
+        nixl_metadata=metadata,
+        events_endpoint=agent.identity.events_endpoint,
+        max_lease_s=config.max_lease_s,
+    )

@@ -1,0 +1,35 @@
+"""Prometheus metrics of a prefill agent.
+
+Refuses labels without a bound: no request, offer or peer is a label.
+"""
+
+from prometheus_client import Counter, Histogram
+
+from kvbus.agent.metrics import STAGE_BUCKETS_S, AgentMetrics
+
+READINGS = {
+    "offers": "Offers that are live.",
+    "leases": "Leases that are live.",
+    "engines": "Local engines.",
+    "progress_demands": "Reasons to drive NIXL's progress: live leases, late reads, handshakes.",
+    "registered_bytes": "Memory registered with NIXL.",
+}
+
+
+class PrefillMetrics:
+    """What became of offers and leases, and how long offers lived."""
+
+    def __init__(self, agent: AgentMetrics) -> None:
+        registry = agent.registry
+        self.offers = Counter(
+            "kvbus_offers", "Offers that ended, by outcome.", ["outcome"], registry=registry
+        )
+        self.leases = Counter(
+            "kvbus_leases", "Leases that ended, by reason.", ["reason"], registry=registry
+        )
+        self.offer_life_s = Histogram(
+            "kvbus_offer_life_seconds",
+            "Time from an offer to its release.",
+            buckets=STAGE_BUCKETS_S,
+            registry=registry,
+        )

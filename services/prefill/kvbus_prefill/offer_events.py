@@ -1,0 +1,175 @@
+"""What can happen to offers, and what the agent is told to do about it.
+
+Refuses behaviour: these are values. `kvbus_prefill.offers` says which event leads to which command.
+``reply_to`` is whatever the agent uses to answer the request that caused an event.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvbus.errors import KVBusError
+from kvbus.geometry import BlockTable
+from kvbus.protocol.engine import Outcome
+from kvbus.protocol.message import Message
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The engine offers the KV of a request; ``ttl_s`` runs while nobody holds a lease."""
+
+    offer_id: str
+    engine_id: str
+    request_id: str
+    num_tokens: int
+    tables: Mapping[str, BlockTable]
+    sealed: bool
+    ttl_s: float
+    ticket: Mapping[str, Any]
+    reply_to: object
+
+
+@dataclass(frozen=True, slots=True)
+class Extended:
+    """The engine has computed more; ``tables`` hold only what is new, ``num_tokens`` the sum."""
+
+    offer_id: str
+    num_tokens: int
+    tables: Mapping[str, BlockTable]
+    reply_to: object
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """The engine will add no more."""
+
+    offer_id: str
+    reply_to: object
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawn:
+    """The engine or a router ends the offer."""
+
+    offer_id: str
+    reply_to: object
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """A reader asks for the lease."""
+
+    offer_id: str
+    reader_id: str
+    lease_s: float
+    reply_to: object
+
+
+@dataclass(frozen=True, slots=True)
+class Renewed:
+    """A reader asks for more time, and for the blocks that it does not know yet."""
+
+    offer_id: str
+    epoch: int
+    lease_s: float
+    known_blocks: Mapping[str, int]
+    reply_to: object
+
+
+@dataclass(frozen=True, slots=True)
+class Confirmed:
+    """A reader has all bytes and asks whether its lease was live all along."""
+
+    offer_id: str
+    epoch: int
+    reply_to: object
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """A reader gives its lease back without having used it."""
+
+    offer_id: str
+    epoch: int
+    reply_to: object
+
+
+@dataclass(frozen=True, slots=True)
+class EngineLost:
+    """The engine is gone; nobody writes or frees its blocks any more."""
+
+    engine_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class DrainStarted:
+    """No new offers from now on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stopped:
+    """The agent ends now; every offer ends with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DeadlinePassed:
+    """Time went by; what was due is due."""
+
+
+RequestEvent = Opened | Extended | Sealed | Withdrawn | Claimed | Renewed | Confirmed | Returned
+TableEvent = EngineLost | DrainStarted | Stopped | DeadlinePassed
+Event = RequestEvent | TableEvent
+
+
+@dataclass(frozen=True, slots=True)
+class Reply:
+    """Answer the request with ``ok`` and this body."""
+
+    reply_to: object
+    body: Message
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """Answer the request with this error."""
+
+    reply_to: object
+    error: KVBusError
+
+
+@dataclass(frozen=True, slots=True)
+class ReportReleased:
+    """Tell the engine that the offer's blocks are its own again."""
+
+    engine_id: str
+    offer_id: str
+    request_id: str
+    outcome: Outcome
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Tell subscribers; ``op`` is the event's name on the wire."""
+
+    op: str
+    body: Message
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseBegan:
+    """A reader may read from now on: its connection set-up and its READs need progress."""
+
+    offer_id: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseEnded:
+    """The lease is over, for whatever ``reason``: confirmed, returned, expired or revoked."""
+
+    offer_id: str
+    epoch: int
+    reason: str
+
+
+Command = Reply | Refuse | ReportReleased | Publish | LeaseBegan | LeaseEnded

@@ -1,0 +1,282 @@
+"""The fetch table, one behaviour at a time."""
+
+import pytest
+
+from kvbus.errors import ErrorCode, KVBusError, RemoteError
+from kvbus.geometry import BlockTable
+from kvbus.protocol.engine import Outcome
+from kvbus.protocol.peer import Granted
+from kvbus.protocol.ticket import Ticket
+from kvbus_decode import fetch_events as ev
+from kvbus_decode.fetch import ENDS, FetchLimits, FetchState
+from kvbus_decode.fetches import FetchTable
+from kvbus_decode.transitions import TRANSITIONS
+
+LIMITS = FetchLimits(max_fetches=2, max_tombstones=2, request_timeout_s=5.0, busy_retry_s=0.25)
+TICKET = Ticket("p", "boot", "tcp://p", "engine-p", "engine-boot", "o1", "r1", 32)
+PER_FETCH = (
+    ev.PeerReady,
+    ev.LeaseGranted,
+    ev.StepFailed,
+    ev.RenewFailed,
+    ev.OfferAdvanced,
+    ev.ReadEnded,
+    ev.LeaseConfirmed,
+    ev.CancelRequested,
+    ev.PeerLost,
+    ev.EngineLost,
+    ev.Stopped,
+    ev.DeadlinePassed,
+)
+READY = ev.PeerReady("f1")
+READ = ev.ReadEnded("f1", 4096)
+CONFIRMED = ev.LeaseConfirmed("f1")
+CANCEL = ev.CancelRequested("f1", "cancel")
+
+
+def requested(fetch_id: str = "f1", *, first_token: int = 0, timeout_s: float = 60.0) -> ev.Event:
+    return ev.Requested(fetch_id, "engine-d", TICKET, first_token, 32, {}, timeout_s, "fetch")
+
+
+def lease(*, sealed: bool = True, epoch: int = 1, first_block: int = 0) -> ev.LeaseGranted:
+    tables = {"full": BlockTable.of([7], first_block=first_block)}
+    return ev.LeaseGranted("f1", 0.0, Granted(epoch, 9.0, 32, sealed, tables))
+
+
+def failed(code: ErrorCode) -> ev.StepFailed:
+    return ev.StepFailed("f1", RemoteError("it did not work", code=code))
+
+
+def renew_failed(code: ErrorCode) -> ev.RenewFailed:
+    return ev.RenewFailed("f1", RemoteError("it did not work", code=code))
+
+
+def table_after(*events: ev.Event) -> FetchTable:
+    table = FetchTable(LIMITS)
+    for event in events:
+        table.handle(event, 0.0)
+    return table
+
+
+def report(commands: list[ev.Command]) -> ev.ReportFetched:
+    (found,) = (c for c in commands if isinstance(c, ev.ReportFetched))
+    return found
+
+
+def kinds(commands: list[ev.Command]) -> list[type[ev.Command]]:
+    return [type(c) for c in commands]
+
+
+def test_the_table_has_a_transition_for_every_state_and_event() -> None:
+    assert set(TRANSITIONS) == {(state, kind) for state in FetchState for kind in PER_FETCH}
+
+
+def test_an_ended_fetch_never_comes_back() -> None:
+    assert all(
+        transition.to == (state,) for (state, _), transition in TRANSITIONS.items() if state in ENDS
+    )
+
+
+def test_a_fetch_goes_from_resolve_to_claim_to_read_to_confirm_to_completed() -> None:
+    table = table_after()
+
+    steps = [table.handle(e, 0.0) for e in (requested(), READY, lease(), READ, CONFIRMED)]
+
+    assert [kinds(commands) for commands in steps] == [
+        [ev.Reply, ev.ResolvePeer],
+        [ev.SendClaim],
+        [ev.StartRead],
+        [ev.SendConfirm],
+        [ev.ReportFetched],
+    ]
+    assert report(steps[-1]).outcome is Outcome.COMPLETED
+
+
+def test_a_confirm_that_is_refused_fails_the_fetch_though_all_bytes_have_landed() -> None:
+    table = table_after(requested(), READY, lease(), READ)
+
+    end = report(table.handle(failed(ErrorCode.STALE), 0.0))
+
+    assert (end.outcome, end.stage, end.blocks_free) == (Outcome.FAILED, "confirming", True)
+
+
+def test_nothing_is_read_when_the_engine_has_all_tokens_and_the_offer_is_still_confirmed() -> None:
+    table = table_after(requested(first_token=32), READY)
+
+    commands = table.handle(lease(), 0.0)
+
+    assert kinds(commands) == [ev.SendConfirm]
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        CANCEL,
+        ev.PeerLost("boot"),
+        ev.EngineLost("engine-d"),
+        ev.Stopped(),
+        renew_failed(ErrorCode.STALE),
+    ],
+)
+def test_a_read_that_is_given_up_is_reported_now_and_its_blocks_when_it_is_terminal(
+    end: ev.Event,
+) -> None:
+    table = table_after(requested(), READY, lease())
+
+    ended = table.handle(end, 0.0)
+    drained = table.handle(READ, 1.0)
+
+    assert report(ended).blocks_free is False
+    assert ev.AbortRead("f1") in ended
+    assert kinds(drained) == [ev.SendRelease, ev.ReportBlocksFreed]
+    assert not table.fetches
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        renew_failed(ErrorCode.TIMEOUT),
+        renew_failed(ErrorCode.STALE),
+        lease(first_block=1),
+    ],
+)
+def test_a_renewal_that_is_answered_during_the_confirm_does_not_disturb_it(
+    answer: ev.Event,
+) -> None:
+    table = table_after(requested(), READY, lease(), ev.OfferAdvanced("f1"), READ)
+
+    late = table.handle(answer, 0.0)
+    end = report(table.handle(CONFIRMED, 0.0))
+
+    assert late == []
+    assert end.outcome is Outcome.COMPLETED
+
+
+@pytest.mark.parametrize(
+    "events",
+    [
+        (requested(),),
+        (requested(), READY),
+        (requested(), READY, lease(), READ),
+    ],
+    ids=["resolving", "claiming", "confirming"],
+)
+def test_only_the_engine_cancels_a_step_that_was_cancelled_on_the_way_has_failed(
+    events: tuple[ev.Event, ...],
+) -> None:
+    table = table_after(*events)
+
+    end = report(table.handle(failed(ErrorCode.CANCELLED), 0.0))
+
+    assert end.outcome is Outcome.FAILED
+
+
+def test_a_renewal_that_timed_out_is_sent_again_while_the_lease_lasts() -> None:
+    table = table_after(requested(), READY, lease(), ev.OfferAdvanced("f1"))
+
+    commands = table.handle(renew_failed(ErrorCode.TIMEOUT), 1.0)
+
+    assert kinds(commands) == [ev.SendRenew]
+
+
+def test_a_lease_that_runs_out_ends_the_read_without_waiting_for_its_renewal() -> None:
+    table = table_after(requested(), READY, lease())
+    table.handle(ev.DeadlinePassed(), 3.0)
+
+    end = report(table.handle(ev.DeadlinePassed(), 9.0))
+
+    assert (end.error and end.error.code) is ErrorCode.LEASE_EXPIRED
+
+
+@pytest.mark.parametrize("hint_at", ["claiming", "renewing"])
+def test_a_hint_that_overtakes_a_grant_makes_the_fetch_ask_once_more(hint_at: str) -> None:
+    table = table_after(requested(), READY)
+    if hint_at == "renewing":
+        table.handle(lease(sealed=False), 0.0)
+        table.handle(ev.OfferAdvanced("f1"), 0.0)
+
+    hinted = table.handle(ev.OfferAdvanced("f1"), 0.0)
+    asked = table.handle(lease(sealed=False, first_block=hint_at == "renewing"), 0.0)
+
+    assert hinted == []
+    assert kinds(asked) == [ev.SendRenew]
+
+
+def test_a_busy_offer_is_claimed_again_after_a_moment_until_the_deadline() -> None:
+    table = table_after(requested(timeout_s=1.0), READY, failed(ErrorCode.BUSY))
+
+    again = table.handle(ev.DeadlinePassed(), 0.25)
+    table.handle(failed(ErrorCode.BUSY), 0.9)
+    end = report(table.handle(ev.DeadlinePassed(), 1.0))
+
+    assert kinds(again) == [ev.SendClaim]
+    assert (end.error and end.error.code) is ErrorCode.TIMEOUT
+    assert table.next_deadline() is None
+
+
+def test_a_lease_that_is_granted_after_the_end_is_given_back() -> None:
+    table = table_after(requested(), READY, CANCEL)
+
+    commands = table.handle(lease(epoch=4), 0.0)
+
+    assert commands == [ev.SendRelease(TICKET, 4, ErrorCode.CANCELLED)]
+
+
+def test_blocks_in_the_grant_that_leave_a_gap_fail_the_fetch_and_give_the_lease_back() -> None:
+    table = table_after(requested(), READY, lease(sealed=False), ev.OfferAdvanced("f1"))
+
+    commands = table.handle(lease(first_block=5), 0.0)
+
+    assert kinds(commands) == [ev.SendRelease, ev.ReportFetched]
+
+
+def test_an_offer_that_is_sealed_with_too_few_tokens_fails_the_fetch() -> None:
+    table = table_after(requested(), READY)
+    short = ev.LeaseGranted("f1", 0.0, Granted(1, 9.0, 16, True, {}))
+
+    end = report(table.handle(short, 0.0))
+
+    assert (end.error and end.error.code) is ErrorCode.INVALID
+
+
+def test_a_cancel_is_answered_ok_after_the_end_and_refused_for_an_unknown_fetch() -> None:
+    table = table_after(requested(), CANCEL)
+
+    again = table.handle(CANCEL, 0.0)
+    unknown = table.handle(ev.CancelRequested("never", "cancel"), 0.0)
+
+    assert kinds(again) == [ev.Reply]
+    assert kinds(unknown) == [ev.Refuse]
+
+
+@pytest.mark.parametrize(
+    ("before", "code"),
+    [
+        ((requested(),), ErrorCode.FETCH_EXISTS),
+        ((requested(), CANCEL), ErrorCode.FETCH_EXISTS),
+        ((requested("f2"), requested("f3")), ErrorCode.BUSY),
+        ((ev.DrainStarted(),), ErrorCode.DRAINING),
+    ],
+)
+def test_a_fetch_that_cannot_be_taken_is_refused_with_the_reason(
+    before: tuple[ev.Event, ...], code: ErrorCode
+) -> None:
+    table = table_after(*before)
+
+    (refusal,) = table.handle(requested(), 0.0)
+
+    assert isinstance(refusal, ev.Refuse)
+    assert isinstance(refusal.error, KVBusError)
+    assert refusal.error.code is code
+
+
+def test_a_fetch_that_drains_keeps_its_place_until_its_transfers_end() -> None:
+    table = table_after(requested("f1"), READY, lease(), CANCEL, requested("f2"))
+
+    (full,) = table.handle(requested("f3"), 0.0)
+    table.handle(READ, 0.0)
+    taken = table.handle(requested("f3"), 0.0)
+
+    assert isinstance(full, ev.Refuse)
+    assert full.error.code is ErrorCode.BUSY
+    assert kinds(taken) == [ev.Reply, ev.ResolvePeer]

@@ -1,0 +1,275 @@
+"""The offer table, one behaviour at a time."""
+
+from collections.abc import Callable
+
+import pytest
+
+from kvbus.errors import ErrorCode
+from kvbus.geometry import BlockTable
+from kvbus.protocol.engine import Outcome
+from kvbus.protocol.peer import Granted
+from kvbus_prefill import offer_events as ev
+from kvbus_prefill.offer import OfferLimits, OfferState
+from kvbus_prefill.offers import OfferTable
+from kvbus_prefill.transitions import TRANSITIONS
+
+LIMITS = OfferLimits(max_offers=2, max_tombstones=2, max_lease_s=4.0, max_hold_s=10.0)
+OPEN, SEALED, RELEASED = OfferState.OPEN, OfferState.SEALED, OfferState.RELEASED
+REQUESTS = (
+    ev.Extended,
+    ev.Sealed,
+    ev.Withdrawn,
+    ev.Claimed,
+    ev.Renewed,
+    ev.Confirmed,
+    ev.Returned,
+)
+OWNERS_AND_TIME = (ev.EngineLost, ev.Stopped, ev.DeadlinePassed)
+
+
+def opened(offer_id: str = "o1", *, sealed: bool = True, ttl_s: float = 8.0) -> ev.Opened:
+    return ev.Opened(
+        offer_id=offer_id,
+        engine_id="engine",
+        request_id=f"request-{offer_id}",
+        num_tokens=32,
+        tables={"full": BlockTable.of([3, 4])},
+        sealed=sealed,
+        ttl_s=ttl_s,
+        ticket={"offer_id": offer_id},
+        reply_to="open",
+    )
+
+
+def claimed(reader_id: str = "reader", *, lease_s: float = 2.0) -> ev.Claimed:
+    return ev.Claimed("o1", reader_id, lease_s, "claim")
+
+
+def renewed(epoch: int, *, lease_s: float = 2.0, known_blocks: int = 0) -> ev.Renewed:
+    return ev.Renewed("o1", epoch, lease_s, {"full": known_blocks}, "renew")
+
+
+def table_after(*events: ev.Event, now: float = 0.0) -> OfferTable:
+    table = OfferTable(LIMITS)
+    for event in events:
+        table.handle(event, now)
+    return table
+
+
+def granted(commands: list[ev.Command]) -> Granted:
+    (body,) = (c.body for c in commands if isinstance(c, ev.Reply))
+    assert isinstance(body, Granted)
+    return body
+
+
+def code_of(commands: list[ev.Command]) -> ErrorCode:
+    (error,) = (c.error for c in commands if isinstance(c, ev.Refuse))
+    return error.code
+
+
+def outcomes(commands: list[ev.Command]) -> list[Outcome]:
+    return [c.outcome for c in commands if isinstance(c, ev.ReportReleased)]
+
+
+def test_the_table_has_a_transition_for_every_state_and_event_that_can_meet() -> None:
+    live = {(state, kind) for state in (OPEN, SEALED) for kind in REQUESTS + OWNERS_AND_TIME}
+    ended = {(RELEASED, kind) for kind in REQUESTS}
+
+    assert set(TRANSITIONS) == live | ended
+
+
+def test_a_released_offer_never_comes_back() -> None:
+    assert all(
+        transition.to == (RELEASED,)
+        for (state, _), transition in TRANSITIONS.items()
+        if state is RELEASED
+    )
+
+
+def test_a_confirm_ends_the_lease_before_the_blocks_are_reported_released() -> None:
+    table = table_after(opened(), claimed())
+
+    commands = table.handle(ev.Confirmed("o1", 1, "confirm"), 1.0)
+
+    kinds = [type(c) for c in commands if not isinstance(c, ev.Publish)]
+    assert kinds == [ev.Reply, ev.LeaseEnded, ev.ReportReleased]
+    assert outcomes(commands) == [Outcome.COMPLETED]
+
+
+def test_a_confirm_whose_reply_was_lost_is_answered_ok_again_and_reports_nothing() -> None:
+    confirm = ev.Confirmed("o1", 1, "confirm")
+    table = table_after(opened(), claimed(), confirm)
+
+    commands = table.handle(confirm, 1.0)
+
+    assert [type(c) for c in commands] == [ev.Reply]
+
+
+@pytest.mark.parametrize(
+    "late",
+    [
+        renewed,
+        lambda epoch: ev.Confirmed("o1", epoch, "confirm"),
+        lambda epoch: ev.Returned("o1", epoch, "return"),
+    ],
+    ids=["renew", "confirm", "return"],
+)
+@pytest.mark.parametrize("sealed", [True, False], ids=["sealed", "open"])
+def test_an_old_epoch_is_answered_stale_and_leaves_the_new_lease_alone(
+    late: Callable[[int], ev.Event], sealed: bool
+) -> None:
+    table = table_after(opened(sealed=sealed), claimed(), claimed())
+
+    commands = table.handle(late(1), 1.0)
+
+    assert code_of(commands) is ErrorCode.STALE
+    assert table.num_leases() == 1
+    assert table.next_deadline() == 2.0
+
+
+def test_an_old_epoch_of_an_offer_that_another_one_completed_is_answered_stale() -> None:
+    table = table_after(opened(), claimed(), claimed(), ev.Confirmed("o1", 2, "confirm"))
+
+    commands = table.handle(ev.Confirmed("o1", 1, "confirm"), 1.0)
+
+    assert code_of(commands) is ErrorCode.STALE
+
+
+def test_a_confirm_that_comes_at_the_end_of_the_lease_is_stale_though_nobody_told_the_time() -> (
+    None
+):
+    table = table_after(opened(), claimed(lease_s=2.0))
+
+    commands = table.handle(ev.Confirmed("o1", 1, "confirm"), 2.0)
+
+    assert code_of(commands) is ErrorCode.STALE
+    assert ev.LeaseEnded("o1", 1, "expired") in commands
+
+
+def test_a_confirm_before_the_seal_is_refused_and_the_lease_goes_on() -> None:
+    table = table_after(opened(sealed=False), claimed())
+
+    commands = table.handle(ev.Confirmed("o1", 1, "confirm"), 1.0)
+
+    assert code_of(commands) is ErrorCode.OFFER_OPEN
+    assert table.num_leases() == 1
+
+
+def test_another_reader_is_told_busy_and_when_to_come_again() -> None:
+    table = table_after(opened(), claimed("first", lease_s=2.0))
+
+    commands = table.handle(claimed("second"), 0.5)
+
+    assert code_of(commands) is ErrorCode.BUSY
+    (refusal,) = commands
+    assert isinstance(refusal, ev.Refuse)
+    assert refusal.error.detail == {"retry_after_s": 1.5}
+
+
+def test_a_withdrawn_offer_revokes_its_lease_before_it_is_reported_released() -> None:
+    table = table_after(opened(), claimed())
+
+    commands = table.handle(ev.Withdrawn("o1", "withdraw"), 1.0)
+
+    kinds = [type(c) for c in commands if not isinstance(c, ev.Publish)]
+    assert kinds == [ev.Reply, ev.LeaseEnded, ev.ReportReleased]
+    assert ev.LeaseEnded("o1", 1, "revoked") in commands
+
+
+def test_a_lease_outlasts_the_time_to_live_and_the_offer_expires_with_it() -> None:
+    table = table_after(opened(ttl_s=1.0), claimed(lease_s=3.0))
+
+    early = table.handle(ev.DeadlinePassed(), 2.0)
+    due = table.handle(ev.DeadlinePassed(), 3.0)
+
+    assert early == []
+    assert outcomes(due) == [Outcome.EXPIRED]
+
+
+def test_no_renewal_moves_the_end_of_a_lease_past_the_longest_hold() -> None:
+    table = table_after(opened(), claimed(lease_s=4.0))
+
+    for now in (3.0, 6.0, 9.0):
+        grant = granted(table.handle(renewed(1, lease_s=4.0), now))
+
+    assert grant.lease_s == 1.0
+    assert outcomes(table.handle(ev.DeadlinePassed(), 10.0)) == [Outcome.EXPIRED]
+
+
+def test_a_reader_that_claims_again_and_again_holds_no_longer_than_one_that_renews() -> None:
+    table = table_after(opened(ttl_s=1.0), claimed(lease_s=4.0))
+
+    for now in (3.0, 6.0, 9.0):
+        table.handle(claimed(lease_s=4.0), now)
+
+    assert outcomes(table.handle(ev.DeadlinePassed(), 10.0)) == [Outcome.EXPIRED]
+
+
+def test_a_renewal_brings_only_the_blocks_that_the_reader_does_not_know() -> None:
+    table = table_after(opened(sealed=False), claimed())
+    table.handle(ev.Extended("o1", 48, {"full": BlockTable.of([9], first_block=2)}, "more"), 1.0)
+
+    grant = granted(table.handle(renewed(1, known_blocks=2), 1.0))
+
+    assert grant.num_tokens == 48
+    assert grant.tables == {"full": BlockTable.of([9], first_block=2)}
+
+
+def test_an_extension_that_leaves_a_gap_is_refused_and_changes_nothing() -> None:
+    table = table_after(opened(sealed=False))
+    gap = ev.Extended("o1", 64, {"full": BlockTable.of([9], first_block=3)}, "more")
+
+    commands = table.handle(gap, 1.0)
+
+    assert code_of(commands) is ErrorCode.GEOMETRY
+    assert table.offers["o1"].num_tokens == 32
+    assert table.next_deadline() == 8.0
+
+
+def test_one_offer_more_than_the_limit_is_refused_as_busy() -> None:
+    table = table_after(opened("o1"), opened("o2"))
+
+    commands = table.handle(opened("o3"), 0.0)
+
+    assert code_of(commands) is ErrorCode.BUSY
+
+
+def test_a_request_is_not_offered_twice_until_its_first_offer_is_released() -> None:
+    again = opened("o1")
+    table = table_after(opened("o1"))
+
+    refused = table.handle(again, 0.0)
+    table.handle(ev.Withdrawn("o1", "withdraw"), 0.0)
+    accepted = table.handle(again, 0.0)
+
+    assert code_of(refused) is ErrorCode.OFFER_EXISTS
+    assert any(isinstance(c, ev.Reply) for c in accepted)
+
+
+def test_an_agent_that_drains_takes_no_new_offers_and_finishes_the_old_ones() -> None:
+    table = table_after(opened("o1"), claimed(), ev.DrainStarted())
+
+    refused = table.handle(opened("o2"), 1.0)
+    confirmed = table.handle(ev.Confirmed("o1", 1, "confirm"), 1.0)
+
+    assert code_of(refused) is ErrorCode.DRAINING
+    assert outcomes(confirmed) == [Outcome.COMPLETED]
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [
+        (ev.Confirmed("o1", 1, "confirm"), ErrorCode.OFFER_COMPLETED),
+        (ev.Withdrawn("o1", "withdraw"), ErrorCode.OFFER_WITHDRAWN),
+        (ev.EngineLost("engine"), ErrorCode.OFFER_WITHDRAWN),
+        (ev.Stopped(), ErrorCode.OFFER_WITHDRAWN),
+    ],
+)
+def test_a_claim_that_comes_too_late_is_told_what_became_of_the_offer(
+    end: ev.Event, code: ErrorCode
+) -> None:
+    table = table_after(opened(), claimed(), end)
+
+    commands = table.handle(claimed(), 1.0)
+
+    assert code_of(commands) is code

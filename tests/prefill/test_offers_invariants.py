@@ -1,0 +1,415 @@
+"""The offer table under any interleaving of engines, readers and time, against a plain oracle.
+
+The oracle knows states, epochs and times as numbers; it knows no table of transitions.
+"""
+
+import copy
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from kvbus.errors import ErrorCode
+from kvbus.geometry import BlockTable
+from kvbus.protocol.engine import Outcome
+from kvbus.protocol.peer import Granted
+from kvbus_prefill import offer_events as ev
+from kvbus_prefill.offer import OfferLimits, OfferState
+from kvbus_prefill.offers import OfferTable
+from kvbus_prefill.transitions import TRANSITIONS
+
+LIMITS = OfferLimits(max_offers=3, max_tombstones=3, max_lease_s=2.0, max_hold_s=3.0)
+ENGINES = st.sampled_from(["engine-a", "engine-b"])
+READERS = st.sampled_from(["reader-a", "reader-a", "reader-b"])
+LEASES = st.sampled_from([2.0, 100.0, 1.0, 0.5])
+ANY_OFFER = st.sampled_from([0, 0, 0, 0, 1, 1, 2, 3])
+EPOCHS_AGO = st.sampled_from([0, 0, 0, 0, 0, 1, 2, -1])
+
+
+def rarely(one_in: int) -> Callable[[Any], Any]:
+    """Enables a rule that ends much at once in one of ``one_in`` steps only."""
+    return precondition(lambda self: self.num_events % one_in == one_in - 1)
+
+
+@dataclass
+class Expected:
+    """What the oracle knows of one offer; ``lease`` is (epoch, reader, ends at, held until)."""
+
+    engine_id: str
+    request_id: str
+    sealed: bool
+    num_tokens: int
+    ttl_s: float
+    expires_at: float
+    epoch: int = 0
+    lease: tuple[int, str, float, float] | None = None
+    outcome: Outcome | None = None
+
+    def age(self, now: float) -> None:
+        """What time alone does."""
+        if self.lease is not None and self.lease[2] <= now:
+            self.lease = None
+        if self.lease is None and self.expires_at <= now and self.outcome is None:
+            self.outcome = Outcome.EXPIRED
+
+    def end(self, outcome: Outcome) -> None:
+        self.lease, self.outcome = None, outcome
+
+    def grant(self, reader_id: str, lease_s: float, now: float, held_until: float) -> None:
+        until = min(now + min(lease_s, LIMITS.max_lease_s), held_until)
+        if self.lease is not None and self.lease[0] == self.epoch:
+            until = max(until, self.lease[2])
+        self.lease = (self.epoch, reader_id, until, held_until)
+
+
+def copy_of(table: OfferTable) -> OfferTable:
+    """A table to try things with: nothing that `handle` changes is shared."""
+    deadlines = copy.copy(table._deadlines)
+    deadlines._when, deadlines._heap = dict(deadlines._when), list(deadlines._heap)
+    return OfferTable(
+        limits=table.limits,
+        offers={
+            offer_id: replace(
+                offer,
+                tables=dict(offer.tables),
+                lease=None if offer.lease is None else replace(offer.lease),
+            )
+            for offer_id, offer in table.offers.items()
+        },
+        tombstones=OrderedDict(table.tombstones),
+        draining=table.draining,
+        _requests=dict(table._requests),
+        _deadlines=deadlines,
+    )
+
+
+class OfferInterleavings(RuleBasedStateMachine):
+    """Rules are events; what the commands say is checked where they come out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = OfferTable(LIMITS)
+        self.now = 0.0
+        self.expected: dict[str, Expected] = {}
+        self.live_leases: dict[str, int] = {}
+        self.last_epoch: dict[str, int] = {}
+        self.reported: dict[str, Outcome] = {}
+        self.draining = False
+        self.num_requests = 0
+        self.num_events = 0
+
+    # The environment.
+
+    @precondition(lambda self: len(self.table.offers) < 2 or self.num_events % 4 == 0)
+    @rule(
+        engine_id=ENGINES,
+        request=st.integers(0, 3),
+        sealed=st.booleans(),
+        ttl_s=st.sampled_from([8.0, 8.0, 1.0, 2.0]),
+    )
+    def open(self, engine_id: str, request: int, sealed: bool, ttl_s: float) -> None:
+        offer_id, request_id = f"offer-{len(self.expected)}", f"request-{request}"
+        self.age()
+        live = [o for o in self.expected.values() if o.outcome is None]
+        if self.draining:
+            code: ErrorCode | None = ErrorCode.DRAINING
+        elif any((o.engine_id, o.request_id) == (engine_id, request_id) for o in live):
+            code = ErrorCode.OFFER_EXISTS
+        elif len(live) >= LIMITS.max_offers:
+            code = ErrorCode.BUSY
+        else:
+            code = None
+            self.expected[offer_id] = Expected(
+                engine_id, request_id, sealed, 16, ttl_s, self.now + ttl_s
+            )
+        tables = {"full": BlockTable.of([1])}
+        self.request(
+            ev.Opened(
+                offer_id, engine_id, request_id, 16, tables, sealed, ttl_s, {}, self.reply_to()
+            ),
+            code,
+        )
+
+    @rule(back=ANY_OFFER, first_block=st.sampled_from([None, None, 1, 7]), more=st.booleans())
+    def extend(self, back: int, first_block: int | None, more: bool) -> None:
+        offer_id, offer = self.pick(back)
+        num_tokens = offer.num_tokens + 16 if more else offer.num_tokens - 1
+        held = offer.num_tokens // 16
+        first = held if first_block is None else first_block
+        code = self.refusal(offer_id)
+        if code is None and offer.sealed:
+            code = ErrorCode.OFFER_SEALED
+        elif code is None and not more:
+            code = ErrorCode.INVALID
+        elif code is None and first != held:
+            code = ErrorCode.GEOMETRY
+        elif code is None:
+            offer.num_tokens, offer.expires_at = num_tokens, self.now + offer.ttl_s
+        tables = {"full": BlockTable.of([9], first_block=first)}
+        self.request(ev.Extended(offer_id, num_tokens, tables, self.reply_to()), code)
+
+    @rule(back=ANY_OFFER)
+    def seal(self, back: int) -> None:
+        offer_id, offer = self.pick(back)
+        code = self.refusal(offer_id)
+        if code is None and offer.sealed:
+            code = ErrorCode.OFFER_SEALED
+        elif code is None:
+            offer.sealed, offer.expires_at = True, self.now + offer.ttl_s
+        self.request(ev.Sealed(offer_id, self.reply_to()), code)
+
+    @rarely(5)
+    @rule(back=ANY_OFFER)
+    def withdraw(self, back: int) -> None:
+        offer_id, offer = self.pick(back)
+        code = None if offer.outcome and not self.forgotten(offer_id) else self.refusal(offer_id)
+        if offer.outcome is None:
+            offer.end(Outcome.WITHDRAWN)
+        self.request(ev.Withdrawn(offer_id, self.reply_to()), code)
+
+    @rule(back=ANY_OFFER, reader_id=READERS, lease_s=LEASES)
+    def claim(self, back: int, reader_id: str, lease_s: float) -> None:
+        offer_id, offer = self.pick(back)
+        code = self.refusal(offer_id)
+        if code is None and offer.lease is not None and offer.lease[1] != reader_id:
+            code = ErrorCode.BUSY
+        elif code is None:
+            fresh = self.now + LIMITS.max_hold_s
+            held_until = fresh if offer.lease is None else offer.lease[3]
+            offer.epoch, offer.lease = offer.epoch + 1, None
+            offer.grant(reader_id, lease_s, self.now, held_until)
+        self.request(ev.Claimed(offer_id, reader_id, lease_s, self.reply_to()), code)
+
+    @rule(back=ANY_OFFER, epochs_ago=EPOCHS_AGO, lease_s=LEASES)
+    def renew(self, back: int, epochs_ago: int, lease_s: float) -> None:
+        offer_id, offer = self.pick(back)
+        epoch = offer.epoch - epochs_ago
+        code = self.stale(offer_id, epoch)
+        if code is None and offer.lease is not None:
+            _, reader_id, _, held_until = offer.lease
+            offer.grant(reader_id, lease_s, self.now, held_until)
+        self.request(ev.Renewed(offer_id, epoch, lease_s, {}, self.reply_to()), code)
+
+    @rule(back=ANY_OFFER, epochs_ago=EPOCHS_AGO)
+    def confirm(self, back: int, epochs_ago: int) -> None:
+        offer_id, offer = self.pick(back)
+        epoch = offer.epoch - epochs_ago
+        code = self.stale(offer_id, epoch)
+        said_before = offer.outcome is Outcome.COMPLETED and epoch == offer.epoch
+        if said_before and not self.forgotten(offer_id):
+            code = None
+        elif code is None and not offer.sealed:
+            code = ErrorCode.OFFER_OPEN
+        elif code is None:
+            offer.end(Outcome.COMPLETED)
+        self.request(ev.Confirmed(offer_id, epoch, self.reply_to()), code)
+
+    @rule(back=ANY_OFFER, epochs_ago=EPOCHS_AGO)
+    def give_back(self, back: int, epochs_ago: int) -> None:
+        offer_id, offer = self.pick(back)
+        epoch = offer.epoch - epochs_ago
+        code = self.stale(offer_id, epoch)
+        if code is None:
+            offer.lease = None
+        self.request(ev.Returned(offer_id, epoch, self.reply_to()), code)
+
+    @rarely(11)
+    @rule(engine_id=ENGINES)
+    def lose_engine(self, engine_id: str) -> None:
+        self.age()
+        for offer in self.expected.values():
+            if offer.outcome is None and offer.engine_id == engine_id:
+                offer.end(Outcome.WITHDRAWN)
+        self.tell(ev.EngineLost(engine_id))
+
+    @rarely(37)
+    @rule()
+    def drain(self) -> None:
+        self.draining = True
+        self.age()
+        self.tell(ev.DrainStarted())
+
+    @rarely(41)
+    @rule()
+    def stop(self) -> None:
+        self.draining = True
+        self.age()
+        for offer in self.expected.values():
+            if offer.outcome is None:
+                offer.end(Outcome.WITHDRAWN)
+        self.tell(ev.Stopped())
+
+    @rule(elapsed_s=st.sampled_from([0.5, 0.5, 1.0, 1.0, 0.25, 3.0, 20.0]))
+    def pass_time_untold(self, elapsed_s: float) -> None:
+        self.now += elapsed_s
+
+    @rarely(3)
+    @rule()
+    def pass_time_to_the_next_deadline(self) -> None:
+        due = self.table.next_deadline()
+        self.now = max(self.now, due if due is not None else self.now)
+        self.tell_the_time()
+
+    @rule()
+    def tell_the_time(self) -> None:
+        self.age()
+        self.tell(ev.DeadlinePassed())
+        due = self.table.next_deadline()
+        assert due is None or due > self.now, "handling what is due makes progress"
+
+    # The oracle.
+
+    def pick(self, back: int) -> tuple[str, Expected]:
+        """One of the last offers, or one that never was."""
+        self.age()
+        offer_ids = list(self.expected)[-4:]
+        if back >= len(offer_ids):
+            return "never", Expected("", "", True, 16, 1.0, 0.0, outcome=Outcome.EXPIRED)
+        return offer_ids[-1 - back], self.expected[offer_ids[-1 - back]]
+
+    def age(self) -> None:
+        for offer in self.expected.values():
+            offer.age(self.now)
+
+    def forgotten(self, offer_id: str) -> bool:
+        """Its tombstone was pushed out by younger ones, or is by what is due now."""
+        table = copy_of(self.table)
+        table.handle(ev.DeadlinePassed(), self.now)
+        return offer_id not in table.offers and offer_id not in table.tombstones
+
+    def refusal(self, offer_id: str) -> ErrorCode | None:
+        if self.forgotten(offer_id):
+            return ErrorCode.OFFER_UNKNOWN
+        return {
+            None: None,
+            Outcome.COMPLETED: ErrorCode.OFFER_COMPLETED,
+            Outcome.WITHDRAWN: ErrorCode.OFFER_WITHDRAWN,
+            Outcome.EXPIRED: ErrorCode.OFFER_EXPIRED,
+        }[self.expected[offer_id].outcome]
+
+    def stale(self, offer_id: str, epoch: int) -> ErrorCode | None:
+        if self.forgotten(offer_id):
+            return ErrorCode.OFFER_UNKNOWN
+        lease = self.expected[offer_id].lease
+        return None if lease is not None and lease[0] == epoch else ErrorCode.STALE
+
+    # The checks.
+
+    def reply_to(self) -> str:
+        self.num_requests += 1
+        return f"reply-{self.num_requests}"
+
+    def request(self, event: ev.RequestEvent, code: ErrorCode | None) -> None:
+        """Exactly one answer, the one that the oracle gives; a refusal changes nothing."""
+        before = copy_of(self.table)
+
+        commands = self.tell(event)
+
+        (answer,) = (c for c in commands if isinstance(c, ev.Reply | ev.Refuse))
+        assert answer.reply_to == event.reply_to
+        assert (answer.error.code if isinstance(answer, ev.Refuse) else None) == code
+        if isinstance(answer, ev.Reply) and isinstance(answer.body, Granted):
+            lease = self.expected[event.offer_id].lease
+            assert lease is not None
+            assert (answer.body.epoch, answer.body.lease_s) == (lease[0], lease[2] - self.now)
+        if commands == [answer] and code is not None:
+            assert self.table.offers == before.offers
+            assert self.table.tombstones == before.tombstones
+            assert self.table.next_deadline() == before.next_deadline()
+
+    def tell(self, event: ev.Event) -> list[ev.Command]:
+        states = {o: offer.state for o, offer in self.table.offers.items()}
+        due = self.table.next_deadline()
+        overdue = due is not None and due <= self.now
+
+        commands = self.table.handle(event, self.now)
+
+        self.num_events += 1
+        for command in commands:
+            self.obey(command)
+        num_answers = sum(isinstance(c, ev.Reply | ev.Refuse) for c in commands)
+        assert num_answers == hasattr(event, "reply_to")
+        if not overdue:
+            self.check_declared(event, states, any(isinstance(c, ev.Refuse) for c in commands))
+        return commands
+
+    def check_declared(self, event: ev.Event, states: dict[str, OfferState], refused: bool) -> None:
+        """Only the states that the table of transitions declares, and only where it applies."""
+        hit = getattr(event, "offer_id", None)
+        for offer_id, state in states.items():
+            after = (self.table.offers.get(offer_id) or self.table.tombstones[offer_id]).state
+            if not refused and (hit == offer_id or (hit is None and after is not state)):
+                assert after in TRANSITIONS[state, type(event)].to
+            else:
+                assert after is state
+
+    def obey(self, command: ev.Command) -> None:
+        match command:
+            case ev.LeaseBegan(offer_id, epoch):
+                assert offer_id not in self.live_leases, "one lease at a time"
+                assert epoch > self.last_epoch.get(offer_id, 0), "an epoch is never used again"
+                assert offer_id not in self.reported
+                self.live_leases[offer_id] = self.last_epoch[offer_id] = epoch
+            case ev.LeaseEnded(offer_id, epoch):
+                assert self.live_leases.pop(offer_id) == epoch
+            case ev.ReportReleased(_, offer_id, _, outcome):
+                assert offer_id not in self.live_leases, "released under a live lease"
+                assert offer_id not in self.reported, "reported twice"
+                self.reported[offer_id] = outcome
+
+    @invariant()
+    def leases_began_and_ended_in_pairs(self) -> None:
+        assert self.table.num_leases() == len(self.live_leases)
+
+    @invariant()
+    def the_tables_are_bounded(self) -> None:
+        assert len(self.table.offers) <= LIMITS.max_offers
+        assert list(self.table.tombstones) == list(self.reported)[-LIMITS.max_tombstones :]
+        assert self.table._requests.keys() == {
+            (o.opened.engine_id, o.opened.request_id) for o in self.table.offers.values()
+        }
+
+    @invariant()
+    def somebody_will_look_at_every_live_offer_by_its_bound(self) -> None:
+        due = self.table.next_deadline()
+        assert (due is None) == (not self.table.offers)
+        for offer_id in self.table.offers:
+            bound = self.expected[offer_id].expires_at + LIMITS.max_hold_s
+            assert due is not None
+            assert due <= bound
+
+    @invariant()
+    def it_agrees_with_the_oracle_once_it_is_told_the_time(self) -> None:
+        table = copy_of(self.table)
+        expected = {offer_id: replace(offer) for offer_id, offer in self.expected.items()}
+
+        table.handle(ev.DeadlinePassed(), self.now)
+
+        for offer in expected.values():
+            offer.age(self.now)
+        live = {offer_id for offer_id, offer in expected.items() if offer.outcome is None}
+        assert set(table.offers) == live
+        for offer_id in live:
+            offer, lease = table.offers[offer_id], expected[offer_id].lease
+            assert offer.state == (OfferState.SEALED if expected[offer_id].sealed else "open")
+            held = offer.lease and (offer.lease.epoch, offer.lease.reader_id)
+            assert held == (lease and lease[:2])
+            assert offer.deadline == (lease[2] if lease else expected[offer_id].expires_at)
+
+    def teardown(self) -> None:
+        """In the end every offer was reported once, as the oracle says."""
+        while (due := self.table.next_deadline()) is not None:
+            self.now = max(self.now, due)
+            self.tell_the_time()
+
+        assert not self.table.offers
+        assert not self.live_leases
+        assert self.reported == {o: offer.outcome for o, offer in self.expected.items()}
+
+
+TestOfferInterleavings = OfferInterleavings.TestCase
+TestOfferInterleavings.settings = settings(deadline=None, max_examples=300, stateful_step_count=50)

@@ -1,0 +1,128 @@
+"""Imports point one way, foreign packages have one room each, and pure rooms stay pure.
+
+The table below is the rule. A room may import the rooms that it names, and itself.
+"""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+PURE = ("errors", "geometry")
+PLANNED = (*PURE, "planning", "protocol")
+PLUMBING = (*PLANNED, "bus", "memory", "transport")
+
+ROOMS = {
+    "kvbus/errors": (),
+    "kvbus/geometry": ("errors",),
+    "kvbus/planning": PURE,
+    "kvbus/protocol": PURE,
+    "kvbus/bus": PLANNED,
+    "kvbus/memory": PLANNED,
+    "kvbus/transport": PLANNED,
+    "kvbus/agent": PLUMBING,
+    "kvbus/engine": PLUMBING,
+    "kvbus/demo": (*PLUMBING, "engine"),
+    "kvbus/bench": (*PLUMBING, "engine"),
+    "services/prefill/kvbus_prefill": (*PLUMBING, "agent"),
+    "services/decode/kvbus_decode": (*PLUMBING, "agent"),
+}
+
+PURE_FOLDERS = ("kvbus/errors", "kvbus/geometry", "kvbus/planning", "kvbus/protocol")
+PURE_MODULES = tuple(
+    f"services/{side}/kvbus_{side}/{name}.py"
+    for side, names in {
+        "prefill": ("offer_events", "offer", "transitions", "offers"),
+        "decode": ("fetch_events", "fetch", "transitions", "fetches"),
+    }.items()
+    for name in names
+)
+IMPURE = {"zmq", "nixl", "torch", "asyncio", "anyio", "time", "random", "structlog", "socket"}
+
+OWNERS = {
+    "zmq": ("kvbus/bus/",),
+    "nixl": ("kvbus/transport/",),
+    "torch": ("kvbus/memory/", "kvbus/engine/", "kvbus/demo/", "kvbus/bench/"),
+    "pickle": (),
+}
+
+
+def test_each_room_imports_only_the_rooms_below_it() -> None:
+    broken = [
+        f"{path}: imports kvbus.{target}"
+        for room, allowed in ROOMS.items()
+        for path in _sources(room)
+        for target in _kvbus_rooms(path)
+        if target not in (*allowed, room.rsplit("/", maxsplit=1)[-1])
+    ]
+
+    assert not broken, "\n".join(broken)
+
+
+def test_services_do_not_import_each_other() -> None:
+    broken = [
+        str(path)
+        for side, other in (("prefill", "kvbus_decode"), ("decode", "kvbus_prefill"))
+        for path in _sources(f"services/{side}")
+        if any(module.split(".")[0] == other for module in _imports(path))
+    ]
+
+    assert not broken
+
+
+def test_pure_code_imports_nothing_that_has_effects() -> None:
+    pure = [path for folder in PURE_FOLDERS for path in _sources(folder)]
+    pure += [ROOT / module for module in PURE_MODULES]
+    broken = [
+        f"{path}: imports {module}"
+        for path in pure
+        for module in _imports(path)
+        if module.split(".")[0] in IMPURE
+    ]
+
+    assert not broken, "\n".join(broken)
+
+
+@pytest.mark.parametrize("package", sorted(OWNERS))
+def test_a_foreign_package_is_imported_in_its_own_room_only(package: str) -> None:
+    broken = [
+        str(path)
+        for folder in ("kvbus", "services")
+        for path in _sources(folder)
+        if not str(path.relative_to(ROOT)).startswith(OWNERS[package] or "\0")
+        and any(module.split(".")[0] == package for module in _imports(path))
+    ]
+
+    assert not broken, f"{package} is imported by {broken}"
+
+
+def test_every_room_is_in_the_table() -> None:
+    folders = [path.parent for path in (ROOT / "kvbus").glob("*/__init__.py")]
+
+    assert {f"kvbus/{folder.name}" for folder in folders} <= ROOMS.keys()
+
+
+def _sources(room: str) -> list[Path]:
+    folder = ROOT / room
+    return sorted(folder.rglob("*.py")) if folder.is_dir() else [folder.with_suffix(".py")]
+
+
+def _kvbus_rooms(path: Path) -> Iterator[str]:
+    for module in _imports(path):
+        parts = module.split(".")
+        if parts[0] == "kvbus" and len(parts) > 1:
+            yield parts[1]
+
+
+def _imports(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            if node.module == "kvbus":
+                yield from (f"kvbus.{alias.name}" for alias in node.names)
+            else:
+                yield node.module
