@@ -1,0 +1,21 @@
+"""The SDK that engines import: sessions with a local agent, async and blocking.
+
+Refuses to move bytes: that is the agent's work. Of NIXL and ZeroMQ an engine sees nothing.
+"""
+
+from kvbus.engine.blocking import BlockingDecode, BlockingMemory, BlockingPrefill
+from kvbus.engine.decode import DecodeSession, Fetch
+from kvbus.engine.memory import KvCache, MemorySession
+from kvbus.engine.prefill import Offer, PrefillSession
+
+__all__ = [
+    "BlockingDecode",
+    "BlockingMemory",
+    "BlockingPrefill",
+    "DecodeSession",
+    "Fetch",
+    "KvCache",
+    "MemorySession",
+    "Offer",
+    "PrefillSession",
+]

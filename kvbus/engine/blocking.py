@@ -1,0 +1,229 @@
+"""The sessions for engines without an event loop: the same calls, from any thread, blocking.
+
+Refuses a second implementation: an event loop runs in a thread of its own, and every call is the
+async one. What an engine polls in its step loop (`take_released`, `take_fetched`) is a
+look-up that never waits.
+"""
+
+import contextlib
+from collections.abc import Awaitable, Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Generic, Self, TypeVar
+
+from anyio.from_thread import BlockingPortal, start_blocking_portal
+
+from kvbus.engine.decode import BlockIds, DecodeSession, Fetch
+from kvbus.engine.memory import KvCache, MemorySession
+from kvbus.engine.prefill import Offer, PrefillSession
+from kvbus.engine.session import EngineSession
+from kvbus.errors import ClosedError
+from kvbus.geometry import EngineSpec, KvLayout, RankSpec
+from kvbus.memory.storage import SharedStorage
+from kvbus.protocol.engine import BlocksFreed, Fetched, Outcome, Released
+
+S = TypeVar("S", bound=EngineSession)
+T = TypeVar("T")
+
+
+class Blocking(Generic[S]):
+    """A session and the thread that its event loop runs in; open within ``with``."""
+
+    def __init__(self, session: S) -> None:
+        self.session = session
+        self._stack = contextlib.ExitStack()
+        self._portal: BlockingPortal | None = None
+
+    def __enter__(self) -> Self:
+        with contextlib.ExitStack() as stack:
+            self._portal = stack.enter_context(start_blocking_portal())
+            stack.enter_context(self._portal.wrap_async_context_manager(self.session))
+            self._stack = stack.pop_all()
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self._stack.close()
+
+    def ready(self) -> None:
+        """Return when every session of the engine is registered."""
+        self._run(self.session.ready)
+
+    def _run(self, call: Callable[[], Awaitable[T]]) -> T:
+        if self._portal is None:
+            raise ClosedError("the session is not open")
+        return self._portal.call(call)
+
+
+class BlockingMemory(Blocking[MemorySession]):
+    """`MemorySession`, blocking."""
+
+    def __init__(
+        self,
+        attach_path: str | Path,
+        engine: EngineSpec,
+        rank: int,
+        *,
+        attach_timeout_s: float = 0.0,
+    ) -> None:
+        super().__init__(
+            MemorySession(attach_path, engine, rank, attach_timeout_s=attach_timeout_s)
+        )
+
+    def allocate(self, layout: KvLayout, *, num_blocks: int) -> KvCache:
+        """`MemorySession.allocate`."""
+        return self._run(lambda: self.session.allocate(layout, num_blocks=num_blocks))
+
+    def register(self, rank: RankSpec, storages: Mapping[str, SharedStorage]) -> None:
+        """`MemorySession.register`."""
+        self._run(lambda: self.session.register(rank, storages))
+
+
+class BlockingPrefill(Blocking[PrefillSession]):
+    """`PrefillSession`, blocking."""
+
+    def __init__(
+        self, attach_path: str | Path, engine: EngineSpec, *, attach_timeout_s: float = 0.0
+    ) -> None:
+        self._released: dict[str, Released] = {}
+        super().__init__(
+            PrefillSession(
+                attach_path,
+                engine,
+                attach_timeout_s=attach_timeout_s,
+                on_released=self._on_released,
+            )
+        )
+
+    def _on_released(self, released: Released) -> None:
+        self._released[released.offer_id] = released
+
+    def register(self) -> None:
+        """`PrefillSession.register`."""
+        self._run(self.session.register)
+
+    def offer(
+        self,
+        request_id: str,
+        *,
+        num_tokens: int,
+        block_ids: BlockIds,
+        sealed: bool = True,
+        ttl_s: float | None = None,
+    ) -> Offer:
+        """`PrefillSession.offer`; use the other methods here, not those of the offer."""
+        return self._run(
+            lambda: self.session.offer(
+                request_id,
+                num_tokens=num_tokens,
+                block_ids=block_ids,
+                sealed=sealed,
+                ttl_s=ttl_s,
+            )
+        )
+
+    def extend(self, offer: Offer, num_tokens: int, block_ids: BlockIds | None = None) -> None:
+        """`Offer.extend`."""
+        self._run(lambda: offer.extend(num_tokens, block_ids))
+
+    def seal(self, offer: Offer) -> None:
+        """`Offer.seal`."""
+        self._run(offer.seal)
+
+    def withdraw(self, offer: Offer) -> None:
+        """`Offer.withdraw`."""
+        self._run(offer.withdraw)
+
+    def wait_released(self, offer: Offer) -> Outcome:
+        """`Offer.released`; `take_released` does not return this offer any more."""
+        outcome = self._run(offer.released)
+        self._released.pop(offer.offer_id, None)
+        return outcome
+
+    def take_released(self) -> list[Released]:
+        """The offers that ended since the last call; never waits."""
+        return _take_all(self._released)
+
+
+class BlockingDecode(Blocking[DecodeSession]):
+    """`DecodeSession`, blocking."""
+
+    def __init__(
+        self, attach_path: str | Path, engine: EngineSpec, *, attach_timeout_s: float = 0.0
+    ) -> None:
+        self._fetched: dict[str, Fetched] = {}
+        self._freed: dict[str, BlocksFreed] = {}
+        super().__init__(
+            DecodeSession(
+                attach_path,
+                engine,
+                attach_timeout_s=attach_timeout_s,
+                on_fetched=self._on_fetched,
+                on_blocks_freed=self._on_blocks_freed,
+            )
+        )
+
+    def _on_fetched(self, fetched: Fetched) -> None:
+        self._fetched[fetched.fetch_id] = fetched
+
+    def _on_blocks_freed(self, freed: BlocksFreed) -> None:
+        self._freed[freed.fetch_id] = freed
+
+    def register(self) -> None:
+        """`DecodeSession.register`."""
+        self._run(self.session.register)
+
+    def fetch(
+        self,
+        ticket: Mapping[str, Any],
+        *,
+        num_tokens: int,
+        block_ids: BlockIds,
+        first_token: int = 0,
+        timeout_s: float | None = None,
+    ) -> Fetch:
+        """`DecodeSession.fetch`; use the other methods here, not those of the fetch."""
+
+        async def start() -> Fetch:
+            return self.session.fetch(
+                ticket,
+                num_tokens=num_tokens,
+                block_ids=block_ids,
+                first_token=first_token,
+                timeout_s=timeout_s,
+            )
+
+        return self._run(start)
+
+    def cancel(self, fetch: Fetch) -> None:
+        """`Fetch.cancel`."""
+        self._run(fetch.cancel)
+
+    def wait_completed(self, fetch: Fetch) -> Fetched:
+        """`Fetch.completed`; `take_fetched` does not return this fetch any more."""
+        try:
+            return self._run(fetch.completed)
+        finally:
+            self._fetched.pop(fetch.fetch_id, None)
+
+    def wait_blocks_freed(self, fetch: Fetch) -> None:
+        """`Fetch.blocks_freed`; `take_blocks_freed` does not return this fetch any more."""
+        self._run(fetch.blocks_freed)
+        self._freed.pop(fetch.fetch_id, None)
+
+    def take_fetched(self) -> list[Fetched]:
+        """The fetches that ended since the last call; never waits."""
+        return _take_all(self._fetched)
+
+    def take_blocks_freed(self) -> list[BlocksFreed]:
+        """The fetches whose withheld blocks came back since the last call; never waits."""
+        return _take_all(self._freed)
+
+
+def _take_all(ended: dict[str, T]) -> list[T]:
+    """Empty ``ended`` while the session's thread may add to it."""
+    return [ended.pop(key) for key in list(ended)]

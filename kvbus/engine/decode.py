@@ -1,0 +1,191 @@
+"""The control session of a decode engine: fetches, and when their blocks may be used or reused.
+
+Refuses to call KV valid before the agent says ``completed``.
+"""
+
+import uuid
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy.typing as npt
+
+from kvbus.engine.session import EngineSession
+from kvbus.errors import ErrorCode, FetchFailed, KVBusError, RequestRefused
+from kvbus.geometry import BlockTable, EngineSpec
+from kvbus.protocol.engine import BlocksFreed, CancelFetch, Fetched, Outcome
+from kvbus.protocol.engine import Fetch as FetchMessage
+from kvbus.protocol.envelope import Notice
+from kvbus.protocol.message import Empty, from_body
+
+BlockIds = Mapping[str, npt.ArrayLike]
+OnFetched = Callable[[Fetched], None]
+OnBlocksFreed = Callable[[BlocksFreed], None]
+
+
+class Fetch:
+    """One fetch of this engine."""
+
+    def __init__(self, session: "DecodeSession", fetch_id: str) -> None:
+        self.fetch_id = fetch_id
+        self._session = session
+        self._ended = anyio.Event()
+        self._blocks_free = anyio.Event()
+        self._fetched: Fetched | None = None
+
+    async def completed(self) -> Fetched:
+        """The notice of success: the KV is in the blocks, and valid.
+
+        Raises `FetchFailed`; its ``blocks_free`` says whether `blocks_freed` has to be awaited
+        before the blocks are used again.
+        """
+        await self._ended.wait()
+        fetched = self._fetched
+        if fetched is None:
+            lost = self._session.lost or KVBusError("the fetch ended without an outcome")
+            raise FetchFailed(lost.message, code=lost.code, stage="lost", blocks_free=True)
+        if fetched.outcome is Outcome.COMPLETED:
+            return fetched
+        raise FetchFailed(
+            fetched.message,
+            code=_known_code(fetched.code),
+            stage=fetched.stage,
+            blocks_free=fetched.blocks_free,
+            fetch_id=fetched.fetch_id,
+        )
+
+    async def blocks_freed(self) -> None:
+        """Return when nothing can write into the blocks any more."""
+        await self._blocks_free.wait()
+
+    async def cancel(self) -> None:
+        """Give up; `completed` raises with code ``cancelled``, unless it had ended before."""
+        await self._session.request(CancelFetch(fetch_id=self.fetch_id), Empty)
+
+    def end(self, fetched: Fetched | None) -> None:
+        """Called by the session: the fetch ended, None when the session did."""
+        self._fetched = self._fetched or fetched
+        self._ended.set()
+        if fetched is None or fetched.blocks_free:
+            self.free()
+
+    def free(self) -> None:
+        """Called by the session: the blocks are the engine's again."""
+        self._blocks_free.set()
+
+
+class DecodeSession(EngineSession):
+    """Registers a decode engine and fetches the KV of its requests.
+
+    The callbacks are for engines that do not wait for each fetch.
+    """
+
+    def __init__(
+        self,
+        attach_path: str | Path,
+        engine: EngineSpec,
+        *,
+        attach_timeout_s: float = 0.0,
+        request_timeout_s: float = 30.0,
+        on_fetched: OnFetched | None = None,
+        on_blocks_freed: OnBlocksFreed | None = None,
+    ) -> None:
+        super().__init__(
+            attach_path,
+            engine,
+            attach_timeout_s=attach_timeout_s,
+            request_timeout_s=request_timeout_s,
+        )
+        self._on_fetched, self._on_blocks_freed = on_fetched, on_blocks_freed
+        self._fetches: dict[str, Fetch] = {}
+
+    async def register(self) -> None:
+        """Register this session as the engine's control session."""
+        await self._register(None)
+
+    def fetch(
+        self,
+        ticket: Mapping[str, Any],
+        *,
+        num_tokens: int,
+        block_ids: BlockIds,
+        first_token: int = 0,
+        timeout_s: float | None = None,
+    ) -> Fetch:
+        """Ask for tokens [first_token, num_tokens) into ``block_ids`` (by group, by position).
+
+        Each group gives exactly the blocks of these tokens. Returns at once; `Fetch.completed`
+        says how it ends, a refusal by the agent included (its stage is ``requested``). Raises
+        `GeometryError` for ids that are none, and why the session ended when it did.
+        """
+        tables = {
+            spec.name: BlockTable.of(
+                block_ids[spec.name], first_block=first_token // spec.block_size
+            )
+            for spec in self.engine.groups
+            if spec.name in block_ids
+        }
+        fetch = Fetch(self, uuid.uuid4().hex)
+        message = FetchMessage(
+            fetch_id=fetch.fetch_id,
+            ticket=dict(ticket),
+            num_tokens=num_tokens,
+            tables=tables,
+            first_token=first_token,
+            timeout_s=timeout_s,
+        )
+        self.send(message, Empty, lambda reply: self._on_taken(fetch, reply))
+        self._fetches[fetch.fetch_id] = fetch
+        return fetch
+
+    def _on_taken(self, fetch: Fetch, reply: Empty | KVBusError) -> None:
+        """Without a clear no, the agent may have taken the fetch: its blocks stay in doubt."""
+        if isinstance(reply, Empty) or self.lost is not None:
+            return
+        refused = isinstance(reply, RequestRefused)
+        self._end(
+            Fetched(
+                fetch_id=fetch.fetch_id,
+                request_id="",
+                outcome=Outcome.FAILED,
+                stage="requested",
+                blocks_free=refused,
+                code=reply.code.value,
+                message=reply.message,
+            )
+        )
+
+    def _on_notice(self, notice: Notice) -> None:
+        if notice.op == Fetched.op:
+            self._end(from_body(Fetched, notice.body))
+        elif notice.op == BlocksFreed.op:
+            self._free(from_body(BlocksFreed, notice.body))
+
+    def _end(self, fetched: Fetched) -> None:
+        fetch = self._fetches.get(fetched.fetch_id)
+        if fetched.blocks_free:
+            self._fetches.pop(fetched.fetch_id, None)
+        if fetch is not None:
+            fetch.end(fetched)
+        if self._on_fetched is not None:
+            self._on_fetched(fetched)
+
+    def _free(self, freed: BlocksFreed) -> None:
+        fetch = self._fetches.pop(freed.fetch_id, None)
+        if fetch is not None:
+            fetch.free()
+        if self._on_blocks_freed is not None:
+            self._on_blocks_freed(freed)
+
+    def _on_lost(self, error: KVBusError) -> None:
+        for fetch in self._fetches.values():
+            fetch.end(None)
+        self._fetches.clear()
+
+
+def _known_code(code: str) -> ErrorCode:
+    try:
+        return ErrorCode(code)
+    except ValueError:
+        return ErrorCode.INTERNAL

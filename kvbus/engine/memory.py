@@ -1,0 +1,109 @@
+"""The memory session of one rank: its KV cache, shared with the agent.
+
+Refuses memory that the agent cannot map; an engine on such a device uses another kind.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+
+from kvbus.engine.session import EngineSession
+from kvbus.errors import GeometryError
+from kvbus.geometry import AxisName, EngineSpec, KvLayout, KvPart, RankSpec, Region, lay_out_rank
+from kvbus.memory.segment import SharedSegment
+from kvbus.memory.storage import SharedStorage
+from kvbus.memory.views import dtype_from_name, region_view
+from kvbus.protocol.engine import PassSegment, SegmentPassed
+
+VIEW_AXES = (AxisName.BLOCK, AxisName.TOKEN, AxisName.HEAD, AxisName.DIM)
+
+
+class KvCache:
+    """A rank's KV cache in shared memory: a torch view for each layer and part.
+
+    The views share the memory that the agent reads and writes, whatever its layout is.
+    """
+
+    def __init__(self, engine: EngineSpec, rank: RankSpec, segment: SharedSegment) -> None:
+        self.rank = rank
+        self._views = {
+            (layer, part): _view(engine, region, segment.tensor, layer, part)
+            for region in rank.regions
+            for layer in region.layers
+            for part in region.parts
+        }
+
+    def view(self, layer: int, part: KvPart) -> torch.Tensor:
+        """K or V of one layer: [block, token, head, dim] with the layout's strides.
+
+        Raises `KeyError` when the rank does not hold it.
+        """
+        return self._views[layer, part]
+
+
+class MemorySession(EngineSession):
+    """Registers the memory of one rank; the memory is the agent's to use while this is open."""
+
+    def __init__(
+        self,
+        attach_path: str | Path,
+        engine: EngineSpec,
+        rank: int,
+        *,
+        attach_timeout_s: float = 0.0,
+        request_timeout_s: float = 30.0,
+    ) -> None:
+        super().__init__(
+            attach_path,
+            engine,
+            attach_timeout_s=attach_timeout_s,
+            request_timeout_s=request_timeout_s,
+        )
+        self.rank = rank
+        self._segments: list[SharedSegment] = []
+
+    async def allocate(self, layout: KvLayout, *, num_blocks: int) -> KvCache:
+        """Allocate the rank's whole KV cache, zeroed, and register it.
+
+        Raises `SegmentError` when there is not enough memory.
+        """
+        rank = lay_out_rank(self.engine, self.rank, layout, num_blocks=num_blocks)
+        wanted = rank.segments[0]
+        segment = SharedSegment(wanted.size_bytes, name=f"kvbus-{self.engine.engine_id}")
+        self._exit.callback(segment.close)
+        await self._pass(wanted.segment_id, segment.fd, segment.size_bytes)
+        await self._register(rank)
+        return KvCache(self.engine, rank, segment)
+
+    async def register(self, rank: RankSpec, storages: Mapping[str, SharedStorage]) -> None:
+        """Register memory that the engine already had and moved with `share_tensor`.
+
+        ``storages`` are by segment id, as the regions of ``rank`` name them.
+        """
+        if {segment.segment_id for segment in rank.segments} != storages.keys():
+            raise GeometryError("storages and the rank's segments have different ids")
+        for segment_id, storage in storages.items():
+            await self._pass(segment_id, storage.fd, storage.size_bytes)
+        await self._register(rank)
+
+    async def _pass(self, segment_id: str, fd: int, size_bytes: int) -> None:
+        message = PassSegment(segment_id=segment_id, size_bytes=size_bytes)
+        await self._call(message, SegmentPassed, (fd,))
+
+
+def _view(
+    engine: EngineSpec, region: Region, buffer: torch.Tensor, layer: int, part: KvPart
+) -> torch.Tensor:
+    offset_bytes = (
+        region.offset_bytes
+        + region.layers.index(layer) * region.stride_bytes(AxisName.LAYER)
+        + region.parts.index(part) * region.stride_bytes(AxisName.KV)
+    )
+    return region_view(
+        buffer,
+        offset_bytes=offset_bytes,
+        shape=[region.size(axis) for axis in VIEW_AXES],
+        strides_bytes=[region.stride_bytes(axis) for axis in VIEW_AXES],
+        dtype=dtype_from_name(engine.group(region.group).dtype),
+    )

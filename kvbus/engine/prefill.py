@@ -1,0 +1,166 @@
+"""The control session of a prefill engine: offers, and when their blocks come back.
+
+Refuses to guess about blocks: they are the engine's again when `Offer.released` returns, or when
+the session is lost, as nobody can complete a read of them then.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import anyio
+import numpy.typing as npt
+
+from kvbus.engine.session import EngineSession
+from kvbus.errors import KVBusError
+from kvbus.geometry import BlockTable, EngineSpec
+from kvbus.protocol.engine import (
+    ExtendOffer,
+    MakeOffer,
+    OfferMade,
+    Outcome,
+    Released,
+    SealOffer,
+    WithdrawOffer,
+)
+from kvbus.protocol.envelope import Notice
+from kvbus.protocol.message import Empty, from_body
+
+BlockIds = Mapping[str, npt.ArrayLike]
+OnReleased = Callable[[Released], None]
+
+
+class Offer:
+    """One offer of this engine. ``ticket`` is a JSON-able dict for the decode engine."""
+
+    def __init__(
+        self, session: "PrefillSession", made: OfferMade, num_blocks: dict[str, int]
+    ) -> None:
+        self.offer_id = made.offer_id
+        self.ticket: dict[str, Any] = dict(made.ticket)
+        self._session = session
+        self._num_blocks = num_blocks
+        self._ended = anyio.Event()
+        self._outcome: Outcome | None = None
+
+    async def extend(self, num_tokens: int, block_ids: BlockIds | None = None) -> None:
+        """Say that ``num_tokens`` are ready in all; ``block_ids`` are the new blocks only."""
+        tables: dict[str, BlockTable] = {}
+        for group, ids in (block_ids or {}).items():
+            table = BlockTable.of(ids, first_block=self._num_blocks[group])
+            tables[group] = table
+        message = ExtendOffer(offer_id=self.offer_id, num_tokens=num_tokens, tables=tables)
+        await self._session.request(message, Empty)
+        for group, table in tables.items():
+            self._num_blocks[group] += len(table)
+
+    async def seal(self) -> None:
+        """Say that all tokens are ready."""
+        await self._session.request(SealOffer(offer_id=self.offer_id), Empty)
+
+    async def withdraw(self) -> None:
+        """End the offer, because its request was aborted; `released` follows."""
+        await self._session.request(WithdrawOffer(offer_id=self.offer_id), Empty)
+
+    async def released(self) -> Outcome:
+        """How the offer ended, once its blocks are the engine's again.
+
+        Raises `PeerLost` when the agent went; the blocks are the engine's then, too.
+        """
+        await self._ended.wait()
+        if self._outcome is None:
+            raise self._session.lost or KVBusError("the offer ended without an outcome")
+        return self._outcome
+
+    def end(self, outcome: Outcome | None) -> None:
+        """Called by the session: the offer ended, None when the session did."""
+        self._outcome = outcome
+        self._ended.set()
+
+
+class PrefillSession(EngineSession):
+    """Registers a prefill engine and offers the KV of its requests.
+
+    ``on_released`` is called for each offer that ended, for engines that do not wait for each.
+    """
+
+    def __init__(
+        self,
+        attach_path: str | Path,
+        engine: EngineSpec,
+        *,
+        attach_timeout_s: float = 0.0,
+        request_timeout_s: float = 30.0,
+        on_released: OnReleased | None = None,
+    ) -> None:
+        super().__init__(
+            attach_path,
+            engine,
+            attach_timeout_s=attach_timeout_s,
+            request_timeout_s=request_timeout_s,
+        )
+        self._on_released = on_released
+        self._offers: dict[str, Offer] = {}
+
+    async def register(self) -> None:
+        """Register this session as the engine's control session."""
+        await self._register(None)
+
+    async def offer(
+        self,
+        request_id: str,
+        *,
+        num_tokens: int,
+        block_ids: BlockIds,
+        sealed: bool = True,
+        ttl_s: float | None = None,
+        first_blocks: Mapping[str, int] | None = None,
+    ) -> Offer:
+        """Offer ``num_tokens`` tokens that lie in ``block_ids`` (by group, in order of position).
+
+        With ``sealed`` False the offer is open: `Offer.extend` and `Offer.seal` follow.
+        ``first_blocks`` says, for a group that kept only a window, which block its table starts at.
+        """
+        firsts = first_blocks or {}
+        tables = {
+            group: BlockTable.of(ids, first_block=firsts.get(group, 0))
+            for group, ids in block_ids.items()
+        }
+        message = MakeOffer(
+            request_id=request_id,
+            num_tokens=num_tokens,
+            tables=tables,
+            sealed=sealed,
+            ttl_s=ttl_s,
+        )
+        ends = {group: table.first_block + len(table) for group, table in tables.items()}
+        future: asyncio.Future[Offer] = asyncio.get_running_loop().create_future()
+
+        def settle(made: OfferMade | KVBusError) -> None:
+            """Known before its notice can come, and also when the caller was cancelled."""
+            if isinstance(made, KVBusError):
+                if not future.done():
+                    future.set_exception(made)
+                return
+            offer = self._offers[made.offer_id] = Offer(self, made, ends)
+            if not future.done():
+                future.set_result(offer)
+
+        self.send(message, OfferMade, settle)
+        return await future
+
+    def _on_notice(self, notice: Notice) -> None:
+        if notice.op != Released.op:
+            return
+        released = from_body(Released, notice.body)
+        offer = self._offers.pop(released.offer_id, None)
+        if offer is not None:
+            offer.end(released.outcome)
+        if self._on_released is not None:
+            self._on_released(released)
+
+    def _on_lost(self, error: KVBusError) -> None:
+        for offer in self._offers.values():
+            offer.end(None)
+        self._offers.clear()

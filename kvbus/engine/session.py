@@ -1,0 +1,195 @@
+"""One session of an engine process with its agent: attach connection, requests, notices.
+
+Refuses to outlive the agent: when it goes, everything that waits fails with `PeerLost`.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import anyio
+
+from kvbus.bus import RequestClient, new_boot_id, new_context
+from kvbus.errors import ClosedError, KVBusError, PeerLost, ProtocolError
+from kvbus.geometry import EngineSpec, RankSpec
+from kvbus.memory.attach import AttachClient
+from kvbus.protocol.engine import AwaitReady, Detach, Hello, Register, Welcome
+from kvbus.protocol.envelope import PROTOCOL_VERSION, Body, Notice
+from kvbus.protocol.message import Empty, M, Message, from_body, to_body
+
+GOODBYE_S = 1.0
+ATTACH_RETRY_S = 0.05
+
+
+class EngineSession:
+    """A session with the agent at ``attach_path``; open within ``async with``.
+
+    Entering raises `PeerLost` when no agent listens there within ``attach_timeout_s``, and
+    `RequestRefused` when it says no. ``lost`` is why the session ended, None while it lives.
+    """
+
+    def __init__(
+        self,
+        attach_path: str | Path,
+        engine: EngineSpec,
+        *,
+        attach_timeout_s: float = 0.0,
+        request_timeout_s: float = 30.0,
+    ) -> None:
+        self.engine = engine
+        self.attach_timeout_s = attach_timeout_s
+        self.boot = new_boot_id()
+        self.request_timeout_s = request_timeout_s
+        self._attach = AttachClient(attach_path)
+        self._exit = contextlib.AsyncExitStack()
+        self._client: RequestClient | None = None
+        self._welcome: Welcome | None = None
+        self.lost: KVBusError | None = None
+
+    @property
+    def agent(self) -> Welcome:
+        """What the agent said of itself; raises `ClosedError` before the session is open."""
+        if self._welcome is None:
+            raise ClosedError("the session is not open")
+        return self._welcome
+
+    async def __aenter__(self) -> Self:
+        async with contextlib.AsyncExitStack() as stack:
+            await self._connect(stack)
+            self._welcome = await self._greet()
+            context = stack.enter_context(new_context())
+            tasks = await stack.enter_async_context(anyio.create_task_group())
+            stack.callback(tasks.cancel_scope.cancel)
+            self._client = RequestClient(
+                context, self._welcome.engine_endpoint, boot=self.boot, on_notice=self._on_notice
+            )
+            tasks.start_soon(self._client.run)
+            tasks.start_soon(self._watch)
+            self._exit = stack.pop_all()
+        return self
+
+    async def __aexit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        await self._say_goodbye()
+        self._lose(ClosedError("the session was closed"))
+        await self._exit.aclose()
+
+    async def ready(self) -> None:
+        """Return when the control session and every rank of the engine are registered."""
+        await self.request(AwaitReady(), Empty)
+
+    async def request(self, message: Message, reply: type[M], *, timeout_s: float = 0.0) -> M:
+        """Send a request and return its typed reply.
+
+        Raises `RequestRefused`, `RequestTimeout`, and `PeerLost` when the agent goes.
+        """
+        future: asyncio.Future[M] = asyncio.get_running_loop().create_future()
+
+        def settle(outcome: M | KVBusError) -> None:
+            if future.done():
+                return
+            if isinstance(outcome, KVBusError):
+                future.set_exception(outcome)
+            else:
+                future.set_result(outcome)
+
+        self.send(message, reply, settle, timeout_s=timeout_s)
+        return await future
+
+    def send(
+        self,
+        message: Message,
+        reply: type[M],
+        on_reply: Callable[[M | KVBusError], None],
+        *,
+        timeout_s: float = 0.0,
+    ) -> None:
+        """Send a request; ``on_reply`` gets its typed reply, or what `request` would raise.
+
+        It is called before any notice that the agent sent after the reply. Raises `ClosedError`
+        before the session is open, and why it ended after it.
+        """
+        if self.lost is not None:
+            raise self.lost
+        if self._client is None:
+            raise ClosedError("the session is not open")
+
+        def settle(outcome: Body | KVBusError) -> None:
+            if isinstance(outcome, ClosedError | PeerLost):
+                on_reply(self.lost or outcome)
+            elif isinstance(outcome, KVBusError):
+                on_reply(outcome)
+            else:
+                on_reply(_typed(reply, outcome))
+
+        self._client.send(
+            message.op,
+            to_body(message),
+            timeout_s=timeout_s or self.request_timeout_s,
+            on_reply=settle,
+        )
+
+    async def _register(self, rank: RankSpec | None) -> None:
+        await self.request(Register(engine=self.engine, rank=rank), Empty)
+
+    def _on_notice(self, notice: Notice) -> None:
+        """A notice of the agent; sessions without control get none."""
+
+    def _on_lost(self, error: KVBusError) -> None:
+        """The session has ended; what waits must not wait any longer."""
+
+    async def _connect(self, stack: contextlib.AsyncExitStack) -> None:
+        """Attach; while no agent listens, try again until the deadline."""
+        deadline = anyio.current_time() + self.attach_timeout_s
+        while True:
+            try:
+                await stack.enter_async_context(self._attach)
+            except PeerLost:
+                if anyio.current_time() >= deadline:
+                    raise
+                await anyio.sleep(ATTACH_RETRY_S)
+            else:
+                return
+
+    async def _greet(self) -> Welcome:
+        hello = Hello(
+            min_protocol=PROTOCOL_VERSION,
+            max_protocol=PROTOCOL_VERSION,
+            engine_id=self.engine.engine_id,
+            boot=self.boot,
+        )
+        return await self._call(hello, Welcome)
+
+    async def _call(self, message: Message, reply: type[M], fds: tuple[int, ...] = ()) -> M:
+        body = await self._attach.call({"op": message.op, "body": to_body(message)}, fds)
+        return from_body(reply, body)
+
+    async def _watch(self) -> None:
+        await self._attach.closed.wait()
+        self._lose(PeerLost(f"the agent at {self._attach.path} is gone"))
+
+    async def _say_goodbye(self) -> None:
+        with contextlib.suppress(KVBusError), anyio.move_on_after(GOODBYE_S, shield=True):
+            await self.request(Detach(), Empty, timeout_s=GOODBYE_S)
+
+    def _lose(self, error: KVBusError) -> None:
+        if self.lost is not None:
+            return
+        self.lost = error
+        if self._client is not None:
+            self._client.close()
+        self._on_lost(error)
+
+
+def _typed(reply: type[M], body: Body) -> M | ProtocolError:
+    try:
+        return from_body(reply, body)
+    except ProtocolError as error:
+        return error
