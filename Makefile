@@ -41,7 +41,9 @@ bench: $(INSTALLED) ## Measure handoffs beside bare NIXL (minutes)
 	$(BIN)/kvbus bench
 
 docs: $(INSTALLED) ## Generate the generated parts of docs/ and the golden vectors
-	$(BIN)/python docs/generate.py
+	PYTHONPATH=. $(BIN)/python docs/generate_protocol.py
+	PYTHONPATH=. $(BIN)/python docs/diagrams.py
+	$(BIN)/python -m tests.vectors.generate
 
 clean: ## Remove .venv and caches
 	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis

@@ -75,7 +75,7 @@ def _events() -> Iterator[Vector]:
     for seq, (op, kind) in enumerate(EVENT_KINDS.items(), start=1):
         message = examples.EVENTS[kind]
         frame = encode_notice(Notice(op, seq, examples.PREFILL_BOOT, to_body(message)))
-        yield _vector(message, "event", frame, frame, topic=op.partition(".")[0])
+        yield _vector(message, "event", frame, frame, topic=op)
 
 
 def _errors() -> Iterator[Vector]:
