@@ -92,7 +92,7 @@ class _Bundle:
         starts, lengths = _pieces(start, stop, self._remote.block_size, self._local.block_size)
         remote_bases = _piece_offsets(self._remote, remote, starts)
         local_bases = _piece_offsets(self._local, local, starts)
-        for length in np.unique(lengths).tolist():
+        for length in set(lengths.tolist()):
             chosen = lengths == length
             pattern = self._pattern(length)
             rows = np.empty((3, int(chosen.sum()), pattern.num_bytes.size), dtype=np.int64)
@@ -118,8 +118,11 @@ def _pieces(start: int, stop: int, *block_sizes: int) -> tuple[Offsets, Offsets]
     if stop <= start:
         nothing = np.zeros(0, dtype=np.int64)
         return nothing, nothing
-    ends = [np.arange(start - start % size + size, stop, size) for size in set(block_sizes)]
-    starts = np.unique(np.concatenate([np.array([start], dtype=np.int64), *ends]))
+    sizes = set(block_sizes)
+    ends = [np.arange(start - start % size + size, stop, size) for size in sizes]
+    starts = np.concatenate([np.array([start], dtype=np.int64), *ends])
+    if len(sizes) > 1:
+        starts = np.unique(starts)
     return starts, np.diff(starts, append=stop)
 
 
@@ -133,7 +136,7 @@ def _piece_offsets(strides: Strides, table: BlockTable, starts: Offsets) -> Offs
 
 def _merged(rows: Offsets) -> Descriptors:
     """Sorted by local address; rows that continue the one before on both sides become one."""
-    if not rows.size:
+    if rows.shape[1] < 2:
         return Descriptors(_rows(rows[1], rows[2]), _rows(rows[0], rows[2]))
     remote, local, length = rows[:, np.argsort(rows[1], kind="stable")]
     continues = (remote[1:] == (remote + length)[:-1]) & (local[1:] == (local + length)[:-1])

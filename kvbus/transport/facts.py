@@ -24,6 +24,8 @@ class TransportLimits:
 
     slice_bytes: int = 8 << 20
     slice_descriptors: int = 2048
+    short_read_bytes: int = 1 << 20
+    """A read of no more than this takes turns with the long ones, not with each of them."""
     slices_per_read: int = 2
     bytes_per_peer: int = 64 << 20
     """A peer gets no further slice while this much of it is outstanding."""

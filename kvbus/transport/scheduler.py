@@ -5,7 +5,6 @@ go, only when it is terminal; what never becomes so is held here for ever.
 """
 
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -13,6 +12,7 @@ from kvbus.errors import RemoteError
 from kvbus.transport.facts import MemoryKind, ReadOutcome, ReadStatus, TransportLimits
 from kvbus.transport.nixl_agent import Handle, HandleForgotten, NixlAgent
 from kvbus.transport.slicing import Rows, Slices
+from kvbus.transport.turns import Turns
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -74,7 +74,7 @@ class _Slice:
 class _Lane:
     """The reads from one peer: a stopped peer holds up nobody but itself."""
 
-    waiting: deque[ReadJob] = field(default_factory=deque)
+    waiting: Turns[ReadJob] = field(default_factory=Turns)
     posted: list[_Slice] = field(default_factory=list)
     posted_bytes: int = 0
 
@@ -161,14 +161,14 @@ class ReadScheduler:
     def _queue(self, lane: _Lane, job: ReadJob) -> None:
         if job.wants_post and not job.queued and job.outstanding < self._limits.slices_per_read:
             job.queued = True
-            lane.waiting.append(job)
+            short = job.slices.num_bytes <= self._limits.short_read_bytes
+            lane.waiting.add(job, short=short)
 
     def _post_next(self, lane: _Lane) -> bool:
         limits = self._limits
         if len(lane.posted) >= limits.slices_per_peer or lane.posted_bytes >= limits.bytes_per_peer:
             return False
-        while lane.waiting:
-            job = lane.waiting.popleft()
+        while (job := lane.waiting.take()) is not None:
             job.queued = False
             if job.wants_post:
                 self._post(lane, job)

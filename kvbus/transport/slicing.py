@@ -65,6 +65,11 @@ class Slices:
         self._next_row = 0
 
     @property
+    def num_bytes(self) -> int:
+        """Bytes of the whole read."""
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    @property
     def exhausted(self) -> bool:
         """Whether every row was taken."""
         return self._next_row >= len(self._local)

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from functools import partial
 
@@ -28,12 +28,16 @@ from kvbus.transport.slicing import Rows, Slices, check_rows
 from kvbus.transport.worker import Worker
 
 
+def _ignore(_: Exception) -> None: ...
+
+
 class Transport:
     """One NIXL agent, its thread, and what it registered, knows and reads.
 
     Every method returns at once; futures are of `concurrent.futures`. `name` contains the boot
-    id: NIXL refuses another process under a name that it knows. `deliver` runs the callbacks of
-    reads on the caller's thread; without one they run on the transport's.
+    id: NIXL refuses another process under a name that it knows. `deliver` runs the callbacks on the
+    caller's thread; without one they run on the transport's. `on_broken` is told of a defect that
+    ended the thread: reads in progress will never end then.
     """
 
     def __init__(
@@ -42,11 +46,12 @@ class Transport:
         *,
         limits: TransportLimits | None = None,
         deliver: Deliver = deliver_inline,
+        on_broken: Callable[[Exception], None] = _ignore,
     ) -> None:
         self.name = name
         self.limits = limits or TransportLimits()
         self._delivery = Delivery(deliver)
-        self._worker = Worker(self.limits)
+        self._worker = Worker(self.limits, lambda error: deliver(partial(on_broken, error)))
         self._agent: NixlAgent | None = None
         self._scheduler: ReadScheduler | None = None
         self._registrations: dict[int, Registration] = {}

@@ -26,8 +26,8 @@ class Worker:
     nothing needs progress, for `poll_s` while something does, not at all while slices move.
     """
 
-    def __init__(self, limits: TransportLimits) -> None:
-        self._limits = limits
+    def __init__(self, limits: TransportLimits, on_broken: Callable[[Exception], object]) -> None:
+        self._limits, self._on_broken = limits, on_broken
         self._inbox: SimpleQueue[Command] = SimpleQueue()
         self._lock = threading.Lock()
         self._closed = False
@@ -111,8 +111,12 @@ class Worker:
                 self._step()
                 if self._close_at is not None:
                     self._try_to_stop(self._close_at)
+        except Exception as error:  # a defect: what was started never ends
+            self._on_broken(error)
         finally:
             self._closed = True  # also when it breaks: later calls are refused, not lost
+        if self._engine is not None:
+            threading.Event().wait()  # for ever: a handle is live, and NIXL must not end under it
 
     def _take_commands(self) -> None:
         try:
