@@ -14,7 +14,7 @@ import typer
 
 from kvbus.agent.config import AgentConfig, commented_default, load_config
 from kvbus.agent.logs import configure_logs
-from kvbus.agent.runtime import run_agent
+from kvbus.agent.process import run_agent
 from kvbus.agent.service import Agent, Service
 from kvbus.bus import new_boot_id
 from kvbus.errors import ConfigError, KVBusError
@@ -69,12 +69,15 @@ def _run(
     configure_logs(
         level=config.log_level, style=config.log_format, agent=config.agent_id, boot_id=boot
     )
+    failures: list[KVBusError] = []
     try:
         anyio.run(run_agent, role, config, boot, lambda agent: make_service(agent, config))
     except* KVBusError as errors:
-        for leaf in _leaves(errors):
-            _complain(leaf, status=1)
-        raise SystemExit(1) from errors
+        failures = _leaves(errors)
+    for failure in failures:
+        _complain(failure, status=1)
+    if failures:
+        raise SystemExit(1)
 
 
 def _leaves(group: BaseExceptionGroup[KVBusError]) -> list[KVBusError]:

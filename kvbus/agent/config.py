@@ -17,6 +17,7 @@ from kvbus.errors import ConfigError
 
 Duration = Annotated[float, Meta(gt=0, le=86_400)]
 Bound = Annotated[int, Meta(ge=1, le=1 << 20)]
+MAX_PORT = 65_535
 
 
 class TransportConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -134,7 +135,8 @@ def commented_default(kind: type[AgentConfig], **values: str) -> str:
 def _check_address(config: AgentConfig, key: str, source: str) -> None:
     address: str = getattr(config, key)
     host, _, port = address.removeprefix("tcp://").rpartition(":")
-    if not address.startswith("tcp://") or not host or not port.isdigit():
+    valid = port.isascii() and port.isdigit() and int(port) <= MAX_PORT  # ZeroMQ would wrap it
+    if not address.startswith("tcp://") or not host or not valid:
         raise ConfigError(f"{source}: key '{key}': '{address}' is not tcp://HOST:PORT", key=key)
     if host in ("*", "0.0.0.0", "[::]") and not config.advertise_host:  # noqa: S104 - compared
         raise ConfigError(

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import anyio
 
-from kvbus.errors import LocalError
+from kvbus.errors import ErrorCode, LocalError
 from kvbus.geometry import AxisName, EngineSpec, RankSpec
 from kvbus.memory.mapping import SegmentMapping
 from kvbus.planning import PlacedRank
@@ -23,6 +23,15 @@ class RankMemory:
     rank: RankSpec
     mappings: Mapping[str, SegmentMapping]
     registrations: tuple[Registration, ...]
+    num_blocks: dict[str, int] = field(init=False)
+    """Blocks that this rank's cache has, by group."""
+
+    def __post_init__(self) -> None:
+        self.num_blocks = {}
+        for region in self.rank.regions:
+            known = self.num_blocks.get(region.group)
+            size = region.size(AxisName.BLOCK)
+            self.num_blocks[region.group] = size if known is None else min(size, known)
 
     @property
     def addresses(self) -> dict[str, int]:
@@ -33,41 +42,41 @@ class RankMemory:
         """The rank as the planner wants it."""
         return PlacedRank(engine, self.rank, self.addresses)
 
-    def num_blocks(self, group: str) -> int:
-        """Blocks that this rank's cache has for ``group``."""
-        regions = (region for region in self.rank.regions if region.group == group)
-        return min((region.size(AxisName.BLOCK) for region in regions), default=0)
-
 
 @dataclass(slots=True, eq=False)
 class Segments:
-    """The segments that one engine process has passed, until it registers them or dies."""
+    """The segments that one engine process has passed, until it registers them or dies.
+
+    `register` and `unmap` take turns, so that neither finds the other half done.
+    """
 
     mappings: dict[str, SegmentMapping] = field(default_factory=dict)
     registrations: dict[str, Registration] = field(default_factory=dict)
+    unmapped: bool = False
+    turn: anyio.Lock = field(default_factory=anyio.Lock)
 
     async def add(self, segment_id: str, fd: int, size_bytes: int) -> SegmentMapping:
         """Map a passed descriptor, in a thread, as reserving its pages can take long."""
         if segment_id in self.mappings:
             raise LocalError(f"segment '{segment_id}' was passed already", segment_id=segment_id)
         mapping = await anyio.to_thread.run_sync(lambda: SegmentMapping(fd, size_bytes=size_bytes))
+        if self.unmapped:
+            mapping.unmap()
+            raise _ended()
         self.mappings[segment_id] = mapping
         return mapping
 
     async def register(self, rank: RankSpec, transport: Transport) -> RankMemory:
         """Register every segment of ``rank``; raises `LocalError` when one was not passed."""
-        for segment in rank.segments:
-            mapping = self.mappings.get(segment.segment_id)
-            if mapping is None or mapping.size_bytes < segment.size_bytes:
-                raise LocalError(
-                    f"segment '{segment.segment_id}' of {segment.size_bytes} bytes was not passed",
-                    segment_id=segment.segment_id,
-                )
-        for name, mapping in self.mappings.items():
-            if name not in self.registrations:
-                future = transport.register(mapping.address, mapping.size_bytes)
-                self.registrations[name] = await asyncio.wrap_future(future)
-        return RankMemory(rank, self.mappings, tuple(self.registrations.values()))
+        async with self.turn:
+            if self.unmapped:
+                raise _ended()
+            self._check_passed(rank)
+            for name, mapping in list(self.mappings.items()):  # more may be passed meanwhile
+                if name not in self.registrations:
+                    future = transport.register(mapping.address, mapping.size_bytes)
+                    self.registrations[name] = await asyncio.wrap_future(future)
+            return RankMemory(rank, self.mappings, tuple(self.registrations.values()))
 
     def discard(self) -> None:
         """Give the bytes back to the machine now; the addresses stay, as private zeros."""
@@ -76,8 +85,23 @@ class Segments:
 
     async def unmap(self, transport: Transport) -> None:
         """Deregister and give the addresses back; nothing may be in flight any more."""
-        for registration in self.registrations.values():
-            await asyncio.wrap_future(transport.deregister(registration))
-        self.registrations.clear()
-        for mapping in self.mappings.values():
-            mapping.unmap()
+        self.unmapped = True
+        async with self.turn:
+            for registration in self.registrations.values():
+                await asyncio.wrap_future(transport.deregister(registration))
+            self.registrations.clear()
+            for mapping in self.mappings.values():
+                mapping.unmap()
+
+    def _check_passed(self, rank: RankSpec) -> None:
+        for segment in rank.segments:
+            mapping = self.mappings.get(segment.segment_id)
+            if mapping is None or mapping.size_bytes < segment.size_bytes:
+                raise LocalError(
+                    f"segment '{segment.segment_id}' of {segment.size_bytes} bytes was not passed",
+                    segment_id=segment.segment_id,
+                )
+
+
+def _ended() -> LocalError:
+    return LocalError("the process ended", code=ErrorCode.ENGINE_LOST)

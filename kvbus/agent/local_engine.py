@@ -84,7 +84,7 @@ class LocalEngine:
 
     def num_blocks(self, group: str) -> int:
         """Blocks that every rank has for ``group``."""
-        return min((rank.num_blocks(group) for rank in self.ranks.values()), default=0)
+        return min((rank.num_blocks[group] for rank in self.ranks.values()), default=0)
 
     def notify(self, notice: Message) -> None:
         """Tell the control process; one that does not take notices any more is sent away."""

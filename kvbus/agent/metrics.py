@@ -62,9 +62,9 @@ class AgentMetrics:
             raise ConfigError(f"key 'metrics_bind': '{bind}' is not host:port", key="metrics_bind")
         try:
             server, thread = start_http_server(int(port), host or "127.0.0.1", self.registry)
-        except OSError as error:
+        except (OSError, OverflowError) as error:  # the latter: no such port
             raise ConfigError(
-                f"key 'metrics_bind': cannot bind {bind}: {error.strerror}", key="metrics_bind"
+                f"key 'metrics_bind': cannot bind {bind}: {error}", key="metrics_bind"
             ) from error
 
         def stop() -> None:

@@ -13,6 +13,7 @@ import anyio
 import structlog
 from anyio.abc import TaskGroup
 
+from kvbus.agent.bus_readings import BUS_READINGS, bus_readings
 from kvbus.agent.config import AgentConfig, advertised
 from kvbus.agent.engines import EngineDirectory
 from kvbus.agent.identity import AgentIdentity
@@ -26,63 +27,23 @@ from kvbus.bus import (
     Call,
     EventPublisher,
     RequestServer,
-    new_context,
 )
 from kvbus.errors import ErrorCode, KVBusError
 from kvbus.memory.attach import AttachConnection, AttachServer
 from kvbus.protocol.engine import AgentRole, AwaitReady, Detach, Register
 from kvbus.protocol.message import to_body
 from kvbus.protocol.peer import AgentStatus, EngineEvent, Status
-from kvbus.transport import Transport, TransportLimits
+from kvbus.transport import Transport
 
 log = structlog.get_logger()
 
 AttachHandler = Callable[[AttachConnection, dict[str, Any], list[int]], Awaitable[dict[str, Any]]]
 ServiceFactory = Callable[[Agent], Service]
 FLUSH_S = 0.2
-BUS_READINGS = {
-    "malformed_messages": "Frames that were no message, on any socket.",
-    "bus_busy": "Requests that were refused because too many were pending.",
-    "bus_repeats": "Requests that came again and were not done again.",
-    "notices_resent": "Notices that an engine did not acknowledge in time.",
-    "replies_dropped": "Replies whose peer was gone.",
-    "attach_refused": "Connections to the attach socket that were turned away.",
-}
-
-
-async def run_agent(
-    role: AgentRole, config: AgentConfig, boot: str, make_service: ServiceFactory
-) -> None:
-    """Run an agent until SIGTERM or SIGINT; raises `ConfigError` when it cannot start."""
-    loop = asyncio.get_running_loop()
-    loop.set_exception_handler(_log_loop_failure)
-    transport = Transport(
-        f"{config.agent_id}/{boot}",
-        limits=TransportLimits(
-            slice_bytes=config.transport.slice_bytes,
-            slice_descriptors=config.transport.slice_descriptors,
-        ),
-        deliver=loop.call_soon_threadsafe,
-    )
-    await asyncio.wrap_future(transport.start())
-    try:
-        with new_context() as context:
-            async with anyio.create_task_group() as tasks:
-                runtime = _Runtime(role, config, boot, transport, tasks)
-                await runtime.start(context, make_service)
-                await runtime.stop_when_told()
-                tasks.cancel_scope.cancel()
-    finally:
-        closing = transport.close(timeout_s=config.transport.close_timeout_s)
-        with anyio.CancelScope(shield=True):
-            report = await asyncio.wrap_future(closing)
-        if report.num_handles:
-            log.warning("transport.handles_left", num_handles=report.num_handles)
-        log.info("agent.stopped")
 
 
 @dataclass(slots=True)
-class _Runtime:
+class Runtime:
     """The parts of one running agent, wired."""
 
     role: AgentRole
@@ -159,7 +120,7 @@ class _Runtime:
             tasks.start_soon(owner.run)
         tasks.start_soon(watch_loop_lag, self.metrics.loop_lag_s)
         self.metrics.add_readings(
-            lambda: _bus_readings(engine_server, peer_server, attach), BUS_READINGS
+            lambda: bus_readings(engine_server, peer_server, attach), BUS_READINGS
         )
         self._serve_metrics()
         log.info(
@@ -274,23 +235,3 @@ class _Runtime:
     def _serve_metrics(self) -> None:
         if self.config.metrics_bind:
             self._stop_metrics = self.metrics.serve(self.config.metrics_bind)
-
-
-def _log_loop_failure(_loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
-    """A callback failed: the log says so in its own form, and the loop goes on."""
-    log.error("loop.failed", reason=context["message"], exc_info=context.get("exception"))
-
-
-def _bus_readings(
-    engine: RequestServer, peer: RequestServer, attach: AttachServer
-) -> dict[str, float]:
-    servers = (engine.counters, peer.counters)
-    refused = attach.counts.num_refused_users + attach.counts.num_refused_busy
-    return {
-        "malformed_messages": sum(c.malformed for c in servers) + attach.counts.num_malformed,
-        "bus_busy": sum(c.busy for c in servers),
-        "bus_repeats": sum(c.repeats_answered + c.repeats_absorbed for c in servers),
-        "notices_resent": sum(c.notices_resent for c in servers),
-        "replies_dropped": sum(c.replies_dropped for c in servers),
-        "attach_refused": refused,
-    }

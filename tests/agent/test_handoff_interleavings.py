@@ -88,6 +88,7 @@ class HandoffInterleavings(RuleBasedStateMachine):
         self.wire: list[Request | Answer] = []
         self.asked: dict[int, tuple[float, Sent]] = {}
         self.num_asked = 0
+        self.num_fetches = 0
         self.reads: dict[str, dec.StartRead] = {}
         self.start_prefill()
         self.start_decode()
@@ -151,11 +152,12 @@ class HandoffInterleavings(RuleBasedStateMachine):
     @rule(back=st.sampled_from([0, 0, 0, 1, 2]), timeout_s=st.sampled_from([60.0, 10.0, 1.0]))
     def fetch(self, back: int, timeout_s: float) -> None:
         source = self.recent_source(back)
-        fetch_id = f"fetch-{len(self.targets)}"
+        fetch_id = f"fetch-{self.num_fetches}"
+        self.num_fetches += 1
         self.targets[fetch_id] = Target(source, self.now + timeout_s)
         self.tell_decode(
             dec.Requested(
-                fetch_id, "engine-d", source.ticket, 0, NUM_TOKENS, {}, timeout_s, reply_to=None
+                fetch_id, "engine-d", source.ticket, 0, NUM_TOKENS, {}, timeout_s, fetch_id
             )
         )
 
@@ -311,6 +313,9 @@ class HandoffInterleavings(RuleBasedStateMachine):
                 case dec.ReportBlocksFreed(fetch_id):
                     assert fetch_id not in self.reads
                     self.targets[fetch_id].blocks_free = True
+                case dec.Refuse(reply_to=str(fetch_id), error=error):
+                    assert error.code is ErrorCode.BUSY, error
+                    del self.targets[fetch_id]
                 case dec.SendRelease(ticket, epoch):
                     self.send(ticket, pre.Returned(ticket.offer_id, epoch, 0))
                 case dec.ResolvePeer() | dec.SendClaim() | dec.SendRenew() | dec.SendConfirm():
@@ -331,16 +336,14 @@ class HandoffInterleavings(RuleBasedStateMachine):
     def ask(self, sent: Sent) -> None:
         self.num_asked += 1
         self.asked[self.num_asked] = (self.now, sent)
-        fetch = self.decode.fetches[sent.fetch_id]
-        ticket, number = fetch.requested.ticket, self.num_asked
+        ticket, number = self.targets[sent.fetch_id].source.ticket, self.num_asked
         match sent:
             case dec.ResolvePeer():
                 self.wire.append(Answer(number, Message()))
             case dec.SendClaim():
                 claim = pre.Claimed(ticket.offer_id, sent.fetch_id, FETCH_LIMITS.lease_s, number)
                 self.send(ticket, claim)
-            case dec.SendRenew(epoch=epoch):
-                known = {group: len(table) for group, table in fetch.tables.items()}
+            case dec.SendRenew(epoch=epoch, known_blocks=known):
                 lease_s = FETCH_LIMITS.lease_s
                 self.send(ticket, pre.Renewed(ticket.offer_id, epoch, lease_s, known, number))
             case dec.SendConfirm(epoch=epoch):

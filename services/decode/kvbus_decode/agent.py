@@ -99,11 +99,11 @@ class DecodeService:
             case ev.Refuse(reply_to=Call() as call, error=error):
                 refuse(self._agent.metrics, call, error)
             case ev.ResolvePeer():
-                reader.resolve(command, self._table.fetches[command.fetch_id].requested)
+                reader.resolve(command)
             case ev.SendClaim():
                 reader.claim(command)
             case ev.SendRenew():
-                reader.renew(command, self._known_blocks(command.fetch_id))
+                reader.renew(command)
             case ev.StartRead():
                 reader.start_read(command)
             case ev.AbortRead():
@@ -117,45 +117,40 @@ class DecodeService:
             case ev.ReportBlocksFreed():
                 self._report_blocks_freed(command)
 
-    def _known_blocks(self, fetch_id: str) -> dict[str, int]:
-        tables = self._table.fetches[fetch_id].tables
-        return {group: len(table) for group, table in tables.items()}
-
     def _report_fetched(self, fetched: ev.ReportFetched) -> None:
-        total_s = self._metrics.observe(fetched)
-        error = fetched.error
-        self._log_fetched(fetched, total_s)
-        body = FetchEvent(
-            fetch_id=fetched.fetch_id,
-            request_id=fetched.request_id,
-            code=error.code.value if error else "",
+        """The engine first: it waits, while the log and the counters do not."""
+        code = fetched.error.code.value if fetched.error else ""
+        self._notify(
+            Fetched(
+                fetch_id=fetched.fetch_id,
+                request_id=fetched.request_id,
+                outcome=fetched.outcome,
+                stage=fetched.stage,
+                blocks_free=fetched.blocks_free,
+                code=code,
+                message=fetched.error.message if fetched.error else "",
+                num_bytes=fetched.num_bytes,
+                path=PATH_DIRECT if fetched.num_bytes else "",
+                stages_s=fetched.stages_s,
+            )
         )
-        self._agent.publisher.publish(f"fetch.{fetched.outcome}", to_body(body))
-        notice = Fetched(
-            fetch_id=fetched.fetch_id,
-            request_id=fetched.request_id,
-            outcome=fetched.outcome,
-            stage=fetched.stage,
-            blocks_free=fetched.blocks_free,
-            code=error.code.value if error else "",
-            message=error.message if error else "",
-            num_bytes=fetched.num_bytes,
-            path=PATH_DIRECT if fetched.num_bytes else "",
-            stages_s=fetched.stages_s,
-        )
-        self._notify(fetched.engine_id, notice)
         if fetched.blocks_free:
             self._reader.end(fetched.fetch_id)
+        total_s = self._metrics.observe(fetched)
+        self._log_fetched(fetched, total_s)
+        event = FetchEvent(fetch_id=fetched.fetch_id, request_id=fetched.request_id, code=code)
+        self._agent.publisher.publish(f"fetch.{fetched.outcome}", to_body(event))
 
     def _report_blocks_freed(self, freed: ev.ReportBlocksFreed) -> None:
         log.info("blocks.freed", fetch_id=freed.fetch_id)
-        self._notify(freed.engine_id, BlocksFreed(fetch_id=freed.fetch_id))
+        self._notify(BlocksFreed(fetch_id=freed.fetch_id))
         self._reader.end(freed.fetch_id)
 
-    def _notify(self, engine_id: str, notice: Fetched | BlocksFreed) -> None:
-        engine = self._agent.engines.engines.get(engine_id)
-        if engine is not None:
-            engine.notify(notice)
+    def _notify(self, notice: Fetched | BlocksFreed) -> None:
+        """Tell the engine that asked; one that came back under its id does not know the fetch."""
+        work = self._reader.works.get(notice.fetch_id)
+        if work is not None:
+            work.engine.notify(notice)
 
     def _log_fetched(self, fetched: ev.ReportFetched, total_s: float) -> None:
         """The canonical line of a handoff."""

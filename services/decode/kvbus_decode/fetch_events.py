@@ -161,6 +161,7 @@ class ResolvePeer:
 
     fetch_id: str
     timeout_s: float
+    requested: Requested
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,6 +179,7 @@ class SendRenew:
     fetch_id: str
     epoch: int
     timeout_s: float
+    known_blocks: Mapping[str, int]
 
 
 @dataclass(frozen=True, slots=True)

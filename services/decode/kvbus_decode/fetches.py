@@ -64,7 +64,7 @@ class FetchTable:
         timeout_s = Moment(now, self.limits).timeout_s(fetch)
         return [
             ev.Reply(event.reply_to, Empty()),
-            ev.ResolvePeer(event.fetch_id, timeout_s),
+            ev.ResolvePeer(event.fetch_id, timeout_s, event),
         ]
 
     def _check_admission(self, event: ev.Requested) -> None:

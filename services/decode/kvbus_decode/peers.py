@@ -19,17 +19,17 @@ from kvbus.errors import (
     GeometryError,
     KVBusError,
     LocalError,
-    RemoteError,
     RequestTimeout,
     TransferFailed,
 )
 from kvbus.geometry import validate_engine, validate_rank
 from kvbus.planning import DirectPlan, PlacedRank, check_compatible
 from kvbus.protocol.envelope import PROTOCOL_VERSION
-from kvbus.protocol.message import from_body, to_body
+from kvbus.protocol.message import from_body
 from kvbus.protocol.peer import EngineMemory, Handshake, HandshakeDone
 from kvbus.protocol.ticket import Ticket
 from kvbus_decode.config import DecodeConfig
+from kvbus_decode.introductions import introduce
 
 log = structlog.get_logger()
 
@@ -81,7 +81,7 @@ class PeerDirectory:
         self._subscriber = EventSubscriber(
             agent.context,
             listener,
-            topics=("offer.extended", "offer.sealed", "offer.released", "lease.revoked"),
+            topics=("offer.extended", "offer.sealed", "lease.revoked", "lease.expired"),
             silence_s=config.silence_s,
             max_endpoints=config.max_peers,
         )
@@ -208,7 +208,7 @@ class PeerDirectory:
         self, peer: Peer, ticket: Ticket, engine: LocalEngine, timeout_s: float
     ) -> Route:
         ours = engine.memory()
-        body = Handshake(
+        handshake = Handshake(
             min_protocol=PROTOCOL_VERSION,
             max_protocol=PROTOCOL_VERSION,
             agent_boot=self._agent.identity.boot,
@@ -217,20 +217,7 @@ class PeerDirectory:
             engine_boot=ticket.engine_boot,
             reader=EngineMemory(engine=ours.engine, ranks=ours.ranks),
         )
-        try:
-            reply = await peer.client.request(Handshake.op, to_body(body), timeout_s=timeout_s)
-        except RequestTimeout as error:
-            raise RemoteError(
-                f"no prefill agent answers at {peer.endpoint}",
-                code=ErrorCode.PEER_UNREACHABLE,
-                endpoint=peer.endpoint,
-            ) from error
-        if peer.client.peer_boot != ticket.agent_boot:
-            raise RemoteError(
-                "the ticket is of an earlier process of the prefill agent",
-                code=ErrorCode.STALE,
-                endpoint=peer.endpoint,
-            )
+        reply = await introduce(peer.client, ticket, handshake, timeout_s=timeout_s)
         done = from_body(HandshakeDone, reply)
         theirs = done.memory
         placed = _placed(theirs)

@@ -60,13 +60,13 @@ class _InFlight:
 
 
 class Reader(EventListener):
-    """The hands of the fetch table; ``dispatch`` takes the events that come of its work."""
+    """The hands of the fetch table; ``dispatch`` takes the events that come of its ``works``."""
 
     def __init__(
         self, agent: Agent, config: DecodeConfig, dispatch: Callable[[ev.Event], None]
     ) -> None:
         self._agent, self._config, self._dispatch = agent, config, dispatch
-        self._works: dict[str, Work] = {}
+        self.works: dict[str, Work] = {}
         self._by_offer: dict[str, set[str]] = defaultdict(set)
         self._in_flight: dict[LocalEngine, _InFlight] = {}
         self.peers = PeerDirectory(
@@ -75,7 +75,7 @@ class Reader(EventListener):
 
     def end(self, fetch_id: str) -> None:
         """Nothing more will be asked for this fetch."""
-        work = self._works.pop(fetch_id, None)
+        work = self.works.pop(fetch_id, None)
         if work is None:
             return
         offer_id = work.requested.ticket.offer_id
@@ -85,12 +85,12 @@ class Reader(EventListener):
         if work.peer is not None:
             self.peers.release(work.peer)
 
-    def resolve(self, command: ev.ResolvePeer, requested: ev.Requested) -> None:
+    def resolve(self, command: ev.ResolvePeer) -> None:
         """Find the route: at once when it is known, by a handshake otherwise."""
-        ticket = requested.ticket
+        requested, ticket = command.requested, command.requested.ticket
         try:
             engine = self._agent.engines.engine(requested.engine_id)
-            work = self._works[command.fetch_id] = Work(requested, engine)
+            work = self.works[command.fetch_id] = Work(requested, engine)
             self._by_offer[ticket.offer_id].add(work.fetch_id)
             work.peer = self.peers.acquire(ticket.endpoint)
         except KVBusError as error:
@@ -104,7 +104,7 @@ class Reader(EventListener):
 
     def claim(self, command: ev.SendClaim) -> None:
         """Ask for the lease."""
-        ticket = self._works[command.fetch_id].requested.ticket
+        ticket = self.works[command.fetch_id].requested.ticket
         body = Claim(
             agent_boot=ticket.agent_boot,
             offer_id=ticket.offer_id,
@@ -115,15 +115,15 @@ class Reader(EventListener):
             command.fetch_id, body, command.timeout_s, self._granted(command.fetch_id, ticket)
         )
 
-    def renew(self, command: ev.SendRenew, known_blocks: dict[str, int]) -> None:
+    def renew(self, command: ev.SendRenew) -> None:
         """Ask for a longer lease, and for what is new."""
-        ticket = self._works[command.fetch_id].requested.ticket
+        ticket = self.works[command.fetch_id].requested.ticket
         body = Renew(
             agent_boot=ticket.agent_boot,
             offer_id=ticket.offer_id,
             epoch=command.epoch,
             lease_s=self._config.lease_s,
-            known_blocks=known_blocks,
+            known_blocks=dict(command.known_blocks),
         )
         self._ask(
             command.fetch_id,
@@ -135,7 +135,7 @@ class Reader(EventListener):
 
     def confirm(self, command: ev.SendConfirm) -> None:
         """Ask whether what was read is valid."""
-        ticket = self._works[command.fetch_id].requested.ticket
+        ticket = self.works[command.fetch_id].requested.ticket
         body = Confirm(agent_boot=ticket.agent_boot, offer_id=ticket.offer_id, epoch=command.epoch)
         confirmed = ev.LeaseConfirmed(command.fetch_id)
         self._ask(command.fetch_id, body, command.timeout_s, lambda _: confirmed)
@@ -160,7 +160,7 @@ class Reader(EventListener):
 
     def start_read(self, command: ev.StartRead) -> None:
         """Post the READs of a fetch; large ones are planned in a thread."""
-        work = self._works[command.fetch_id]
+        work = self.works[command.fetch_id]
         self._in_flight.setdefault(work.engine, _InFlight()).fetch_ids.add(work.fetch_id)
         if _num_descriptors(work) > MAX_INLINE_DESCRIPTORS:
             self._agent.tasks.start_soon(self._plan_aside, work, command)
@@ -174,7 +174,7 @@ class Reader(EventListener):
 
     def abort_read(self, command: ev.AbortRead) -> None:
         """Post nothing more; the read's end follows."""
-        work = self._works[command.fetch_id]
+        work = self.works[command.fetch_id]
         work.aborted = True
         if work.read is not None:
             work.read.abort()
@@ -193,7 +193,7 @@ class Reader(EventListener):
 
     def on_gap(self, endpoint: str, boot: str, topic: str) -> None:
         """Something of this agent was missed: all of its fetches ask."""
-        for work in list(self._works.values()):
+        for work in list(self.works.values()):
             if work.requested.ticket.agent_boot == boot:
                 self._dispatch(ev.OfferAdvanced(work.fetch_id))
 
@@ -238,7 +238,7 @@ class Reader(EventListener):
                 event = failed(fetch_id, error)
             self._dispatch(event)
 
-        peer = self._works[fetch_id].peer
+        peer = self.works[fetch_id].peer
         try:
             if peer is None:
                 raise LocalError("the fetch has no peer", code=ErrorCode.INTERNAL)

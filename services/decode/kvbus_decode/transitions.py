@@ -211,7 +211,8 @@ def _renew(fetch: Fetch, at: Moment) -> Commands:
     if fetch.held is None or fetch.held.renewing:
         return []
     fetch.held.renewing = True
-    return [ev.SendRenew(fetch.fetch_id, fetch.held.epoch, at.timeout_s(fetch))]
+    known = {group: len(table) for group, table in fetch.tables.items()}
+    return [ev.SendRenew(fetch.fetch_id, fetch.held.epoch, at.timeout_s(fetch), known)]
 
 
 def _start_read(fetch: Fetch, at: Moment) -> Commands:

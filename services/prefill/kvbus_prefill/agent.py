@@ -170,8 +170,7 @@ class PrefillService:
         self._agent.loop.call_later(self._config.late_read_s, demand.close)
 
     def _report_released(self, released: ev.ReportReleased) -> None:
-        offer = self._table.tombstones[released.offer_id]
-        lived_s = self._driver.now - offer.opened_at
+        lived_s = self._driver.now - released.opened_at
         self._metrics.offers.labels(released.outcome).inc()
         self._metrics.offer_life_s.observe(lived_s)
         log.info(
@@ -180,7 +179,7 @@ class PrefillService:
             offer_id=released.offer_id,
             engine_id=released.engine_id,
             outcome=released.outcome.value,
-            num_tokens=offer.num_tokens,
+            num_tokens=released.num_tokens,
             lived_s=round(lived_s, 6),
         )
         engine = self._agent.engines.engines.get(released.engine_id)

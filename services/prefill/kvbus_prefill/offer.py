@@ -104,7 +104,14 @@ class Offer:
         commands = self.end_lease("revoked")
         self.state, self.outcome, self.tables = OfferState.RELEASED, outcome, {}
         opened = self.opened
-        report = ev.ReportReleased(opened.engine_id, opened.offer_id, opened.request_id, outcome)
+        report = ev.ReportReleased(
+            opened.engine_id,
+            opened.offer_id,
+            opened.request_id,
+            outcome,
+            self.num_tokens,
+            self.opened_at,
+        )
         return [*commands, report, self.published("offer.released")]
 
     def published(self, op: str) -> ev.Publish:

@@ -145,6 +145,8 @@ class ReportReleased:
     offer_id: str
     request_id: str
     outcome: Outcome
+    num_tokens: int
+    opened_at: float
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,61 @@
+"""The handshake's request and reply: with the process that a ticket names, and with no other.
+
+Refuses the reply of a process that came after that one: its tickets are stale.
+"""
+
+from kvbus.bus import RequestClient
+from kvbus.errors import (
+    ErrorCode,
+    KVBusError,
+    PeerLost,
+    RemoteError,
+    RequestTimeout,
+)
+from kvbus.protocol.envelope import Body
+from kvbus.protocol.message import to_body
+from kvbus.protocol.peer import Handshake
+from kvbus.protocol.ticket import Ticket
+
+
+async def introduce(
+    client: RequestClient, ticket: Ticket, handshake: Handshake, *, timeout_s: float
+) -> Body:
+    """The reply's body; raises `RemoteError`: ``peer_unreachable``, ``stale``, or a refusal."""
+    try:
+        reply = await _ask_process(client, ticket, handshake, timeout_s)
+    except RequestTimeout as error:
+        raise RemoteError(
+            f"no prefill agent answers at {client.endpoint}",
+            code=ErrorCode.PEER_UNREACHABLE,
+            endpoint=client.endpoint,
+        ) from error
+    except KVBusError as error:
+        if client.peer_boot in (None, ticket.agent_boot):
+            raise
+        raise _stale(client) from error
+    if client.peer_boot != ticket.agent_boot:
+        raise _stale(client)
+    return reply
+
+
+async def _ask_process(
+    client: RequestClient, ticket: Ticket, handshake: Handshake, timeout_s: float
+) -> Body:
+    """Ask once more when the first answer was also the first sign of the ticket's process.
+
+    A new boot id fails every request that waits, those that the new process got included.
+    """
+    try:
+        return await client.request(handshake.op, to_body(handshake), timeout_s=timeout_s)
+    except PeerLost:
+        if client.peer_boot != ticket.agent_boot:
+            raise
+    return await client.request(handshake.op, to_body(handshake), timeout_s=timeout_s)
+
+
+def _stale(client: RequestClient) -> RemoteError:
+    return RemoteError(
+        "the ticket is of an earlier process of the prefill agent",
+        code=ErrorCode.STALE,
+        endpoint=client.endpoint,
+    )
