@@ -1,0 +1,290 @@
+"""Agents as real processes, for the tests of whole handoffs: start, look at, signal, end.
+
+Refuses to import torch or NIXL: an agent is seen from outside, by its log, its metrics page and
+its sockets.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import anyio
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.plain_sockets import ask, free_port
+
+WITHIN_S = 30.0
+ENDS_WITHIN_S = 15.0
+LEVELS_OF_TROUBLE = ("error", "critical")
+
+Settings = Mapping[str, Any]
+
+
+class NotInTimeError(AssertionError):
+    """A condition did not hold before its deadline."""
+
+
+async def until(condition: Callable[[], Any], within_s: float = WITHIN_S) -> None:
+    """Return once ``condition`` holds, while the event loop runs on; fail at the deadline."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise NotInTimeError("the condition never held")
+        await anyio.sleep(0.01)
+
+
+def wait_until(condition: Callable[[], Any], what: str, within_s: float = WITHIN_S) -> None:
+    """`until`, where no event loop runs."""
+    deadline = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > deadline:
+            raise NotInTimeError(f"never: {what}")
+        time.sleep(0.01)
+
+
+def write_config(path: Path, settings: Settings) -> None:
+    """A TOML file of flat keys, and of one level of sections."""
+    flat = [f"{k} = {json.dumps(v)}" for k, v in settings.items() if not isinstance(v, dict)]
+    for name, section in settings.items():
+        if isinstance(section, dict):
+            flat += [f"[{name}]", *(f"{k} = {json.dumps(v)}" for k, v in section.items())]
+    path.write_text("\n".join(flat) + "\n")
+
+
+@dataclass
+class AgentProcess:
+    """One agent, its files in a folder of its own; `start` it, or start it again after its end."""
+
+    role: str
+    folder: Path
+    settings: dict[str, Any]
+    env: dict[str, str] = field(default_factory=dict)
+    process: subprocess.Popen[bytes] | None = None
+    started: dict[str, Any] = field(default_factory=dict)
+    expected_trouble: set[str] = field(default_factory=set)
+    _log_from: int = 0
+
+    @property
+    def log_path(self) -> Path:
+        return self.folder / "log"
+
+    @property
+    def attach(self) -> Path:
+        return Path(self.started["attach"])
+
+    @property
+    def peer(self) -> str:
+        return str(self.started["peer"])
+
+    @property
+    def pid(self) -> int:
+        assert self.process is not None
+        return self.process.pid
+
+    @property
+    def alive(self) -> bool:
+        return self.process is not None and self.process.poll() is None
+
+    def launch(self) -> None:
+        """Start the process, and do not wait for it."""
+        config = self.folder / "config.toml"
+        write_config(config, self.settings)
+        self._log_from = len(self.lines())
+        with self.log_path.open("ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", f"kvbus_{self.role}", str(config)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **self.env},
+            )
+
+    def wait_started(self) -> None:
+        """Return once it serves."""
+        wait_until(
+            lambda: self.logged("agent.started") or not self.alive, f"{self.role} agent started"
+        )
+        assert self.alive, self.log_path.read_text()
+        self.started = self.logged("agent.started")[-1]
+
+    def start(self) -> None:
+        """Start the process and return once it serves."""
+        self.launch()
+        self.wait_started()
+
+    def restart(self) -> None:
+        """Start it again, where it was before."""
+        self.settings |= {"peer_bind": self.peer, "events_bind": self.started["events"]}
+        self.start()
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal; a stop is waited for."""
+        assert self.process is not None
+        self.process.send_signal(number)
+        if number is signal.SIGSTOP:
+            os.waitpid(self.pid, os.WUNTRACED)
+
+    def kill(self) -> None:
+        """End it at once, so that it cannot say anything."""
+        assert self.process is not None
+        self.process.kill()
+        self.process.wait()
+
+    def ask_to_end(self) -> None:
+        """Signal it, also when it is stopped; `end` follows."""
+        if self.process is not None and self.process.poll() is None:
+            self.process.send_signal(signal.SIGCONT)
+            self.process.terminate()
+
+    def end(self) -> None:
+        """Wait for its end, or make one."""
+        if self.process is None:
+            return
+        try:
+            self.process.wait(ENDS_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            self.process.wait()
+
+    def exit_status(self) -> int:
+        """Its exit status, once it has ended."""
+        assert self.process is not None
+        return self.process.wait(WITHIN_S)
+
+    def lines(self) -> list[str]:
+        """What it has written since it was started, whole lines."""
+        if not self.log_path.exists():
+            return []
+        text = self.log_path.read_text()
+        return text[: text.rfind("\n") + 1].splitlines()[self._log_from :]
+
+    def log(self) -> list[dict[str, Any]]:
+        """The lines of its log; a line that is none comes as the event ``not json``."""
+        return [_parsed(line) for line in self.lines()]
+
+    def logged(self, event: str, **fields: object) -> list[dict[str, Any]]:
+        """The lines of ``event`` that have these fields."""
+        wanted = {"event": event, **fields}.items()
+        return [line for line in self.log() if wanted <= _comparable(line).items()]
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The value of a metric on the page, summed over the labels that are not given.
+
+        A count of labels that never happened is not on the page, and 0.
+        """
+        page = f"http://{self.settings['metrics_bind']}/metrics"
+        with urllib.request.urlopen(page, timeout=WITHIN_S) as answer:
+            families = text_string_to_metric_families(answer.read().decode())
+        samples = [s for family in families for s in family.samples if s.name == f"kvbus_{name}"]
+        assert samples or labels, f"no metric {name}"
+        return sum(s.value for s in samples if labels.items() <= s.labels.items())
+
+    def status(self) -> dict[str, Any]:
+        """The answer to a status request on the peer socket."""
+        answer: dict[str, Any] = ask(self.peer, "status", {})["ok"]
+        return answer
+
+    def memory_maps(self, name: str) -> int:
+        """How many mappings of files with ``name`` in theirs the process has."""
+        maps = Path(f"/proc/{self.pid}/maps").read_text().splitlines()
+        return sum(name in line for line in maps)
+
+    def idle(self) -> bool:
+        """Whether it holds no offer, lease or fetch, and no transfer."""
+        return not any(self.status()["counts"].values())
+
+    def trouble(self) -> list[dict[str, Any]]:
+        """Lines that no test should cause: errors, tracebacks, and what is not JSON."""
+        return [
+            line
+            for line in self.log()
+            if line["event"] not in self.expected_trouble
+            and (
+                line["event"] == "not json"
+                or line.get("level") in LEVELS_OF_TROUBLE
+                or "exception" in line
+            )
+        ]
+
+
+def _parsed(line: str) -> dict[str, Any]:
+    try:
+        parsed = json.loads(line)
+    except json.JSONDecodeError:
+        return {"event": "not json", "text": line}
+    return parsed if isinstance(parsed, dict) else {"event": "not json", "text": line}
+
+
+def _comparable(line: dict[str, Any]) -> dict[str, Any]:
+    return {k: v for k, v in line.items() if isinstance(v, str | int | float | bool)}
+
+
+class Agents:
+    """All agents of one fixture; they end with it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.all: list[AgentProcess] = []
+
+    def prepare(self, role: str, *, env: Mapping[str, str] | None = None, **settings: Any) -> Any:
+        """An agent that is not started yet; its folder's name is short, as sockets lie in it."""
+        number = len(self.all)
+        folder = self.folder / str(number)
+        folder.mkdir(mode=0o700)
+        defaults = {
+            "agent_id": f"{role}-{number}",
+            "peer_bind": "tcp://127.0.0.1:0",
+            "events_bind": "tcp://127.0.0.1:0",
+            "runtime_dir": str(folder / "run"),
+            "metrics_bind": f"127.0.0.1:{free_port()}",
+            "heartbeat_s": 0.2,
+        }
+        self.all.append(AgentProcess(role, folder, {**defaults, **settings}, dict(env or {})))
+        return self.all[-1]
+
+    def start(self, *wanted: AgentProcess) -> None:
+        """Start agents side by side."""
+        for agent in wanted:
+            agent.launch()
+        for agent in wanted:
+            agent.wait_started()
+
+    def check(self) -> None:
+        """Nothing is left in any agent that lives, and none has logged what it should not."""
+        for agent in self.all:
+            if agent.alive:
+                wait_until(agent.idle, f"{agent.role} agent holds nothing: {agent.status()}")
+        assert [line for agent in self.all for line in agent.trouble()] == []
+
+    def end(self) -> None:
+        """End all of them, those that a test left stopped or hung included."""
+        for agent in self.all:
+            agent.ask_to_end()
+        for agent in self.all:
+            agent.end()
+
+
+A = TypeVar("A", bound=Agents)
+
+
+@contextmanager
+def agents_ended(kind: type[A]) -> Iterator[A]:
+    """Agents in a folder with a short path, as Linux allows 107 bytes for a Unix socket's."""
+    folder = Path(tempfile.mkdtemp(prefix="kv-"))
+    agents = kind(folder)
+    try:
+        yield agents
+    finally:
+        agents.end()
+        shutil.rmtree(folder)

@@ -1,0 +1,139 @@
+"""A signal lets an agent finish what runs and nothing new begin; what is left then is failed."""
+
+import signal
+
+import pytest
+
+from kvbus.engine import DecodeSession, PrefillSession
+from kvbus.errors import ErrorCode, RequestRefused
+from kvbus.protocol.engine import Outcome
+from tests.agents import until
+from tests.engines import engine, failure_of, make_spec, pair, same, works
+from tests.plain_sockets import ask
+
+pytestmark = pytest.mark.anyio
+
+NOTHING = {"num_tokens": 0, "block_ids": {"full": []}}
+
+
+async def test_a_draining_agent_finishes_what_runs_and_refuses_what_is_new(fresh):
+    prefill, decode = fresh.prefill(), fresh.decode()
+    fresh.start(prefill, decode)
+    async with pair(prefill.attach, decode.attach) as (source, target):
+        before = target.snapshot()
+        offer = await source.prefill.offer("r", **NOTHING, sealed=False)
+        fetch = target.decode.fetch(offer.ticket, num_tokens=16, block_ids={"full": [1]})
+        await until(lambda: prefill.status()["counts"]["leases"] == 1)
+
+        for agent in (prefill, decode):
+            agent.signal(signal.SIGTERM)
+        await until(lambda: prefill.status()["draining"] and decode.status()["draining"])
+        with pytest.raises(RequestRefused) as refused_offer:
+            await source.prefill.offer("new", **NOTHING)
+        refused_fetch = target.decode.fetch(offer.ticket, **NOTHING)
+        late = await failure_of(refused_fetch)
+        async with DecodeSession(decode.attach, make_spec()) as newcomer:
+            with pytest.raises(RequestRefused) as refused_engine:
+                await newcomer.register()
+        await offer.extend(16, {"full": [1]})
+        await offer.seal()
+        await fetch.completed()
+        outcome = await offer.released()
+        statuses = [agent.exit_status() for agent in (prefill, decode)]
+
+        assert not same(target.snapshot(), before)
+        assert outcome is Outcome.COMPLETED
+        assert {refused_offer.value.code, late.code, refused_engine.value.code} == {
+            ErrorCode.DRAINING
+        }
+        assert statuses == [0, 0]
+        assert prefill.logged("agent.drained")[0]["left"] == {}
+        assert prefill.logged("agent.stopped")
+        assert decode.logged("agent.stopped")
+
+
+@pytest.mark.parametrize("how", ["drain timeout", "second signal"])
+async def test_what_a_drain_does_not_finish_fails_by_name_and_the_agents_exit(fresh, how):
+    drain_timeout_s = 0.3 if how == "drain timeout" else 600.0
+    prefill = fresh.prefill(drain_timeout_s=600.0)
+    decode = fresh.decode(drain_timeout_s=drain_timeout_s)
+    fresh.start(prefill, decode)
+    async with pair(prefill.attach, decode.attach) as (source, target):
+        offer = await source.prefill.offer("r", **NOTHING, sealed=False)
+        fetch = target.decode.fetch(offer.ticket, num_tokens=16, block_ids={"full": [1]})
+        await until(lambda: prefill.status()["counts"]["leases"] == 1)
+
+        decode.signal(signal.SIGTERM)
+        await until(lambda: decode.logged("agent.draining"))
+        if how == "second signal":
+            decode.signal(signal.SIGTERM)
+        failure = await failure_of(fetch)
+        status = decode.exit_status()
+        await until(lambda: prefill.status()["counts"]["leases"] == 0)
+
+        assert failure.code is ErrorCode.DRAINING
+        assert failure.blocks_free
+        assert status == 0
+        assert decode.logged("agent.drained")[0]["left"]["fetches"] == 1
+        await offer.withdraw()
+
+
+async def test_offers_that_a_drain_does_not_finish_are_withdrawn(fresh):
+    prefill = fresh.prefill(drain_timeout_s=0.3)
+    fresh.start(prefill)
+    async with engine(PrefillSession, prefill.attach) as source:
+        offer = await source.prefill.offer("r", **NOTHING)
+
+        prefill.signal(signal.SIGINT)
+        outcome = await offer.released()
+
+        assert outcome is Outcome.WITHDRAWN
+        assert prefill.exit_status() == 0
+
+
+def test_an_idle_agent_ends_at_once_and_leaves_no_socket(fresh):
+    prefill, decode = fresh.prefill(), fresh.decode()
+    fresh.start(prefill, decode)
+
+    for agent in (prefill, decode):
+        agent.signal(signal.SIGTERM)
+
+    for agent in (prefill, decode):
+        assert agent.exit_status() == 0
+        assert not agent.attach.exists()
+
+
+async def test_full_tables_are_busy_and_have_room_again(fresh):
+    prefill, decode = fresh.prefill(max_offers=1), fresh.decode(max_fetches=1)
+    fresh.start(prefill, decode)
+    async with pair(prefill.attach, decode.attach) as (source, target):
+        offer = await source.prefill.offer("r", **NOTHING, sealed=False)
+        fetch = target.decode.fetch(offer.ticket, **NOTHING)
+
+        with pytest.raises(RequestRefused) as refused_offer:
+            await source.prefill.offer("one too many", **NOTHING)
+        one_too_many = target.decode.fetch(offer.ticket, **NOTHING)
+        failure = await failure_of(one_too_many)
+        await offer.seal()
+        await fetch.completed()
+        await offer.released()
+
+        assert refused_offer.value.code is ErrorCode.BUSY
+        assert failure.code is ErrorCode.BUSY
+        assert (failure.stage, failure.blocks_free) == ("requested", True)
+        for agent in (prefill, decode):
+            assert agent.metric("refusals_total", code="busy") == 1
+            assert agent.logged("request.refused", code="busy")
+        assert await works(source, target)
+
+
+async def test_more_engine_processes_than_an_agent_takes_are_turned_away(fresh):
+    prefill = fresh.prefill(max_engine_processes=2)
+    fresh.start(prefill)
+    async with engine(PrefillSession, prefill.attach):
+        with pytest.raises(RequestRefused) as refused:
+            await PrefillSession(prefill.attach, make_spec()).__aenter__()
+
+    assert refused.value.code is ErrorCode.BUSY
+    assert prefill.metric("attach_refused") == 1
+    assert "ok" in ask(prefill.peer, "status", {})

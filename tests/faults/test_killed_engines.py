@@ -1,0 +1,179 @@
+"""An engine that is killed takes its offers and fetches with it, and its memory; nothing else."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import kvbus
+from kvbus.engine import DecodeSession, PrefillSession
+from kvbus.errors import ErrorCode
+from kvbus.protocol.engine import Outcome
+from tests.agents import AgentProcess, until
+from tests.engines import (
+    LARGE,
+    NUM_LARGE_BLOCKS,
+    engine,
+    failure_of,
+    make_spec,
+    start_long_read,
+    works,
+)
+
+pytestmark = pytest.mark.anyio
+
+SCRIPT = Path(__file__).parent / "processes" / "engine.py"
+
+
+class EngineProcess:
+    """An engine in a process of its own."""
+
+    def __init__(self, agent: AgentProcess, engine_id: str, *arguments: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(SCRIPT), str(agent.attach), engine_id, *arguments],
+            stdout=subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": str(Path(kvbus.__file__).parents[1])},
+        )
+
+    def said(self) -> dict[str, Any]:
+        """Its one line."""
+        assert self.process.stdout is not None
+        line: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return line
+
+    def kill(self) -> None:
+        """End it at once; idempotent."""
+        self.process.kill()
+        self.process.wait()
+
+    def forget(self) -> None:
+        """End it, and close what connects to it."""
+        self.kill()
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+
+@pytest.fixture
+def start_engine() -> Iterator[Callable[..., EngineProcess]]:
+    """Starts engines that end with the test."""
+    started: list[EngineProcess] = []
+
+    def start(agent: AgentProcess, engine_id: str, *arguments: str) -> EngineProcess:
+        started.append(EngineProcess(agent, engine_id, *arguments))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.forget()
+
+
+def num_mappings_of(engine_id: str) -> int:
+    """How often the memory of an engine is mapped anywhere on the machine."""
+    found = 0
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            found += sum(f"kvbus-{engine_id}" in line for line in maps.read_text().splitlines())
+        except OSError:  # it ended meanwhile
+            continue
+    return found
+
+
+async def test_a_killed_prefill_engine_fails_its_reader_and_its_memory_is_gone(slow, start_engine):
+    prefill, decode = slow.all
+    spec = make_spec(groups=(LARGE,))
+    async with engine(
+        DecodeSession, decode.attach, make_spec(groups=(LARGE,)), num_blocks=NUM_LARGE_BLOCKS
+    ) as target:
+        doomed = start_engine(prefill, spec.engine_id, "prefill")
+        ticket = doomed.said()
+        num_tokens = ticket["num_tokens"]
+        ours = target.some_blocks(6, num_tokens)
+        fetch = target.decode.fetch(ticket, num_tokens=num_tokens, block_ids=ours)
+        await until(lambda: decode.metric("outstanding_handles") > 0)
+        mapped_before = num_mappings_of(spec.engine_id)
+
+        doomed.kill()
+        failure = await failure_of(fetch)
+        await fetch.blocks_freed()
+        await until(lambda: num_mappings_of(spec.engine_id) == 0)
+
+        assert mapped_before
+        assert failure.code in (ErrorCode.STALE, ErrorCode.OFFER_WITHDRAWN)
+        assert prefill.logged("engine.lost", engine_id=spec.engine_id)
+        assert prefill.logged("offer.released", engine_id=spec.engine_id, outcome="withdrawn")
+        async with engine(
+            PrefillSession, prefill.attach, spec, num_blocks=NUM_LARGE_BLOCKS, seed=3
+        ) as source:
+            assert await works(source, target)
+        old = target.decode.fetch(ticket, num_tokens=0, block_ids={"full": []})
+        assert (await failure_of(old)).code in (ErrorCode.STALE, ErrorCode.ENGINE_UNKNOWN)
+
+
+async def test_a_killed_decode_engine_gives_the_offer_back_and_its_memory_is_gone(
+    slow, start_engine
+):
+    prefill, decode = slow.all
+    spec = make_spec(groups=(LARGE,))
+    async with engine(
+        PrefillSession, prefill.attach, make_spec(groups=(LARGE,)), num_blocks=NUM_LARGE_BLOCKS
+    ) as source:
+        num_tokens = NUM_LARGE_BLOCKS * LARGE.block_size
+        theirs = source.some_blocks(5, num_tokens)
+        offer = await source.prefill.offer("r", num_tokens=num_tokens, block_ids=theirs)
+        doomed = start_engine(decode, spec.engine_id, "decode", json.dumps(offer.ticket))
+        doomed.said()
+        await until(lambda: decode.metric("outstanding_handles") > 0)
+        mapped_before = num_mappings_of(spec.engine_id)
+
+        doomed.kill()
+        await until(lambda: num_mappings_of(spec.engine_id) == 0)
+        await until(decode.idle)
+        await until(lambda: prefill.status()["counts"]["leases"] == 0)
+
+        assert mapped_before
+        assert decode.logged("engine.lost", engine_id=spec.engine_id)
+        assert decode.logged("handoff.failed", engine_id=spec.engine_id, code="engine_lost")
+        async with engine(
+            DecodeSession, decode.attach, spec, num_blocks=NUM_LARGE_BLOCKS, seed=3
+        ) as target:
+            again = target.decode.fetch(offer.ticket, num_tokens=64, block_ids={"full": [1]})
+            await again.completed()
+
+            assert await offer.released() is Outcome.COMPLETED
+            assert await works(source, target)
+
+
+async def test_an_engine_that_comes_back_hears_nothing_of_the_one_before(slow):
+    prefill, decode = slow.all
+    spec = make_spec(groups=(LARGE,))
+    heard: list[object] = []
+    async with engine(
+        PrefillSession,
+        prefill.attach,
+        make_spec(groups=(LARGE,)),
+        num_blocks=NUM_LARGE_BLOCKS,
+        seed=3,
+    ) as source:
+        async with engine(
+            DecodeSession, decode.attach, spec, num_blocks=NUM_LARGE_BLOCKS
+        ) as target:
+            offer, fetch = await start_long_read(source, target)
+            prefill.signal(signal.SIGSTOP)
+        await until(lambda: decode.logged("handoff.failed", fetch_id=fetch.fetch_id))
+
+        async with DecodeSession(
+            decode.attach, spec, on_fetched=heard.append, on_blocks_freed=heard.append
+        ) as control:
+            await control.register()
+            prefill.signal(signal.SIGCONT)
+            await until(lambda: decode.logged("blocks.freed", fetch_id=fetch.fetch_id))
+            await until(lambda: num_mappings_of(spec.engine_id) == 0)
+
+        assert heard == []
+        await offer.withdraw()
