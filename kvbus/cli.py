@@ -1,0 +1,42 @@
+"""The command line ``kvbus``: only the list of its commands.
+
+Refuses to do any work: each command is a function of the module that it is imported from.
+"""
+
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+
+from kvbus.bench.command import bench
+from kvbus.demo.command import demo
+from kvbus.status_command import status
+
+app = typer.Typer(
+    help="Moves the KV cache of LLM requests from a prefill engine to a decode engine.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    pretty_exceptions_enable=False,
+)
+app.command()(demo)
+app.command()(bench)
+app.command()(status)
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvbus {version('kvbus')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    _: Annotated[
+        bool,
+        typer.Option(
+            "--version", callback=_print_version, is_eager=True, help="Print the version and exit."
+        ),
+    ] = False,
+) -> None:
+    """The options before a command."""

@@ -1,0 +1,31 @@
+"""One question to the peer socket of an agent, as a router or a tool asks it.
+
+Refuses to keep a connection: who asks often keeps a `RequestClient`.
+"""
+
+import anyio
+
+from kvbus.bus import RequestClient, new_boot_id, new_context
+from kvbus.errors import KVBusError
+from kvbus.protocol.envelope import Body
+from kvbus.protocol.message import M, Message, from_body, to_body
+
+
+async def ask_agent(endpoint: str, message: Message, reply: type[M], *, timeout_s: float) -> M:
+    """The typed reply of the agent at ``endpoint``.
+
+    Raises `RequestRefused`, `RequestTimeout`, and `ConfigError` for an endpoint that is none.
+    """
+    outcome: Body | KVBusError
+    with new_context() as context:
+        client = RequestClient(context, endpoint, boot=new_boot_id())
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(client.run)
+            try:
+                outcome = await client.request(message.op, to_body(message), timeout_s=timeout_s)
+            except KVBusError as error:
+                outcome = error
+            tasks.cancel_scope.cancel()
+    if isinstance(outcome, KVBusError):
+        raise outcome
+    return from_body(reply, outcome)

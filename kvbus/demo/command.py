@@ -1,0 +1,127 @@
+"""The command ``kvbus demo``: its options, its progress bar, its exit status.
+
+Refuses to succeed unless every output matched and nothing is left behind.
+"""
+
+import json
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from signal import Signals
+
+import anyio
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
+
+from kvbus.demo import arguments as args
+from kvbus.demo.folder import private_folder
+from kvbus.demo.leaves import leaves
+from kvbus.demo.options import DemoOptions, Layout
+from kvbus.demo.outcome import DemoReport
+from kvbus.demo.prompts import read_prompts
+from kvbus.demo.run import OnProgress, run_demo
+from kvbus.demo.table import print_report
+from kvbus.errors import ConfigError, KVBusError
+
+
+def demo(
+    *,
+    requests: args.Requests = 12,
+    concurrency: args.Concurrency = 4,
+    prefill_tp: args.PrefillTp = 1,
+    decode_tp: args.DecodeTp = 1,
+    block_size: args.BlockSize = 16,
+    layout: args.BlockLayout = Layout.NHD,
+    cross_layer: args.CrossLayer = False,
+    max_new_tokens: args.MaxNewTokens = 24,
+    prompt_file: args.PromptFile = None,
+    seed: args.Seed = 0,
+    keep_logs: args.KeepLogs = None,
+    as_one_json: args.AsOneJson = False,
+    flip_one_byte: args.FlipOneByte = False,
+) -> None:
+    """Hand requests from a prefill engine to a decode engine, and compare with one engine alone.
+
+    Starts two agents and two engines (a small transformer with a paged KV cache), plays the router,
+    and compares every output, tokens and logits, with the same model run alone. Exit status 0 means
+    that all were equal and that every block came back.
+    """
+    with _told_as_bad_parameter():
+        options = DemoOptions(
+            prompts=read_prompts(prompt_file),
+            num_requests=requests,
+            concurrency=concurrency,
+            prefill_tp=prefill_tp,
+            decode_tp=decode_tp,
+            block_size=block_size,
+            layout=layout,
+            cross_layer=cross_layer,
+            max_new_tokens=max_new_tokens,
+            seed=seed,
+            keep_logs=_made(keep_logs),
+            flip_one_byte=flip_one_byte,
+        )
+    _print(_run(options), as_one_json=as_one_json)
+
+
+def _print(report: DemoReport, *, as_one_json: bool) -> None:
+    """The table, the JSON, and exit status 1 when the report is not what it has to be."""
+    print_report(report, Console(highlight=False))
+    if as_one_json:
+        sys.stdout.write(json.dumps(report.summary()) + "\n")
+    if not report.ok:
+        raise typer.Exit(1)
+
+
+def _run(options: DemoOptions) -> DemoReport:
+    """The report; exits when there is none."""
+    try:
+        with private_folder() as folder, _progress_bar() as on_progress:
+            outcome = anyio.run(run_demo, options, folder, on_progress)
+    except* KVBusError as errors:
+        for error in leaves(errors):
+            sys.stderr.write(f"error: {error.message}\n")
+        raise typer.Exit(1) from errors
+    if isinstance(outcome, Signals):
+        sys.stderr.write(f"ended by {outcome.name}; every process of the demo has ended, too\n")
+        raise typer.Exit(128 + outcome)
+    return outcome
+
+
+@contextmanager
+def _progress_bar() -> Iterator[OnProgress]:
+    """A bar on stderr while it is a terminal."""
+    console = Console(stderr=True)
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn())
+    with Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal
+    ) as progress:
+        bar = progress.add_task("starting", total=None)
+
+        def on_progress(what: str, num_done: int, num_in_all: int) -> None:
+            if num_in_all:
+                what = f"{what} ({num_done}/{num_in_all})"
+            if not num_done:
+                progress.reset(bar)
+            progress.update(bar, description=what, completed=num_done, total=num_in_all or None)
+
+        yield on_progress
+
+
+@contextmanager
+def _told_as_bad_parameter() -> Iterator[None]:
+    try:
+        yield
+    except ConfigError as error:
+        raise typer.BadParameter(error.message) from error
+
+
+def _made(folder: Path | None) -> Path | None:
+    if folder is not None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(f"cannot make the folder {folder}: {error.strerror}") from error
+    return folder

@@ -1,0 +1,103 @@
+"""How a run of the demo looks on a terminal: a row for each request, then what it comes to.
+
+Refuses to be wider than 80 columns.
+"""
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from kvbus.demo.options import num_tokens
+from kvbus.demo.outcome import DemoReport, Served
+
+# Two lines each, so that a row fits into 80 columns.
+STAGES = {
+    "resolving": "resol-\nving",
+    "claiming": "claim-\ning",
+    "waiting": "wait-\ning",
+    "reading": "read-\ning",
+    "confirming": "confirm-\ning",
+}
+DONE, FAILED = "green", "bold red"
+
+
+def print_report(report: DemoReport, console: Console) -> None:
+    """The table and the lines below it."""
+    console.print(Group(request_table(report), *summary_lines(report)))
+
+
+def request_table(report: DemoReport) -> Table:
+    """One row a request."""
+    table = Table(
+        title="Handoffs (stage times in ms)",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        padding=0,
+        title_justify="left",
+    )
+    table.add_column("#", justify="right")
+    table.add_column("tokens\nin+out", justify="right", no_wrap=True)
+    for heading in ("blocks", "KiB", *STAGES.values(), "total"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("path")
+    table.add_column("same")
+    for number, served in enumerate(report.served, start=1):
+        table.add_row(str(number), *_cells(served), _verdict(report, served))
+    return table
+
+
+def summary_lines(report: DemoReport) -> list[Text]:
+    """What the run comes to, a line each."""
+    summary = report.summary()
+    num_requests, num_matched = summary["requests"], summary["matched"]
+    lines = [
+        Text(
+            f"{num_matched} of {num_requests} outputs equal those of the model run alone,"
+            " tokens and logits",
+            style=DONE if num_matched == num_requests else FAILED,
+        )
+    ]
+    lines += [
+        Text(f"{count} failed: {why}", style=FAILED) for why, count in report.failures.items()
+    ]
+    if report.handoffs:
+        p50, p99 = (summary["handoff_ms"][name] for name in ("p50", "p99"))
+        moved = f"moved {summary['bytes'] / 1e6:.1f} MB; a handoff took"
+        lines.append(Text(f"{moved} {p50:.1f} ms (p50), {p99:.1f} ms (p99)"))
+    return [*lines, _leak_line(report)]
+
+
+def _leak_line(report: DemoReport) -> Text:
+    leaks = report.leaks
+    if not leaks.total:
+        return Text("every block came back", style=DONE)
+    return Text(
+        f"still held: {leaks.prefill_blocks} blocks of the prefill engine,"
+        f" {leaks.decode_blocks} of the decode engine,"
+        f" {leaks.offers} offers, {leaks.fetches} fetches",
+        style=FAILED,
+    )
+
+
+def _cells(served: Served) -> list[str]:
+    prefilled, decoded = served.prefilled, served.decoded
+    tokens = f"{num_tokens(served.prompt)}+{len(served.output)}"
+    blocks = str(prefilled.num_blocks) if prefilled else ""
+    if decoded is None:
+        return [tokens, blocks, *[""] * (len(STAGES) + 3)]
+    stages = (getattr(decoded.stages_s, stage) for stage in STAGES)
+    return [
+        tokens,
+        blocks,
+        f"{decoded.num_bytes / 1024:.0f}",
+        *(f"{seconds * 1e3:.1f}" for seconds in stages),
+        f"{decoded.handoff_s * 1e3:.1f}",
+        decoded.path,
+    ]
+
+
+def _verdict(report: DemoReport, served: Served) -> Text:
+    if served.failed is not None:
+        return Text("failed", style=FAILED)
+    return Text("yes", style=DONE) if report.matches(served) else Text("NO", style=FAILED)

@@ -1,0 +1,67 @@
+"""The command ``kvbus status``: what an agent holds now, by its peer socket.
+
+Refuses to wait longer than it was told.
+"""
+
+import sys
+from typing import Annotated, NoReturn
+
+import anyio
+import msgspec
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from kvbus.demo.ask import ask_agent
+from kvbus.errors import ConfigError, KVBusError, RequestTimeout
+from kvbus.protocol.peer import AgentStatus, Status
+
+
+def status(
+    endpoint: Annotated[
+        str,
+        typer.Argument(metavar="ENDPOINT", help="The agent's peer address, tcp://HOST:PORT."),
+    ],
+    timeout: Annotated[
+        float, typer.Option(min=0.01, max=3600, metavar="SECONDS", help="How long to wait for it.")
+    ] = 3.0,
+    as_one_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Ask an agent for its engines and for what it holds."""
+    try:
+        answer = anyio.run(_ask, endpoint, timeout)
+    except RequestTimeout as error:
+        _fail(f"no agent answered at {endpoint} within {timeout:g} s", error)
+    except ConfigError as error:
+        raise typer.BadParameter(error.message) from error
+    except KVBusError as error:
+        _fail(f"{endpoint}: {error.code}: {error.message}", error)
+    if as_one_json:
+        sys.stdout.write(msgspec.json.encode(answer).decode() + "\n")
+    else:
+        state = "draining" if answer.draining else "serving"
+        console = Console(highlight=False)
+        console.print(f"{answer.agent_id}: {answer.role} agent, {state}")
+        console.print(status_table(answer))
+
+
+def status_table(answer: AgentStatus) -> Table:
+    """Two columns: what, and how much of it."""
+    table = Table("what", "value", box=SIMPLE_HEAD, show_edge=False)
+    for engine_id, is_ready in answer.engines.items():
+        table.add_row(f"engine {engine_id}", "ready" if is_ready else "not ready")
+    if not answer.engines:
+        table.add_row("engines", "none")
+    for what, count in answer.counts.items():
+        table.add_row(what.replace("_", " "), str(count))
+    return table
+
+
+async def _ask(endpoint: str, timeout_s: float) -> AgentStatus:
+    return await ask_agent(endpoint, Status(), AgentStatus, timeout_s=timeout_s)
+
+
+def _fail(message: str, error: KVBusError) -> NoReturn:
+    sys.stderr.write(f"error: {message}\n")
+    raise typer.Exit(1) from error

@@ -1,0 +1,98 @@
+"""`kvbus demo` as its users run it: a process of its own, seen from outside."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.agents import wait_until
+
+ENDS_WITHIN_S = 60.0
+
+
+@dataclass
+class RunningDemo:
+    """One run, its temporary files below ``folder``."""
+
+    process: subprocess.Popen[str]
+    folder: Path
+
+    @property
+    def logs(self) -> Path:
+        return self.folder / "logs"
+
+    def children(self) -> dict[int, str]:
+        """The command lines of its child processes, by pid."""
+        found = {}
+        for stat in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                parent = int(stat.read_text().rpartition(")")[2].split()[1])
+                command = (stat.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if parent == self.process.pid:
+                found[int(stat.parent.name)] = command
+        return found
+
+    def wait_mid_run(self) -> dict[int, str]:
+        """Return its four child processes once handoffs complete."""
+        log = self.logs / "decode-agent.log"
+        wait_until(lambda: log.exists() and "handoff.completed" in log.read_text(), "a handoff")
+        return self.children()
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def end(self) -> tuple[int, str, str]:
+        """Its exit status, stdout and stderr."""
+        stdout, stderr = self.process.communicate(timeout=ENDS_WITHIN_S)
+        return self.process.returncode, stdout, stderr
+
+    def left_files(self) -> list[Path]:
+        """What is left in its temporary folder but the logs that were asked for."""
+        return [path for path in self.folder.iterdir() if path != self.logs]
+
+
+class Demo:
+    """Starts runs; each ends with the test."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.running: list[RunningDemo] = []
+
+    def start(self, *arguments: str) -> RunningDemo:
+        command = [sys.executable, "-c", "from kvbus.cli import app; app()", "demo", *arguments]
+        process = subprocess.Popen(
+            [*command, "--keep-logs", str(self._folder / "logs")],
+            env={**os.environ, "TMPDIR": str(self._folder), "COLUMNS": "80"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.running.append(RunningDemo(process, self._folder))
+        return self.running[-1]
+
+    def run(self, *arguments: str) -> tuple[int, dict[str, Any], str]:
+        """Exit status, the object of ``--json``, and what stands above it."""
+        status, stdout, stderr = self.start("--json", *arguments).end()
+        *above, last = stdout.splitlines() or [stderr]
+        return status, json.loads(last), "\n".join(above)
+
+
+@pytest.fixture
+def demo() -> Iterator[Demo]:
+    """Runs of the demo, in a folder of a short name, as sockets lie below it."""
+    with tempfile.TemporaryDirectory(prefix="kv-") as folder:
+        demo = Demo(Path(folder))
+        yield demo
+        for one in demo.running:
+            with one.process as process:
+                process.kill()

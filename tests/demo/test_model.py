@@ -1,0 +1,281 @@
+"""The demo's transformer: its output depends on the whole prompt, and not on where its KV lies.
+
+Axes: block, slot (of a block), token, head, dim; layer; kv (K, then V).
+"""
+
+import math
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvbus.demo.generate import decode, encode, generate_alone, prefill_prompt
+from kvbus.demo.model import Transformer, one_thread
+from kvbus.demo.model_config import ModelConfig
+from kvbus.demo.paged_cache import LayerViews, PagedKV
+from kvbus.demo.step import Step
+from kvbus.errors import ConfigError, LocalError
+from kvbus.geometry import held_heads
+
+PROMPT = encode("The prefill engine reads the prompt once; the decode engine never does. " * 2)
+NUM_STEPS = 8
+SMALL = ModelConfig(num_layers=2, head_dim=16, hidden=64, intermediate=96)
+SMALL_PROMPT = PROMPT[:37]
+
+
+@pytest.fixture(scope="module")
+def model() -> Transformer:
+    return Transformer(ModelConfig())
+
+
+@pytest.fixture(scope="module")
+def small() -> Transformer:
+    return Transformer(SMALL)
+
+
+def generate(
+    model: Transformer, kv: PagedKV, block_ids: list[int], tokens_per_pass: int | None = None
+) -> list[Step]:
+    """Like `generate_alone`, in a given cache."""
+    first = prefill_prompt(
+        model, kv, block_ids, prompt=SMALL_PROMPT, tokens_per_pass=tokens_per_pass
+    )
+    position = len(SMALL_PROMPT)
+    num_steps = NUM_STEPS - 1
+    return [
+        first,
+        *decode(
+            model, kv, block_ids, first_token=first.token, position=position, num_steps=num_steps
+        ),
+    ]
+
+
+def poisoned(kv: PagedKV) -> PagedKV:
+    """The same cache filled with NaN, so that a read of a slot never written shows."""
+    for views in (views for layers in kv.views for views in layers):
+        views.k.fill_(math.nan)
+        views.v.fill_(math.nan)
+    return kv
+
+
+@pytest.mark.parametrize("position", [0, 1, 40, 90, len(PROMPT) - 1])
+def test_output_depends_on_every_byte_of_the_prompt(model: Transformer, position: int) -> None:
+    changed = list(PROMPT)
+    changed[position] ^= 1
+
+    steps = generate_alone(model, PROMPT, NUM_STEPS)
+    others = generate_alone(model, changed, NUM_STEPS)
+
+    assert [step.token for step in steps] != [step.token for step in others]
+    assert all(a.digest != b.digest for a, b in zip(steps, others, strict=True))
+
+
+def test_output_depends_on_the_order_of_the_prompt(model: Transformer) -> None:
+    swapped = [PROMPT[1], PROMPT[0], *PROMPT[2:]]
+
+    assert generate_alone(model, PROMPT, 1) != generate_alone(model, swapped, 1)
+
+
+def test_output_does_not_repeat_one_token(model: Transformer) -> None:
+    tokens = [step.token for step in generate_alone(model, PROMPT, 24)]
+
+    assert len(set(tokens)) > 12
+
+
+def test_the_same_seed_gives_the_same_output_and_another_seed_another() -> None:
+    steps = [
+        generate_alone(
+            Transformer(ModelConfig(num_layers=2, hidden=64, intermediate=96, seed=seed)), PROMPT, 4
+        )
+        for seed in (7, 7, 8)
+    ]
+
+    assert steps[0] == steps[1]
+    assert steps[0] != steps[2]
+
+
+@settings(max_examples=40, deadline=None)
+@given(random=st.randoms(use_true_random=False), block_size=st.integers(1, 20))
+def test_output_is_bitwise_the_same_whatever_the_block_ids_order_and_size(
+    small: Transformer, random: object, block_size: int
+) -> None:
+    num_blocks = 60
+    block_ids = list(range(num_blocks))
+    random.shuffle(block_ids)  # type: ignore[attr-defined]  # hypothesis names no public type
+    kv = poisoned(PagedKV.private(SMALL, num_blocks=num_blocks, block_size=block_size))
+    needed = -(-(len(SMALL_PROMPT) + NUM_STEPS) // block_size)
+
+    steps = generate(small, kv, block_ids[:needed])
+
+    assert steps == generate_alone(small, SMALL_PROMPT, NUM_STEPS)
+
+
+@pytest.mark.parametrize("tp", [2, 3, 4, 5, 6, 7, 8])
+def test_output_is_bitwise_the_same_whatever_the_tensor_parallelism(
+    small: Transformer, tp: int
+) -> None:
+    kv = poisoned(PagedKV.private(SMALL, num_blocks=3, block_size=16, tp=tp))
+
+    steps = generate(small, kv, [1, 2, 0])
+
+    assert steps == generate_alone(small, SMALL_PROMPT, NUM_STEPS)
+
+
+NUM_BLOCKS, BLOCK_SIZE = 16, 4
+# Name of the storage's axes → how [block, slot, head, dim] of a layer's K or V is read from it.
+STORAGE_ORDERS = {
+    "layer kv block slot head dim": "NHD",
+    "layer kv block head slot dim": "HND",
+    "layer block kv slot head dim": "K and V in one block",
+    "layer block slot head dim kv": "K and V element by element",
+    "block layer kv head slot dim": "cross-layer blocks",
+    "kv dim slot block head layer": "no order that anyone would choose",
+}
+
+
+def strided(order: str, tp: int, offset_bytes: int) -> PagedKV:
+    """A cache of one storage a rank, in memory that torch did not allocate."""
+
+    def views_of(rank: int) -> list[LayerViews]:
+        sizes = {
+            "layer": SMALL.num_layers,
+            "kv": 2,
+            "block": NUM_BLOCKS,
+            "slot": BLOCK_SIZE,
+            "head": len(held_heads(rank, tp, SMALL.num_kv_heads)),
+            "dim": SMALL.head_dim,
+        }
+        axes = order.split()
+        num_elements = math.prod(sizes.values())
+        memory = bytearray(num_elements * SMALL.kv_dtype.itemsize + offset_bytes)
+        storage = torch.frombuffer(memory, dtype=SMALL.kv_dtype, offset=offset_bytes)
+        view = storage.view([sizes[axis] for axis in axes]).permute(
+            [axes.index(axis) for axis in ("layer", "kv", "block", "slot", "head", "dim")]
+        )
+        return [LayerViews(k=layer[0], v=layer[1]) for layer in view]
+
+    return PagedKV([views_of(rank) for rank in range(tp)])
+
+
+@pytest.mark.parametrize("offset_bytes", [0, 2])
+@pytest.mark.parametrize("tp", [1, 4])
+@pytest.mark.parametrize("order", STORAGE_ORDERS, ids=STORAGE_ORDERS.values())
+def test_output_is_bitwise_the_same_whatever_the_strides(
+    small: Transformer, order: str, tp: int, offset_bytes: int
+) -> None:
+    kv = poisoned(strided(order, tp, offset_bytes))
+
+    steps = generate(small, kv, [14, 3, 8, 0, 1, 15, 9, 10, 2, 7, 6, 12])
+
+    assert steps == generate_alone(small, SMALL_PROMPT, NUM_STEPS)
+
+
+@settings(max_examples=30, deadline=None)
+@given(tokens_per_pass=st.integers(1, len(SMALL_PROMPT) + 1))
+def test_chunked_prefill_equals_whole_prefill(small: Transformer, tokens_per_pass: int) -> None:
+    whole, chunked = (
+        poisoned(PagedKV.private(SMALL, num_blocks=3, block_size=16)) for _ in range(2)
+    )
+    block_ids = [2, 0, 1]
+
+    expected = small.prefill(SMALL_PROMPT, whole, block_ids)
+    for start in range(0, len(SMALL_PROMPT), tokens_per_pass):
+        part = SMALL_PROMPT[start : start + tokens_per_pass]
+        logits = small.prefill(part, chunked, block_ids, start=start)
+
+    torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+
+
+def test_prefill_passes_give_the_steps_of_the_reference_with_the_same_passes(
+    small: Transformer,
+) -> None:
+    kv = PagedKV.private(SMALL, num_blocks=3, block_size=16)
+
+    steps = generate(small, kv, [2, 1, 0], tokens_per_pass=10)
+
+    assert steps == generate_alone(small, SMALL_PROMPT, NUM_STEPS, tokens_per_pass=10)
+
+
+def test_a_second_request_in_the_same_cache_changes_nothing(small: Transformer) -> None:
+    kv = PagedKV.private(SMALL, num_blocks=24, block_size=4)
+    mine, others = list(range(0, 24, 2)), list(range(1, 24, 2))
+    first = prefill_prompt(small, kv, mine, prompt=SMALL_PROMPT)
+    prefill_prompt(small, kv, others, prompt=PROMPT[40:80])
+
+    steps = decode(
+        small,
+        kv,
+        mine,
+        first_token=first.token,
+        position=len(SMALL_PROMPT),
+        num_steps=NUM_STEPS - 1,
+    )
+
+    assert [first, *steps] == generate_alone(small, SMALL_PROMPT, NUM_STEPS)
+
+
+def test_it_computes_on_one_thread_whatever_the_process_uses() -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        with one_thread():
+            inside = torch.get_num_threads()
+        with pytest.raises(ZeroDivisionError), one_thread():
+            _ = 1 / 0
+        after = torch.get_num_threads()
+    finally:
+        torch.set_num_threads(before)
+
+    assert (inside, after) == (1, 2)
+
+
+def test_output_does_not_depend_on_the_number_of_threads_and_leaves_it_alone(
+    model: Transformer,
+) -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(2)
+        on_two = generate_alone(model, PROMPT, 2)
+        threads_after = torch.get_num_threads()
+        torch.set_num_threads(1)
+        on_one = generate_alone(model, PROMPT, 2)
+    finally:
+        torch.set_num_threads(before)
+
+    assert on_two == on_one
+    assert threads_after == 2
+
+
+@pytest.mark.parametrize(
+    ("tokens", "start"), [([], 0), ([256], 0), ([-1], 0), ([1], -1), ([1, 2], 4095), ([1], 4096)]
+)
+def test_tokens_that_the_model_has_no_place_for_are_refused(
+    model: Transformer, tokens: list[int], start: int
+) -> None:
+    kv = PagedKV.private(model.config, num_blocks=1, block_size=4)
+
+    with pytest.raises(LocalError, match=r"max_tokens|one or more of"):
+        model.prefill(tokens, kv, [0], start=start)
+
+
+def test_an_empty_prompt_is_refused(small: Transformer) -> None:
+    with pytest.raises(LocalError, match="no tokens"):
+        generate_alone(small, [], 1)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("num_layers", 0),
+        ("num_kv_heads", 3),
+        ("head_dim", 15),
+        ("rope_theta", -1.0),
+        ("kv_dtype", torch.int8),
+    ],
+)
+def test_a_shape_that_attention_cannot_have_is_refused(key: str, value: object) -> None:
+    with pytest.raises(ConfigError) as caught:
+        ModelConfig(**{key: value})  # type: ignore[arg-type]  # on purpose
+
+    assert caught.value.detail["key"] in {key, "num_query_heads"}
