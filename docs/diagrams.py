@@ -5,12 +5,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TypeVar
 
+from kvbus.agent.diagrams import Table, state_diagram, state_sentences
 from kvbus_decode import transitions as decode
 from kvbus_decode.fetch import FetchState
 from kvbus_prefill import transitions as prefill
 from kvbus_prefill.offer import OfferState
-
-from kvbus.agent.diagrams import Table, state_diagram, state_sentences
 
 PAGE = Path(__file__).with_name("state-machines.md")
 S = TypeVar("S", bound=StrEnum)

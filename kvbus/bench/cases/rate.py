@@ -1,0 +1,91 @@
+"""How many one-block handoffs a second go through, 64 at a time, and what each costs in CPU.
+
+Refuses to wait for offers: the prefill engine is always some ahead.
+"""
+
+import time
+from dataclasses import dataclass, field
+from itertools import cycle
+
+import anyio
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+
+from kvbus.bench.effort import Effort
+from kvbus.bench.engines import Bench, EnginePair, Ticket
+from kvbus.bench.figures import Figure, Target
+from kvbus.bench.shapes import SMALL, Tables, contiguous, scattered
+from kvbus.bench.spread import quantile
+
+CASE = "rate"
+CONCURRENCY = 64
+OFFERS_AT_ONCE = 32
+WARM_UP_S = 1.0
+DURATION_S = 10.0
+A_SECOND = Target(1000, at_least=True)
+
+Offered = tuple[Ticket, Tables]
+
+
+@dataclass(slots=True)
+class _Rate:
+    """Handoffs by many workers until the time is over; only those after ``counts_from`` count."""
+
+    pair: EnginePair
+    counts_from: float
+    ends_at: float
+    latencies_s: list[float] = field(default_factory=list)
+
+    async def run(self) -> None:
+        send, receive = anyio.create_memory_object_stream[Offered](2 * OFFERS_AT_ONCE)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._offer, send)
+            for _ in range(CONCURRENCY):
+                tasks.start_soon(self._work, receive.clone())
+            receive.close()
+
+    async def _offer(self, send: MemoryObjectSendStream[Offered]) -> None:
+        blocks = cycle(scattered(4 * CONCURRENCY).prefill.tolist())
+        async with send:
+            while time.perf_counter() < self.ends_at:
+                batch = [_one_block(next(blocks)) for _ in range(OFFERS_AT_ONCE)]
+                tickets = await self.pair.offer_all(batch)
+                for offered in zip(tickets, batch, strict=True):
+                    await send.send(offered)
+
+    async def _work(self, receive: MemoryObjectReceiveStream[Offered]) -> None:
+        async with receive:
+            async for ticket, tables in receive:
+                handoff = await self.pair.fetch(ticket, tables)
+                if self.counts_from <= time.perf_counter() < self.ends_at:
+                    self.latencies_s.append(handoff.seconds)
+
+
+async def measure_rate(bench: Bench, effort: Effort) -> list[Figure]:
+    """Warm up, then count handoffs and CPU time over the same stretch."""
+    duration_s = effort.seconds(DURATION_S)
+    async with bench.engines(SMALL, 8 * CONCURRENCY) as pair:
+        await pair.verify(contiguous(1))
+        now = time.perf_counter()
+        counts_from = now + effort.seconds(WARM_UP_S)
+        rate = _Rate(pair, counts_from, counts_from + duration_s)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(rate.run)
+            await anyio.sleep(counts_from - now)
+            before = bench.cpu_s()
+            await anyio.sleep(duration_s)
+            after = bench.cpu_s()
+        await pair.settle()
+    num = len(rate.latencies_s)
+    return [
+        Figure(CASE, "handoffs", num / duration_s, "1/s", A_SECOND),
+        Figure(CASE, "handoff p50", quantile(rate.latencies_s, 0.5) * 1e3, "ms"),
+        Figure(CASE, "handoff p99", quantile(rate.latencies_s, 0.99) * 1e3, "ms"),
+        *(
+            Figure(CASE, f"{name} CPU", (after[name] - before[name]) / num * 1e6, "µs a handoff")
+            for name in before
+        ),
+    ]
+
+
+def _one_block(block: int) -> Tables:
+    return Tables(*(contiguous(1).prefill + block for _ in range(2)))

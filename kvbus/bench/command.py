@@ -1,0 +1,65 @@
+"""The command ``kvbus bench``: its options, its figures, its exit status.
+
+Refuses to fail for a missed target; a handoff that fails, or brings wrong bytes, is exit status 1.
+"""
+
+import os
+import platform
+import sys
+from collections.abc import Iterator
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+from kvbus.bench.case_names import CaseName
+from kvbus.bench.effort import Effort
+from kvbus.bench.figures import Figure, as_json
+from kvbus.bench.report import print_figures
+from kvbus.errors import KVBusError
+
+
+def bench(
+    rounds: Annotated[
+        int, typer.Option(min=1, help="Rounds of a raw and a kvbus transfer.")
+    ] = Effort().rounds,
+    only: Annotated[
+        list[CaseName] | None, typer.Option(help="Measure this case only; may be repeated.")
+    ] = None,
+    as_one_json: Annotated[
+        bool, typer.Option("--json", help="Print one JSON object, as the last line of stdout.")
+    ] = False,
+    scale: Annotated[float, typer.Option(min=1e-4, max=1.0, hidden=True)] = 1.0,
+) -> None:
+    """Measure handoffs beside bare NIXL on this machine, with agents and engines of its own."""
+    names = only or list(CaseName)
+    machine = {
+        "cpus": os.cpu_count(),
+        "load_before": round(os.getloadavg()[0], 2),
+        "kernel": platform.release(),
+        "python": platform.python_version(),
+        "scale": scale,
+        "rounds": rounds,
+    }
+    from kvbus.bench.run import run_bench  # noqa: PLC0415 - torch costs seconds, even for --help
+
+    refused: list[KVBusError] = []
+    figures: list[Figure] = []
+    try:
+        figures = run_bench(names, Effort(rounds, scale))
+    except* KVBusError as errors:
+        refused.extend(_leaves(errors))
+    if refused:
+        sys.stderr.writelines(f"error: {error}\n" for error in refused)
+        raise typer.Exit(1)
+    print_figures(figures, Console())
+    if as_one_json:
+        sys.stdout.write(as_json(figures, machine) + "\n")
+
+
+def _leaves(group: BaseExceptionGroup[KVBusError]) -> Iterator[KVBusError]:
+    for error in group.exceptions:
+        if isinstance(error, BaseExceptionGroup):
+            yield from _leaves(error)
+        else:
+            yield error

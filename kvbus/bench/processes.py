@@ -1,0 +1,49 @@
+"""Child processes of the benchmark: Python modules that live as long as their ``with`` block.
+
+Refuses to leave one behind: who does not end when told is killed.
+"""
+
+import contextlib
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+END_TIMEOUT_S = 10.0
+
+
+@contextlib.contextmanager
+def running(
+    module: str, *arguments: str, log: Path | None = None
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Run ``python -m module`` with pipes for its stdin and stdout, its stderr into ``log``."""
+    with contextlib.ExitStack() as stack:
+        stderr = stack.enter_context(log.open("wb")) if log is not None else None
+        process = subprocess.Popen(
+            [sys.executable, "-m", module, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+        )
+        stack.callback(_end, process)
+        yield process
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds of a process so far, all threads, user and system."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(OSError):
+                pipe.close()
+    process.terminate()
+    try:
+        process.wait(END_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

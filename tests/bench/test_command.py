@@ -1,0 +1,36 @@
+"""`kvbus bench` in small: real agents, real NIXL, every case, figures that make sense."""
+
+import json
+
+import typer
+from typer.testing import CliRunner, Result
+
+from kvbus.bench.case_names import CaseName
+from kvbus.bench.command import bench
+
+
+def run(*arguments: str) -> Result:
+    app = typer.Typer()
+    app.command()(bench)
+    return CliRunner().invoke(app, ["--json", "--rounds", "1", *arguments])
+
+
+def test_every_case_gives_figures_in_one_line_of_json() -> None:
+    result = run("--scale", "0.005")
+
+    assert result.exit_code == 0, result.output
+    figures = json.loads(result.stdout.splitlines()[-1])["figures"]
+    assert {figure["case"] for figure in figures} == set(CaseName)
+    assert all(figure["value"] >= 0 for figure in figures)
+
+
+def test_one_case_can_be_measured_alone() -> None:
+    result = run("--scale", "0.005", "--only", "fixed")
+
+    assert result.exit_code == 0, result.output
+    figures = json.loads(result.stdout.splitlines()[-1])["figures"]
+    assert {figure["case"] for figure in figures} == {"fixed"}
+
+
+def test_an_unknown_case_is_refused() -> None:
+    assert run("--only", "everything").exit_code == 2

@@ -1,0 +1,58 @@
+"""Quantiles, comparisons and histogram deltas, on numbers that a person can check."""
+
+import math
+
+import pytest
+
+from kvbus.bench.figures import Figure, Target
+from kvbus.bench.spread import Comparison, added_counts, histogram_quantile, quantile
+
+
+@pytest.mark.parametrize(
+    ("fraction", "expected"), [(0.0, 1.0), (0.5, 50.0), (0.99, 99.0), (1.0, 100.0)]
+)
+def test_a_quantile_is_a_sample_that_so_many_do_not_exceed(
+    fraction: float, expected: float
+) -> None:
+    samples = [float(number) for number in range(100, 0, -1)]
+
+    assert quantile(samples, fraction) == expected
+
+
+def test_a_quantile_of_one_sample_is_that_sample() -> None:
+    assert quantile([7.0], 0.99) == 7.0
+
+
+def test_a_ratio_is_our_speed_beside_the_baselines() -> None:
+    both = Comparison(baseline_s=[1.0, 2.0, 3.0], ours_s=[2.0, 2.0, 12.0])
+
+    assert both.ratio_of_medians == 1.0
+    assert both.median_ratio == 0.5
+
+
+def test_a_histogram_quantile_lies_within_its_bucket() -> None:
+    cumulative = {0.001: 0.0, 0.002: 50.0, 0.004: 100.0, math.inf: 100.0}
+
+    assert histogram_quantile(cumulative, 0.5) == pytest.approx(0.002)
+    assert histogram_quantile(cumulative, 0.75) == pytest.approx(0.003)
+
+
+def test_a_histogram_quantile_beyond_the_last_bound_is_that_bound() -> None:
+    assert histogram_quantile({0.001: 1.0, math.inf: 10.0}, 0.99) == 0.001
+
+
+def test_a_histogram_without_samples_has_no_quantile() -> None:
+    assert math.isnan(histogram_quantile({0.001: 0.0, math.inf: 0.0}, 0.99))
+
+
+def test_only_what_was_added_between_two_looks_counts() -> None:
+    added = added_counts({0.001: 5.0, math.inf: 9.0}, {0.001: 6.0, math.inf: 12.0})
+
+    assert added == {0.001: 1.0, math.inf: 3.0}
+
+
+def test_a_figure_at_its_target_meets_it() -> None:
+    assert Figure("case", "name", 0.90, "", Target(0.90, at_least=True)).met
+    assert Figure("case", "name", 2.0, "ms", Target(2.0)).met
+    assert not Figure("case", "name", 2.1, "ms", Target(2.0)).met
+    assert Figure("case", "name", 2.1, "ms").met is None
