@@ -168,3 +168,11 @@ class FetchFailed(RemoteError):
         super().__init__(message, code=code, **detail)
         self.stage = stage
         self.blocks_free = blocks_free
+
+
+def leaves(group: BaseExceptionGroup[KVBusError]) -> list[KVBusError]:
+    """The errors inside nested groups, in the order in which they were raised."""
+    found: list[KVBusError] = []
+    for error in group.exceptions:
+        found += leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
+    return found

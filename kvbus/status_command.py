@@ -13,7 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from kvbus.demo.ask import ask_agent
+from kvbus.bus import ask_agent
 from kvbus.errors import ConfigError, KVBusError, RequestTimeout
 from kvbus.protocol.peer import AgentStatus, Status
 

@@ -17,7 +17,7 @@ from kvbus.agent.logs import configure_logs
 from kvbus.agent.process import run_agent
 from kvbus.agent.service import Agent, Service
 from kvbus.bus import new_boot_id
-from kvbus.errors import ConfigError, KVBusError
+from kvbus.errors import ConfigError, KVBusError, leaves
 from kvbus.protocol.engine import AgentRole
 
 C = TypeVar("C", bound=AgentConfig)
@@ -73,18 +73,11 @@ def _run(
     try:
         anyio.run(run_agent, role, config, boot, lambda agent: make_service(agent, config))
     except* KVBusError as errors:
-        failures = _leaves(errors)
+        failures = leaves(errors)
     for failure in failures:
         _complain(failure, status=1)
     if failures:
         raise SystemExit(1)
-
-
-def _leaves(group: BaseExceptionGroup[KVBusError]) -> list[KVBusError]:
-    found: list[KVBusError] = []
-    for error in group.exceptions:
-        found += _leaves(error) if isinstance(error, BaseExceptionGroup) else [error]
-    return found
 
 
 def _complain(error: KVBusError, *, status: int) -> int:

@@ -214,7 +214,7 @@ class EngineDirectory:
             validate_rank(engine.spec, wanted.rank)
             memory = await process.segments.register(wanted.rank, self._transport)
             joined = self._join(process, wanted)  # another process may have come in between
-            if process.gone:
+            if process.gone or engine.lost:
                 raise LocalError("the process ended", code=ErrorCode.ENGINE_LOST)
             joined.ranks[memory.rank.rank] = memory
             self._add(joined, process)

@@ -6,7 +6,6 @@ Refuses to fail for a missed target; a handoff that fails, or brings wrong bytes
 import os
 import platform
 import sys
-from collections.abc import Iterator
 from typing import Annotated
 
 import typer
@@ -16,7 +15,7 @@ from kvbus.bench.case_names import CaseName
 from kvbus.bench.effort import Effort
 from kvbus.bench.figures import Figure, as_json
 from kvbus.bench.report import print_figures
-from kvbus.errors import KVBusError
+from kvbus.errors import KVBusError, leaves
 
 
 def bench(
@@ -48,18 +47,10 @@ def bench(
     try:
         figures = run_bench(names, Effort(rounds, scale))
     except* KVBusError as errors:
-        refused.extend(_leaves(errors))
+        refused = leaves(errors)
     if refused:
         sys.stderr.writelines(f"error: {error}\n" for error in refused)
         raise typer.Exit(1)
     print_figures(figures, Console())
     if as_one_json:
         sys.stdout.write(as_json(figures, machine) + "\n")
-
-
-def _leaves(group: BaseExceptionGroup[KVBusError]) -> Iterator[KVBusError]:
-    for error in group.exceptions:
-        if isinstance(error, BaseExceptionGroup):
-            yield from _leaves(error)
-        else:
-            yield error

@@ -4,6 +4,7 @@ Refuses to know what any operation means. One event loop, one thread: no call he
 another one.
 """
 
+from kvbus.bus.ask import ask_agent
 from kvbus.bus.boot import new_boot_id
 from kvbus.bus.client import OnReply, RequestClient
 from kvbus.bus.limits import ClientCounters, ServerCounters, ServerLimits, SubscriberCounters
@@ -28,6 +29,7 @@ __all__ = [
     "Session",
     "SocketOptions",
     "SubscriberCounters",
+    "ask_agent",
     "new_boot_id",
     "new_context",
 ]

@@ -17,13 +17,12 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
 from kvbus.demo import arguments as args
 from kvbus.demo.folder import private_folder
-from kvbus.demo.leaves import leaves
 from kvbus.demo.options import DemoOptions, Layout
 from kvbus.demo.outcome import DemoReport
 from kvbus.demo.prompts import read_prompts
 from kvbus.demo.run import OnProgress, run_demo
 from kvbus.demo.table import print_report
-from kvbus.errors import ConfigError, KVBusError
+from kvbus.errors import ConfigError, KVBusError, leaves
 
 
 def demo(

@@ -15,7 +15,6 @@ import msgspec
 from anyio import CapacityLimiter
 
 from kvbus.demo.block_pool import BlockPool
-from kvbus.demo.leaves import leaves
 from kvbus.demo.model import Transformer
 from kvbus.demo.model_config import ModelConfig
 from kvbus.demo.paged_cache import LayerViews, PagedKV
@@ -31,7 +30,7 @@ from kvbus.demo.work import (
     Work,
 )
 from kvbus.engine import DecodeSession, KvCache, MemorySession, PrefillSession
-from kvbus.errors import KVBusError, ProtocolError
+from kvbus.errors import KVBusError, ProtocolError, leaves
 from kvbus.geometry import EngineSpec, GroupSpec, KvLayout, KvPart
 
 GROUP = "full"

@@ -8,7 +8,7 @@ from contextlib import suppress
 
 import anyio
 
-from kvbus.demo.ask import ask_agent
+from kvbus.bus import ask_agent
 from kvbus.demo.options import DemoOptions, num_tokens
 from kvbus.demo.outcome import Leaks, Served
 from kvbus.demo.processes import Processes

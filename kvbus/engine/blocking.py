@@ -53,6 +53,12 @@ class Blocking(Generic[S]):
         """Return when every session of the engine is registered."""
         self._run(self.session.ready)
 
+    def _take(self, ended: dict[str, T]) -> list[T]:
+        """Empty ``ended`` while the session's thread may add to it."""
+        if not ended and self.session.lost is not None:
+            raise self.session.lost
+        return [ended.pop(key) for key in list(ended)]
+
     def _run(self, call: Callable[[], Awaitable[T]]) -> T:
         if self._portal is None:
             raise ClosedError("the session is not open")
@@ -145,8 +151,11 @@ class BlockingPrefill(Blocking[PrefillSession]):
         return outcome
 
     def take_released(self) -> list[Released]:
-        """The offers that ended since the last call; never waits."""
-        return _take_all(self._released)
+        """The offers that ended since the last call; never waits.
+
+        Raises why the session was lost, once nothing is left to take.
+        """
+        return self._take(self._released)
 
 
 class BlockingDecode(Blocking[DecodeSession]):
@@ -216,14 +225,12 @@ class BlockingDecode(Blocking[DecodeSession]):
         self._freed.pop(fetch.fetch_id, None)
 
     def take_fetched(self) -> list[Fetched]:
-        """The fetches that ended since the last call; never waits."""
-        return _take_all(self._fetched)
+        """The fetches that ended since the last call; never waits.
+
+        Raises why the session was lost, once nothing is left to take.
+        """
+        return self._take(self._fetched)
 
     def take_blocks_freed(self) -> list[BlocksFreed]:
         """The fetches whose withheld blocks came back since the last call; never waits."""
-        return _take_all(self._freed)
-
-
-def _take_all(ended: dict[str, T]) -> list[T]:
-    """Empty ``ended`` while the session's thread may add to it."""
-    return [ended.pop(key) for key in list(ended)]
+        return self._take(self._freed)

@@ -14,7 +14,7 @@ import numpy.typing as npt
 from kvbus.engine.session import EngineSession
 from kvbus.errors import ErrorCode, FetchFailed, KVBusError, RequestRefused
 from kvbus.geometry import BlockTable, EngineSpec
-from kvbus.protocol.engine import BlocksFreed, CancelFetch, Fetched, Outcome
+from kvbus.protocol.engine import AgentRole, BlocksFreed, CancelFetch, Fetched, Outcome
 from kvbus.protocol.engine import Fetch as FetchMessage
 from kvbus.protocol.envelope import Notice
 from kvbus.protocol.message import Empty, from_body
@@ -80,6 +80,8 @@ class DecodeSession(EngineSession):
 
     The callbacks are for engines that do not wait for each fetch.
     """
+
+    serves = AgentRole.DECODE
 
     def __init__(
         self,

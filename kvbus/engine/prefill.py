@@ -16,6 +16,7 @@ from kvbus.engine.session import EngineSession
 from kvbus.errors import KVBusError
 from kvbus.geometry import BlockTable, EngineSpec
 from kvbus.protocol.engine import (
+    AgentRole,
     ExtendOffer,
     MakeOffer,
     OfferMade,
@@ -84,6 +85,8 @@ class PrefillSession(EngineSession):
 
     ``on_released`` is called for each offer that ended, for engines that do not wait for each.
     """
+
+    serves = AgentRole.PREFILL
 
     def __init__(
         self,

@@ -13,10 +13,10 @@ from typing import Self
 import anyio
 
 from kvbus.bus import RequestClient, new_boot_id, new_context
-from kvbus.errors import ClosedError, KVBusError, PeerLost, ProtocolError
+from kvbus.errors import ClosedError, KVBusError, LocalError, PeerLost, ProtocolError
 from kvbus.geometry import EngineSpec, RankSpec
 from kvbus.memory.attach import AttachClient
-from kvbus.protocol.engine import AwaitReady, Detach, Hello, Register, Welcome
+from kvbus.protocol.engine import AgentRole, AwaitReady, Detach, Hello, Register, Welcome
 from kvbus.protocol.envelope import PROTOCOL_VERSION, Body, Notice
 from kvbus.protocol.message import Empty, M, Message, from_body, to_body
 
@@ -30,6 +30,9 @@ class EngineSession:
     Entering raises `PeerLost` when no agent listens there within ``attach_timeout_s``, and
     `RequestRefused` when it says no. ``lost`` is why the session ended, None while it lives.
     """
+
+    serves: AgentRole | None = None
+    """The kind of agent that this session is for; None for either."""
 
     def __init__(
         self,
@@ -165,7 +168,12 @@ class EngineSession:
             engine_id=self.engine.engine_id,
             boot=self.boot,
         )
-        return await self._call(hello, Welcome)
+        welcome = await self._call(hello, Welcome)
+        if self.serves not in (None, welcome.role):
+            raise LocalError(
+                f"the agent at {self._attach.path} is for {welcome.role} engines, not {self.serves}"
+            )
+        return welcome
 
     async def _call(self, message: Message, reply: type[M], fds: tuple[int, ...] = ()) -> M:
         body = await self._attach.call({"op": message.op, "body": to_body(message)}, fds)

@@ -17,6 +17,7 @@ from kvbus.engine import (
     MemorySession,
     PrefillSession,
 )
+from kvbus.errors import LocalError
 from kvbus.geometry import Axis, AxisName, KvPart, RankSpec, Region, Segment
 from kvbus.memory.storage import SharedStorage, share_tensor
 from kvbus.protocol.engine import Outcome
@@ -105,6 +106,13 @@ def test_an_engine_without_an_event_loop_polls_for_what_ended(prefill, decode):
             (offer.offer_id, Outcome.COMPLETED)
         ]
         assert target.take_fetched() == target.take_blocks_freed() == source.take_released() == []
+
+
+@pytest.mark.anyio
+async def test_a_session_for_the_other_kind_of_agent_is_refused_with_both_named(decode):
+    with pytest.raises(LocalError, match="for decode engines, not prefill"):
+        async with PrefillSession(decode.attach, make_spec()):
+            pass
 
 
 def taken_in_time(take: Callable[[], list[Any]]) -> list[Any]:

@@ -18,9 +18,11 @@ from kvbus_decode import fetch_events as ev
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.fetch import FetchState
 from kvbus_decode.fetches import FetchTable
+from kvbus_decode.leasing import LeaseRequests
 from kvbus_decode.metrics import READINGS, DecodeMetrics
 from kvbus_decode.reading import Reader
 from kvbus_decode.requests import fetch_event
+from kvbus_decode.works import Works
 
 log = structlog.get_logger()
 
@@ -40,7 +42,9 @@ class DecodeService:
             on_settled=self._on_settled,
             loop=agent.loop,
         )
-        self._reader = Reader(agent, config, self._driver.dispatch)
+        self._works = Works()
+        self._leases = LeaseRequests(agent, config, self._works, self._driver.dispatch)
+        self._reader = Reader(agent, self._works, self._driver.dispatch)
         self._idle = anyio.Event()
         self._metrics = DecodeMetrics(agent.metrics)
         agent.metrics.add_readings(self._readings, READINGS)
@@ -67,7 +71,7 @@ class DecodeService:
     def on_engine_lost(self, engine: LocalEngine) -> None:
         """Its fetches end; nobody is there to be told."""
         self._driver.dispatch(ev.EngineLost(engine.engine_id))
-        self._reader.peers.forget_engine(engine)
+        self._leases.peers.forget_engine(engine)
 
     async def quiesce(self, engine: LocalEngine) -> None:
         """Return when no transfer can write into the engine's memory any more."""
@@ -92,26 +96,26 @@ class DecodeService:
         return {"fetches": len(self._table.fetches), "draining_fetches": draining}
 
     def _execute(self, command: ev.Command) -> None:
-        reader = self._reader
+        leases, reader = self._leases, self._reader
         match command:
             case ev.Reply(reply_to=Call() as call, body=body):
                 call.reply(to_body(body))
             case ev.Refuse(reply_to=Call() as call, error=error):
                 refuse(self._agent.metrics, call, error)
             case ev.ResolvePeer():
-                reader.resolve(command)
+                leases.resolve(command)
             case ev.SendClaim():
-                reader.claim(command)
+                leases.claim(command)
             case ev.SendRenew():
-                reader.renew(command)
+                leases.renew(command)
             case ev.StartRead():
                 reader.start_read(command)
             case ev.AbortRead():
                 reader.abort_read(command)
             case ev.SendConfirm():
-                reader.confirm(command)
+                leases.confirm(command)
             case ev.SendRelease():
-                reader.give_back(command)
+                leases.give_back(command)
             case ev.ReportFetched():
                 self._report_fetched(command)
             case ev.ReportBlocksFreed():
@@ -135,7 +139,7 @@ class DecodeService:
             )
         )
         if fetched.blocks_free:
-            self._reader.end(fetched.fetch_id)
+            self._leases.end(fetched.fetch_id)
         total_s = self._metrics.observe(fetched)
         self._log_fetched(fetched, total_s)
         event = FetchEvent(fetch_id=fetched.fetch_id, request_id=fetched.request_id, code=code)
@@ -144,11 +148,11 @@ class DecodeService:
     def _report_blocks_freed(self, freed: ev.ReportBlocksFreed) -> None:
         log.info("blocks.freed", fetch_id=freed.fetch_id)
         self._notify(BlocksFreed(fetch_id=freed.fetch_id))
-        self._reader.end(freed.fetch_id)
+        self._leases.end(freed.fetch_id)
 
     def _notify(self, notice: Fetched | BlocksFreed) -> None:
         """Tell the engine that asked; one that came back under its id does not know the fetch."""
-        work = self._reader.works.get(notice.fetch_id)
+        work = self._works.find(notice.fetch_id)
         if work is not None:
             work.engine.notify(notice)
 
@@ -164,7 +168,7 @@ class DecodeService:
             engine_id=fetched.engine_id,
             stage=fetched.stage,
             num_bytes=fetched.num_bytes,
-            path=PATH_DIRECT,
+            path=PATH_DIRECT if fetched.num_bytes else "",
             blocks_free=fetched.blocks_free,
             total_ms=round(total_s * 1e3, 3),
             resolving_ms=round(stages.resolving * 1e3, 3),
@@ -184,7 +188,7 @@ class DecodeService:
         return {
             **self.counts(),
             "quarantined_blocks": self._table.num_quarantined_blocks(),
-            "peers": len(self._reader.peers),
+            "peers": len(self._leases.peers),
             "engines": len(self._agent.engines.engines),
             "outstanding_handles": stats.outstanding_handles,
             "outstanding_bytes": stats.outstanding_bytes,

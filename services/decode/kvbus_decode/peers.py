@@ -84,6 +84,7 @@ class PeerDirectory:
             topics=("offer.extended", "offer.sealed", "lease.revoked", "lease.expired"),
             silence_s=config.silence_s,
             max_endpoints=config.max_peers,
+            on_fault=_log_fault,
         )
         agent.tasks.start_soon(self._subscriber.run)
 
@@ -139,6 +140,7 @@ class PeerDirectory:
             endpoint,
             boot=self._agent.identity.boot,
             on_boot=lambda boot: self._see_boot(endpoint, boot),
+            on_fault=_log_fault,
         )
         peer = Peer(endpoint, client)
         self._agent.tasks.start_soon(self._run, peer)
@@ -259,6 +261,11 @@ class PeerDirectory:
             self._subscriber.remove(peer.events_endpoint)
             peer.events_endpoint = endpoint
         self._subscriber.add(endpoint)
+
+
+def _log_fault(error: Exception) -> None:
+    """A defect in handling one message of one peer; the others go on."""
+    log.error("peer.message_failed", exc_info=error)
 
 
 def route_key(ticket: Ticket, engine: LocalEngine) -> RouteKey:

@@ -5,7 +5,9 @@ Refuses to keep a connection: who asks often keeps a `RequestClient`.
 
 import anyio
 
-from kvbus.bus import RequestClient, new_boot_id, new_context
+from kvbus.bus.boot import new_boot_id
+from kvbus.bus.client import RequestClient
+from kvbus.bus.sockets import new_context
 from kvbus.errors import KVBusError
 from kvbus.protocol.envelope import Body
 from kvbus.protocol.message import M, Message, from_body, to_body
