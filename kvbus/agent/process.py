@@ -6,6 +6,7 @@ Refuses to go on without its transport: a supervisor starts a new process then.
 import asyncio
 import gc
 import os
+import signal
 import sys
 from typing import Any
 
@@ -38,12 +39,15 @@ async def run_agent(
     )
     await asyncio.wrap_future(transport.start())
     try:
-        with new_context() as context:
+        with (
+            anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals,
+            new_context() as context,
+        ):
             async with anyio.create_task_group() as tasks:
                 runtime = Runtime(role, config, boot, transport, tasks)
                 await runtime.start(context, make_service)
                 _settle_interpreter()
-                await runtime.stop_when_told()
+                await runtime.stop_when_told(signals)
                 tasks.cancel_scope.cancel()
     finally:
         closing = transport.close(timeout_s=config.transport.close_timeout_s)

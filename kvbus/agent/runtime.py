@@ -5,7 +5,7 @@ Refuses to know offers or fetches. A second signal ends the drain at once.
 
 import asyncio
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +42,15 @@ ServiceFactory = Callable[[Agent], Service]
 FLUSH_S = 0.2
 
 
+@dataclass(frozen=True, slots=True)
+class _Sockets:
+    """The ZeroMQ sockets of an agent."""
+
+    engine: RequestServer
+    peer: RequestServer
+    events: EventPublisher
+
+
 @dataclass(slots=True)
 class Runtime:
     """The parts of one running agent, wired."""
@@ -73,76 +82,90 @@ class Runtime:
 
     async def start(self, context: BusContext, make_service: ServiceFactory) -> None:
         """Bind every socket, then let engines in."""
-        config, tasks = self.config, self.tasks
         engines = EngineDirectory(
             transport=self.transport,
             metrics=self.metrics,
-            tasks=tasks,
+            tasks=self.tasks,
             on_ready=self._on_engine_ready,
             on_lost=self._on_engine_lost,
             quiesce=self._quiesce,
         )
+        attach = await self._listen(engines)
+        sockets = self._bind(context)
+        self._agent = self._assemble(context, engines, sockets)
+        self._service = make_service(self._agent)
+        engines.server, engines.identity = sockets.engine, self._agent.identity
+        for owner in (sockets.engine, sockets.peer, sockets.events):
+            self.tasks.start_soon(owner.run)
+        self.tasks.start_soon(watch_loop_lag, self.metrics.loop_lag_s)
+        self.metrics.add_readings(
+            lambda: bus_readings(sockets.engine, sockets.peer, attach), BUS_READINGS
+        )
+        if self.config.metrics_bind:
+            self._stop_metrics = self.metrics.serve(self.config.metrics_bind)
+        self._log_started()
+
+    async def _listen(self, engines: EngineDirectory) -> AttachServer:
         attach = AttachServer(
-            config.attach_path,
+            self.config.attach_path,
             self._on_attach_message(engines),
             engines.on_attach_closed,
-            max_connections=config.max_engine_processes,
+            max_connections=self.config.max_engine_processes,
         )
-        await tasks.start(attach.serve)
-        engine_server = self._server(
-            context, f"ipc://{config.runtime_path}/engine.sock", self._on_engine_call
+        await self.tasks.start(attach.serve)
+        return attach
+
+    def _bind(self, context: BusContext) -> _Sockets:
+        config = self.config
+        engine_endpoint = f"ipc://{config.runtime_path}/engine.sock"
+        return _Sockets(
+            engine=self._server(context, engine_endpoint, self._on_engine_call),
+            peer=self._server(context, config.peer_bind, self._on_peer_call),
+            events=EventPublisher(
+                context, config.events_bind, boot=self.boot, heartbeat_s=config.heartbeat_s
+            ),
         )
-        peer_server = self._server(context, config.peer_bind, self._on_peer_call)
-        publisher = EventPublisher(
-            context, config.events_bind, boot=self.boot, heartbeat_s=config.heartbeat_s
-        )
+
+    def _assemble(self, context: BusContext, engines: EngineDirectory, sockets: _Sockets) -> Agent:
         identity = AgentIdentity(
-            agent_id=config.agent_id,
+            agent_id=self.config.agent_id,
             boot=self.boot,
             role=self.role,
-            engine_endpoint=engine_server.endpoint,
-            peer_endpoint=advertised(config, peer_server.endpoint),
-            events_endpoint=advertised(config, publisher.endpoint),
+            engine_endpoint=sockets.engine.endpoint,
+            peer_endpoint=advertised(self.config, sockets.peer.endpoint),
+            events_endpoint=advertised(self.config, sockets.events.endpoint),
         )
-        self._agent = Agent(
+        return Agent(
             identity=identity,
             transport=self.transport,
             engines=engines,
-            publisher=publisher,
+            publisher=sockets.events,
             metrics=self.metrics,
             context=context,
-            tasks=tasks,
+            tasks=self.tasks,
             loop=asyncio.get_running_loop(),
         )
-        self._service = make_service(self._agent)
-        engines.server, engines.identity = engine_server, identity
-        for owner in (engine_server, peer_server, publisher):
-            tasks.start_soon(owner.run)
-        tasks.start_soon(watch_loop_lag, self.metrics.loop_lag_s)
-        self.metrics.add_readings(
-            lambda: bus_readings(engine_server, peer_server, attach), BUS_READINGS
-        )
-        self._serve_metrics()
+
+    def _log_started(self) -> None:
         log.info(
             "agent.started",
             role=self.role.value,
-            attach=str(config.attach_path),
-            peer=identity.peer_endpoint,
-            events=identity.events_endpoint,
-            metrics=config.metrics_bind,
+            attach=str(self.config.attach_path),
+            peer=self.agent.identity.peer_endpoint,
+            events=self.agent.identity.events_endpoint,
+            metrics=self.config.metrics_bind,
         )
 
-    async def stop_when_told(self) -> None:
-        """Wait for a signal, drain, and end what the drain did not."""
-        with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-            received = await anext(aiter(signals))
-            log.info("agent.draining", signal=received.name, timeout_s=self.config.drain_timeout_s)
-            self.draining = True
-            self.service.start_draining()
-            async with anyio.create_task_group() as race:
-                race.start_soon(self._drain, race)
-                await anext(aiter(signals))
-                race.cancel_scope.cancel()
+    async def stop_when_told(self, signals: AsyncIterator[signal.Signals]) -> None:
+        """Wait for a signal, drain, and end what the drain did not; a second signal ends that."""
+        received = await anext(signals)
+        log.info("agent.draining", signal=received.name, timeout_s=self.config.drain_timeout_s)
+        self.draining = True
+        self.service.start_draining()
+        async with anyio.create_task_group() as race:
+            race.start_soon(self._drain, race)
+            await anext(signals)
+            race.cancel_scope.cancel()
         left = {name: count for name, count in self.service.counts().items() if count}
         self.service.stop()
         if self._stop_metrics is not None:
@@ -231,7 +254,3 @@ class Runtime:
 
     def _on_fault(self, error: Exception, call: Call) -> None:
         log.error("request.failed", op=call.op, peer=call.session.boot, exc_info=error)
-
-    def _serve_metrics(self) -> None:
-        if self.config.metrics_bind:
-            self._stop_metrics = self.metrics.serve(self.config.metrics_bind)

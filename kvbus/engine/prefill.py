@@ -125,11 +125,7 @@ class PrefillSession(EngineSession):
         With ``sealed`` False the offer is open: `Offer.extend` and `Offer.seal` follow.
         ``first_blocks`` says, for a group that kept only a window, which block its table starts at.
         """
-        firsts = first_blocks or {}
-        tables = {
-            group: BlockTable.of(ids, first_block=firsts.get(group, 0))
-            for group, ids in block_ids.items()
-        }
+        tables = _tables(block_ids, first_blocks or {})
         message = MakeOffer(
             request_id=request_id,
             num_tokens=num_tokens,
@@ -167,3 +163,10 @@ class PrefillSession(EngineSession):
         for offer in self._offers.values():
             offer.end(None)
         self._offers.clear()
+
+
+def _tables(block_ids: BlockIds, first_blocks: Mapping[str, int]) -> dict[str, BlockTable]:
+    return {
+        group: BlockTable.of(ids, first_block=first_blocks.get(group, 0))
+        for group, ids in block_ids.items()
+    }

@@ -183,7 +183,7 @@ async def test_a_message_that_is_never_finished_is_refused_at_its_deadline(
         send_with_fds(connected, framed(HELLO)[:2], [null_fd])
 
     def serving_impatiently() -> Any:
-        return serving(frame_timeout_s=0.01)
+        return serving(frame_timeout_s=0.2)
 
     error = await broken_frame_is_refused(serving_impatiently, num_open_fds, send)
 
@@ -254,7 +254,7 @@ def test_no_bytes_whatever_stop_the_server_or_leak_a_descriptor(
 async def throw_garbage(path: Path, chunks: list[bytes], fds: list[int]) -> int:
     """Serve a client that sends them and one that behaves; return how many ends were reported."""
     ended: list[object] = []
-    server = AttachServer(path, lambda *_: {"fine": 1}, ended.append, frame_timeout_s=0.01)
+    server = AttachServer(path, lambda *_: {"fine": 1}, ended.append, frame_timeout_s=2)
     async with anyio.create_task_group() as tasks:
         await tasks.start(server.serve)
         with raw(server.path) as connected:
