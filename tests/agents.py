@@ -178,11 +178,18 @@ class AgentProcess:
         wanted = {"event": event, **fields}.items()
         return [line for line in self.log() if wanted <= _comparable(line).items()]
 
+    def says(self, event: str, **fields: object) -> list[dict[str, Any]]:
+        """`logged`, as soon as there is such a line: an agent tells its engine before its log."""
+        wait_until(lambda: self.logged(event, **fields), f"{event} {fields} in {self.log_path}")
+        return self.logged(event, **fields)
+
     def metric(self, name: str, **labels: str) -> float:
         """The value of a metric on the page, summed over the labels that are not given.
 
-        A count of labels that never happened is not on the page, and 0.
+        A count of labels that never happened is not on the page, and 0. The agent answers something
+        first: then it has counted what it said before.
         """
+        self.status()
         page = f"http://{self.settings['metrics_bind']}/metrics"
         with urllib.request.urlopen(page, timeout=WITHIN_S) as answer:
             families = text_string_to_metric_families(answer.read().decode())

@@ -234,8 +234,8 @@ async def test_both_agents_log_one_line_a_handoff_with_the_same_request_id(prefi
         await fetch.completed()
         await offer.released()
 
-        assert len(prefill.logged("offer.released", request_id=request_id)) == 1
-        assert len(decode.logged("handoff.completed", request_id=request_id)) == 1
+        assert len(prefill.says("offer.released", request_id=request_id)) == 1
+        assert len(decode.says("handoff.completed", request_id=request_id)) == 1
         assert same(before, target.snapshot())
 
 

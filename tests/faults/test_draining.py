@@ -47,9 +47,9 @@ async def test_a_draining_agent_finishes_what_runs_and_refuses_what_is_new(fresh
             ErrorCode.DRAINING
         }
         assert statuses == [0, 0]
-        assert prefill.logged("agent.drained")[0]["left"] == {}
-        assert prefill.logged("agent.stopped")
-        assert decode.logged("agent.stopped")
+        assert prefill.says("agent.drained")[0]["left"] == {}
+        assert prefill.says("agent.stopped")
+        assert decode.says("agent.stopped")
 
 
 @pytest.mark.parametrize("how", ["drain timeout", "second signal"])
@@ -74,7 +74,7 @@ async def test_what_a_drain_does_not_finish_fails_by_name_and_the_agents_exit(fr
         assert failure.code is ErrorCode.DRAINING
         assert failure.blocks_free
         assert status == 0
-        assert decode.logged("agent.drained")[0]["left"]["fetches"] == 1
+        assert decode.says("agent.drained")[0]["left"]["fetches"] == 1
         await offer.withdraw()
 
 
@@ -123,7 +123,7 @@ async def test_full_tables_are_busy_and_have_room_again(fresh):
         assert (failure.stage, failure.blocks_free) == ("requested", True)
         for agent in (prefill, decode):
             assert agent.metric("refusals_total", code="busy") == 1
-            assert agent.logged("request.refused", code="busy")
+            assert agent.says("request.refused", code="busy")
         assert await works(source, target)
 
 

@@ -105,8 +105,8 @@ async def test_a_killed_prefill_engine_fails_its_reader_and_its_memory_is_gone(s
 
         assert mapped_before
         assert failure.code in (ErrorCode.STALE, ErrorCode.OFFER_WITHDRAWN)
-        assert prefill.logged("engine.lost", engine_id=spec.engine_id)
-        assert prefill.logged("offer.released", engine_id=spec.engine_id, outcome="withdrawn")
+        assert prefill.says("engine.lost", engine_id=spec.engine_id)
+        assert prefill.says("offer.released", engine_id=spec.engine_id, outcome="withdrawn")
         async with engine(
             PrefillSession, prefill.attach, spec, num_blocks=NUM_LARGE_BLOCKS, seed=3
         ) as source:
@@ -137,8 +137,8 @@ async def test_a_killed_decode_engine_gives_the_offer_back_and_its_memory_is_gon
         await until(lambda: prefill.status()["counts"]["leases"] == 0)
 
         assert mapped_before
-        assert decode.logged("engine.lost", engine_id=spec.engine_id)
-        assert decode.logged("handoff.failed", engine_id=spec.engine_id, code="engine_lost")
+        assert decode.says("engine.lost", engine_id=spec.engine_id)
+        assert decode.says("handoff.failed", engine_id=spec.engine_id, code="engine_lost")
         async with engine(
             DecodeSession, decode.attach, spec, num_blocks=NUM_LARGE_BLOCKS, seed=3
         ) as target:

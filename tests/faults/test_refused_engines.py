@@ -28,7 +28,7 @@ async def test_a_second_engine_under_the_same_id_is_refused(prefill):
             refusals.append(refused.value.code)
 
     assert refusals == [ErrorCode.ENGINE_CONFLICT] * 2
-    assert prefill.logged("request.refused", op="register", code="engine_conflict")
+    assert prefill.says("request.refused", op="register", code="engine_conflict")
 
 
 async def test_processes_of_one_engine_that_disagree_about_it_are_refused(prefill):
@@ -84,7 +84,7 @@ async def test_memory_that_contradicts_itself_is_refused(prefill, fault, code):
                 await session.register(wrong, {"kv": storage})
 
     assert refused.value.code is code
-    assert prefill.logged("request.refused", op="register", code=code.value)
+    assert prefill.says("request.refused", op="register", code=code.value)
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ def test_a_request_that_the_socket_does_not_know_is_refused(prefill, decode):
 
         assert reply["error"]["code"] == "unknown_op"
         assert agent.metric("refusals_total", code="unknown_op") == before + 1
-        assert agent.logged("request.refused", op="make_coffee")
+        assert agent.says("request.refused", op="make_coffee")
 
 
 @pytest.mark.parametrize(
@@ -100,7 +100,7 @@ def test_a_body_with_a_wrong_field_is_refused_by_the_field(prefill, op, body):
     reply = ask(prefill.peer, op, body)
 
     assert reply["error"]["code"] == "invalid"
-    assert prefill.logged("request.refused", op=op, code="invalid")
+    assert prefill.says("request.refused", op=op, code="invalid")
 
 
 def test_a_message_for_an_earlier_process_is_stale(prefill):
@@ -109,7 +109,7 @@ def test_a_message_for_an_earlier_process_is_stale(prefill):
     reply = ask(prefill.peer, "claim", body)
 
     assert reply["error"]["code"] == "stale"
-    assert prefill.logged("request.refused", op="claim", code="stale")
+    assert prefill.says("request.refused", op="claim", code="stale")
 
 
 @pytest.mark.parametrize("op", ["register", "ready", "detach", "offer", "fetch", "cancel", "seal"])
@@ -197,7 +197,7 @@ def test_a_hello_of_another_version_is_refused(raw_engines, prefill):
     reply = raw_engines[0].hello(min_protocol=2, max_protocol=3)
 
     assert reply["error"]["code"] == "unsupported_version"
-    assert prefill.logged("request.refused", op="hello", code="unsupported_version")
+    assert prefill.says("request.refused", op="hello", code="unsupported_version")
 
 
 def test_a_segment_without_a_hello_or_without_its_descriptor_is_refused(raw_engines):

@@ -37,7 +37,7 @@ async def refusal_of_offer(source: Engine, agent: AgentProcess, **offer: Any) ->
         await source.prefill.offer("bad", **offer)
     code = refused.value.code
     assert agent.metric("refusals_total", code=code.value) >= 1
-    assert agent.logged("request.refused", op="offer", code=code.value)
+    assert agent.says("request.refused", op="offer", code=code.value)
     return code
 
 
@@ -83,7 +83,7 @@ async def test_a_fetch_into_other_blocks_than_its_tokens_need_is_refused(
 
     assert failure.code is ErrorCode.GEOMETRY
     assert (failure.stage, failure.blocks_free) == ("requested", True)
-    assert decode.logged("request.refused", op="fetch", code="geometry")
+    assert decode.says("request.refused", op="fetch", code="geometry")
     assert same(target.snapshot(), before)
     await offer.withdraw()
 
@@ -111,7 +111,7 @@ async def test_a_fetch_of_more_tokens_than_the_offer_has_fails(engines, decode):
     assert failure.code is ErrorCode.INVALID
     assert failure.stage == "claiming"
     assert same(target.snapshot(), before)
-    assert decode.logged("handoff.failed", fetch_id=fetch.fetch_id, code="invalid")
+    assert decode.says("handoff.failed", fetch_id=fetch.fetch_id, code="invalid")
     await offer.withdraw()
 
 
@@ -149,7 +149,7 @@ async def test_an_offer_is_claimed_after_its_end_in_vain(engines, decode):
     for offer in (read, expired, withdrawn):
         fetch = target.decode.fetch(offer.ticket, num_tokens=0, block_ids={"full": []})
         codes.append((await failure_of(fetch)).code)
-        assert decode.logged("handoff.failed", fetch_id=fetch.fetch_id, code=codes[-1].value)
+        assert decode.says("handoff.failed", fetch_id=fetch.fetch_id, code=codes[-1].value)
 
     assert outcomes == [Outcome.COMPLETED, Outcome.EXPIRED, Outcome.WITHDRAWN]
     assert codes == [
@@ -189,8 +189,11 @@ async def test_a_ticket_that_opens_nothing_fails_its_fetch_by_name(engines, deco
 
     assert failure.code is code
     assert failure.blocks_free
-    assert decode.logged("request.refused", op="fetch", code=code.value) or decode.logged(
-        "handoff.failed", fetch_id=fetch.fetch_id, code=code.value
+    await until(
+        lambda: (
+            decode.logged("request.refused", op="fetch", code=code.value)
+            or decode.logged("handoff.failed", fetch_id=fetch.fetch_id, code=code.value)
+        )
     )
     await offer.withdraw()
 

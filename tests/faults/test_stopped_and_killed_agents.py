@@ -63,7 +63,7 @@ async def test_blocks_are_withheld_until_a_stopped_prefill_agent_goes_on(slow):
         assert freed_early == []
         assert decode.metric("quarantined_blocks") == 0
         assert decode.metric("handoffs_total", outcome="failed", code=failure.code.value) >= 1
-        assert decode.logged("handoff.failed", fetch_id=fetch.fetch_id, blocks_free=False)
+        assert decode.says("handoff.failed", fetch_id=fetch.fetch_id, blocks_free=False)
         await offer.withdraw()
         assert await works(source, target)
 
@@ -97,7 +97,7 @@ async def test_an_offer_withdrawn_while_it_is_read_is_released_and_its_fetch_fai
         assert outcome is Outcome.WITHDRAWN
         assert failure.code in (ErrorCode.STALE, ErrorCode.OFFER_WITHDRAWN)
         assert prefill.metric("leases_total", reason="revoked") >= 1
-        assert prefill.logged("lease.revoked", offer_id=offer.offer_id)
+        assert prefill.says("lease.revoked", offer_id=offer.offer_id)
         assert await works(source, target)
 
 
@@ -170,7 +170,7 @@ async def test_a_restarted_prefill_agent_fails_the_fetches_of_the_one_before(fre
         failure = await failure_of(fetch)
 
         assert failure.code in (ErrorCode.PEER_LOST, ErrorCode.STALE)
-        assert decode.logged("peer.restarted")
+        assert decode.says("peer.restarted")
         async with engine(PrefillSession, prefill.attach, seed=2) as source:
             assert await works(source, target)
 
@@ -193,7 +193,7 @@ async def test_a_killed_decode_agent_loses_its_lease_and_another_reads_the_offer
             assert (failure.stage, failure.code) == ("lost", ErrorCode.PEER_LOST)
             assert await offer.released() is Outcome.COMPLETED
             assert prefill.metric("leases_total", reason="expired") == 1
-            assert prefill.logged("lease.expired", offer_id=offer.offer_id)
+            assert prefill.says("lease.expired", offer_id=offer.offer_id)
             assert await works(source, target)
 
 
