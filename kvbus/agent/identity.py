@@ -21,11 +21,6 @@ class AgentIdentity:
     peer_endpoint: str
     events_endpoint: str
 
-    @property
-    def nixl_name(self) -> str:
-        """NIXL refuses a name that it has seen, so the boot id is part of it."""
-        return f"{self.agent_id}/{self.boot}"
-
     def welcome(self, hello: Hello) -> Welcome:
         """The answer to an engine's hello; raises `LocalError` (``unsupported_version``)."""
         check_protocol(hello.min_protocol, hello.max_protocol)
