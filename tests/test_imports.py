@@ -76,6 +76,7 @@ def test_services_do_not_import_each_other() -> None:
 def test_pure_code_imports_nothing_that_has_effects() -> None:
     pure = [path for folder in PURE_FOLDERS for path in _sources(folder)]
     pure += [ROOT / module for module in PURE_MODULES]
+    pure += [ROOT / f"kvbus/agent/{name}.py" for name in ("deadlines", "diagrams", "table_events")]
     broken = [
         f"{path}: imports {module}"
         for path in pure

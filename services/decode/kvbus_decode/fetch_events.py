@@ -7,12 +7,51 @@ command. ``reply_to`` is whatever the agent uses to answer the request that caus
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from kvbus.agent.table_events import (
+    DeadlinePassed,
+    DrainStarted,
+    EngineLost,
+    Refuse,
+    Reply,
+    Stopped,
+)
 from kvbus.errors import ErrorCode, KVBusError
 from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import Outcome, StageTimes
-from kvbus.protocol.message import Message
 from kvbus.protocol.peer import Granted
 from kvbus.protocol.ticket import Ticket
+
+__all__ = [
+    "AbortRead",
+    "CancelRequested",
+    "Command",
+    "DeadlinePassed",
+    "DrainStarted",
+    "EngineLost",
+    "Event",
+    "FetchEvent",
+    "LeaseConfirmed",
+    "LeaseGranted",
+    "OfferAdvanced",
+    "PeerLost",
+    "PeerReady",
+    "ReadEnded",
+    "Refuse",
+    "RenewFailed",
+    "Reply",
+    "ReportBlocksFreed",
+    "ReportFetched",
+    "Requested",
+    "ResolvePeer",
+    "SendClaim",
+    "SendConfirm",
+    "SendRelease",
+    "SendRenew",
+    "StartRead",
+    "StepFailed",
+    "Stopped",
+    "TableEvent",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,28 +142,6 @@ class PeerLost:
     agent_boot: str
 
 
-@dataclass(frozen=True, slots=True)
-class EngineLost:
-    """The decode engine is gone."""
-
-    engine_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class DrainStarted:
-    """No new fetches from now on."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stopped:
-    """The agent ends now, and every fetch with it."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeadlinePassed:
-    """Time went by; what was due is due."""
-
-
 FetchEvent = (
     PeerReady
     | LeaseGranted
@@ -137,22 +154,6 @@ FetchEvent = (
 )
 TableEvent = PeerLost | EngineLost | DrainStarted | Stopped | DeadlinePassed
 Event = Requested | FetchEvent | TableEvent
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """Answer the request with ``ok`` and this body."""
-
-    reply_to: object
-    body: Message
-
-
-@dataclass(frozen=True, slots=True)
-class Refuse:
-    """Answer the request with this error."""
-
-    reply_to: object
-    error: KVBusError
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,10 +8,42 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvbus.errors import KVBusError
+from kvbus.agent.table_events import (
+    DeadlinePassed,
+    DrainStarted,
+    EngineLost,
+    Refuse,
+    Reply,
+    Stopped,
+)
 from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import Outcome
 from kvbus.protocol.message import Message
+
+__all__ = [
+    "Claimed",
+    "Command",
+    "Confirmed",
+    "DeadlinePassed",
+    "DrainStarted",
+    "EngineLost",
+    "Event",
+    "Extended",
+    "LeaseBegan",
+    "LeaseEnded",
+    "Opened",
+    "Publish",
+    "Refuse",
+    "Renewed",
+    "Reply",
+    "ReportReleased",
+    "RequestEvent",
+    "Returned",
+    "Sealed",
+    "Stopped",
+    "TableEvent",
+    "Withdrawn",
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,47 +126,9 @@ class Returned:
     reply_to: object
 
 
-@dataclass(frozen=True, slots=True)
-class EngineLost:
-    """The engine is gone; nobody writes or frees its blocks any more."""
-
-    engine_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class DrainStarted:
-    """No new offers from now on."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stopped:
-    """The agent ends now; every offer ends with it."""
-
-
-@dataclass(frozen=True, slots=True)
-class DeadlinePassed:
-    """Time went by; what was due is due."""
-
-
 RequestEvent = Opened | Extended | Sealed | Withdrawn | Claimed | Renewed | Confirmed | Returned
 TableEvent = EngineLost | DrainStarted | Stopped | DeadlinePassed
 Event = RequestEvent | TableEvent
-
-
-@dataclass(frozen=True, slots=True)
-class Reply:
-    """Answer the request with ``ok`` and this body."""
-
-    reply_to: object
-    body: Message
-
-
-@dataclass(frozen=True, slots=True)
-class Refuse:
-    """Answer the request with this error."""
-
-    reply_to: object
-    error: KVBusError
 
 
 @dataclass(frozen=True, slots=True)
