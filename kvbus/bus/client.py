@@ -182,6 +182,8 @@ class RequestClient(Owner):
         if pending.sent:
             self.counters.retries += 1
             self._transmit(request_id, pending)
+        else:
+            self._flush()
         pending.interval_s = min(2 * pending.interval_s, _MAX_RETRY_S)
         self.timers.at(min(pending.deadline, now + pending.interval_s), self._on_timer, request_id)
 

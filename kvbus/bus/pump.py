@@ -42,6 +42,7 @@ class Pump:
         self._open = True
         self._receiving = False
         self._scheduled = False
+        self._refused = False
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin to receive in ``loop``."""
@@ -69,6 +70,7 @@ class Pump:
         except zmq.ZMQError as error:
             if error.errno not in (zmq.EAGAIN, zmq.EHOSTUNREACH):
                 raise
+            self._refused = True
             return False
         finally:
             if not self._receiving:
@@ -76,7 +78,9 @@ class Pump:
         return True
 
     def _look_again(self) -> None:
-        if int(self._socket.get(_EVENTS)) & _POLLIN:
+        """Asking for the events swallows the signal for them, that of a new connection included."""
+        wanted = _POLLIN | _POLLOUT if self._refused else _POLLIN
+        if int(self._socket.get(_EVENTS)) & wanted:
             self._schedule()
 
     def _schedule(self) -> None:
@@ -96,6 +100,7 @@ class Pump:
             events = self._receive()
             self._on_drained()
             if events & _POLLOUT:
+                self._refused = False
                 self._on_writable()
             if self._loop is not None:
                 self._look_again()
