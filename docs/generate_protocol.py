@@ -13,7 +13,18 @@ import msgspec
 from msgspec import inspect as types
 
 from kvbus.errors import ErrorCode
-from kvbus.geometry import Axis, BlockTable, EngineSpec, GroupSpec, RankSpec, Region, Segment
+from kvbus.geometry import (
+    Axis,
+    BlockTable,
+    Box,
+    EngineSpec,
+    GroupSpec,
+    RankSpec,
+    Region,
+    Segment,
+    SlotOrder,
+    StatePart,
+)
 from kvbus.protocol import engine, peer
 from kvbus.protocol.message import Empty, ErrorBody, Message
 from kvbus.protocol.ticket import Ticket
@@ -24,11 +35,15 @@ WORDS: dict[str, dict[str, str]] = tomllib.loads((FOLDER / "protocol_fields.toml
 SHARED = (
     EngineSpec,
     GroupSpec,
+    StatePart,
     RankSpec,
     Segment,
     Region,
     Axis,
     BlockTable,
+    Box,
+    SlotOrder,
+    engine.AgentRanks,
     peer.EngineMemory,
     engine.StageTimes,
 )

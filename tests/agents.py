@@ -257,6 +257,8 @@ class Agents:
             "metrics_bind": f"127.0.0.1:{free_port()}",
             "heartbeat_s": 0.2,
         }
+        if role == "decode":
+            defaults["calibrate"] = False  # half a second of each start
         self.all.append(AgentProcess(role, folder, {**defaults, **settings}, dict(env or {})))
         return self.all[-1]
 

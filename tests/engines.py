@@ -1,14 +1,16 @@
 """Engines for the tests of whole handoffs: their sessions, their caches, and what must be in them.
 
-Axes of what is compared: block, token (of a block), head, dim; all as raw bits.
+Axes of a view: block, token (of a block), head, dim; all as raw bits. What is compared is every
+byte of every rank's memory.
 """
 
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,18 +18,24 @@ from torch import Tensor
 
 from kvbus.engine import DecodeSession, Fetch, KvCache, MemorySession, Offer, PrefillSession
 from kvbus.errors import FetchFailed
-from kvbus.geometry import EngineSpec, GroupSpec, KvLayout, KvPart, num_blocks_for
+from kvbus.geometry import EngineSpec, GroupSpec, KvLayout, KvPart
+from kvbus.memory.storage import share_tensor
 from tests.agents import until
+from tests.expected import expected_after, positions
+from tests.memories import NHD, Memory, all_bytes, rank_of
 
 FULL = GroupSpec("full", (0, 1), 16, 6, 8, "bfloat16")
 SMALL = GroupSpec("small", (2, 3), 4, 6, 8, "bfloat16")
 LARGE = GroupSpec("full", (0,), 64, 8, 64, "bfloat16")
 NUM_LARGE_BLOCKS = 512
-NHD = KvLayout.parse("NHD")
 NUM_BLOCKS = 64
+BIT_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
+NumBlocks = int | Mapping[str, int]
 Blocks = dict[str, list[int]]
-Snapshot = dict[tuple[int, int, KvPart], Tensor]
+Views = dict[tuple[int, int, str], Tensor]
+Snapshot = dict[int, Tensor]
+"""All bytes of each rank's memory."""
 
 
 @dataclass
@@ -37,7 +45,7 @@ class Engine:
     spec: EngineSpec
     control: PrefillSession | DecodeSession
     caches: list[KvCache]
-    num_blocks: int
+    num_blocks: NumBlocks
 
     @property
     def prefill(self) -> PrefillSession:
@@ -49,69 +57,94 @@ class Engine:
         assert isinstance(self.control, DecodeSession)
         return self.control
 
-    def views(self) -> Snapshot:
+    def views(self) -> Views:
         """The whole cache as bits, by rank, layer and part; views, not copies."""
-        return {
-            (rank, layer, part): bits(cache.view(layer, part))
-            for rank, cache in enumerate(self.caches)
-            for group in self.spec.groups
-            for layer in group.layers
-            for part in group.parts
-        }
+        return _views(self.caches)
+
+    def heads(self, rank: int, layer: int, part: str) -> range:
+        """The global heads in a view."""
+        for region in self.caches[rank].rank.regions:
+            if layer in region.layers and part in region.parts:
+                return range(region.first_head, region.first_head + region.num_heads)
+        raise KeyError(rank, layer, part)
 
     def fill(self, seed: int) -> None:
-        """Random bits everywhere, NaNs included."""
+        """Random bits everywhere, NaNs included; replicas of a head are equal."""
         generator = torch.Generator().manual_seed(seed)
-        for view in self.views().values():
-            view.random_(-(2**15), 2**15, generator=generator)
+        for memory in self.memories().values():
+            memory.random_(generator=generator)
+        values: dict[tuple[int, str, int], Tensor] = {}
+        for (rank, layer, part), view in self.views().items():
+            for at, head in enumerate(self.heads(rank, layer, part)):
+                view[:, :, at] = values.setdefault((layer, part, head), view[:, :, at].clone())
+
+    def memories(self) -> Snapshot:
+        """All bytes of each rank; not copies."""
+        return {rank: all_bytes(_any_view(cache)) for rank, cache in enumerate(self.caches)}
 
     def snapshot(self) -> Snapshot:
-        """A copy of the whole cache."""
-        return {key: view.clone() for key, view in self.views().items()}
+        """A copy of the whole memory."""
+        return {rank: memory.clone() for rank, memory in self.memories().items()}
+
+    def views_of(self, snapshot: Snapshot) -> Views:
+        """As `views`, of a copy."""
+        return _views(
+            [
+                KvCache(self.spec, cache.rank, SimpleNamespace(tensor=snapshot[rank]))
+                for rank, cache in enumerate(self.caches)
+            ]
+        )
 
     def some_blocks(self, seed: int, num_tokens: int, first_token: int = 0) -> Blocks:
-        """Blocks for the tokens of every group, in random order."""
+        """Blocks for what a fetch of these tokens needs of every group, in random order."""
+        return self._random_blocks(
+            seed, {g.name: positions(g, first_token, num_tokens) for g in self.spec.groups}
+        )
+
+    def whole_blocks(self, seed: int, num_tokens: int) -> Blocks:
+        """Blocks for all tokens of every group, windows included."""
+        wanted = {
+            group.name: range(num_tokens) if not group.state else range(min(1, num_tokens))
+            for group in self.spec.groups
+        }
+        return self._random_blocks(seed, wanted)
+
+    def first_blocks(self, num_tokens: int, first_token: int = 0) -> dict[str, int]:
+        """Where the tables of `some_blocks` start, in blocks."""
+        firsts = {}
+        for group in self.spec.groups:
+            needed = positions(group, first_token, num_tokens)
+            firsts[group.name] = needed[0] // group.block_size if needed else 0
+        return firsts
+
+    def _random_blocks(self, seed: int, wanted: Mapping[str, range]) -> Blocks:
         chosen = {}
         for number, group in enumerate(self.spec.groups):
-            size = group.block_size
-            empty = num_tokens <= first_token
-            needed = 0 if empty else num_blocks_for(num_tokens, size) - first_token // size
-            order = Random(seed + number)
-            chosen[group.name] = order.sample(range(self.num_blocks), needed)
+            needed = len({position // group.block_size for position in wanted[group.name]})
+            count = self.num_blocks
+            held = count if isinstance(count, int) else count[group.name]
+            chosen[group.name] = Random(seed + number).sample(range(held), needed)
         return chosen
 
 
 def bits(view: Tensor) -> Tensor:
-    """The same memory as integers of two bytes."""
-    return view.view(torch.int16)
+    """The same memory as integers of the same size."""
+    return view.view(BIT_TYPES[view.itemsize])
 
 
-def expected_after(
-    before: Snapshot,
-    source: Engine,
-    source_blocks: Blocks,
-    target: Engine,
-    target_blocks: Blocks,
-    *,
-    num_tokens: int,
-    first_token: int = 0,
-) -> Snapshot:
-    """``before`` with tokens [first_token, num_tokens) of ``source``, written slot by slot."""
-    expected = {key: tensor.clone() for key, tensor in before.items()}
-    views = source.views()
-    for group in target.spec.groups:
-        size = group.block_size
-        positions = torch.arange(first_token, num_tokens)
-        theirs = torch.tensor(source_blocks[group.name], dtype=torch.int64)
-        ours = torch.tensor(target_blocks[group.name], dtype=torch.int64)
-        if not len(positions):
-            continue
-        read = theirs[positions // size], positions % size
-        written = ours[positions // size - first_token // size], positions % size
-        for (rank, layer, part), tensor in expected.items():
-            if layer in group.layers:
-                tensor[written] = views[rank, layer, part][read]
-    return expected
+def _views(caches: Sequence[KvCache]) -> Views:
+    return {
+        (rank, layer, part): bits(cache.view(layer, part))
+        for rank, cache in enumerate(caches)
+        for region in cache.rank.regions
+        for layer in region.layers
+        for part in region.parts
+    }
+
+
+def _any_view(cache: KvCache) -> Tensor:
+    region = cache.rank.regions[0]
+    return cache.view(region.layers[0], region.parts[0])
 
 
 def same(one: Snapshot, other: Snapshot) -> bool:
@@ -120,10 +153,15 @@ def same(one: Snapshot, other: Snapshot) -> bool:
 
 
 def make_spec(
-    *, tp: int = 1, groups: Sequence[GroupSpec] = (FULL,), engine_id: str = "", model: str = "m"
+    *,
+    tp: int = 1,
+    pp: int = 1,
+    groups: Sequence[GroupSpec] = (FULL,),
+    engine_id: str = "",
+    model: str = "m",
 ) -> EngineSpec:
     """An engine of a fresh id, so that agents can be shared by tests."""
-    return EngineSpec(engine_id or uuid.uuid4().hex, model, tp, tuple(groups))
+    return EngineSpec(engine_id or uuid.uuid4().hex, model, tp, tuple(groups), pp)
 
 
 @asynccontextmanager
@@ -133,24 +171,44 @@ async def engine(
     spec: EngineSpec | None = None,
     *,
     layout: KvLayout = NHD,
-    num_blocks: int = NUM_BLOCKS,
+    memory: Memory | None = None,
+    num_blocks: NumBlocks = NUM_BLOCKS,
     seed: int = 0,
 ) -> AsyncIterator[Engine]:
-    """A registered engine, all of its sessions in this process, its cache full of random bits."""
+    """A registered engine, all of its sessions in this process, its cache full of random bits.
+
+    ``memory`` says more than ``layout``, and instead of it.
+    """
     spec = spec or make_spec()
+    memory = memory or Memory(layout)
     async with AsyncExitStack() as stack:
         control = await stack.enter_async_context(kind(attach, spec))
-        memories = [
+        sessions = [
             await stack.enter_async_context(MemorySession(attach, spec, rank))
-            for rank in range(spec.tp_size)
+            for rank in range(spec.num_ranks)
         ]
-        caches = [await memory.allocate(layout, num_blocks=num_blocks) for memory in memories]
+        caches = [await _cache(session, memory, num_blocks, stack) for session in sessions]
         await control.register()
         await control.ready()
         made = Engine(spec, control, caches, num_blocks)
         if seed:
             made.fill(seed)
         yield made
+
+
+async def _cache(
+    session: MemorySession, memory: Memory, num_blocks: NumBlocks, stack: AsyncExitStack
+) -> KvCache:
+    spec = session.engine
+    if memory.is_plain:
+        return await session.allocate(memory.layout, num_blocks=num_blocks)
+    if isinstance(num_blocks, int):
+        num_blocks = {group.name: num_blocks for group in spec.groups}
+    rank = rank_of(spec, session.rank, memory, num_blocks)
+    tensor = torch.zeros(rank.segments[0].size_bytes, dtype=torch.uint8)
+    storage = stack.enter_context(share_tensor(tensor))
+    await session.register(rank, {"kv": storage})
+    return KvCache(spec, rank, SimpleNamespace(tensor=tensor))
 
 
 @asynccontextmanager

@@ -26,6 +26,7 @@ ROOMS = {
     "kvbus/agent": PLUMBING,
     "kvbus/engine": PLUMBING,
     "kvbus/demo": (*PLUMBING, "engine"),
+    "kvbus/plan": (*PURE, "planning"),
     "kvbus/bench": (*PLUMBING, "engine"),
     "services/prefill/kvbus_prefill": (*PLUMBING, "agent"),
     "services/decode/kvbus_decode": (*PLUMBING, "agent"),
@@ -35,8 +36,25 @@ PURE_FOLDERS = ("kvbus/errors", "kvbus/geometry", "kvbus/planning", "kvbus/proto
 PURE_MODULES = tuple(
     f"services/{side}/kvbus_{side}/{name}.py"
     for side, names in {
-        "prefill": ("offer_events", "offer", "transitions", "offers"),
-        "decode": ("fetch_events", "fetch", "transitions", "fetches"),
+        "prefill": (
+            "offer_events",
+            "offer",
+            "transitions",
+            "offers",
+            "slot_events",
+            "pack",
+            "turns",
+            "slots",
+        ),
+        "decode": (
+            "fetch_events",
+            "fetch",
+            "moment",
+            "progress",
+            "endings",
+            "transitions",
+            "fetches",
+        ),
     }.items()
     for name in names
 )

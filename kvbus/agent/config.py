@@ -77,6 +77,24 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_engine_processes: Annotated[
         Bound, Meta(description="Most attach connections of local engines at a time.")
     ] = 64
+    staging_bytes: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=1 << 40,
+            description="Memory of this agent that packed transfers pass through; 0 turns them "
+            "off, so that KV of another shape goes in small pieces.",
+        ),
+    ] = 64 << 20
+    slot_bytes: Annotated[
+        int,
+        Meta(
+            ge=4096,
+            le=1 << 30,
+            multiple_of=4096,
+            description="Size of one staging slot, and so of the largest packed box.",
+        ),
+    ] = 4 << 20
     transport: TransportConfig = TransportConfig()
 
     @property
@@ -117,6 +135,7 @@ def convert_config(kind: type[C], fields: dict[str, Any], *, source: str) -> C:
         raise ConfigError(f"{source}: {where}{reason}", key=key.rstrip("`")) from error
     for key in ("peer_bind", "events_bind"):
         _check_address(config, key, source)
+    _check_staging(config, source)
     return config
 
 
@@ -142,6 +161,15 @@ def _check_address(config: AgentConfig, key: str, source: str) -> None:
         raise ConfigError(
             f"{source}: key 'advertise_host': needed, because {key} binds every interface",
             key="advertise_host",
+        )
+
+
+def _check_staging(config: AgentConfig, source: str) -> None:
+    if 0 < config.staging_bytes < config.slot_bytes:
+        raise ConfigError(
+            f"{source}: key 'staging_bytes': {config.staging_bytes} is less than one slot of "
+            f"'slot_bytes' = {config.slot_bytes}; make it larger, or 0 to turn packing off",
+            key="staging_bytes",
         )
 
 

@@ -4,7 +4,7 @@ Refuses two engines under one id, processes of one engine that disagree about it
 a process that did not attach. An engine is lost as a whole when any of its processes ends.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import structlog
@@ -101,9 +101,18 @@ class EngineDirectory:
             raise LocalError("this is not the control session", code=ErrorCode.NOT_REGISTERED)
         if not engine.ready:
             raise LocalError(
-                f"{len(engine.ranks)} of {engine.spec.tp_size} ranks are registered",
+                f"{engine.num_missing_ranks} of {engine.spec.num_ranks} ranks are not registered",
                 code=ErrorCode.ENGINE_NOT_READY,
             )
+        return engine
+
+    def part(self, engine_id: str, ranks: Iterable[int]) -> LocalEngine:
+        """The engine, be its home elsewhere, whose ``ranks`` are here; raises `LocalError`."""
+        engine = self.engines.get(engine_id)
+        if engine is None:
+            raise _not_here(engine_id, ErrorCode.ENGINE_UNKNOWN)
+        if not set(ranks) <= engine.ranks.keys():
+            raise _not_here(engine_id, ErrorCode.ENGINE_NOT_READY)
         return engine
 
     def engine(self, engine_id: str, *, boot: str | None = None) -> LocalEngine:
@@ -115,7 +124,7 @@ class EngineDirectory:
             )
         if engine is None or not engine.ready:
             code = ErrorCode.ENGINE_UNKNOWN if engine is None else ErrorCode.ENGINE_NOT_READY
-            raise LocalError(f"engine '{engine_id}' is not here", code=code, engine_id=engine_id)
+            raise _not_here(engine_id, code)
         return engine
 
     def register(self, call: Call) -> None:
@@ -126,7 +135,7 @@ class EngineDirectory:
         call.session.pinned = True
         engine = self._join(process, wanted)
         if wanted.rank is None:
-            self._register_control(engine, process)
+            self._register_control(engine, process, wanted)
             call.reply({})
             self._announce(engine)
         else:
@@ -201,8 +210,12 @@ class EngineDirectory:
             )
         return engine or LocalEngine(spec)
 
-    def _register_control(self, engine: LocalEngine, process: EngineProcess) -> None:
-        engine.control = process
+    def _register_control(
+        self, engine: LocalEngine, process: EngineProcess, wanted: Register
+    ) -> None:
+        engine.check_others(wanted.others)
+        engine.check_whole()
+        engine.control, engine.others = process, wanted.others
         self._add(engine, process)
 
     async def _register_rank(
@@ -216,7 +229,10 @@ class EngineDirectory:
             joined = self._join(process, wanted)  # another process may have come in between
             if process.gone or engine.lost:
                 raise LocalError("the process ended", code=ErrorCode.ENGINE_LOST)
+            joined.check_place(memory.rank.rank)
+            joined.check_whole(memory.rank)
             joined.ranks[memory.rank.rank] = memory
+            joined.rank_boots[memory.rank.rank] = process.boot
             self._add(joined, process)
             call.reply({})
             self._announce(joined)
@@ -260,3 +276,7 @@ class EngineDirectory:
                 await process.segments.unmap(self._transport)
             except KVBusError as error:
                 log.error("segment.kept", engine_id=process.engine_id, error=error.message)
+
+
+def _not_here(engine_id: str, code: ErrorCode) -> LocalError:
+    return LocalError(f"engine '{engine_id}' is not here", code=code, engine_id=engine_id)

@@ -15,6 +15,7 @@ import structlog
 
 from kvbus.agent.config import AgentConfig
 from kvbus.agent.runtime import Runtime, ServiceFactory
+from kvbus.agent.staging import StagingMemory
 from kvbus.bus import new_context
 from kvbus.protocol.engine import AgentRole
 from kvbus.transport import Transport, TransportLimits
@@ -38,13 +39,15 @@ async def run_agent(
         on_broken=_end_broken,
     )
     await asyncio.wrap_future(transport.start())
+    staging: StagingMemory | None = None
     try:
         with (
             anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals,
             new_context() as context,
         ):
+            staging = await StagingMemory.of(config, transport)
             async with anyio.create_task_group() as tasks:
-                runtime = Runtime(role, config, boot, transport, tasks)
+                runtime = Runtime(role, config, boot, transport, tasks, staging)
                 await runtime.start(context, make_service)
                 _settle_interpreter()
                 await runtime.stop_when_told(signals)
@@ -55,6 +58,8 @@ async def run_agent(
             report = await asyncio.wrap_future(closing)
         if report.num_handles:
             log.warning("transport.handles_left", num_handles=report.num_handles)
+        elif staging is not None:
+            staging.unmap()
         log.info("agent.stopped")
 
 

@@ -22,6 +22,7 @@ from kvbus.agent.local_engine import LocalEngine
 from kvbus.agent.metrics import AgentMetrics
 from kvbus.agent.refusals import note_refusal, refuse
 from kvbus.agent.service import Agent, Service
+from kvbus.agent.staging import StagingMemory
 from kvbus.bus import (
     BusContext,
     Call,
@@ -60,6 +61,7 @@ class Runtime:
     boot: str
     transport: Transport
     tasks: TaskGroup
+    staging: StagingMemory | None = None
     metrics: AgentMetrics = field(default_factory=AgentMetrics)
     draining: bool = False
     _service: Service | None = None
@@ -144,6 +146,7 @@ class Runtime:
             context=context,
             tasks=self.tasks,
             loop=asyncio.get_running_loop(),
+            staging=self.staging,
         )
 
     def _log_started(self) -> None:

@@ -7,8 +7,10 @@ from kvbus.engine.blocking import BlockingDecode, BlockingMemory, BlockingPrefil
 from kvbus.engine.decode import DecodeSession, Fetch
 from kvbus.engine.memory import KvCache, MemorySession
 from kvbus.engine.prefill import Offer, PrefillSession
+from kvbus.protocol.engine import AgentRanks
 
 __all__ = [
+    "AgentRanks",
     "BlockingDecode",
     "BlockingMemory",
     "BlockingPrefill",

@@ -16,7 +16,7 @@ from anyio.from_thread import BlockingPortal, start_blocking_portal
 from kvbus.engine.decode import BlockIds, DecodeSession, Fetch
 from kvbus.engine.memory import KvCache, MemorySession
 from kvbus.engine.prefill import Offer, PrefillSession
-from kvbus.engine.session import EngineSession
+from kvbus.engine.session import EngineSession, Others
 from kvbus.errors import ClosedError
 from kvbus.geometry import EngineSpec, KvLayout, RankSpec
 from kvbus.memory.storage import SharedStorage
@@ -50,7 +50,7 @@ class Blocking(Generic[S]):
         self._stack.close()
 
     def ready(self) -> None:
-        """Return when every session of the engine is registered."""
+        """`EngineSession.ready`."""
         self._run(self.session.ready)
 
     def _take(self, ended: dict[str, T]) -> list[T]:
@@ -80,7 +80,7 @@ class BlockingMemory(Blocking[MemorySession]):
             MemorySession(attach_path, engine, rank, attach_timeout_s=attach_timeout_s)
         )
 
-    def allocate(self, layout: KvLayout, *, num_blocks: int) -> KvCache:
+    def allocate(self, layout: KvLayout, *, num_blocks: int | Mapping[str, int]) -> KvCache:
         """`MemorySession.allocate`."""
         return self._run(lambda: self.session.allocate(layout, num_blocks=num_blocks))
 
@@ -108,9 +108,9 @@ class BlockingPrefill(Blocking[PrefillSession]):
     def _on_released(self, released: Released) -> None:
         self._released[released.offer_id] = released
 
-    def register(self) -> None:
+    def register(self, *, others: Others = ()) -> None:
         """`PrefillSession.register`."""
-        self._run(self.session.register)
+        self._run(lambda: self.session.register(others=others))
 
     def offer(
         self,
@@ -120,6 +120,7 @@ class BlockingPrefill(Blocking[PrefillSession]):
         block_ids: BlockIds,
         sealed: bool = True,
         ttl_s: float | None = None,
+        first_blocks: Mapping[str, int] | None = None,
     ) -> Offer:
         """`PrefillSession.offer`; use the other methods here, not those of the offer."""
         return self._run(
@@ -129,6 +130,7 @@ class BlockingPrefill(Blocking[PrefillSession]):
                 block_ids=block_ids,
                 sealed=sealed,
                 ttl_s=ttl_s,
+                first_blocks=first_blocks,
             )
         )
 
@@ -182,9 +184,9 @@ class BlockingDecode(Blocking[DecodeSession]):
     def _on_blocks_freed(self, freed: BlocksFreed) -> None:
         self._freed[freed.fetch_id] = freed
 
-    def register(self) -> None:
+    def register(self, *, others: Others = ()) -> None:
         """`DecodeSession.register`."""
-        self._run(self.session.register)
+        self._run(lambda: self.session.register(others=others))
 
     def fetch(
         self,
@@ -194,6 +196,7 @@ class BlockingDecode(Blocking[DecodeSession]):
         block_ids: BlockIds,
         first_token: int = 0,
         timeout_s: float | None = None,
+        zero_tail: bool = False,
     ) -> Fetch:
         """`DecodeSession.fetch`; use the other methods here, not those of the fetch."""
 
@@ -204,6 +207,7 @@ class BlockingDecode(Blocking[DecodeSession]):
                 block_ids=block_ids,
                 first_token=first_token,
                 timeout_s=timeout_s,
+                zero_tail=zero_tail,
             )
 
         return self._run(start)
@@ -227,7 +231,8 @@ class BlockingDecode(Blocking[DecodeSession]):
     def take_fetched(self) -> list[Fetched]:
         """The fetches that ended since the last call; never waits.
 
-        Raises why the session was lost, once nothing is left to take.
+        Raises why the session was lost, once nothing is left to take; `wait_blocks_freed` then
+        tells of each other fetch whether its blocks may be used again.
         """
         return self._take(self._fetched)
 

@@ -1,6 +1,7 @@
 """The control session of a decode engine: fetches, and when their blocks may be used or reused.
 
-Refuses to call KV valid before the agent says ``completed``.
+Refuses to call KV valid before the agent says ``completed``, and blocks free while anything may
+write into them.
 """
 
 import uuid
@@ -11,8 +12,15 @@ from typing import Any
 import anyio
 import numpy.typing as npt
 
-from kvbus.engine.session import EngineSession
-from kvbus.errors import ErrorCode, FetchFailed, KVBusError, RequestRefused
+from kvbus.engine.session import EngineSession, Others
+from kvbus.errors import (
+    ErrorCode,
+    FetchFailed,
+    GeometryError,
+    KVBusError,
+    PeerLost,
+    RequestRefused,
+)
 from kvbus.geometry import BlockTable, EngineSpec
 from kvbus.protocol.engine import AgentRole, BlocksFreed, CancelFetch, Fetched, Outcome
 from kvbus.protocol.engine import Fetch as FetchMessage
@@ -31,20 +39,23 @@ class Fetch:
         self.fetch_id = fetch_id
         self._session = session
         self._ended = anyio.Event()
-        self._blocks_free = anyio.Event()
+        self._settled = anyio.Event()
         self._fetched: Fetched | None = None
+        self._blocks_free = False
 
     async def completed(self) -> Fetched:
         """The notice of success: the KV is in the blocks, and valid.
 
         Raises `FetchFailed`; its ``blocks_free`` says whether `blocks_freed` has to be awaited
-        before the blocks are used again.
+        before the blocks are used again. Stage ``lost`` means that the session ended first.
         """
         await self._ended.wait()
         fetched = self._fetched
         if fetched is None:
             lost = self._session.lost or KVBusError("the fetch ended without an outcome")
-            raise FetchFailed(lost.message, code=lost.code, stage="lost", blocks_free=True)
+            raise FetchFailed(
+                lost.message, code=lost.code, stage="lost", blocks_free=self._blocks_free
+            )
         if fetched.outcome is Outcome.COMPLETED:
             return fetched
         raise FetchFailed(
@@ -56,23 +67,37 @@ class Fetch:
         )
 
     async def blocks_freed(self) -> None:
-        """Return when nothing can write into the blocks any more."""
-        await self._blocks_free.wait()
+        """Return when nothing can write into the blocks any more.
+
+        It returns, too, when the agent is gone. But if other agents have ranks of this engine, or
+        the session was closed from here, somebody may still write, and nobody will say when that
+        is over: then this raises why the session ended (`PeerLost`, `ClosedError`). Do not use the
+        blocks again; close the engine's other sessions and register new memory.
+        """
+        await self._settled.wait()
+        if not self._blocks_free:
+            raise self._session.lost or KVBusError("nobody says when the blocks are free")
 
     async def cancel(self) -> None:
         """Give up; `completed` raises with code ``cancelled``, unless it had ended before."""
         await self._session.request(CancelFetch(fetch_id=self.fetch_id), Empty)
 
-    def end(self, fetched: Fetched | None) -> None:
-        """Called by the session: the fetch ended, None when the session did."""
+    def end(self, fetched: Fetched) -> None:
+        """Called by the session: the fetch ended."""
         self._fetched = self._fetched or fetched
+        if fetched.blocks_free:
+            self.settle(blocks_free=True)
         self._ended.set()
-        if fetched is None or fetched.blocks_free:
-            self.free()
 
-    def free(self) -> None:
-        """Called by the session: the blocks are the engine's again."""
-        self._blocks_free.set()
+    def settle(self, *, blocks_free: bool) -> None:
+        """Called by the session: the blocks are the engine's again, or will never be."""
+        self._blocks_free = blocks_free
+        self._settled.set()
+
+    def lose(self, *, blocks_free: bool) -> None:
+        """Called by the session: it ended before the fetch was over."""
+        self.settle(blocks_free=blocks_free)
+        self._ended.set()
 
 
 class DecodeSession(EngineSession):
@@ -102,9 +127,14 @@ class DecodeSession(EngineSession):
         self._on_fetched, self._on_blocks_freed = on_fetched, on_blocks_freed
         self._fetches: dict[str, Fetch] = {}
 
-    async def register(self) -> None:
-        """Register this session as the engine's control session."""
-        await self._register(None)
+    async def register(self, *, others: Others = ()) -> None:
+        """Register this session as the engine's control session; its agent is the engine's home.
+
+        ``others`` says, for an engine whose ranks are spread over several agents, which ranks are
+        attached elsewhere, by the peer endpoint of each agent (``agent.peer_endpoint`` of a memory
+        session there). Ranks that are not named are attached here. Raises `RequestRefused`.
+        """
+        await self._register(None, others)
 
     def fetch(
         self,
@@ -114,20 +144,20 @@ class DecodeSession(EngineSession):
         block_ids: BlockIds,
         first_token: int = 0,
         timeout_s: float | None = None,
+        zero_tail: bool = False,
     ) -> Fetch:
         """Ask for tokens [first_token, num_tokens) into ``block_ids`` (by group, by position).
 
-        Each group gives exactly the blocks of these tokens. Returns at once; `Fetch.completed`
-        says how it ends, a refusal by the agent included (its stage is ``requested``). Raises
-        `GeometryError` for ids that are none, and why the session ended when it did.
+        Each group gives exactly the blocks of its `GroupSpec.positions`: of these tokens; with a
+        window, of those among the last ``window`` of ``num_tokens``; of a state, its one block. A
+        group that needs none may be left out. ``zero_tail`` zeroes the unused slots of the last
+        block, which else stay as they were.
+
+        Returns at once; `Fetch.completed` says how it ends, a refusal by the agent included (its
+        stage is ``requested``). Raises `GeometryError` for ids that are none or of no group, and
+        why the session ended when it did.
         """
-        tables = {
-            spec.name: BlockTable.of(
-                block_ids[spec.name], first_block=first_token // spec.block_size
-            )
-            for spec in self.engine.groups
-            if spec.name in block_ids
-        }
+        tables = _tables(self.engine, block_ids, first_token, num_tokens)
         fetch = Fetch(self, uuid.uuid4().hex)
         message = FetchMessage(
             fetch_id=fetch.fetch_id,
@@ -136,6 +166,7 @@ class DecodeSession(EngineSession):
             tables=tables,
             first_token=first_token,
             timeout_s=timeout_s,
+            zero_tail=zero_tail,
         )
         self.send(message, Empty, lambda reply: self._on_taken(fetch, reply))
         self._fetches[fetch.fetch_id] = fetch
@@ -176,14 +207,31 @@ class DecodeSession(EngineSession):
     def _free(self, freed: BlocksFreed) -> None:
         fetch = self._fetches.pop(freed.fetch_id, None)
         if fetch is not None:
-            fetch.free()
+            fetch.settle(blocks_free=True)
         if self._on_blocks_freed is not None:
             self._on_blocks_freed(freed)
 
     def _on_lost(self, error: KVBusError) -> None:
+        """A process that is gone does not write; other agents, or one that only lost us, may."""
+        blocks_free = isinstance(error, PeerLost) and not self.others
         for fetch in self._fetches.values():
-            fetch.end(None)
+            fetch.lose(blocks_free=blocks_free)
         self._fetches.clear()
+
+
+def _tables(
+    engine: EngineSpec, block_ids: BlockIds, first_token: int, num_tokens: int
+) -> dict[str, BlockTable]:
+    """What the agent shall refuse is left to it: a group that is needed and has no ids."""
+    if unknown := sorted(block_ids.keys() - {group.name for group in engine.groups}):
+        raise GeometryError(f"the engine has no group {', '.join(unknown)}", field="tables")
+    tables = {}
+    for group in engine.groups:
+        start, stop = group.positions(first_token, num_tokens)
+        if group.name in block_ids or start == stop:
+            ids = block_ids.get(group.name, ())
+            tables[group.name] = BlockTable.of(ids, first_block=start // group.block_size)
+    return tables
 
 
 def _known_code(code: str) -> ErrorCode:

@@ -10,7 +10,7 @@ import torch
 
 from kvbus.engine.session import EngineSession
 from kvbus.errors import GeometryError
-from kvbus.geometry import AxisName, EngineSpec, KvLayout, KvPart, RankSpec, Region, lay_out_rank
+from kvbus.geometry import AxisName, EngineSpec, KvLayout, RankSpec, Region, lay_out_rank
 from kvbus.memory.segment import SharedSegment
 from kvbus.memory.storage import SharedStorage
 from kvbus.memory.views import dtype_from_name, region_view
@@ -34,10 +34,11 @@ class KvCache:
             for part in region.parts
         }
 
-    def view(self, layer: int, part: KvPart) -> torch.Tensor:
-        """K or V of one layer: [block, token, head, dim] with the layout's strides.
+    def view(self, layer: int, part: str) -> torch.Tensor:
+        """One part of one layer, as K: [block, token, head, dim] with the layout's strides.
 
-        Raises `KeyError` when the rank does not hold it.
+        Of a state: [block, 1, unit, byte of a unit], uint8. Raises `KeyError` when the rank does
+        not hold it, as another pipeline stage does.
         """
         return self._views[layer, part]
 
@@ -63,9 +64,10 @@ class MemorySession(EngineSession):
         self.rank = rank
         self._segments: list[SharedSegment] = []
 
-    async def allocate(self, layout: KvLayout, *, num_blocks: int) -> KvCache:
+    async def allocate(self, layout: KvLayout, *, num_blocks: int | Mapping[str, int]) -> KvCache:
         """Allocate the rank's whole KV cache, zeroed, and register it.
 
+        ``num_blocks`` is that of every group, or by group.
         Raises `SegmentError` when there is not enough memory.
         """
         rank = lay_out_rank(self.engine, self.rank, layout, num_blocks=num_blocks)
@@ -93,7 +95,7 @@ class MemorySession(EngineSession):
 
 
 def _view(
-    engine: EngineSpec, region: Region, buffer: torch.Tensor, layer: int, part: KvPart
+    engine: EngineSpec, region: Region, buffer: torch.Tensor, layer: int, part: str
 ) -> torch.Tensor:
     offset_bytes = (
         region.offset_bytes

@@ -12,8 +12,8 @@ from typing import Any
 import anyio
 import numpy.typing as npt
 
-from kvbus.engine.session import EngineSession
-from kvbus.errors import KVBusError
+from kvbus.engine.session import EngineSession, Others
+from kvbus.errors import GeometryError, KVBusError
 from kvbus.geometry import BlockTable, EngineSpec
 from kvbus.protocol.engine import (
     AgentRole,
@@ -35,26 +35,23 @@ OnReleased = Callable[[Released], None]
 class Offer:
     """One offer of this engine. ``ticket`` is a JSON-able dict for the decode engine."""
 
-    def __init__(
-        self, session: "PrefillSession", made: OfferMade, num_blocks: dict[str, int]
-    ) -> None:
+    def __init__(self, session: "PrefillSession", made: OfferMade, ends: dict[str, int]) -> None:
         self.offer_id = made.offer_id
         self.ticket: dict[str, Any] = dict(made.ticket)
         self._session = session
-        self._num_blocks = num_blocks
+        self._ends = ends
         self._ended = anyio.Event()
         self._outcome: Outcome | None = None
 
     async def extend(self, num_tokens: int, block_ids: BlockIds | None = None) -> None:
-        """Say that ``num_tokens`` are ready in all; ``block_ids`` are the new blocks only."""
-        tables: dict[str, BlockTable] = {}
-        for group, ids in (block_ids or {}).items():
-            table = BlockTable.of(ids, first_block=self._num_blocks[group])
-            tables[group] = table
+        """Say that ``num_tokens`` are ready in all; ``block_ids`` are the new blocks only.
+
+        They continue where the group's table ended. Raises `GeometryError` for ids that are none.
+        """
+        tables = _tables(block_ids or {}, self._ends)
         message = ExtendOffer(offer_id=self.offer_id, num_tokens=num_tokens, tables=tables)
         await self._session.request(message, Empty)
-        for group, table in tables.items():
-            self._num_blocks[group] += len(table)
+        self._ends |= _ends(tables)
 
     async def seal(self) -> None:
         """Say that all tokens are ready."""
@@ -67,7 +64,9 @@ class Offer:
     async def released(self) -> Outcome:
         """How the offer ended, once its blocks are the engine's again.
 
-        Raises `PeerLost` when the agent went; the blocks are the engine's then, too.
+        Raises `PeerLost` when the agent went; the blocks are the engine's then, too, be its ranks
+        spread over several agents: leases are held at its home, and with it gone no reader can
+        confirm.
         """
         await self._ended.wait()
         if self._outcome is None:
@@ -106,9 +105,14 @@ class PrefillSession(EngineSession):
         self._on_released = on_released
         self._offers: dict[str, Offer] = {}
 
-    async def register(self) -> None:
-        """Register this session as the engine's control session."""
-        await self._register(None)
+    async def register(self, *, others: Others = ()) -> None:
+        """Register this session as the engine's control session; its agent is the engine's home.
+
+        ``others`` says, for an engine whose ranks are spread over several agents, which ranks are
+        attached elsewhere, by the peer endpoint of each agent (``agent.peer_endpoint`` of a memory
+        session there). Ranks that are not named are attached here. Raises `RequestRefused`.
+        """
+        await self._register(None, others)
 
     async def offer(
         self,
@@ -123,9 +127,16 @@ class PrefillSession(EngineSession):
         """Offer ``num_tokens`` tokens that lie in ``block_ids`` (by group, in order of position).
 
         With ``sealed`` False the offer is open: `Offer.extend` and `Offer.seal` follow.
-        ``first_blocks`` says, for a group that kept only a window, which block its table starts at.
+        A group with a window may have kept only its tail: ``first_blocks`` says which block of the
+        request its table starts at. A state has one block. Raises `GeometryError` for ids that are
+        none and for a first block without a table, and `RequestRefused`.
         """
-        tables = _tables(block_ids, first_blocks or {})
+        first_blocks = first_blocks or {}
+        if without := sorted(first_blocks.keys() - block_ids.keys()):
+            raise GeometryError(
+                f"no blocks are given for {', '.join(without)}", field="first_blocks"
+            )
+        tables = _tables(block_ids, first_blocks)
         message = MakeOffer(
             request_id=request_id,
             num_tokens=num_tokens,
@@ -133,7 +144,7 @@ class PrefillSession(EngineSession):
             sealed=sealed,
             ttl_s=ttl_s,
         )
-        ends = {group: table.first_block + len(table) for group, table in tables.items()}
+        ends = _ends(tables)
         future: asyncio.Future[Offer] = asyncio.get_running_loop().create_future()
 
         def settle(made: OfferMade | KVBusError) -> None:
@@ -163,6 +174,10 @@ class PrefillSession(EngineSession):
         for offer in self._offers.values():
             offer.end(None)
         self._offers.clear()
+
+
+def _ends(tables: Mapping[str, BlockTable]) -> dict[str, int]:
+    return {group: table.first_block + len(table) for group, table in tables.items()}
 
 
 def _tables(block_ids: BlockIds, first_blocks: Mapping[str, int]) -> dict[str, BlockTable]:

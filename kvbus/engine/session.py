@@ -5,7 +5,7 @@ Refuses to outlive the agent: when it goes, everything that waits fails with `Pe
 
 import asyncio
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -16,9 +16,20 @@ from kvbus.bus import RequestClient, new_boot_id, new_context
 from kvbus.errors import ClosedError, KVBusError, LocalError, PeerLost, ProtocolError
 from kvbus.geometry import EngineSpec, RankSpec
 from kvbus.memory.attach import AttachClient
-from kvbus.protocol.engine import AgentRole, AwaitReady, Detach, Hello, Register, Welcome
+from kvbus.protocol.engine import (
+    AgentRanks,
+    AgentRole,
+    AwaitReady,
+    Detach,
+    Hello,
+    Register,
+    Welcome,
+)
 from kvbus.protocol.envelope import PROTOCOL_VERSION, Body, Notice
 from kvbus.protocol.message import Empty, M, Message, from_body, to_body
+
+Others = Mapping[str, Iterable[int]] | Iterable[AgentRanks]
+"""Ranks of an engine that are attached to other agents, by the peer endpoint of each agent."""
 
 GOODBYE_S = 1.0
 ATTACH_RETRY_S = 0.05
@@ -51,6 +62,7 @@ class EngineSession:
         self._client: RequestClient | None = None
         self._welcome: Welcome | None = None
         self.lost: KVBusError | None = None
+        self.others: tuple[AgentRanks, ...] = ()
 
     @property
     def agent(self) -> Welcome:
@@ -85,7 +97,11 @@ class EngineSession:
         await self._exit.aclose()
 
     async def ready(self) -> None:
-        """Return when the control session and every rank of the engine are registered."""
+        """Return when the engine's home has the control session and every rank.
+
+        Those that the control session said are elsewhere are not waited for. A session with
+        another agent than the home gets no answer: `RequestTimeout`.
+        """
         await self.request(AwaitReady(), Empty)
 
     async def request(self, message: Message, reply: type[M], *, timeout_s: float = 0.0) -> M:
@@ -139,8 +155,9 @@ class EngineSession:
             on_reply=settle,
         )
 
-    async def _register(self, rank: RankSpec | None) -> None:
-        await self.request(Register(engine=self.engine, rank=rank), Empty)
+    async def _register(self, rank: RankSpec | None, others: Others = ()) -> None:
+        self.others = _agent_ranks(others)
+        await self.request(Register(engine=self.engine, rank=rank, others=self.others), Empty)
 
     def _on_notice(self, notice: Notice) -> None:
         """A notice of the agent; sessions without control get none."""
@@ -194,6 +211,12 @@ class EngineSession:
         if self._client is not None:
             self._client.close()
         self._on_lost(error)
+
+
+def _agent_ranks(others: Others) -> tuple[AgentRanks, ...]:
+    if isinstance(others, Mapping):
+        return tuple(AgentRanks(endpoint, tuple(ranks)) for endpoint, ranks in others.items())
+    return tuple(others)
 
 
 def _typed(reply: type[M], body: Body) -> M | ProtocolError:

@@ -5,7 +5,8 @@ impossible.
 """
 
 from kvbus.geometry.blocks import BlockTable, num_blocks_for
-from kvbus.geometry.layouts import KvLayout, held_heads, lay_out_rank
+from kvbus.geometry.box import Box, SlotOrder, canonical_order, slot_bytes, slot_region, slot_table
+from kvbus.geometry.layouts import KvLayout, held_heads, held_layers, lay_out_rank
 from kvbus.geometry.spec import (
     DTYPE_SIZES_BYTES,
     Axis,
@@ -13,29 +14,45 @@ from kvbus.geometry.spec import (
     EngineSpec,
     GroupSpec,
     KvPart,
+    PartShape,
     RankSpec,
     Region,
     Segment,
+    StatePart,
     head_interval,
+    layer_interval,
+    state_group,
 )
-from kvbus.geometry.validation import validate_engine, validate_rank
+from kvbus.geometry.validation import validate_engine, validate_rank, validate_ranks
 
 __all__ = [
     "DTYPE_SIZES_BYTES",
     "Axis",
     "AxisName",
     "BlockTable",
+    "Box",
     "EngineSpec",
     "GroupSpec",
     "KvLayout",
     "KvPart",
+    "PartShape",
     "RankSpec",
     "Region",
     "Segment",
+    "SlotOrder",
+    "StatePart",
+    "canonical_order",
     "head_interval",
     "held_heads",
+    "held_layers",
     "lay_out_rank",
+    "layer_interval",
     "num_blocks_for",
+    "slot_bytes",
+    "slot_region",
+    "slot_table",
+    "state_group",
     "validate_engine",
     "validate_rank",
+    "validate_ranks",
 ]

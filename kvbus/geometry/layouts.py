@@ -4,7 +4,7 @@ Refuses nothing that memory can be: what it makes passes `validate_rank`. An eng
 different describes its regions itself.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from kvbus.errors import GeometryError
@@ -18,6 +18,7 @@ from kvbus.geometry.spec import (
     Region,
     Segment,
     head_interval,
+    layer_interval,
 )
 
 ALIGNMENT_BYTES = 4096
@@ -68,64 +69,88 @@ class KvLayout:
 
 
 def lay_out_rank(
-    engine: EngineSpec, rank: int, layout: KvLayout, *, num_blocks: int, segment_id: str = "kv"
+    engine: EngineSpec,
+    rank: int,
+    layout: KvLayout,
+    *,
+    num_blocks: int | Mapping[str, int],
+    segment_id: str = "kv",
 ) -> RankSpec:
-    """The rank's regions one after the other in one segment, each of ``num_blocks`` blocks.
+    """The rank's regions one after the other in one segment.
 
-    A rank without a KV head of its own holds a replica of the one before its interval.
+    ``num_blocks`` is that of every group, or by group. The rank holds the layers of its pipeline
+    stage, split evenly, and its interval of KV heads, or a replica of one when that is empty.
+    Raises `GeometryError` for a stage without a layer.
     """
     regions: list[Region] = []
     end = 0
-    for group in engine.groups:
-        for layers in _layers_of_regions(group, layout):
-            heads = held_heads(rank, engine.tp_size, group.num_kv_heads)
-            region = Region(
-                segment_id=segment_id,
-                offset_bytes=end,
-                group=group.name,
-                layers=layers,
-                parts=group.parts,
-                first_head=heads.start,
-                num_heads=len(heads),
-                axes=_packed_axes(
-                    layout,
-                    {
-                        AxisName.BLOCK: num_blocks,
-                        AxisName.LAYER: len(layers),
-                        AxisName.KV: len(group.parts),
-                        AxisName.TOKEN: group.block_size,
-                        AxisName.HEAD: len(heads),
-                        AxisName.DIM: group.head_dim,
-                    },
-                    DTYPE_SIZES_BYTES[group.dtype],
-                ),
-            )
-            regions.append(region)
-            size_bytes = region.stride_bytes(layout.axes[0]) * region.size(layout.axes[0])
-            end += -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    for group, layers, parts in _tensors(engine, rank, layout):
+        shape = group.part_shape(parts[0])
+        heads = held_heads(rank % engine.tp_size, engine.tp_size, shape.num_heads)
+        blocks = num_blocks if isinstance(num_blocks, int) else num_blocks[group.name]
+        sizes = {
+            AxisName.BLOCK: blocks,
+            AxisName.LAYER: len(layers),
+            AxisName.KV: len(parts),
+            AxisName.TOKEN: group.block_size,
+            AxisName.HEAD: len(heads),
+            AxisName.DIM: shape.head_dim,
+        }
+        region = Region(
+            segment_id=segment_id,
+            offset_bytes=end,
+            group=group.name,
+            layers=layers,
+            parts=parts,
+            first_head=heads.start,
+            num_heads=len(heads),
+            axes=packed_axes(layout.axes, sizes, DTYPE_SIZES_BYTES[group.dtype]),
+        )
+        regions.append(region)
+        size_bytes = region.stride_bytes(layout.axes[0]) * region.size(layout.axes[0])
+        end += -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    if not regions:
+        raise GeometryError(
+            f"rank {rank} holds no layer: {engine.pp_size} stages are more than there are layers",
+            field="pp_size",
+        )
     return RankSpec(rank=rank, segments=(Segment(segment_id, end),), regions=tuple(regions))
 
 
-def held_heads(rank: int, tp_size: int, num_kv_heads: int) -> range:
+def held_heads(tp_rank: int, tp_size: int, num_kv_heads: int) -> range:
     """KV heads in a rank's memory: its interval, or a replica when that is empty."""
-    first, stop = head_interval(rank, tp_size, num_kv_heads)
+    first, stop = head_interval(tp_rank, tp_size, num_kv_heads)
     return range(first, max(stop, first + 1))
 
 
-def _layers_of_regions(group: GroupSpec, layout: KvLayout) -> Iterator[tuple[int, ...]]:
-    if layout.cross_layer:
-        yield group.layers
-    else:
-        yield from ((layer,) for layer in group.layers)
+def held_layers(engine: EngineSpec, rank: int) -> frozenset[int]:
+    """The layers of a rank's pipeline stage when all layers are split evenly, by number."""
+    layers = sorted(layer for group in engine.groups for layer in group.layers)
+    first, stop = layer_interval(rank // engine.tp_size, engine.pp_size, len(layers))
+    return frozenset(layers[first:stop])
 
 
-def _packed_axes(
-    layout: KvLayout, sizes: Mapping[AxisName, int], itemsize: int
+def packed_axes(
+    names: Iterable[AxisName], sizes: Mapping[AxisName, int], itemsize: int
 ) -> tuple[Axis, ...]:
-    """The layout's axes with the strides of a tensor without gaps."""
+    """Axes in this order, outermost first, with the strides of a tensor without gaps."""
     axes: list[Axis] = []
     stride_bytes = itemsize
-    for name in reversed(layout.axes):
+    for name in reversed(tuple(names)):
         axes.insert(0, Axis(name, sizes[name], stride_bytes))
         stride_bytes *= sizes[name]
     return tuple(axes)
+
+
+def _tensors(
+    engine: EngineSpec, rank: int, layout: KvLayout
+) -> Iterator[tuple[GroupSpec, tuple[int, ...], tuple[str, ...]]]:
+    """Layers and parts of each region; those of a state have one each, as their shapes differ."""
+    held = held_layers(engine, rank)
+    for group in engine.groups:
+        layers = tuple(layer for layer in group.layers if layer in held)
+        parts = [(part,) for part in group.parts] if group.state else [group.parts]
+        if not layers:
+            continue
+        for together in [layers] if layout.cross_layer else [(layer,) for layer in layers]:
+            yield from ((group, together, one) for one in parts)

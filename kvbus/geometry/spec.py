@@ -9,7 +9,7 @@ Axes of a region, in whatever order memory has them:
 """
 
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -41,7 +41,7 @@ class AxisName(StrEnum):
 
 
 class KvPart(StrEnum):
-    """What a region holds along its kv axis."""
+    """What attention caches along the kv axis; a state group names parts of its own."""
 
     KEY = "k"
     VALUE = "v"
@@ -74,7 +74,7 @@ class Region(msgspec.Struct, frozen=True):
     offset_bytes: SizeBytes
     group: Name
     layers: Annotated[tuple[Index, ...], msgspec.Meta(min_length=1, max_length=4096)]
-    parts: Annotated[tuple[KvPart, ...], msgspec.Meta(min_length=1, max_length=2)]
+    parts: Annotated[tuple[Name, ...], msgspec.Meta(min_length=1, max_length=64)]
     first_head: Index
     num_heads: Count
     axes: Annotated[tuple[Axis, ...], msgspec.Meta(min_length=1, max_length=6)]
@@ -88,11 +88,31 @@ class Region(msgspec.Struct, frozen=True):
         return next((axis.stride_bytes for axis in self.axes if axis.name is name), 0)
 
 
+class StatePart(msgspec.Struct, frozen=True):
+    """One named part of an opaque state: ``num_units`` of ``unit_bytes`` each, for each layer.
+
+    Units are to a state what KV heads are to attention: rank r of tp_size holds those from
+    r * num_units // tp_size on. A part of one unit is held whole by every rank.
+    """
+
+    name: Name
+    num_units: Count
+    unit_bytes: Count
+
+
+class PartShape(NamedTuple):
+    """Heads of one part of a group, over all ranks, and elements of one head."""
+
+    num_heads: int
+    head_dim: int
+
+
 class GroupSpec(msgspec.Struct, frozen=True):
     """Layers that share a block table.
 
     ``block_size`` counts tokens, ``head_dim`` elements, ``window`` tokens (None: full attention).
     ``parts`` is what each layer caches: K and V, or one latent (MLA).
+    A group with ``state`` is opaque, as of a recurrent layer: see `state_group`.
     """
 
     name: Name
@@ -101,23 +121,66 @@ class GroupSpec(msgspec.Struct, frozen=True):
     num_kv_heads: Count
     head_dim: Count
     dtype: Name
-    parts: Annotated[tuple[KvPart, ...], msgspec.Meta(min_length=1, max_length=2)] = (
+    parts: Annotated[tuple[Name, ...], msgspec.Meta(min_length=1, max_length=64)] = (
         KvPart.KEY,
         KvPart.VALUE,
     )
     window: Count | None = None
+    state: Annotated[tuple[StatePart, ...], msgspec.Meta(max_length=64)] = ()
+
+    def part_shape(self, part: str) -> PartShape:
+        """Heads and head size of ``part``; units and their bytes, if it is one of a state.
+
+        Raises `KeyError` when a state has no such part.
+        """
+        if not self.state:
+            return PartShape(self.num_kv_heads, self.head_dim)
+        for one in self.state:
+            if one.name == part:
+                return PartShape(one.num_units, one.unit_bytes)
+        raise KeyError(part)
+
+    def positions(self, start: int, stop: int) -> tuple[int, int]:
+        """Which positions of the block table tokens [start, stop) of a request of ``stop`` need.
+
+        All of them; of a group with a window those among the last ``window`` tokens; of a state
+        the only one. Equal bounds mean none.
+        """
+        if stop <= start:
+            return start, start
+        if self.state:
+            return 0, 1
+        if self.window is not None:
+            start = max(start, stop - self.window)
+        return start, stop
+
+
+def state_group(name: str, layers: tuple[int, ...], parts: tuple[StatePart, ...]) -> GroupSpec:
+    """A group whose memory is opaque bytes, one block for a request, whatever its length.
+
+    The bytes are moved as they are once the offer is sealed: a state is that of the last token.
+    """
+    names = tuple(part.name for part in parts)
+    return GroupSpec(name, layers, 1, 1, 1, "uint8", names, None, parts)
 
 
 class EngineSpec(msgspec.Struct, frozen=True):
     """What both sides must know of an engine before any byte moves.
 
-    ``model`` names weights and revision: two engines exchange KV only when it is equal.
+    ``model`` names weights and revision: two engines exchange KV only when it is equal. Rank
+    numbers count tensor parallel ranks first: ``stage * tp_size + tp_rank``.
     """
 
     engine_id: Name
     model: Name
     tp_size: Count
     groups: Annotated[tuple[GroupSpec, ...], msgspec.Meta(min_length=1, max_length=64)]
+    pp_size: Count = 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Ranks of all pipeline stages."""
+        return self.tp_size * self.pp_size
 
     def group(self, name: str) -> GroupSpec:
         """The group called ``name``; raises `KeyError` when there is none."""
@@ -142,3 +205,8 @@ def head_interval(rank: int, tp_size: int, num_kv_heads: int) -> tuple[int, int]
     heads.
     """
     return rank * num_kv_heads // tp_size, (rank + 1) * num_kv_heads // tp_size
+
+
+def layer_interval(stage: int, pp_size: int, num_layers: int) -> tuple[int, int]:
+    """First and one-past-last layer, by order, of pipeline stage ``stage`` when split evenly."""
+    return stage * num_layers // pp_size, (stage + 1) * num_layers // pp_size

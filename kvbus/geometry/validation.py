@@ -5,6 +5,7 @@ that hold a layer twice or not at all; each refusal is a `GeometryError` that na
 """
 
 from collections import Counter
+from collections.abc import Iterable
 from itertools import product
 from math import prod
 
@@ -43,22 +44,64 @@ def validate_engine(spec: EngineSpec) -> None:
             "parts",
             f"group '{group.name}' names a part twice",
         )
+        if group.state:
+            _validate_state(group)
+
+
+def _validate_state(group: GroupSpec) -> None:
+    """A state has one position, and its parts are those that it describes."""
+    plain = (group.block_size, group.dtype, group.window) == (1, "uint8", None)
+    _require(
+        plain and group.parts == tuple(part.name for part in group.state),
+        "state",
+        f"group '{group.name}' is a state: make it with state_group",
+    )
 
 
 def validate_rank(spec: EngineSpec, rank: RankSpec) -> None:
     """Raise `GeometryError` unless ``rank`` is a possible rank of ``spec``.
 
     Checks the rank's number, each region against its group and segment, that no two regions
-    overlap, and that every layer's K and V are held exactly once.
+    overlap, and that every layer of its pipeline stage is held exactly once, with all its parts.
     """
-    _require(rank.rank < spec.tp_size, "rank", f"rank {rank.rank} of tp_size {spec.tp_size}")
+    _require(rank.rank < spec.num_ranks, "rank", f"rank {rank.rank} of {spec.num_ranks} ranks")
     sizes = {segment.segment_id: segment.size_bytes for segment in rank.segments}
     _require(len(sizes) == len(rank.segments), "segments", "two segments have one id")
     for number, region in enumerate(rank.regions):
         _validate_region(spec, region, sizes, where=f"region {number}")
     for group in spec.groups:
-        _validate_coverage(group, rank)
+        _validate_coverage(group, rank, whole=spec.pp_size == 1)
     _refuse_overlaps(spec, rank)
+
+
+def validate_ranks(spec: EngineSpec, ranks: Iterable[RankSpec]) -> None:
+    """Raise `GeometryError` unless valid ``ranks`` are all of ``spec`` and together hold its KV.
+
+    A replica may be missing, but not the last holder of a layer's part and head.
+    """
+    ranks = tuple(ranks)
+    ordered = sorted(rank.rank for rank in ranks)
+    _require(
+        ordered == list(range(spec.num_ranks)),
+        "ranks",
+        f"engine '{spec.engine_id}' has ranks {ordered} of {spec.num_ranks}",
+    )
+    held = {
+        (layer, part, head)
+        for rank in ranks
+        for region in rank.regions
+        for layer in region.layers
+        for part in region.parts
+        for head in range(region.first_head, region.first_head + region.num_heads)
+    }
+    for group in spec.groups:
+        for layer, part in product(group.layers, group.parts):
+            for head in range(group.part_shape(part).num_heads):
+                _require(
+                    (layer, part, head) in held,
+                    "ranks",
+                    f"no rank of engine '{spec.engine_id}' holds head {head} of {layer}/{part}",
+                )
 
 
 def _validate_region(spec: EngineSpec, region: Region, sizes: dict[str, int], where: str) -> None:
@@ -74,12 +117,20 @@ def _validate_region(spec: EngineSpec, region: Region, sizes: dict[str, int], wh
 def _validate_axes(group: GroupSpec, region: Region, where: str) -> None:
     names = [axis.name for axis in region.axes]
     _require(len(set(names)) == len(names), "axes", f"{where}: an axis is named twice")
+    _require(set(region.layers) <= set(group.layers), "layers", f"{where}: layer not in its group")
+    _require(set(region.parts) <= set(group.parts), "parts", f"{where}: part not in its group")
+    shape = group.part_shape(region.parts[0])
+    _require(
+        all(group.part_shape(part) == shape for part in region.parts),
+        "parts",
+        f"{where}: parts of different shapes need regions of their own",
+    )
     expected = {
         AxisName.LAYER: len(region.layers),
         AxisName.KV: len(region.parts),
         AxisName.TOKEN: group.block_size,
         AxisName.HEAD: region.num_heads,
-        AxisName.DIM: group.head_dim,
+        AxisName.DIM: shape.head_dim,
     }
     for name, size in expected.items():
         _require(
@@ -88,13 +139,11 @@ def _validate_axes(group: GroupSpec, region: Region, where: str) -> None:
             f"{where}: axis '{name}' has size {region.size(name)}, the spec says {size}",
         )
     _require(
-        region.first_head + region.num_heads <= group.num_kv_heads,
+        region.first_head + region.num_heads <= shape.num_heads,
         "num_heads",
         f"{where}: heads {region.first_head} to {region.first_head + region.num_heads} "
-        f"of {group.num_kv_heads}",
+        f"of {shape.num_heads}",
     )
-    _require(set(region.layers) <= set(group.layers), "layers", f"{where}: layer not in its group")
-    _require(set(region.parts) <= set(group.parts), "parts", f"{where}: part not in its group")
 
 
 def _validate_extent(group: GroupSpec, region: Region, size_bytes: int, where: str) -> None:
@@ -115,24 +164,31 @@ def _validate_extent(group: GroupSpec, region: Region, size_bytes: int, where: s
     )
 
 
-def _validate_coverage(group: GroupSpec, rank: RankSpec) -> None:
+def _validate_coverage(group: GroupSpec, rank: RankSpec, *, whole: bool) -> None:
     regions = [region for region in rank.regions if region.group == group.name]
     held = Counter(
         (layer, part) for region in regions for layer, part in product(region.layers, region.parts)
     )
-    wanted = set(product(group.layers, group.parts))
-    missing = wanted - held.keys()
+    layers = group.layers if whole else {layer for layer, _ in held}
+    missing = set(product(layers, group.parts)) - held.keys()
     _require(
         not missing,
         "regions",
         f"rank {rank.rank} lacks {len(missing)} of group '{group.name}', "
         f"such as {'/'.join(map(str, min(missing, default=())))}",
     )
-    _require(max(held.values()) == 1, "regions", f"rank {rank.rank} holds a layer twice")
-    heads = {(region.first_head, region.num_heads) for region in regions}
-    _require(len(heads) == 1, "first_head", f"regions of group '{group.name}' differ in heads")
+    _require(max(held.values(), default=1) == 1, "regions", f"rank {rank.rank} holds a layer twice")
+    heads = {
+        (part, region.first_head, region.num_heads) for region in regions for part in region.parts
+    }
+    parts = {part for part, _, _ in heads}
+    _require(
+        len(heads) == len(parts),
+        "first_head",
+        f"regions of group '{group.name}' differ in heads",
+    )
     blocks = {region.size(AxisName.BLOCK) for region in regions}
-    _require(len(blocks) == 1, "axes.block", f"regions of group '{group.name}' differ in blocks")
+    _require(len(blocks) <= 1, "axes.block", f"regions of group '{group.name}' differ in blocks")
 
 
 def _refuse_overlaps(spec: EngineSpec, rank: RankSpec) -> None:

@@ -3,8 +3,47 @@
 Refuses to touch memory: addresses are numbers here.
 """
 
+from kvbus.planning.boxes import cut_into_boxes, reader_order
 from kvbus.planning.compatibility import check_compatible
+from kvbus.planning.cost import Choice, Prediction, Rates, choose
 from kvbus.planning.direct import Descriptors, DirectPlan
+from kvbus.planning.fetch_shape import (
+    ALL_PATHS,
+    DirectWork,
+    FetchShape,
+    PackedWork,
+    Path,
+    ReorderedWork,
+)
+from kvbus.planning.fetch_work import FetchWork
+from kvbus.planning.mapping import ReadMap, Share
+from kvbus.planning.observed import PeerRates
 from kvbus.planning.pairs import PlacedRank
+from kvbus.planning.spans import Spans, piece_spans, tail_spans, whole_spans
 
-__all__ = ["Descriptors", "DirectPlan", "PlacedRank", "check_compatible"]
+__all__ = [
+    "ALL_PATHS",
+    "Choice",
+    "Descriptors",
+    "DirectPlan",
+    "DirectWork",
+    "FetchShape",
+    "FetchWork",
+    "PackedWork",
+    "Path",
+    "PeerRates",
+    "PlacedRank",
+    "Prediction",
+    "Rates",
+    "ReadMap",
+    "ReorderedWork",
+    "Share",
+    "Spans",
+    "check_compatible",
+    "choose",
+    "cut_into_boxes",
+    "piece_spans",
+    "reader_order",
+    "tail_spans",
+    "whole_spans",
+]

@@ -5,22 +5,25 @@ and strides give the right pairs; what differs is only how long the contiguous r
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 
 import numpy as np
 import numpy.typing as npt
 
 from kvbus.geometry import BlockTable
+from kvbus.planning.mapping import Share
 from kvbus.planning.pairs import (
+    Form,
     Offsets,
-    Pair,
     Pattern,
     PlacedRank,
     Strides,
     pair_regions,
     pattern_of,
 )
+from kvbus.planning.spans import Spans
 
 Rows = npt.NDArray[np.uint64]
 
@@ -39,85 +42,109 @@ class Descriptors:
 
 
 class DirectPlan:
-    """All pairs of regions between one prefill engine and one decode engine of equal ranks.
+    """The READs of ``shares``, between ranks that are given by number.
 
-    Made once at the handshake, as shapes are constant; `descriptors` is called for each fetch.
+    Made once, as shapes are constant; `descriptors` is called for each fetch.
     """
 
-    def __init__(self, prefill: Iterable[PlacedRank], decode: Iterable[PlacedRank]) -> None:
-        holders = {placed.rank.rank: placed for placed in prefill}
-        bundles: dict[tuple[str, Strides, Strides], list[Pair]] = defaultdict(list)
-        for reader in decode:
-            for pair in pair_regions(holders[reader.rank.rank], reader):
-                bundles[pair.group, pair.remote, pair.local].append(pair)
-        self._bundles = [_Bundle(*key, pairs) for key, pairs in bundles.items()]
+    def __init__(
+        self,
+        prefill: Mapping[int, PlacedRank],
+        decode: Mapping[int, PlacedRank],
+        shares: Iterable[Share],
+    ) -> None:
+        corners: dict[Form, list[tuple[int, int]]] = defaultdict(list)
+        for share in shares:
+            for pair in pair_regions(prefill[share.holder], decode[share.reader], share):
+                corners[pair.form].append((pair.remote, pair.local))
+        self._bundles = [_Bundle(form, at) for form, at in corners.items()]
 
-    def num_descriptors(self, num_tokens: int) -> int:
-        """About how many READs so many tokens take, before neighbours are merged."""
-        return sum(bundle.num_runs(num_tokens) for bundle in self._bundles)
+    def num_descriptors(self, spans: Spans) -> int:
+        """About how many READs these positions take, before neighbours are merged."""
+        return sum(b.num_runs(spans[b.group][1] - spans[b.group][0]) for b in self._bundles)
 
     def descriptors(
         self,
         remote_tables: Mapping[str, BlockTable],
         local_tables: Mapping[str, BlockTable],
-        *,
-        start: int,
-        stop: int,
+        spans: Spans,
     ) -> Descriptors:
-        """READs of token positions [start, stop), neighbours merged, in ascending local address.
+        """READs of the positions in ``spans``, neighbours merged, in ascending local address.
 
-        Both sides' tables must cover the positions; raises `IndexError` when one does not.
+        Both sides' tables must cover the positions; raises `IndexError` when one does not. A group
+        without positions needs no tables.
         """
-        found = [np.zeros((3, 0), dtype=np.int64)]
+        lattices: list[_Lattice] = []
         for bundle in self._bundles:
-            remote, local = remote_tables[bundle.group], local_tables[bundle.group]
-            found.extend(bundle.rows(remote, local, start, stop))
-        return _merged(np.concatenate(found, axis=1))
+            start, stop = spans[bundle.group]
+            if start < stop:
+                remote, local = remote_tables[bundle.group], local_tables[bundle.group]
+                lattices.extend(bundle.lattices(remote, local, start, stop))
+        remote_at, local_at, num_bytes = _merged(_ascending(_runs(lattices)))
+        return Descriptors(local=_rows(local_at, num_bytes), remote=_rows(remote_at, num_bytes))
+
+
+@dataclass(frozen=True, slots=True)
+class _Lattice:
+    """Runs of one length: one at each sum of an outer offset, a piece and an inner offset."""
+
+    pattern: Pattern
+    pieces: Offsets
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        outer, inner = self.pattern.outer, self.pattern.inner
+        return outer.shape[1], self.pieces.shape[1], inner.shape[1]
+
+    def write(self, runs: Offsets) -> None:
+        """Fill ``runs`` of shape (3, n), in ascending order if the offsets nest."""
+        for side in (0, 1):
+            corners = self.pattern.outer[side][:, None] + self.pieces[side]
+            addresses = runs[side].reshape(self.shape)
+            np.add(corners[:, :, None], self.pattern.inner[side], out=addresses)
+        runs[2] = self.pattern.run_bytes
 
 
 class _Bundle:
-    """Pairs of one group with equal strides on each side: one pattern of runs serves them all."""
+    """Pairs of one form: one pattern of runs serves them all."""
 
-    def __init__(self, group: str, remote: Strides, local: Strides, pairs: list[Pair]) -> None:
-        self.group = group
-        self._remote = remote
-        self._local = local
-        self._pairs = pairs
+    def __init__(self, form: Form, corners: list[tuple[int, int]]) -> None:
+        self.group = form.group
+        self._form = form
+        self._corners = np.array(corners, dtype=np.int64).T
         self._patterns: dict[int, Pattern] = {}
 
-    def rows(
+    def lattices(
         self, remote: BlockTable, local: BlockTable, start: int, stop: int
-    ) -> Iterator[Offsets]:
-        """Arrays of shape (3, n): remote address, local address, bytes; one a piece length."""
-        starts, lengths = _pieces(start, stop, self._remote.block_size, self._local.block_size)
-        remote_bases = _piece_offsets(self._remote, remote, starts)
-        local_bases = _piece_offsets(self._local, local, starts)
-        for length in set(lengths.tolist()):
-            chosen = lengths == length
-            pattern = self._pattern(length)
-            rows = np.empty((3, int(chosen.sum()), pattern.num_bytes.size), dtype=np.int64)
-            np.add(remote_bases[chosen, None], pattern.remote, out=rows[0])
-            np.add(local_bases[chosen, None], pattern.local, out=rows[1])
-            rows[2] = pattern.num_bytes
-            yield rows.reshape(3, -1)
+    ) -> Iterator[_Lattice]:
+        """The runs of positions [start, stop), one lattice for each length of a piece."""
+        form = self._form
+        starts, lengths = _pieces(start, stop, form.remote.block_size, form.local.block_size)
+        pieces = np.stack(
+            [_piece_offsets(form.remote, remote, starts), _piece_offsets(form.local, local, starts)]
+        )
+        for length in np.unique(lengths).tolist():
+            alike = pieces[:, lengths == length]
+            order = np.argsort(alike[1], kind="stable")
+            yield _Lattice(self._pattern(length), alike[:, order])
 
     def num_runs(self, num_tokens: int) -> int:
         """Runs of so many tokens that start a block."""
-        size = min(self._remote.block_size, self._local.block_size)
-        return -(-num_tokens // size) * self._pattern(size).num_bytes.size
+        size = min(self._form.remote.block_size, self._form.local.block_size)
+        return -(-num_tokens // size) * self._pattern(size).num_runs
 
     def _pattern(self, num_tokens: int) -> Pattern:
-        """Cached: there are no more patterns than tokens in a block."""
+        """Over all pairs; cached, as there are no more patterns than tokens in a block."""
         if num_tokens not in self._patterns:
-            self._patterns[num_tokens] = pattern_of(self._pairs, num_tokens)
+            pattern = pattern_of(self._form, num_tokens)
+            outer = (self._corners[:, :, None] + pattern.outer[:, None, :]).reshape(2, -1)
+            outer = outer[:, np.argsort(outer[1], kind="stable")]
+            self._patterns[num_tokens] = pattern._replace(outer=outer)
         return self._patterns[num_tokens]
 
 
 def _pieces(start: int, stop: int, *block_sizes: int) -> tuple[Offsets, Offsets]:
     """Cuts [start, stop) wherever either side's block ends: positions and lengths, in tokens."""
-    if stop <= start:
-        nothing = np.zeros(0, dtype=np.int64)
-        return nothing, nothing
     sizes = set(block_sizes)
     ends = [np.arange(start - start % size + size, stop, size) for size in sizes]
     starts = np.concatenate([np.array([start], dtype=np.int64), *ends])
@@ -128,25 +155,46 @@ def _pieces(start: int, stop: int, *block_sizes: int) -> tuple[Offsets, Offsets]
 
 def _piece_offsets(strides: Strides, table: BlockTable, starts: Offsets) -> Offsets:
     rows = starts // strides.block_size - table.first_block
-    if rows.size and rows[0] < 0:
+    if rows[0] < 0:
         raise IndexError(f"block table starts only at block {table.first_block}")
     blocks = table.array()[rows].astype(np.int64)
     return blocks * strides.block_bytes + starts % strides.block_size * strides.token_bytes
 
 
-def _merged(rows: Offsets) -> Descriptors:
-    """Sorted by local address; rows that continue the one before on both sides become one."""
-    if rows.shape[1] < 2:
-        return Descriptors(_rows(rows[1], rows[2]), _rows(rows[0], rows[2]))
-    remote, local, length = rows[:, np.argsort(rows[1], kind="stable")]
-    continues = (remote[1:] == (remote + length)[:-1]) & (local[1:] == (local + length)[:-1])
-    heads = np.flatnonzero(np.concatenate([[True], ~continues]))
-    sums = np.add.reduceat(length, heads)
-    return Descriptors(local=_rows(local[heads], sums), remote=_rows(remote[heads], sums))
+def _runs(lattices: Sequence[_Lattice]) -> Offsets:
+    """Of shape (3, n): remote address, local address, bytes."""
+    sizes = [prod(lattice.shape) for lattice in lattices]
+    runs = np.empty((3, sum(sizes)), dtype=np.int64)
+    ends = np.cumsum(sizes, dtype=np.int64).tolist()
+    for lattice, size, end in zip(lattices, sizes, ends, strict=True):
+        lattice.write(runs[:, end - size : end])
+    return runs
 
 
-def _rows(addresses: Offsets, lengths: Offsets) -> Rows:
-    rows = np.zeros((addresses.size, 3), dtype=np.uint64)
+def _ascending(runs: Offsets) -> Offsets:
+    """By local address; what is not so already is made of few ascending sequences."""
+    local = runs[1]
+    if (local[1:] > local[:-1]).all():
+        return runs
+    return runs.take(np.argsort(local, kind="stable"), axis=1)
+
+
+def _merged(runs: Offsets) -> Offsets:
+    """Runs that continue the one before on both sides become one with it."""
+    ends = runs[:2] + runs[2]
+    continues = (runs[0, 1:] == ends[0, :-1]) & (runs[1, 1:] == ends[1, :-1])
+    if not continues.any():
+        return runs
+    first = np.flatnonzero(np.concatenate([[True], ~continues]))
+    last = np.append(first[1:], runs.shape[1]) - 1
+    merged = runs.take(first, axis=1)
+    merged[2] = ends[1, last] - merged[1]
+    return merged
+
+
+def _rows(addresses: Offsets, num_bytes: Offsets) -> Rows:
+    rows = np.empty((addresses.size, 3), dtype=np.int64)
     rows[:, 0] = addresses
-    rows[:, 1] = lengths
-    return rows
+    rows[:, 1] = num_bytes
+    rows[:, 2] = 0
+    return rows.view(np.uint64)

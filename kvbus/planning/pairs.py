@@ -1,6 +1,8 @@
 """Pairs of regions that share bytes, and the contiguous runs inside one piece of a block.
 
 Refuses to know block tables: a pattern holds for every block, as all blocks of a region are alike.
+
+Arrays of offsets have the shape (2, n): row 0 is remote, row 1 is local.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,6 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbus.geometry import DTYPE_SIZES_BYTES, AxisName, EngineSpec, RankSpec, Region
+from kvbus.planning.mapping import Share
 
 Offsets = npt.NDArray[np.int64]
 
@@ -32,77 +35,105 @@ class Strides(NamedTuple):
     block_size: int
 
 
-class Pair(NamedTuple):
-    """Two regions that share layers, parts and heads.
+class Steps(NamedTuple):
+    """Bytes from the first index of one axis to each, on either side; local ones ascend."""
 
-    ``axes`` are the offsets of the shared box, remote and local, innermost meaning first; each
-    array starts at the box's own first index, so that their first elements add up to its corner.
-    """
+    remote: tuple[int, ...]
+    local: tuple[int, ...]
+
+
+class Form(NamedTuple):
+    """What pairs of regions have in common when they differ only in where they lie."""
 
     group: str
     remote: Strides
     local: Strides
-    remote_base: int
-    local_base: int
-    axes: tuple[tuple[Offsets, Offsets], ...]
+    axes: tuple[Steps, ...]
     itemsize: int
 
 
-class Pattern(NamedTuple):
-    """Runs of one piece of ``n`` tokens that starts at token 0 of block 0; each of shape (runs,).
+class Pair(NamedTuple):
+    """Two regions that share layers, parts and heads: the form of what they share, and its corners.
 
-    ``remote`` and ``local`` are addresses, ``num_bytes`` the length of each run.
+    A corner is the address of block 0, token 0 and the first layer, part, head and dim.
     """
 
-    remote: Offsets
-    local: Offsets
-    num_bytes: Offsets
+    form: Form
+    remote: int
+    local: int
 
 
-def pair_regions(holder: PlacedRank, reader: PlacedRank) -> Iterator[Pair]:
-    """Every pair of regions of the two ranks that has bytes in common."""
+class Pattern(NamedTuple):
+    """The runs of one piece of a block, each at a sum of one ``outer`` and one ``inner`` offset.
+
+    Outer steps go past a block locally, inner ones stay within it. Both ascend locally.
+    """
+
+    outer: Offsets
+    inner: Offsets
+    run_bytes: int
+
+    @property
+    def num_runs(self) -> int:
+        """Runs of one piece."""
+        return int(self.outer.shape[1] * self.inner.shape[1])
+
+
+def pair_regions(holder: PlacedRank, reader: PlacedRank, share: Share) -> Iterator[Pair]:
+    """Every pair of regions of the two ranks that has bytes of ``share`` in common."""
     for local in reader.rank.regions:
+        if local.group != share.group:
+            continue
         for remote in holder.rank.regions:
-            if remote.group == local.group:
-                yield from _shared(holder, remote, reader, local)
+            if remote.group == share.group:
+                yield from _shared(holder, remote, reader, local, share)
 
 
-def pattern_of(pairs: Iterable[Pair], num_tokens: int) -> Pattern:
-    """The runs that all ``pairs`` need for a piece of ``num_tokens`` tokens within a block."""
-    runs = [_runs(pair, num_tokens) for pair in pairs]
-    return Pattern(*(np.concatenate(column) for column in zip(*runs, strict=True)))
+def pattern_of(form: Form, num_tokens: int) -> Pattern:
+    """The runs of a piece of ``num_tokens`` tokens within a block, from the piece's corner on."""
+    token = Steps(
+        _strided(range(num_tokens), form.remote.token_bytes),
+        _strided(range(num_tokens), form.local.token_bytes),
+    )
+    axes = [axis for axis in (*form.axes, token) if len(axis.local) > 1]
+    run_bytes = form.itemsize
+    while (inner := _next_contiguous(axes, run_bytes)) is not None:
+        run_bytes *= len(inner.local)
+        axes.remove(inner)
+    axes.sort(key=lambda axis: axis.local[1], reverse=True)
+    num_outer = sum(axis.local[1] >= form.local.block_bytes for axis in axes)
+    return Pattern(_sums(axes[:num_outer]), _sums(axes[num_outer:]), run_bytes)
 
 
 def _shared(
-    holder: PlacedRank, remote: Region, reader: PlacedRank, local: Region
+    holder: PlacedRank, remote: Region, reader: PlacedRank, local: Region, share: Share
 ) -> Iterator[Pair]:
-    group = reader.engine.group(local.group)
-    layers = [layer for layer in local.layers if layer in remote.layers]
-    parts = [part for part in local.parts if part in remote.parts]
-    heads = range(
-        max(local.first_head, remote.first_head),
-        min(local.first_head + local.num_heads, remote.first_head + remote.num_heads),
-    )
-    if not (layers and parts and heads):
+    wanted = set(share.layers)
+    layers = [layer for layer in local.layers if layer in wanted and layer in remote.layers]
+    parts = [part for part in local.parts if part in share.parts and part in remote.parts]
+    if not (layers and parts):
         return
-
-    def box(region: Region) -> tuple[Offsets, ...]:
-        return (
-            _steps(region, AxisName.DIM, range(group.head_dim)),
-            _steps(region, AxisName.HEAD, [head - region.first_head for head in heads]),
-            _steps(region, AxisName.KV, [region.parts.index(part) for part in parts]),
-            _steps(region, AxisName.LAYER, [region.layers.index(layer) for layer in layers]),
-        )
-
-    yield Pair(
+    heads = range(share.first_head, share.first_head + share.num_heads)
+    corners, steps = [], []
+    for placed, region in ((holder, remote), (reader, local)):
+        indices = {
+            AxisName.DIM: range(region.size(AxisName.DIM)),
+            AxisName.HEAD: [head - region.first_head for head in heads],
+            AxisName.KV: [region.parts.index(part) for part in parts],
+            AxisName.LAYER: [region.layers.index(layer) for layer in layers],
+        }
+        offsets = [_strided(at, region.stride_bytes(axis)) for axis, at in indices.items()]
+        base = placed.addresses[region.segment_id] + region.offset_bytes
+        corners.append(base + sum(axis[0] for axis in offsets))
+        steps.append([tuple(offset - axis[0] for offset in axis) for axis in offsets])
+    form = Form(
         group=local.group,
         remote=_strides(holder.engine, remote),
         local=_strides(reader.engine, local),
-        remote_base=holder.addresses[remote.segment_id] + remote.offset_bytes,
-        local_base=reader.addresses[local.segment_id] + local.offset_bytes,
-        axes=tuple(zip(box(remote), box(local), strict=True)),
-        itemsize=DTYPE_SIZES_BYTES[group.dtype],
+        axes=tuple(map(Steps, *steps)),
+        itemsize=DTYPE_SIZES_BYTES[reader.engine.group(local.group).dtype],
     )
+    yield Pair(form, *corners)
 
 
 def _strides(engine: EngineSpec, region: Region) -> Strides:
@@ -113,29 +144,22 @@ def _strides(engine: EngineSpec, region: Region) -> Strides:
     )
 
 
-def _steps(region: Region, axis: AxisName, indices: Iterable[int]) -> Offsets:
-    return np.fromiter(indices, dtype=np.int64) * region.stride_bytes(axis)
+def _strided(indices: Iterable[int], stride_bytes: int) -> tuple[int, ...]:
+    return tuple(index * stride_bytes for index in indices)
 
 
-def _runs(pair: Pair, num_tokens: int) -> tuple[Offsets, Offsets, Offsets]:
-    tokens = np.arange(num_tokens, dtype=np.int64)
-    token_axis = (tokens * pair.remote.token_bytes, tokens * pair.local.token_bytes)
-    axes = [axis for axis in (*pair.axes, token_axis) if axis[0].size > 1]
-    run_bytes = pair.itemsize
-    while (inner := _next_contiguous(axes, run_bytes)) is not None:
-        run_bytes *= axes.pop(inner)[0].size
-    remote = np.array([pair.remote_base + sum(int(axis[0]) for axis, _ in pair.axes)])
-    local = np.array([pair.local_base + sum(int(axis[0]) for _, axis in pair.axes)])
-    for remote_steps, local_steps in axes:
-        remote = ((remote_steps - remote_steps[0])[:, None] + remote[None, :]).ravel()
-        local = ((local_steps - local_steps[0])[:, None] + local[None, :]).ravel()
-    return remote, local, np.full(remote.size, run_bytes, dtype=np.int64)
-
-
-def _next_contiguous(axes: list[tuple[Offsets, Offsets]], run_bytes: int) -> int | None:
+def _next_contiguous(axes: Iterable[Steps], run_bytes: int) -> Steps | None:
     """The axis that continues a run of ``run_bytes`` without a gap on both sides, if any does."""
-    for number, (remote, local) in enumerate(axes):
-        wanted = np.arange(remote.size, dtype=np.int64) * run_bytes
-        if np.array_equal(remote - remote[0], wanted) and np.array_equal(local - local[0], wanted):
-            return number
+    for axis in axes:
+        if axis.remote == axis.local == _strided(range(len(axis.local)), run_bytes):
+            return axis
     return None
+
+
+def _sums(axes: Iterable[Steps]) -> Offsets:
+    """Every sum of one step of each axis; the first axis is the outermost."""
+    sums = np.zeros((2, 1), dtype=np.int64)
+    for axis in axes:
+        steps = np.array(axis, dtype=np.int64)
+        sums = (sums[:, :, None] + steps[:, None, :]).reshape(2, -1)
+    return sums

@@ -71,10 +71,21 @@ class PassSegment(Message, frozen=True):
     size_bytes: Annotated[int, msgspec.Meta(ge=1, le=2**62)]
 
 
+class AgentRanks(msgspec.Struct, frozen=True):
+    """The peer endpoint of another agent, and the ranks of an engine that are attached there."""
+
+    endpoint: Id
+    ranks: Annotated[
+        tuple[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)], ...],
+        msgspec.Meta(min_length=1, max_length=1024),
+    ]
+
+
 class Register(Message, frozen=True):
     """Registers this session: as the engine's control session, or as the memory of one rank.
 
-    Every session of an engine states the same ``engine``.
+    Every session of an engine states the same ``engine``. The control session names the ranks that
+    are attached to ``others``; the agent that it is with is the engine's home.
     """
 
     op: ClassVar[str] = "register"
@@ -82,6 +93,7 @@ class Register(Message, frozen=True):
 
     engine: EngineSpec
     rank: RankSpec | None = None
+    others: Annotated[tuple[AgentRanks, ...], msgspec.Meta(max_length=1024)] = ()
 
 
 class AwaitReady(Message, frozen=True):
@@ -164,8 +176,10 @@ class Released(Message, frozen=True):
 class Fetch(Message, frozen=True):
     """Asks for tokens [first_token, num_tokens) of a ticket's request, into ``tables``.
 
-    ``tables`` hold exactly the blocks of these tokens. The reply says that the fetch was taken;
-    the notice `Fetched` says how it ended, within ``timeout_s``.
+    ``tables`` hold exactly the blocks of these tokens: of a group with a window those of its last
+    ``window`` tokens, of a state the one block. With ``zero_tail`` the unused slots of the last
+    block are zeroed, else they stay as they were. The reply says that the fetch was taken; the
+    notice `Fetched` says how it ended, within ``timeout_s``.
     """
 
     op: ClassVar[str] = "fetch"
@@ -177,6 +191,7 @@ class Fetch(Message, frozen=True):
     tables: Tables
     first_token: Tokens = 0
     timeout_s: Seconds | None = None
+    zero_tail: bool = False
 
 
 class CancelFetch(Message, frozen=True):

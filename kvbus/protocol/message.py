@@ -22,6 +22,8 @@ Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Epoch = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+# An address plus an offset in a segment fits into a signed 64-bit integer.
+Address = Annotated[int, msgspec.Meta(ge=0, le=2**62 - 1)]
 
 
 class Message(msgspec.Struct, frozen=True):

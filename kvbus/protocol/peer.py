@@ -11,15 +11,14 @@ import msgspec
 
 from kvbus.errors import ErrorCode
 from kvbus.geometry import EngineSpec, RankSpec
-from kvbus.protocol.engine import AgentRole, Tables
-from kvbus.protocol.message import Empty, Epoch, Id, Message, Seconds, Size, Text, Tokens
-
-# An address plus an offset in a segment fits into a signed 64-bit integer.
-Address = Annotated[int, msgspec.Meta(ge=0, le=2**62 - 1)]
+from kvbus.protocol.engine import AgentRanks, AgentRole, Tables
+from kvbus.protocol.message import Address, Empty, Epoch, Id, Message, Seconds, Size, Text, Tokens
+from kvbus.protocol.sibling import AbortAssist, Assist, CheckMemory
+from kvbus.protocol.staging import Pack, Unpack
 
 
 class EngineMemory(msgspec.Struct, frozen=True):
-    """All ranks of one engine, and where each segment of a rank lies in the agent's addresses.
+    """The ranks of one engine that an agent has, and where each segment lies in its addresses.
 
     ``addresses[r][segment_id]`` belongs to ``ranks[r]``; empty on the side that only describes.
     """
@@ -30,20 +29,29 @@ class EngineMemory(msgspec.Struct, frozen=True):
 
 
 class HandshakeDone(Message, frozen=True):
-    """Reply to `Handshake`: the prefill engine's memory, and what NIXL needs to read it."""
+    """Reply to `Handshake`: the prefill engine's memory, and what NIXL needs to read it.
+
+    ``memory_id`` stands for the processes of these ranks. ``others`` are the agents that have the
+    rest, each to be shaken hands with. ``slot_bytes`` is the largest box of a `Pack`.
+    """
 
     protocol: int
     agent_id: Id
     memory: EngineMemory
+    memory_id: Id
     nixl_agent: Id
     nixl_metadata: bytes
     events_endpoint: Id
     max_lease_s: Seconds
+    slot_bytes: Size = 0
+    others: tuple[AgentRanks, ...] = ()
 
 
 class Handshake(Message, frozen=True):
     """A decode agent introduces one of its engines to one prefill engine, both by id and boot id.
 
+    An agent that has only some ranks, and no control session, of the prefill engine is asked with
+    an empty ``engine_boot`` and with ``ranks``, as the engine's home named them.
     Refused with ``incompatible``, the field and both values, when KV of the one cannot be used by
     the other.
     """
@@ -56,8 +64,9 @@ class Handshake(Message, frozen=True):
     agent_boot: Id
     agent_id: Id
     engine_id: Id
-    engine_boot: Id
+    engine_boot: Text
     reader: EngineMemory
+    ranks: Annotated[tuple[Size, ...], msgspec.Meta(max_length=1024)] = ()
 
 
 class Granted(Message, frozen=True):
@@ -198,9 +207,12 @@ PREFILL_PEER_REQUESTS: tuple[type[Message], ...] = (
     Confirm,
     Release,
     PeerWithdraw,
+    Pack,
+    Unpack,
+    CheckMemory,
     Status,
 )
-DECODE_PEER_REQUESTS: tuple[type[Message], ...] = (Status,)
+DECODE_PEER_REQUESTS: tuple[type[Message], ...] = (Assist, AbortAssist, Status)
 EVENTS: dict[str, type[Message]] = {
     "heartbeat": Heartbeat,
     "offer.opened": OfferEvent,

@@ -38,9 +38,11 @@ def requested(fetch_id: str = "f1", *, first_token: int = 0, timeout_s: float = 
     return ev.Requested(fetch_id, "engine-d", TICKET, first_token, 32, {}, timeout_s, "fetch")
 
 
-def lease(*, sealed: bool = True, epoch: int = 1, first_block: int = 0) -> ev.LeaseGranted:
+def lease(
+    *, sealed: bool = True, epoch: int = 1, first_block: int = 0, num_tokens: int = 32
+) -> ev.LeaseGranted:
     tables = {"full": BlockTable.of([7], first_block=first_block)}
-    return ev.LeaseGranted("f1", 0.0, Granted(epoch, 9.0, 32, sealed, tables))
+    return ev.LeaseGranted("f1", 0.0, Granted(epoch, 9.0, num_tokens, sealed, tables))
 
 
 def failed(code: ErrorCode) -> ev.StepFailed:
@@ -192,11 +194,12 @@ def test_a_lease_that_runs_out_ends_the_read_without_waiting_for_its_renewal() -
 def test_a_hint_that_overtakes_a_grant_makes_the_fetch_ask_once_more(hint_at: str) -> None:
     table = table_after(requested(), READY)
     if hint_at == "renewing":
-        table.handle(lease(sealed=False), 0.0)
+        table.handle(lease(sealed=False, num_tokens=0), 0.0)
         table.handle(ev.OfferAdvanced("f1"), 0.0)
+    news = lease(sealed=False, num_tokens=0, first_block=hint_at == "renewing")
 
     hinted = table.handle(ev.OfferAdvanced("f1"), 0.0)
-    asked = table.handle(lease(sealed=False, first_block=hint_at == "renewing"), 0.0)
+    asked = table.handle(news, 0.0)
 
     assert hinted == []
     assert kinds(asked) == [ev.SendRenew]
@@ -223,7 +226,8 @@ def test_a_lease_that_is_granted_after_the_end_is_given_back() -> None:
 
 
 def test_blocks_in_the_grant_that_leave_a_gap_fail_the_fetch_and_give_the_lease_back() -> None:
-    table = table_after(requested(), READY, lease(sealed=False), ev.OfferAdvanced("f1"))
+    waiting = lease(sealed=False, num_tokens=0)
+    table = table_after(requested(), READY, waiting, ev.OfferAdvanced("f1"))
 
     commands = table.handle(lease(first_block=5), 0.0)
 

@@ -1,10 +1,14 @@
-"""One prefill agent and two decode agents for all tests of this folder."""
+"""The agents of all tests of this folder: for engines that are alike, and for others."""
 
 from collections.abc import Iterator
 
 import pytest
 
 from tests.agents import AgentProcess, Agents, agents_ended
+from tests.e2e.shapes import PATHS, ShapedAgents
+
+PREFILL_SLOT_BYTES = 16 << 10
+DECODE_SLOT_BYTES = 8 << 10
 
 
 @pytest.fixture
@@ -44,3 +48,23 @@ def decode(agents: Agents) -> AgentProcess:
 def other_decode(agents: Agents) -> AgentProcess:
     """Another decode agent."""
     return agents.all[2]
+
+
+@pytest.fixture(scope="session")
+def shaped() -> Iterator[Agents]:
+    """Agents with few and small staging slots, so that a few tokens are many boxes."""
+    with agents_ended(Agents) as agents:
+        slots = {"slot_bytes": PREFILL_SLOT_BYTES, "staging_bytes": 4 * PREFILL_SLOT_BYTES}
+        agents.start(agents.prepare("prefill", **slots))
+        slots = {"slot_bytes": DECODE_SLOT_BYTES, "staging_bytes": 4 * DECODE_SLOT_BYTES}
+        for path in (*PATHS, "auto"):  # side by side they are too slow on few cores
+            agents.start(agents.prepare("decode", path=path, **slots))
+        yield agents
+
+
+@pytest.fixture
+def shapes(shaped: Agents) -> Iterator[ShapedAgents]:
+    """The agents for engines of different shapes, which must hold nothing after each test."""
+    prefill, *readers = shaped.all
+    yield ShapedAgents(prefill, dict(zip((*PATHS, "auto"), readers, strict=True)))
+    shaped.check()

@@ -132,9 +132,9 @@ async def test_status_says_which_engines_are_ready_and_what_is_held(prefill, dec
         assert theirs["agent_id"] == prefill.settings["agent_id"]
         assert theirs["role"] == "prefill"
         assert theirs["engines"] == {source.spec.engine_id: True}
-        assert theirs["counts"] == {"offers": 1, "leases": 0}
+        assert theirs["counts"].items() >= {"offers": 1, "leases": 0}.items()
         assert ours["engines"] == {target.spec.engine_id: True}
-        assert ours["counts"] == {"fetches": 0, "draining_fetches": 0}
+        assert ours["counts"].items() >= {"fetches": 0, "draining_fetches": 0}.items()
         assert not theirs["draining"]
         await offer.withdraw()
 

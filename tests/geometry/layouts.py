@@ -3,7 +3,7 @@
 Refuses to use strides other than through `byte_offset`, the plain meaning of a region.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 
@@ -30,6 +30,7 @@ ORDERS = (
     (L, B, T, H, KV, D),  # K and V side by side: the kv stride is head_dim * itemsize
     (L, B, H, D, T, KV),  # nothing as usual
 )
+SEGMENTS = ("segment0", "segment1")
 Draw = st.DrawFn
 
 
@@ -39,10 +40,40 @@ class Element:
 
     block: int
     layer: int
-    part: KvPart
+    part: str
     token: int
     head: int
     dim: int
+
+
+@dataclass(frozen=True)
+class Style:
+    """How one group lies in the memory of a rank, whatever the rank holds of it.
+
+    Tensors have the layers of ``layer_order`` before and after ``layer_cut``, with the parts
+    together or apart. ``nesting`` is the order in memory, outermost first, ``axes`` that in the
+    description; ``padded`` axes step further than they need. ``cut`` axes are not described:
+    each of their indices is a region of its own.
+    """
+
+    layer_order: tuple[int, ...]
+    layer_cut: int
+    parts: tuple[str, ...]
+    parts_apart: bool
+    axes: tuple[AxisName, ...]
+    nesting: tuple[AxisName, ...]
+    padded: frozenset[AxisName]
+    cut: tuple[AxisName, ...]
+    segment: str
+    gap_bytes: int
+
+
+@dataclass(frozen=True)
+class Holding:
+    """What a rank holds of one group: layers, and the heads of each part."""
+
+    layers: frozenset[int]
+    heads: Mapping[str, range]
 
 
 def byte_offset(region: Region, element: Element) -> int:
@@ -68,7 +99,7 @@ def elements(region: Region, group: GroupSpec) -> Iterator[Element]:
             region.parts,
             range(group.block_size),
             range(region.first_head, region.first_head + region.num_heads),
-            range(group.head_dim),
+            range(group.part_shape(region.parts[0]).head_dim),
         )
     )
 
@@ -104,68 +135,106 @@ def engines(draw: Draw, groups: tuple[GroupSpec, ...], *, tp_size: int) -> Engin
 
 @st.composite
 def ranks(draw: Draw, engine: EngineSpec, number: int, *, num_blocks: int) -> RankSpec:
-    """A possible rank: each group as tensors in one of two segments, each tensor as regions."""
-    ends = {"segment0": draw(st.integers(0, 8)), "segment1": 0}
+    """A possible rank that holds all layers and any heads, in any style."""
+    holding = {}
+    for group in engine.groups:
+        heads = {}
+        for part in group.parts:
+            num_heads = group.part_shape(part).num_heads
+            first = draw(st.integers(0, num_heads - 1))
+            heads[part] = range(first, first + draw(st.integers(1, num_heads - first)))
+        if not group.state:
+            heads = dict.fromkeys(group.parts, heads[group.parts[0]])
+        holding[group.name] = Holding(frozenset(group.layers), heads)
+    styles = draw(styles_of(engine.groups))
+    blocks = dict.fromkeys(holding, num_blocks)
+    return rank_of(engine, number, styles=styles, holding=holding, num_blocks=blocks)
+
+
+@st.composite
+def styles_of(draw: Draw, groups: Sequence[GroupSpec]) -> dict[str, Style]:
+    """A style for each group."""
+    styles = {}
+    for group in groups:
+        apart = bool(group.state) or draw(st.booleans())
+        styles[group.name] = Style(
+            layer_order=tuple(draw(st.permutations(group.layers))),
+            layer_cut=draw(st.integers(0, len(group.layers))),
+            parts=tuple(draw(st.permutations(group.parts))),
+            parts_apart=apart,
+            axes=tuple(draw(_axis_orders)),
+            nesting=tuple(draw(_axis_orders)),
+            padded=draw(st.frozensets(st.sampled_from(list(AxisName)), max_size=2)),
+            cut=draw(st.sampled_from([(), (L,), (KV,), (L, KV)])),
+            segment=draw(st.sampled_from(SEGMENTS)),
+            gap_bytes=draw(st.sampled_from([0, 0, 5])),
+        )
+    return styles
+
+
+def rank_of(
+    engine: EngineSpec,
+    number: int,
+    *,
+    styles: Mapping[str, Style],
+    holding: Mapping[str, Holding],
+    num_blocks: Mapping[str, int],
+) -> RankSpec:
+    """The rank that holds just that, each group in its style."""
+    ends = dict.fromkeys(SEGMENTS, 0)
     regions: list[Region] = []
     for group in engine.groups:
-        first_head = draw(st.integers(0, group.num_kv_heads - 1))
-        num_heads = draw(st.integers(1, group.num_kv_heads - first_head))
-        for layers, parts in draw(_tensors(group)):
-            shape = {B: num_blocks, L: len(layers), KV: len(parts)}
-            shape |= {T: group.block_size, H: num_heads, D: group.head_dim}
-            strides, num_bytes = draw(_strides(shape, DTYPE_SIZES_BYTES[group.dtype]))
-            segment = draw(st.sampled_from(sorted(ends)))
-            whole = Region(
-                segment_id=segment,
-                offset_bytes=ends[segment],
-                group=group.name,
-                layers=layers,
-                parts=parts,
-                first_head=first_head,
-                num_heads=num_heads,
-                axes=tuple(Axis(name, shape[name], strides[name]) for name in draw(_axis_order())),
-            )
-            ends[segment] += num_bytes + draw(st.sampled_from([0, 0, 5]))
-            regions += draw(_cut(whole))
+        style, held = styles[group.name], holding[group.name]
+        for layers, parts in _tensors(style, held.layers):
+            shape = {
+                B: num_blocks[group.name],
+                L: len(layers),
+                KV: len(parts),
+                T: group.block_size,
+                H: len(held.heads[parts[0]]),
+                D: group.part_shape(parts[0]).head_dim,
+            }
+            axes, size_bytes = _axes(style, shape, DTYPE_SIZES_BYTES[group.dtype])
+            first_head = held.heads[parts[0]].start
+            at = ends[style.segment] + style.gap_bytes
+            whole = Region(style.segment, at, group.name, layers, parts, first_head, shape[H], axes)
+            regions += _cut(whole, style.cut)
+            ends[style.segment] = at + size_bytes
     segments = tuple(Segment(name, max(end, 1)) for name, end in ends.items())
-    return RankSpec(rank=number, segments=segments, regions=tuple(draw(st.permutations(regions))))
+    return RankSpec(rank=number, segments=segments, regions=tuple(regions))
 
 
-@st.composite
-def _tensors(draw: Draw, group: GroupSpec) -> list[tuple[tuple[int, ...], tuple[KvPart, ...]]]:
-    layers = draw(st.permutations(group.layers))
-    cut = draw(st.integers(0, len(layers)))
-    chunks = [tuple(chunk) for chunk in (layers[:cut], layers[cut:]) if chunk]
-    parts = tuple(draw(st.permutations(group.parts)))
-    kinds = [parts] if draw(st.booleans()) else [(part,) for part in parts]
-    return list(product(chunks, kinds))
+def _tensors(
+    style: Style, held: frozenset[int]
+) -> Iterator[tuple[tuple[int, ...], tuple[str, ...]]]:
+    chunks = style.layer_order[: style.layer_cut], style.layer_order[style.layer_cut :]
+    kinds = [(part,) for part in style.parts] if style.parts_apart else [style.parts]
+    for chunk in chunks:
+        layers = tuple(layer for layer in chunk if layer in held)
+        yield from ((layers, kind) for kind in kinds if layers)
 
 
-def _axis_order() -> st.SearchStrategy[Sequence[AxisName]]:
-    return st.one_of(st.sampled_from(ORDERS), st.permutations(list(AxisName)))
-
-
-@st.composite
-def _strides(
-    draw: Draw, shape: dict[AxisName, int], itemsize: int
-) -> tuple[dict[AxisName, int], int]:
-    """Bytes per step of each axis, outermost first in the drawn order, some of them padded."""
+def _axes(
+    style: Style, shape: Mapping[AxisName, int], itemsize: int
+) -> tuple[tuple[Axis, ...], int]:
+    """The axes of one tensor, and its bytes."""
     strides, extent = {}, itemsize
-    padded = draw(st.sets(st.sampled_from(list(AxisName)), max_size=2))
-    for name in reversed(draw(_axis_order())):
-        strides[name] = extent + (itemsize if name in padded else 0)
+    for name in reversed(style.nesting):
+        strides[name] = extent + (itemsize if name in style.padded else 0)
         extent = shape[name] * strides[name]
-    return strides, extent
+    return tuple(Axis(name, shape[name], strides[name]) for name in style.axes), extent
 
 
-@st.composite
-def _cut(draw: Draw, whole: Region) -> list[Region]:
-    """The tensor as one region, or as one for each layer, part or both, its strides as they are."""
+_axis_orders: st.SearchStrategy[Sequence[AxisName]] = st.one_of(
+    st.sampled_from(ORDERS), st.permutations(list(AxisName))
+)
+
+
+def _cut(whole: Region, names: Sequence[AxisName]) -> list[Region]:
+    """The tensor as one region for each layer, part or both, its strides as they are."""
     pieces = [whole]
-    if draw(st.booleans()):
-        pieces = [one for piece in pieces for one in _one_each(piece, L)]
-    if draw(st.booleans()):
-        pieces = [one for piece in pieces for one in _one_each(piece, KV)]
+    for name in names:
+        pieces = [one for piece in pieces for one in _one_each(piece, name)]
     return pieces
 
 

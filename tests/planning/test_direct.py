@@ -1,15 +1,14 @@
 """The descriptors of the direct path move exactly the bytes that plain loops would move."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
+from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, event, given, settings
 from hypothesis import strategies as st
 
 from kvbus.geometry import (
-    DTYPE_SIZES_BYTES,
     Axis,
     AxisName,
     BlockTable,
@@ -18,148 +17,88 @@ from kvbus.geometry import (
     RankSpec,
     Region,
     Segment,
-    num_blocks_for,
+    validate_engine,
+    validate_rank,
+    validate_ranks,
 )
-from kvbus.planning import Descriptors, DirectPlan, PlacedRank
-from tests.geometry.layouts import Element, byte_offset, elements, engines, group_specs, ranks
+from kvbus.planning import (
+    Descriptors,
+    DirectPlan,
+    PlacedRank,
+    ReadMap,
+    Share,
+    Spans,
+    piece_spans,
+    whole_spans,
+)
+from tests.planning.handoffs import Case, cases, where_elements_lie
 
-EXHAUSTIVE = settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-
-
-@dataclass(frozen=True)
-class Side:
-    """One engine, its memory as one buffer, and where it lies."""
-
-    ranks: tuple[PlacedRank, ...]
-    memory: bytes
-    base: int
-    tables: Mapping[str, BlockTable]
-
-    def at(self, address: int) -> int:
-        return address - self.base
+SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
+MANY = settings(max_examples=2000, deadline=None, suppress_health_check=SLOW)
+SOME = settings(max_examples=100, deadline=None, suppress_health_check=SLOW)
 
 
-@dataclass(frozen=True)
-class Case:
-    prefill: Side
-    decode: Side
-    start: int
-    stop: int
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> Case:
-    """Two engines of equal groups and ranks, and tokens [start, stop) of a request."""
-    groups = draw(group_specs())
-    tp_size = draw(st.integers(1, 2))
-    start = draw(st.integers(0, 9))
-    stop = start + draw(st.integers(0, 9))
-    prefill = draw(_sides(groups, tp_size, start, stop, base=1 << 40))
-    decode = draw(_sides(groups, tp_size, start, stop, base=7 << 32))
-    return Case(prefill, decode, start, stop)
-
-
-@st.composite
-def _sides(
-    draw: st.DrawFn,
-    groups: tuple[GroupSpec, ...],
-    tp_size: int,
-    start: int,
-    stop: int,
-    *,
-    base: int,
-) -> Side:
-    engine = draw(engines(groups, tp_size=tp_size))
-    tables, num_blocks = {}, 1
-    for group in engine.groups:
-        first = max(0, start // group.block_size - draw(st.integers(0, 1)))
-        count = num_blocks_for(stop, group.block_size) - first + draw(st.integers(0, 1))
-        tables[group.name] = (max(count, 0), first)
-        num_blocks = max(num_blocks, count + 1)
-    order = draw(st.permutations(range(num_blocks)))
-    placed, end = [], base
-    for number in range(tp_size):
-        rank = draw(ranks(engine, number, num_blocks=num_blocks))
-        addresses = {}
-        for segment in rank.segments:
-            addresses[segment.segment_id] = end
-            end += segment.size_bytes + 3
-        placed.append(PlacedRank(engine, rank, addresses))
-    memory = np.random.default_rng(draw(st.integers(0, 255))).bytes(end - base)
-    made = {name: BlockTable.of(order[:n], first_block=at) for name, (n, at) in tables.items()}
-    return Side(tuple(placed), memory, base, made)
-
-
-def copied_by_loops(case: Case) -> tuple[bytes, int]:
-    """The decode side's memory afterwards, and how many bytes were copied into it."""
-    after, num_bytes = bytearray(case.decode.memory), 0
-    for holder, reader in zip(case.prefill.ranks, case.decode.ranks, strict=True):
-        sources = addresses_by_meaning(case.prefill, holder, case)
-        targets = addresses_by_meaning(case.decode, reader, case)
-        for meaning, (target, itemsize) in targets.items():
-            if meaning not in sources:
-                continue
-            source, _ = sources[meaning]
-            after[target : target + itemsize] = case.prefill.memory[source : source + itemsize]
-            num_bytes += itemsize
-    return bytes(after), num_bytes
-
-
-def addresses_by_meaning(
-    side: Side, placed: PlacedRank, case: Case
-) -> dict[object, tuple[int, int]]:
-    """Index in the side's memory of every element of the tokens that are asked for."""
-    found: dict[object, tuple[int, int]] = {}
-    for region in placed.rank.regions:
-        group = placed.engine.group(region.group)
-        table = side.tables[group.name]
-        itemsize = DTYPE_SIZES_BYTES[group.dtype]
-        for position in range(case.start, case.stop):
-            block = int(table.array()[position // group.block_size - table.first_block])
-            token = position % group.block_size
-            for layer in region.layers:
-                for part in region.parts:
-                    for head in range(region.first_head, region.first_head + region.num_heads):
-                        for dim in range(group.head_dim):
-                            where = Element(block, layer, part, token, head, dim)
-                            address = placed.addresses[region.segment_id]
-                            index = side.at(address + byte_offset(region, where))
-                            found[position, layer, part, head, dim] = (index, itemsize)
-    return found
-
-
-def applied(case: Case, descriptors: Descriptors) -> bytes:
-    """The decode side's memory after the READs."""
+def copied_by_loops(case: Case) -> tuple[bytes, bytes]:
+    """The decode side's memory afterwards, and how often each of its bytes is written."""
     after = bytearray(case.decode.memory)
-    for (to, size, _), (source, _, _) in zip(
-        descriptors.local.tolist(), descriptors.remote.tolist(), strict=True
-    ):
-        at, out_of = case.decode.at(to), case.prefill.at(source)
-        assert 0 <= at <= at + size <= len(after)
-        assert 0 <= out_of <= out_of + size <= len(case.prefill.memory)
-        after[at : at + size] = case.prefill.memory[out_of : out_of + size]
-    return bytes(after)
+    times = bytearray(len(after))
+    for reader in case.decode.ranks.values():
+        for meaning, at, num_bytes in where_elements_lie(
+            case.decode, reader, case.start, case.stop
+        ):
+            after[at : at + num_bytes] = case.prefill.values[meaning]
+            for byte in range(at, at + num_bytes):
+                times[byte] += 1
+    return bytes(after), bytes(times)
+
+
+def read(case: Case, reads: Iterable[Descriptors]) -> tuple[bytes, bytes]:
+    """The decode side's memory after the READs, and how often each of its bytes is written."""
+    after = bytearray(case.decode.memory)
+    times = bytearray(len(after))
+    for descriptors in reads:
+        for (to, size, _), (out_of, _, _) in zip(
+            descriptors.local.tolist(), descriptors.remote.tolist(), strict=True
+        ):
+            at, source = to - case.decode.base, out_of - case.prefill.base
+            assert 0 <= at <= at + size <= len(after)
+            assert 0 <= source <= source + size <= len(case.prefill.memory)
+            after[at : at + size] = case.prefill.memory[source : source + size]
+            for byte in range(at, at + size):
+                times[byte] += 1
+    return bytes(after), bytes(times)
+
+
+def plan_of(case: Case) -> DirectPlan:
+    prefill, decode = case.prefill.ranks, case.decode.ranks
+    shares = ReadMap(
+        [placed.rank for placed in prefill.values()], [placed.rank for placed in decode.values()]
+    ).shares(case.spread)
+    return DirectPlan(prefill, decode, shares)
+
+
+def spans_of(case: Case, start: int, stop: int) -> Spans:
+    return whole_spans(case.prefill.engine.groups, start, stop)
 
 
 def descriptors_of(case: Case) -> Descriptors:
-    plan = DirectPlan(case.prefill.ranks, case.decode.ranks)
-    return plan.descriptors(
-        case.prefill.tables, case.decode.tables, start=case.start, stop=case.stop
-    )
+    spans = spans_of(case, case.start, case.stop)
+    return plan_of(case).descriptors(case.prefill.tables, case.decode.tables, spans)
 
 
-@EXHAUSTIVE
+@MANY
 @given(cases())
 def test_reads_move_exactly_the_bytes_that_loops_over_every_element_move(case: Case) -> None:
-    expected, num_bytes = copied_by_loops(case)
+    event(f"pp {case.prefill.engine.pp_size} to {case.decode.engine.pp_size}")
+    expected = copied_by_loops(case)
 
     descriptors = descriptors_of(case)
 
-    assert applied(case, descriptors) == expected
-    assert descriptors.num_bytes == num_bytes
+    assert read(case, [descriptors]) == expected
+    assert descriptors.num_bytes == sum(expected[1])
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@SOME
 @given(cases())
 def test_reads_ascend_never_write_a_byte_twice_and_never_continue_each_other(case: Case) -> None:
     descriptors = descriptors_of(case)
@@ -172,62 +111,96 @@ def test_reads_ascend_never_write_a_byte_twice_and_never_continue_each_other(cas
     assert not adjoin.any()
     assert (local[:, 1] == remote[:, 1]).all()
     assert (local[:, 1] > 0).all()
+    assert not local[:, 2].any()
+    assert not remote[:, 2].any()
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(cases(), st.integers(0, 9), st.integers(0, 9))
+@SOME
+@given(cases(), st.data())
 def test_a_plan_answers_again_as_if_asked_for_the_first_time(
-    case: Case, one: int, two: int
+    case: Case, data: st.DataObject
 ) -> None:
-    first, last = sorted((min(case.start + one, case.stop), min(case.start + two, case.stop)))
-    plan = DirectPlan(case.prefill.ranks, case.decode.ranks)
-    tables = case.prefill.tables, case.decode.tables
-    plan.descriptors(*tables, start=first, stop=last)
+    first = data.draw(st.integers(case.start, case.stop))
+    plan, tables = plan_of(case), (case.prefill.tables, case.decode.tables)
+    plan.descriptors(*tables, spans_of(case, first, case.stop))
 
-    again = plan.descriptors(*tables, start=case.start, stop=case.stop)
+    again = plan.descriptors(*tables, spans_of(case, case.start, case.stop))
 
     assert (again.local == descriptors_of(case).local).all()
     assert (again.remote == descriptors_of(case).remote).all()
 
 
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(SOME, max_examples=300)
+@given(cases(), st.data())
+def test_the_pieces_of_a_fetch_move_what_the_whole_moves_each_byte_once(
+    case: Case, data: st.DataObject
+) -> None:
+    plan, groups = plan_of(case), case.prefill.engine.groups
+    cuts = data.draw(st.lists(st.integers(case.start, case.stop), max_size=4).map(sorted))
+    ends = [case.start, *cuts, case.stop]
+    reads = []
+    for number, (start, stop) in enumerate(pairwise(ends), start=2):
+        last = number == len(ends)
+        spans = piece_spans(groups, (case.start, case.stop), (start, stop), last=last)
+        tables = {
+            group.name: grown_to(case.prefill.tables[group.name], spans[group.name][1], group)
+            for group in groups
+            if spans[group.name][0] < spans[group.name][1]
+        }
+        reads.append(plan.descriptors(tables, case.decode.tables, spans))
+
+    assert read(case, reads) == copied_by_loops(case)
+
+
+def grown_to(table: BlockTable, stop: int, group: GroupSpec) -> BlockTable:
+    """The table when the offer had just got its first ``stop`` positions."""
+    num_blocks = -(-stop // group.block_size) - table.first_block
+    return BlockTable.of(table.array()[:num_blocks], first_block=table.first_block)
+
+
+@SOME
 @given(cases())
-def test_the_generated_ranks_hold_each_element_at_bytes_of_its_own(case: Case) -> None:
-    for placed in (*case.prefill.ranks, *case.decode.ranks):
-        starts = [
-            (region.segment_id, byte_offset(region, element))
-            for region in placed.rank.regions
-            for element in elements(region, placed.engine.group(region.group))
-        ]
+def test_the_generated_engines_are_possible(case: Case) -> None:
+    for side in (case.prefill, case.decode):
+        ranks = [placed.rank for placed in side.ranks.values()]
 
-        assert len(set(starts)) == len(starts)
+        validate_engine(side.engine)
+        for rank in ranks:
+            validate_rank(side.engine, rank)
+        validate_ranks(side.engine, ranks)
 
 
-def _one_region(base: int, *, num_blocks: int, block_size: int) -> PlacedRank:
-    group = GroupSpec("full", (0,), block_size, 2, 4, "float16")
+def _one_region(
+    base: int, *, num_blocks: int, block_size: int, num_layers: int = 1
+) -> dict[int, PlacedRank]:
+    group = GroupSpec("full", tuple(range(num_layers)), block_size, 2, 4, "float16")
     token = 2 * 2 * 4
+    layer = 2 * block_size * token
     axes = (
-        Axis(AxisName.BLOCK, num_blocks, 2 * block_size * token),
+        Axis(AxisName.BLOCK, num_blocks, num_layers * layer),
+        Axis(AxisName.LAYER, num_layers, layer),
         Axis(AxisName.KV, 2, block_size * token),
         Axis(AxisName.TOKEN, block_size, token),
         Axis(AxisName.HEAD, 2, 8),
         Axis(AxisName.DIM, 4, 2),
     )
-    region = Region("kv", 0, "full", (0,), group.parts, 0, 2, axes)
-    size = num_blocks * 2 * block_size * token
-    rank = RankSpec(0, (Segment("kv", size),), (region,))
-    return PlacedRank(EngineSpec("e", "m", 1, (group,)), rank, {"kv": base})
+    region = Region("kv", 0, "full", group.layers, group.parts, 0, 2, axes)
+    rank = RankSpec(0, (Segment("kv", num_blocks * num_layers * layer),), (region,))
+    return {0: PlacedRank(EngineSpec("e", "m", 1, (group,)), rank, {"kv": base})}
+
+
+def _plan(prefill: dict[int, PlacedRank], decode: dict[int, PlacedRank]) -> DirectPlan:
+    return DirectPlan(prefill, decode, ReadMap([prefill[0].rank], [decode[0].rank]).shares())
 
 
 def test_whole_blocks_of_equal_engines_are_one_read_each_and_neighbours_are_one_together() -> None:
-    sides = (
+    plan = _plan(
         _one_region(1 << 20, num_blocks=8, block_size=4),
         _one_region(1 << 30, num_blocks=8, block_size=4),
     )
-    plan = DirectPlan(sides[:1], sides[1:])
 
     found = plan.descriptors(
-        {"full": BlockTable.of([2, 3, 6])}, {"full": BlockTable.of([4, 5, 1])}, start=0, stop=12
+        {"full": BlockTable.of([2, 3, 6])}, {"full": BlockTable.of([4, 5, 1])}, {"full": (0, 12)}
     )
 
     block = 2 * 4 * 16
@@ -241,6 +214,33 @@ def test_whole_blocks_of_equal_engines_are_one_read_each_and_neighbours_are_one_
     ]
 
 
+def test_a_share_of_some_layers_parts_and_heads_moves_nothing_else() -> None:
+    prefill = _one_region(1 << 20, num_blocks=4, block_size=2, num_layers=3)
+    decode = _one_region(1 << 30, num_blocks=4, block_size=2, num_layers=3)
+    share = Share(0, 0, "full", (1,), ("v",), first_head=1, num_heads=1)
+
+    found = DirectPlan(prefill, decode, [share]).descriptors(
+        {"full": BlockTable.of([3])}, {"full": BlockTable.of([2])}, {"full": (0, 2)}
+    )
+
+    layer, part, token, head = 64, 32, 16, 8
+    inside = [layer + part + head, layer + part + token + head]
+    assert found.local[:, :2].tolist() == [[(1 << 30) + 2 * 192 + at, 8] for at in inside]
+    assert found.remote[:, :2].tolist() == [[(1 << 20) + 3 * 192 + at, 8] for at in inside]
+
+
+def test_the_estimate_of_reads_is_exact_for_whole_blocks_that_do_not_adjoin() -> None:
+    plan = _plan(
+        _one_region(1 << 20, num_blocks=8, block_size=4),
+        _one_region(1 << 30, num_blocks=8, block_size=2),
+    )
+    tables = {"full": BlockTable.of([4, 1])}, {"full": BlockTable.of([1, 7, 3, 5])}
+
+    found = plan.descriptors(*tables, {"full": (0, 8)})
+
+    assert plan.num_descriptors({"full": (0, 8)}) == len(found.local) == 8
+
+
 @pytest.mark.parametrize(
     "table",
     [BlockTable.of([1]), BlockTable.of([1, 2], first_block=1), BlockTable.of([])],
@@ -250,10 +250,20 @@ def test_a_table_that_does_not_cover_the_tokens_is_refused_on_either_side(
     table: BlockTable,
 ) -> None:
     placed = _one_region(0, num_blocks=8, block_size=4)
-    plan = DirectPlan([placed], [placed])
+    plan = _plan(placed, placed)
     whole = {"full": BlockTable.of([0, 1])}
 
     with pytest.raises(IndexError):
-        plan.descriptors({"full": table}, whole, start=0, stop=8)
+        plan.descriptors({"full": table}, whole, {"full": (0, 8)})
     with pytest.raises(IndexError):
-        plan.descriptors(whole, {"full": table}, start=0, stop=8)
+        plan.descriptors(whole, {"full": table}, {"full": (0, 8)})
+
+
+def test_a_group_without_positions_needs_no_tables() -> None:
+    placed = _one_region(0, num_blocks=8, block_size=4)
+
+    found = _plan(placed, placed).descriptors({}, {}, {"full": (5, 5)})
+
+    assert found.num_bytes == 0
+    assert found.local.shape == found.remote.shape == (0, 3)
+    assert found.local.dtype == found.remote.dtype == np.uint64

@@ -1,6 +1,7 @@
 """The offer table, one behaviour at a time."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
@@ -9,6 +10,7 @@ from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import Outcome
 from kvbus.protocol.peer import Granted
 from kvbus_prefill import offer_events as ev
+from kvbus_prefill import slot_events
 from kvbus_prefill.offer import OfferLimits, OfferState
 from kvbus_prefill.offers import OfferTable
 from kvbus_prefill.transitions import TRANSITIONS
@@ -23,6 +25,7 @@ REQUESTS = (
     ev.Renewed,
     ev.Confirmed,
     ev.Returned,
+    ev.PackAsked,
 )
 OWNERS_AND_TIME = (ev.EngineLost, ev.Stopped, ev.DeadlinePassed)
 
@@ -47,6 +50,19 @@ def claimed(reader_id: str = "reader", *, lease_s: float = 2.0) -> ev.Claimed:
 
 def renewed(epoch: int, *, lease_s: float = 2.0, known_blocks: int = 0) -> ev.Renewed:
     return ev.Renewed("o1", epoch, lease_s, {"full": known_blocks}, "renew")
+
+
+def pack_asked(
+    epoch: int = 1,
+    *,
+    blocks: tuple[int, ...] = (4,),
+    first_block: int = 1,
+    stop: int = 32,
+    opaque: bool = False,
+) -> ev.PackAsked:
+    asked = slot_events.Asked(("o1", epoch), "reader", "engine", 64, 2.0, "work", "pack")
+    table = BlockTable.of(blocks, first_block=first_block)
+    return ev.PackAsked("o1", epoch, "full", table, stop, opaque, asked, "pack")
 
 
 def table_after(*events: ev.Event, now: float = 0.0) -> OfferTable:
@@ -111,8 +127,9 @@ def test_a_confirm_whose_reply_was_lost_is_answered_ok_again_and_reports_nothing
         renewed,
         lambda epoch: ev.Confirmed("o1", epoch, "confirm"),
         lambda epoch: ev.Returned("o1", epoch, "return"),
+        pack_asked,
     ],
-    ids=["renew", "confirm", "return"],
+    ids=["renew", "confirm", "return", "pack"],
 )
 @pytest.mark.parametrize("sealed", [True, False], ids=["sealed", "open"])
 def test_an_old_epoch_is_answered_stale_and_leaves_the_new_lease_alone(
@@ -224,6 +241,61 @@ def test_an_extension_that_leaves_a_gap_is_refused_and_changes_nothing() -> None
     assert code_of(commands) is ErrorCode.GEOMETRY
     assert table.offers["o1"].num_tokens == 32
     assert table.next_deadline() == 8.0
+
+
+def test_a_box_of_the_offer_is_admitted_under_a_live_lease_and_answered_later() -> None:
+    table = table_after(opened(), claimed())
+    pack = pack_asked()
+
+    commands = table.handle(pack, 1.0)
+
+    assert commands == [ev.AdmitPack(pack.asked)]
+
+
+@pytest.mark.parametrize(
+    "pack",
+    [
+        pack_asked(blocks=(3,)),
+        pack_asked(blocks=(4, 5)),
+        pack_asked(blocks=(3, 4), first_block=0, stop=33),
+    ],
+    ids=["another block", "more blocks", "more tokens"],
+)
+def test_a_box_of_what_the_offer_has_not_is_refused(pack: ev.PackAsked) -> None:
+    table = table_after(opened(), claimed())
+
+    commands = table.handle(pack, 1.0)
+
+    assert code_of(commands) is ErrorCode.GEOMETRY
+
+
+def test_a_box_from_before_the_first_block_of_the_offer_is_refused() -> None:
+    late = replace(opened(), tables={"full": BlockTable.of([3, 4], first_block=2)}, num_tokens=64)
+    table = table_after(late, claimed())
+
+    commands = table.handle(pack_asked(blocks=(3,), first_block=0, stop=16), 1.0)
+
+    assert code_of(commands) is ErrorCode.GEOMETRY
+
+
+def test_a_box_of_an_ended_offer_is_stale() -> None:
+    table = table_after(opened(), claimed(), ev.Confirmed("o1", 1, "confirm"))
+
+    commands = table.handle(pack_asked(), 1.0)
+
+    assert code_of(commands) is ErrorCode.STALE
+
+
+def test_a_state_is_packed_once_the_offer_is_sealed() -> None:
+    table = table_after(opened(sealed=False), claimed())
+    state = pack_asked(blocks=(3,), first_block=0, stop=1, opaque=True)
+
+    early = table.handle(state, 1.0)
+    table.handle(ev.Sealed("o1", "seal"), 1.0)
+    late = table.handle(state, 1.0)
+
+    assert code_of(early) is ErrorCode.OFFER_OPEN
+    assert late == [ev.AdmitPack(state.asked)]
 
 
 def test_one_offer_more_than_the_limit_is_refused_as_busy() -> None:

@@ -18,6 +18,7 @@ from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import Outcome
 from kvbus.protocol.peer import Granted
 from kvbus_prefill import offer_events as ev
+from kvbus_prefill import slot_events
 from kvbus_prefill.offer import OfferLimits, OfferState
 from kvbus_prefill.offers import OfferTable
 from kvbus_prefill.transitions import TRANSITIONS
@@ -27,6 +28,7 @@ ENGINES = st.sampled_from(["engine-a", "engine-b"])
 READERS = st.sampled_from(["reader-a", "reader-a", "reader-b"])
 LEASES = st.sampled_from([2.0, 100.0, 1.0, 0.5])
 ANY_OFFER = st.sampled_from([0, 0, 0, 0, 1, 1, 2, 3])
+ANSWERS = ev.Reply | ev.Refuse | ev.AdmitPack
 EPOCHS_AGO = st.sampled_from([0, 0, 0, 0, 0, 1, 2, -1])
 
 
@@ -217,6 +219,22 @@ class OfferInterleavings(RuleBasedStateMachine):
             offer.lease = None
         self.request(ev.Returned(offer_id, epoch, self.reply_to()), code)
 
+    @rule(back=ANY_OFFER, epochs_ago=EPOCHS_AGO, tokens_past=st.sampled_from([0, 0, 0, 1]))
+    def pack(self, back: int, epochs_ago: int, tokens_past: int) -> None:
+        offer_id, offer = self.pick(back)
+        epoch = offer.epoch - epochs_ago
+        code = self.stale(offer_id, epoch)
+        if code is None and tokens_past:
+            code = ErrorCode.GEOMETRY
+        last = offer.num_tokens // 16 - 1
+        table = BlockTable.of([9 if last else 1], first_block=last)
+        stop, reply_to = offer.num_tokens + tokens_past, self.reply_to()
+        lease = offer_id, epoch
+        asked = slot_events.Asked(lease, "reader", offer.engine_id, 1, 1.0, None, reply_to)
+        self.request(
+            ev.PackAsked(offer_id, epoch, "full", table, stop, False, asked, reply_to), code
+        )
+
     @rarely(11)
     @rule(engine_id=ENGINES)
     def lose_engine(self, engine_id: str) -> None:
@@ -309,8 +327,9 @@ class OfferInterleavings(RuleBasedStateMachine):
 
         commands = self.tell(event)
 
-        (answer,) = (c for c in commands if isinstance(c, ev.Reply | ev.Refuse))
-        assert answer.reply_to == event.reply_to
+        (answer,) = (c for c in commands if isinstance(c, ANSWERS))
+        to = answer.asked.reply_to if isinstance(answer, ev.AdmitPack) else answer.reply_to
+        assert to == event.reply_to
         assert (answer.error.code if isinstance(answer, ev.Refuse) else None) == code
         if isinstance(answer, ev.Reply) and isinstance(answer.body, Granted):
             lease = self.expected[event.offer_id].lease
@@ -331,7 +350,7 @@ class OfferInterleavings(RuleBasedStateMachine):
         self.num_events += 1
         for command in commands:
             self.obey(command)
-        num_answers = sum(isinstance(c, ev.Reply | ev.Refuse) for c in commands)
+        num_answers = sum(isinstance(c, ANSWERS) for c in commands)
         assert num_answers == hasattr(event, "reply_to")
         if not overdue:
             self.check_declared(event, states, any(isinstance(c, ev.Refuse) for c in commands))

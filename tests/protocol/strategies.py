@@ -64,8 +64,8 @@ def _values(of: types.Type) -> st.SearchStrategy[Any]:  # noqa: PLR0911  one ret
         case types.DictType(key, value):
             return st.dictionaries(_values(key), _values(value), max_size=2)
         case types.VarTupleType(item):
-            few = st.lists(_values(item), min_size=of.min_length or 0, max_size=2)
-            return few.map(tuple)
+            least = of.min_length or 0
+            return st.lists(_values(item), min_size=least, max_size=max(least, 2)).map(tuple)
         case types.UnionType(options):
             return st.one_of(*map(_values, options))
         case types.Metadata(inner):

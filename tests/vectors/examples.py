@@ -8,22 +8,30 @@ from kvbus.geometry import (
     Axis,
     AxisName,
     BlockTable,
+    Box,
     EngineSpec,
     GroupSpec,
     KvPart,
     RankSpec,
     Region,
     Segment,
+    SlotOrder,
+    StatePart,
+    state_group,
 )
 from kvbus.protocol import engine as e
 from kvbus.protocol import peer as p
+from kvbus.protocol import sibling as s
+from kvbus.protocol import staging as g
 from kvbus.protocol.message import Empty, Message
 from kvbus.protocol.ticket import Ticket
 
 PREFILL_BOOT = "0f8fad5bd9cb469fa16570867728950e"
 DECODE_BOOT = "7c9e6679742540de944be07fc1f90ae7"
 ENGINE_BOOT = "16fd2706e8baf433b821a2a3d6a4c1d5"
+MEMORY_ID = "5d41402abc4b2a76b9719d911017c592"
 PREFILL_ENDPOINT = "tcp://10.0.0.1:7501"
+OTHER_ENDPOINT = "tcp://10.0.0.2:7501"
 EVENTS_ENDPOINT = "tcp://10.0.0.1:7502"
 
 PARTS = (KvPart.KEY, KvPart.VALUE)
@@ -37,7 +45,11 @@ WINDOWED = EngineSpec(
     engine_id="decode-0",
     model="example/model@main",
     tp_size=1,
-    groups=(GroupSpec("latent", (0,), 32, 1, 512, "float16", (KvPart.LATENT,), 4096),),
+    groups=(
+        GroupSpec("latent", (0,), 32, 1, 512, "float16", (KvPart.LATENT,), 4096),
+        state_group("state", (1,), (StatePart("conv", 8, 96), StatePart("norm", 1, 12))),
+    ),
+    pp_size=2,
 )
 AXES = (
     Axis(AxisName.BLOCK, 128, 16_384),
@@ -53,6 +65,17 @@ RANK = RankSpec(
     regions=(Region("kv", 0, "full", (0, 1), PARTS, 0, 2, AXES),),
 )
 TABLES = {"full": BlockTable.of([7, 300, 70_000], first_block=0)}
+BY_BLOCK = SlotOrder(
+    (
+        AxisName.LAYER,
+        AxisName.KV,
+        AxisName.BLOCK,
+        AxisName.HEAD,
+        AxisName.TOKEN,
+        AxisName.DIM,
+    ),
+    16,
+)
 NEW_TABLES = {"full": BlockTable.of([9], first_block=3)}
 TICKET = Ticket(
     agent_id="prefill-agent-0",
@@ -65,6 +88,7 @@ TICKET = Ticket(
     num_tokens=40,
 ).to_json()
 MEMORY = p.EngineMemory(engine=SPEC, ranks=(RANK,), addresses=({"kv": 0x7F00_0000_0000},))
+OTHERS = (e.AgentRanks(OTHER_ENDPOINT, (1,)),)
 GRANTED = p.Granted(epoch=1, lease_s=10.0, num_tokens=40, sealed=True, tables=TABLES)
 
 ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
@@ -87,7 +111,7 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
         ),
     },
     "engine": {
-        e.Register: (e.Register(engine=SPEC, rank=RANK), Empty()),
+        e.Register: (e.Register(engine=SPEC, rank=RANK, others=OTHERS), Empty()),
         e.AwaitReady: (e.AwaitReady(), Empty()),
         e.Detach: (e.Detach(), Empty()),
         e.Acknowledge: (e.Acknowledge(upto=3, boot=PREFILL_BOOT), Empty()),
@@ -116,6 +140,7 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
                 tables={"full": BlockTable.of([5, 6], first_block=1)},
                 first_token=20,
                 timeout_s=2.5,
+                zero_tail=True,
             ),
             Empty(),
         ),
@@ -126,20 +151,24 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
             p.Handshake(
                 min_protocol=1,
                 max_protocol=1,
-                agent_boot=PREFILL_BOOT,
+                agent_boot=DECODE_BOOT,
                 agent_id="decode-agent-0",
                 engine_id="prefill-0",
                 engine_boot=ENGINE_BOOT,
                 reader=p.EngineMemory(engine=WINDOWED, ranks=(RANK,)),
+                ranks=(0,),
             ),
             p.HandshakeDone(
                 protocol=1,
                 agent_id="prefill-agent-0",
                 memory=MEMORY,
+                memory_id=MEMORY_ID,
                 nixl_agent="prefill-agent-0",
                 nixl_metadata=b"\x00nixl\xff",
                 events_endpoint=EVENTS_ENDPOINT,
                 max_lease_s=30.0,
+                slot_bytes=4 << 20,
+                others=OTHERS,
             ),
         ),
         p.Claim: (
@@ -164,6 +193,47 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
             Empty(),
         ),
         p.PeerWithdraw: (p.PeerWithdraw(agent_boot=PREFILL_BOOT, offer_id="offer-1"), Empty()),
+        g.Pack: (
+            g.Pack(
+                agent_boot=PREFILL_BOOT,
+                engine_id="prefill-0",
+                memory_id=MEMORY_ID,
+                offer_id="offer-1",
+                epoch=1,
+                rank=0,
+                box=Box("full", (0, 1), PARTS, first_head=1, num_heads=1, start=20, stop=40),
+                order=BY_BLOCK,
+                table=BlockTable.of([300, 70_000], first_block=1),
+                slot_lease_s=10.0,
+                done=(16, 17),
+            ),
+            g.Packed(slot_id=18, address=0x7F00_4000_0000, num_bytes=16_384, slot_lease_s=10.0),
+        ),
+        g.Unpack: (g.Unpack(agent_boot=PREFILL_BOOT, slot_ids=(18,)), Empty()),
+        s.CheckMemory: (
+            s.CheckMemory(agent_boot=PREFILL_BOOT, engine_id="prefill-0", memory_id=MEMORY_ID),
+            Empty(),
+        ),
+        s.Assist: (
+            s.Assist(
+                fetch_id="fetch-1",
+                engine_id="decode-0",
+                ranks=(1,),
+                ticket=TICKET,
+                epoch=1,
+                source=TABLES,
+                target={"full": BlockTable.of([5, 6], first_block=1)},
+                first_token=20,
+                num_tokens=40,
+                start=20,
+                stop=32,
+                last=False,
+                zero_tail=True,
+                timeout_s=2.5,
+            ),
+            s.Assisted(num_bytes=6_144, path="direct"),
+        ),
+        s.AbortAssist: (s.AbortAssist(fetch_id="fetch-1"), Empty()),
         p.Status: (
             p.Status(),
             p.AgentStatus(

@@ -14,19 +14,21 @@ from kvbus.bus import Call
 from kvbus.protocol.engine import BlocksFreed, CancelFetch, Fetch, Fetched
 from kvbus.protocol.message import from_body, to_body
 from kvbus.protocol.peer import FetchEvent
+from kvbus.protocol.sibling import AbortAssist, Assist
 from kvbus_decode import fetch_events as ev
+from kvbus_decode.assisting import Assistant
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.fetch import FetchState
 from kvbus_decode.fetches import FetchTable
 from kvbus_decode.leasing import LeaseRequests
 from kvbus_decode.metrics import READINGS, DecodeMetrics
+from kvbus_decode.pieces import PieceReader
 from kvbus_decode.reading import Reader
 from kvbus_decode.requests import fetch_event
+from kvbus_decode.siblings import Siblings
 from kvbus_decode.works import Works
 
 log = structlog.get_logger()
-
-PATH_DIRECT = "direct"
 
 
 class DecodeService:
@@ -44,7 +46,11 @@ class DecodeService:
         )
         self._works = Works()
         self._leases = LeaseRequests(agent, config, self._works, self._driver.dispatch)
-        self._reader = Reader(agent, self._works, self._driver.dispatch)
+        self._pieces = PieceReader(agent, config)
+        peers, routes = self._leases.peers, self._leases.routes
+        self._assistant = Assistant(agent, peers, routes, self._pieces)
+        self._siblings = Siblings(agent, peers)
+        self._reader = Reader(self._pieces, self._siblings, self._works, self._driver.dispatch)
         self._idle = anyio.Event()
         self._metrics = DecodeMetrics(agent.metrics)
         agent.metrics.add_readings(self._readings, READINGS)
@@ -65,17 +71,25 @@ class DecodeService:
                 raise unknown_op(call)
 
     def on_peer_call(self, call: Call) -> None:
-        """A decode agent has nothing to offer but its status."""
-        raise unknown_op(call)
+        """Another decode agent, the home of an engine that has ranks here, asks for help."""
+        match call.op:
+            case Assist.op:
+                self._assistant.assist(call)
+            case AbortAssist.op:
+                self._assistant.abort(call)
+            case _:
+                raise unknown_op(call)
 
     def on_engine_lost(self, engine: LocalEngine) -> None:
         """Its fetches end; nobody is there to be told."""
         self._driver.dispatch(ev.EngineLost(engine.engine_id))
-        self._leases.peers.forget_engine(engine)
+        self._pieces.abort_all(engine)
+        self._siblings.forget(engine)
+        self._leases.routes.forget_engine(engine)
 
     async def quiesce(self, engine: LocalEngine) -> None:
         """Return when no transfer can write into the engine's memory any more."""
-        await self._reader.reads_done(engine)
+        await self._pieces.reads_done(engine)
 
     def start_draining(self) -> None:
         """No new fetches; those that are live go on."""
@@ -84,16 +98,23 @@ class DecodeService:
     async def drained(self) -> None:
         """Return when the last fetch has ended and its blocks are free."""
         await self._idle.wait()
+        await self._assistant.drained()
 
     def stop(self) -> None:
         """Fail what is left."""
         self._driver.dispatch(ev.Stopped())
         self._driver.stop()
+        self._assistant.stop()
 
     def counts(self) -> dict[str, int]:
         """What the table holds."""
         draining = self._table.num_in(FetchState.DRAINING)
-        return {"fetches": len(self._table.fetches), "draining_fetches": draining}
+        return {
+            "fetches": len(self._table.fetches),
+            "draining_fetches": draining,
+            "assisted_reads": self._assistant.num_reads,
+            "slots": self._pieces.num_slots_in_use,
+        }
 
     def _execute(self, command: ev.Command) -> None:
         leases, reader = self._leases, self._reader
@@ -134,7 +155,7 @@ class DecodeService:
                 code=code,
                 message=fetched.error.message if fetched.error else "",
                 num_bytes=fetched.num_bytes,
-                path=PATH_DIRECT if fetched.num_bytes else "",
+                path=fetched.path,
                 stages_s=fetched.stages_s,
             )
         )
@@ -168,7 +189,7 @@ class DecodeService:
             engine_id=fetched.engine_id,
             stage=fetched.stage,
             num_bytes=fetched.num_bytes,
-            path=PATH_DIRECT if fetched.num_bytes else "",
+            path=fetched.path,
             blocks_free=fetched.blocks_free,
             total_ms=round(total_s * 1e3, 3),
             resolving_ms=round(stages.resolving * 1e3, 3),

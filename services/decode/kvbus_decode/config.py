@@ -3,7 +3,7 @@
 Refuses nothing itself; `kvbus.agent.config` reads and checks.
 """
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -42,6 +42,25 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
     silence_s: Annotated[
         Duration, Meta(description="Time without heartbeat after which a peer is logged as silent.")
     ] = 5.0
+
+    path: Annotated[
+        Literal["auto", "direct", "packed", "reordered"],
+        Meta(
+            description="How KV is read: `direct` straight from blocks into blocks, `packed` "
+            "through staging slots of both agents, `reordered` through slots of the prefill agent "
+            "that have our order, `auto` by whichever is predicted to be fastest."
+        ),
+    ] = "auto"
+    calibrate: Annotated[
+        bool, Meta(description="Whether rates are measured at the start; otherwise defaults.")
+    ] = True
+    copy_threads: Annotated[
+        int, Meta(ge=1, le=64, description="Threads that scatter boxes into blocks.")
+    ] = 1
+    boxes_in_flight: Annotated[
+        int,
+        Meta(ge=1, le=64, description="Most packed boxes of one fetch that are on their way."),
+    ] = 3
 
     @property
     def fetch_limits(self) -> FetchLimits:

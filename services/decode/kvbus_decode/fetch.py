@@ -6,7 +6,7 @@ Refuses to decide which event may do what; that is the table in `kvbus_decode.tr
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from kvbus.errors import KVBusError
+from kvbus.errors import ErrorCode, KVBusError, LocalError, RemoteError
 from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import Outcome, StageTimes
 from kvbus.protocol.peer import Granted
@@ -23,10 +23,10 @@ class FetchState(StrEnum):
     """The lease was asked for, or is asked for again because another reader has it."""
 
     WAITING = "waiting"
-    """The lease is ours, the prefill engine still computes."""
+    """The lease is ours and what was ready is read; the prefill engine still computes."""
 
     READING = "reading"
-    """Bytes are on their way into the blocks."""
+    """A piece, all that was ready when it began, is on its way into the blocks."""
 
     CONFIRMING = "confirming"
     """All bytes have landed; only the prefill agent knows whether the lease was live."""
@@ -82,8 +82,9 @@ class Held:
 class Fetch:
     """One fetch; ``deadline`` is absolute.
 
-    ``read_in_flight`` is True from StartRead to ReadEnded; ``hinted`` when news came in while a
-    claim or renewal was under way, whose reply may be older than the news.
+    ``num_ready`` and ``sealed`` are what the last grant said of the offer, ``read_to`` is where the
+    pieces that have landed end. ``piece`` is set from StartRead to ReadEnded. ``hinted`` is True
+    when news came in while a claim or renewal was under way, whose reply may be older.
     """
 
     requested: ev.Requested
@@ -94,9 +95,14 @@ class Fetch:
     held: Held | None = None
     claim_again_at: float | None = None
     tables: dict[str, BlockTable] = field(default_factory=dict)
-    read_in_flight: bool = False
+    num_ready: int = 0
+    sealed: bool = False
+    num_read: int = 0
+    last_was_read: bool = False
+    piece: ev.StartRead | None = None
     hinted: bool = False
     num_bytes: int = 0
+    path: str = ""
     ends_as: FetchState = FetchState.FAILED
     error: KVBusError | None = None
 
@@ -106,9 +112,29 @@ class Fetch:
         return self.requested.fetch_id
 
     @property
-    def num_tokens_to_read(self) -> int:
-        """Tokens that the engine does not have yet."""
-        return self.requested.num_tokens - self.requested.first_token
+    def read_to(self) -> int:
+        """Tokens up to here are in the engine's blocks."""
+        return self.requested.first_token + self.num_read
+
+    def next_piece(self) -> ev.StartRead | None:
+        """All that is ready and not read yet, or the state that came with the seal, or None.
+
+        None though the offer is sealed means that everything was read.
+        """
+        wanted = self.requested.num_tokens
+        stop = min(self.num_ready, wanted)
+        if stop <= self.read_to and not (self.sealed and self._lacks_last()):
+            return None
+        last = self.sealed and stop == wanted
+        epoch = self.held.epoch if self.held else 0
+        return ev.StartRead(self.fetch_id, epoch, dict(self.tables), self.read_to, stop, last)
+
+    def _lacks_last(self) -> bool:
+        """Whether something is due that only the last piece does."""
+        requested = self.requested
+        wants_any = requested.num_tokens > requested.first_token
+        needs_last = requested.has_state or requested.zero_tail
+        return needs_last and wants_any and not self.last_was_read
 
     def next_deadline(self) -> float | None:
         """When somebody must look at this fetch again; None while only transfers can end it."""
@@ -131,12 +157,44 @@ class Fetch:
         self.state, self.entered_at = state, now
 
     def hold(self, sent_at: float, granted: Granted) -> None:
-        """Take over what a claim or a renewal granted."""
+        """Take over what a claim or a renewal granted.
+
+        Raises `RemoteError` when it takes back what an earlier grant said, `LocalError` when the
+        offer will never have the tokens, `GeometryError` when its blocks do not follow.
+        """
         expires_at = sent_at + granted.lease_s
+        before = self.held
         self.held = Held(granted.epoch, expires_at, sent_at + granted.lease_s / 3)
+        if before is not None and before.epoch != granted.epoch:
+            raise _taken_back("lease epoch", before.epoch, granted.epoch)
+        self._check_grown(granted)
         for group, more in granted.tables.items():
             known = self.tables.get(group)
             self.tables[group] = more if known is None else known.extended(more)
+        self.num_ready, self.sealed = granted.num_tokens, granted.sealed
+
+    def _check_grown(self, granted: Granted) -> None:
+        """An offer only grows, up to its seal; what was read of it would be of another one."""
+        if granted.num_tokens < self.num_ready:
+            raise _taken_back("number of tokens", self.num_ready, granted.num_tokens)
+        if self.sealed and not granted.sealed:
+            raise _taken_back("seal", self.sealed, granted.sealed)
+        wanted = self.requested.num_tokens
+        if granted.sealed and granted.num_tokens < wanted:
+            message = f"the offer has {granted.num_tokens} tokens, {wanted} were asked for"
+            raise LocalError(message, num_tokens=granted.num_tokens)
+        if granted.sealed and self.requested.has_state and granted.num_tokens > wanted:
+            message = f"the state is that of token {granted.num_tokens}, not of token {wanted}"
+            raise LocalError(message, num_tokens=granted.num_tokens)
+
+    def land(self, ended: ev.ReadEnded) -> None:
+        """The piece is over; its tokens count when all its bytes have landed."""
+        piece, self.piece = self.piece, None
+        self.num_bytes += ended.num_bytes
+        self.path = ended.path or self.path
+        if piece is not None and ended.error is None:
+            self.num_read += piece.stop - piece.start
+            self.last_was_read = piece.last
 
     def report(self, outcome: Outcome, stage: FetchState, *, blocks_free: bool) -> ev.ReportFetched:
         """The one message that tells the engine how the fetch ended."""
@@ -150,4 +208,14 @@ class Fetch:
             num_bytes=self.num_bytes,
             stages_s=StageTimes(**{state.value: spent for state, spent in self.stages_s.items()}),
             error=self.error,
+            path=self.path,
         )
+
+
+def _taken_back(what: str, before: int, after: int) -> RemoteError:
+    return RemoteError(
+        f"the prefill agent took back the {what} of an offer: it was {before}, now it is {after}",
+        code=ErrorCode.INVALID,
+        before=before,
+        after=after,
+    )

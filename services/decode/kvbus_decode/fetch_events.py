@@ -56,7 +56,12 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Requested:
-    """The engine asks for tokens [first_token, num_tokens) of the ticket's request."""
+    """The engine asks for tokens [first_token, num_tokens) of the ticket's request.
+
+    ``has_state`` when the engine has groups of opaque state: theirs is that of the last token, so
+    it is read once the offer is sealed. ``zero_tail`` when it wants the unused slots of its last
+    blocks zeroed.
+    """
 
     fetch_id: str
     engine_id: str
@@ -66,6 +71,8 @@ class Requested:
     tables: Mapping[str, BlockTable]
     timeout_s: float
     reply_to: object
+    has_state: bool = False
+    zero_tail: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +120,15 @@ class OfferAdvanced:
 
 @dataclass(frozen=True, slots=True)
 class ReadEnded:
-    """Nothing of the read is in flight any more; ``error`` is None when all bytes have landed."""
+    """Nothing of the piece is in flight any more; ``error`` is None when all bytes have landed.
+
+    ``path`` names how they were read, empty when nothing was.
+    """
 
     fetch_id: str
     num_bytes: int
     error: KVBusError | None = None
+    path: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,15 +196,23 @@ class SendRenew:
 
 @dataclass(frozen=True, slots=True)
 class StartRead:
-    """Read the fetch's tokens out of ``tables``; answer `ReadEnded`, once."""
+    """Read a piece, tokens [start, stop), out of ``tables``; answer `ReadEnded`, once.
+
+    Pieces of a fetch follow each other, one at a time. Groups of state are read with the ``last``
+    one, which may have no tokens.
+    """
 
     fetch_id: str
+    epoch: int
     tables: Mapping[str, BlockTable]
+    start: int
+    stop: int
+    last: bool
 
 
 @dataclass(frozen=True, slots=True)
 class AbortRead:
-    """Post nothing more of the read; `ReadEnded` follows when what was posted is terminal."""
+    """Post nothing more of the piece; `ReadEnded` follows when what was posted is terminal."""
 
     fetch_id: str
 
@@ -218,7 +237,10 @@ class SendRelease:
 
 @dataclass(frozen=True, slots=True)
 class ReportFetched:
-    """Tell the engine how the fetch ended; ``stage`` is the state that it ended in."""
+    """Tell the engine how the fetch ended; ``stage`` is the state that it ended in.
+
+    ``num_bytes`` are those that have landed by then, ``path`` how the last of them were read.
+    """
 
     fetch_id: str
     engine_id: str
@@ -229,6 +251,7 @@ class ReportFetched:
     num_bytes: int
     stages_s: StageTimes
     error: KVBusError | None = None
+    path: str = ""
 
 
 @dataclass(frozen=True, slots=True)

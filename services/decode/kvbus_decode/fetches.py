@@ -13,7 +13,8 @@ from kvbus.protocol.message import Empty
 from kvbus.protocol.ticket import Ticket
 from kvbus_decode import fetch_events as ev
 from kvbus_decode.fetch import ENDS, Fetch, FetchLimits, FetchState
-from kvbus_decode.transitions import TRANSITIONS, Commands, Moment
+from kvbus_decode.moment import Commands, Moment
+from kvbus_decode.transitions import TRANSITIONS
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@ from kvbus.errors import (
     KVBusError,
     PeerLost,
     RemoteError,
+    RequestRefused,
     RequestTimeout,
 )
 from kvbus.protocol.envelope import Body
@@ -24,11 +25,7 @@ async def introduce(
     try:
         reply = await _ask_process(client, ticket, handshake, timeout_s)
     except RequestTimeout as error:
-        raise RemoteError(
-            f"no prefill agent answers at {client.endpoint}",
-            code=ErrorCode.PEER_UNREACHABLE,
-            endpoint=client.endpoint,
-        ) from error
+        raise _unreachable(client) from error
     except KVBusError as error:
         if client.peer_boot in (None, ticket.agent_boot):
             raise
@@ -36,6 +33,31 @@ async def introduce(
     if client.peer_boot != ticket.agent_boot:
         raise _stale(client)
     return reply
+
+
+async def introduce_to_any(
+    client: RequestClient, handshake: Handshake, *, timeout_s: float
+) -> tuple[str, Body]:
+    """The boot id of whatever process answers, and its reply; raises `RemoteError`.
+
+    Its refusals name the agent: the ticket does not.
+    """
+    try:
+        reply = await _ask_any(client, handshake, timeout_s)
+    except RequestTimeout as error:
+        raise _unreachable(client) from error
+    except RequestRefused as error:
+        message = f"the prefill agent at {client.endpoint}: {error.message}"
+        raise RemoteError(message, code=error.code, endpoint=client.endpoint) from error
+    return client.peer_boot or "", reply
+
+
+async def _ask_any(client: RequestClient, handshake: Handshake, timeout_s: float) -> Body:
+    """Ask once more when the first answer was also the first sign of a new process."""
+    try:
+        return await client.request(handshake.op, to_body(handshake), timeout_s=timeout_s)
+    except PeerLost:
+        return await client.request(handshake.op, to_body(handshake), timeout_s=timeout_s)
 
 
 async def _ask_process(
@@ -51,6 +73,14 @@ async def _ask_process(
         if client.peer_boot != ticket.agent_boot:
             raise
     return await client.request(handshake.op, to_body(handshake), timeout_s=timeout_s)
+
+
+def _unreachable(client: RequestClient) -> RemoteError:
+    return RemoteError(
+        f"no prefill agent answers at {client.endpoint}",
+        code=ErrorCode.PEER_UNREACHABLE,
+        endpoint=client.endpoint,
+    )
 
 
 def _stale(client: RequestClient) -> RemoteError:

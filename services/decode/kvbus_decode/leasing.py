@@ -15,14 +15,18 @@ from kvbus.protocol.envelope import Body, Notice
 from kvbus.protocol.message import Message, from_body, to_body
 from kvbus.protocol.peer import Claim, Confirm, Granted, Release, Renew
 from kvbus.protocol.ticket import Ticket
+from kvbus_decode import checking
 from kvbus_decode import fetch_events as ev
 from kvbus_decode.config import DecodeConfig
-from kvbus_decode.peers import Peer, PeerDirectory, route_key
+from kvbus_decode.handshaking import RouteBook
+from kvbus_decode.peers import Peer, PeerDirectory
+from kvbus_decode.routes import Route
 from kvbus_decode.works import Work, Works
 
 log = structlog.get_logger()
 
 RELEASE_TIMEOUT_S = 5.0
+WITHOUT_FAULT = (ErrorCode.CANCELLED, ErrorCode.TIMEOUT, ErrorCode.BUSY)
 
 Answer = Callable[[Body], ev.Event]
 Failure = Callable[[str, KVBusError], ev.Event]
@@ -41,34 +45,42 @@ class LeaseRequests(EventListener):
         self._agent, self._config, self._dispatch = agent, config, dispatch
         self._works = works
         self.peers = PeerDirectory(
-            agent, config, on_lost=lambda boot: dispatch(ev.PeerLost(boot)), listener=self
+            agent,
+            config,
+            on_boot=self._see_boot,
+            on_dropped=self._drop_peer,
+            listener=self,
         )
+        self.routes = RouteBook(agent, self.peers)
 
     def end(self, fetch_id: str) -> None:
         """Nothing more will be asked for this fetch."""
         work = self._works.end(fetch_id)
-        if work is not None and work.peer is not None:
-            self.peers.release(work.peer)
+        for peer in work.peers if work is not None else ():
+            self.peers.release(peer)
 
     def resolve(self, command: ev.ResolvePeer) -> None:
         """Find the route: at once when it is known, by a handshake otherwise."""
         requested, ticket = command.requested, command.requested.ticket
         try:
             engine = self._agent.engines.engine(requested.engine_id)
-            work = Work(requested, engine)
+            deadline = self._agent.loop.time() + requested.timeout_s
+            work = Work(requested, engine, deadline)
             self._works.begin(work)
-            work.peer = self.peers.acquire(ticket.endpoint)
+            home = self.peers.acquire(ticket.endpoint)
         except KVBusError as error:
             self._dispatch(ev.StepFailed(command.fetch_id, error))
             return
-        work.route = work.peer.routes.get(route_key(ticket, work.engine))
-        if work.route is not None:
-            self._dispatch(ev.PeerReady(work.fetch_id))
+        work.peers.append(home)
+        route = self.routes.find(ticket, engine)
+        if route is not None:
+            self._take_route(work, route)
         else:
-            self._agent.tasks.start_soon(self._resolve, work, work.peer, command.timeout_s)
+            self._agent.tasks.start_soon(self._resolve, work, home, command.timeout_s)
 
     def claim(self, command: ev.SendClaim) -> None:
         """Ask for the lease."""
+        self._attend(self._works[command.fetch_id], command.timeout_s)
         ticket = self._works[command.fetch_id].requested.ticket
         body = Claim(
             agent_boot=ticket.agent_boot,
@@ -82,6 +94,7 @@ class LeaseRequests(EventListener):
 
     def renew(self, command: ev.SendRenew) -> None:
         """Ask for a longer lease, and for what is new."""
+        self._attend(self._works[command.fetch_id], command.timeout_s)
         ticket = self._works[command.fetch_id].requested.ticket
         body = Renew(
             agent_boot=ticket.agent_boot,
@@ -99,14 +112,55 @@ class LeaseRequests(EventListener):
         )
 
     def confirm(self, command: ev.SendConfirm) -> None:
-        """Ask whether what was read is valid."""
-        ticket = self._works[command.fetch_id].requested.ticket
+        """Ask whether what was read is valid: the agents without the lease first, then its home."""
+        route = self._works[command.fetch_id].route
+        if route is None:
+            self._confirm(command)
+            return
+
+        def on_checked(error: KVBusError | None) -> None:
+            if error is None:
+                self._confirm(command)
+                return
+            self.routes.forget(route)
+            self._dispatch(ev.StepFailed(command.fetch_id, error))
+
+        offer_id = self._works[command.fetch_id].requested.ticket.offer_id
+        checking.check(route, offer_id, timeout_s=command.timeout_s, on_end=on_checked)
+
+    def _confirm(self, command: ev.SendConfirm) -> None:
+        work = self._works.find(command.fetch_id)
+        if work is None:  # it ended while the others were asked
+            return
+        ticket = work.requested.ticket
         body = Confirm(agent_boot=ticket.agent_boot, offer_id=ticket.offer_id, epoch=command.epoch)
         confirmed = ev.LeaseConfirmed(command.fetch_id)
         self._ask(command.fetch_id, body, command.timeout_s, lambda _: confirmed)
 
+    def _attend(self, work: Work, timeout_s: float) -> None:
+        """Tell the agents without the lease that they are read as long as it lasts."""
+        if work.route is None:
+            return
+
+        def on_checked(error: KVBusError | None) -> None:
+            if error is not None and error.code not in WITHOUT_FAULT:
+                self._dispatch(ev.StepFailed(work.fetch_id, error))
+
+        checking.attend(
+            work.route,
+            work.requested.ticket.offer_id,
+            attend_s=self._config.lease_s,
+            timeout_s=timeout_s,
+            on_end=on_checked,
+        )
+
     def give_back(self, command: ev.SendRelease) -> None:
-        """Return a lease; when that fails, it ends by itself."""
+        """Return a lease; when that fails, it ends by itself.
+
+        The route may be why the fetch failed, should a rank elsewhere have come back as another.
+        """
+        if command.code not in WITHOUT_FAULT:
+            self.routes.forget_spread(command.ticket)
         peer = self.peers.find(command.ticket.endpoint)
         if peer is None:
             return
@@ -146,10 +200,26 @@ class LeaseRequests(EventListener):
     async def _resolve(self, work: Work, peer: Peer, timeout_s: float) -> None:
         async def find_route() -> None:
             ticket = work.requested.ticket
-            work.route = await self.peers.route(peer, ticket, work.engine, timeout_s=timeout_s)
-            self._dispatch(ev.PeerReady(work.fetch_id))
+            route = await self.routes.route(peer, ticket, work.engine, timeout_s=timeout_s)
+            self._take_route(work, route)
 
         await guarded(find_route, lambda error: self._dispatch(ev.StepFailed(work.fetch_id, error)))
+
+    def _take_route(self, work: Work, route: Route) -> None:
+        """Hold every peer of the route, unless the fetch has ended meanwhile."""
+        if self._works.find(work.fetch_id) is not work:
+            return
+        work.route, work.spread = route, route.take_spread()
+        for source in route.sources[1:]:
+            work.peers.append(self.peers.acquire(source.peer.endpoint))
+        self._dispatch(ev.PeerReady(work.fetch_id))
+
+    def _drop_peer(self, peer: Peer) -> None:
+        self.routes.forget_peer(peer)
+
+    def _see_boot(self, peer: Peer, boot: str) -> None:
+        for lost in self.routes.see_boot(peer, boot):
+            self._dispatch(ev.PeerLost(lost))
 
     def _granted(self, fetch_id: str, claimed: Ticket | None = None) -> Answer:
         sent_at = self._agent.loop.time()
@@ -175,10 +245,10 @@ class LeaseRequests(EventListener):
                 event = failed(fetch_id, error)
             self._dispatch(event)
 
-        peer = self._works[fetch_id].peer
+        peers = self._works[fetch_id].peers
         try:
-            if peer is None:
+            if not peers:
                 raise LocalError("the fetch has no peer", code=ErrorCode.INTERNAL)
-            peer.client.send(body.op, to_body(body), timeout_s=timeout_s, on_reply=on_reply)
+            peers[0].client.send(body.op, to_body(body), timeout_s=timeout_s, on_reply=on_reply)
         except KVBusError as error:
             self._dispatch(failed(fetch_id, error))

@@ -11,10 +11,12 @@ from kvbus_decode.fetch import STAGES
 
 READINGS = {
     "fetches": "Fetches that are live, draining ones included.",
+    "assisted_reads": "Pieces that are read for engines whose home is another agent.",
     "draining_fetches": "Fetches that ended while transfers were in flight.",
     "quarantined_blocks": "Blocks that are withheld because a transfer can still write into them.",
     "peers": "Prefill agents that this agent talks to.",
     "engines": "Local engines.",
+    "slots": "Staging slots in use.",
     "outstanding_handles": "NIXL handles that are not terminal.",
     "outstanding_bytes": "Bytes under NIXL handles that are not terminal.",
     "unreleased_handles": "NIXL handles that could not be given back.",

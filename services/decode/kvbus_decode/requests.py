@@ -4,8 +4,11 @@ Refuses tables that leave the cache or are not exactly the blocks of the tokens,
 moves.
 """
 
+from collections.abc import Mapping
+
 from kvbus.agent.local_engine import LocalEngine
 from kvbus.errors import GeometryError, LocalError
+from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import Fetch
 from kvbus.protocol.ticket import Ticket
 from kvbus_decode import fetch_events as ev
@@ -21,7 +24,7 @@ def fetch_event(
             f"first_token {fetch.first_token} is behind num_tokens {fetch.num_tokens}",
             field="first_token",
         )
-    _check_tables(engine, fetch)
+    check_tables(engine, fetch.tables, fetch.first_token, fetch.num_tokens)
     return ev.Requested(
         fetch_id=fetch.fetch_id,
         engine_id=engine.engine_id,
@@ -30,16 +33,22 @@ def fetch_event(
         num_tokens=fetch.num_tokens,
         tables=fetch.tables,
         timeout_s=fetch.timeout_s or timeout_s,
+        has_state=any(group.state for group in engine.spec.groups),
+        zero_tail=fetch.zero_tail,
         reply_to=reply_to,
     )
 
 
-def _check_tables(engine: LocalEngine, fetch: Fetch) -> None:
+def check_tables(
+    engine: LocalEngine, tables: Mapping[str, BlockTable], first_token: int, num_tokens: int
+) -> None:
+    """Raise `GeometryError` unless ``tables`` are exactly the blocks that the tokens need."""
     groups = {group.name: group for group in engine.spec.groups}
-    if fetch.tables.keys() != groups.keys():
+    if tables.keys() != groups.keys():
         raise GeometryError(
-            f"tables are of groups {sorted(fetch.tables)}, the engine has {sorted(groups)}"
+            f"tables are of groups {sorted(tables)}, the engine has {sorted(groups)}"
         )
-    for name, table in fetch.tables.items():
+    for name, table in tables.items():
         table.check_ids(engine.num_blocks(name))
-        table.check_covers(fetch.first_token, fetch.num_tokens, groups[name].block_size)
+        start, stop = groups[name].positions(first_token, num_tokens)
+        table.check_covers(start, stop, groups[name].block_size)

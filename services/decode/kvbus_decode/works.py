@@ -4,24 +4,26 @@ Refuses to know how far a fetch is; that is the fetch table's.
 """
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvbus.agent.local_engine import LocalEngine
-from kvbus.transport import Read
 from kvbus_decode import fetch_events as ev
-from kvbus_decode.peers import Peer, Route
+from kvbus_decode.peers import Peer
+from kvbus_decode.piece import PieceRead
+from kvbus_decode.routes import Route
 
 
 @dataclass(slots=True, eq=False)
 class Work:
-    """One fetch that is under way, and what it uses."""
+    """One fetch that is under way, and what it uses; ``peers`` are held until its end."""
 
     requested: ev.Requested
     engine: LocalEngine
-    peer: Peer | None = None
+    deadline: float
+    peers: list[Peer] = field(default_factory=list)
     route: Route | None = None
-    read: Read | None = None
-    aborted: bool = False
+    spread: int = 0
+    read: PieceRead | None = None
 
     @property
     def fetch_id(self) -> str:

@@ -17,6 +17,8 @@ from kvbus.errors import ErrorCode, LocalError
 from kvbus.protocol.engine import ExtendOffer, MakeOffer, Released, SealOffer, WithdrawOffer
 from kvbus.protocol.message import from_body, to_body
 from kvbus.protocol.peer import Handshake
+from kvbus.protocol.sibling import CheckMemory
+from kvbus.protocol.staging import Pack, Unpack
 from kvbus.protocol.ticket import Ticket
 from kvbus.transport import Demand
 from kvbus_prefill import offer_events as ev
@@ -24,6 +26,7 @@ from kvbus_prefill.config import PrefillConfig
 from kvbus_prefill.handshakes import answer_handshake
 from kvbus_prefill.metrics import READINGS, PrefillMetrics
 from kvbus_prefill.offers import OfferTable
+from kvbus_prefill.packing import Packing
 from kvbus_prefill.requests import check_tables, peer_event
 
 log = structlog.get_logger()
@@ -45,6 +48,7 @@ class PrefillService:
         self._idle = anyio.Event()
         self._demands: dict[tuple[str, int], Demand] = {}
         self._metrics = PrefillMetrics(agent.metrics)
+        self._packing = Packing(agent, config, self._metrics, ask_offer=self._driver.dispatch)
         agent.metrics.add_readings(self._readings, READINGS)
 
     def on_engine_call(self, call: Call) -> None:
@@ -56,8 +60,7 @@ class PrefillService:
             case ExtendOffer.op:
                 self._extend(engine, from_body(ExtendOffer, call.body), call)
             case SealOffer.op:
-                sealed = from_body(SealOffer, call.body)
-                self._driver.dispatch(ev.Sealed(self._own(engine, sealed.offer_id), call))
+                self._seal(engine, from_body(SealOffer, call.body), call)
             case WithdrawOffer.op:
                 withdrawn = from_body(WithdrawOffer, call.body)
                 self._driver.dispatch(ev.Withdrawn(self._own(engine, withdrawn.offer_id), call))
@@ -65,23 +68,28 @@ class PrefillService:
                 raise unknown_op(call)
 
     def on_peer_call(self, call: Call) -> None:
-        """A reader shakes hands or uses a lease, or a router withdraws."""
-        if call.op == Handshake.op:
-            handshake = from_body(Handshake, call.body)
-            self._agent.tasks.start_soon(
-                answer_handshake, self._agent, self._config, handshake, call
-            )
-        else:
-            self._driver.dispatch(peer_event(call, boot=self._agent.identity.boot))
+        """A reader shakes hands, uses a lease or wants boxes packed, or a router withdraws."""
+        match call.op:
+            case Handshake.op:
+                handshake = from_body(Handshake, call.body)
+                self._agent.tasks.start_soon(
+                    answer_handshake, self._agent, self._config, handshake, call
+                )
+            case Pack.op | Unpack.op | CheckMemory.op:
+                self._packing.on_call(call)
+            case _:
+                self._driver.dispatch(peer_event(call, boot=self._agent.identity.boot))
 
     def on_engine_lost(self, engine: LocalEngine) -> None:
         """Its offers end; nobody is there to be told."""
+        self._packing.end_engine(engine)
         self._driver.dispatch(ev.EngineLost(engine.engine_id))
 
     async def quiesce(self, engine: LocalEngine) -> None:
         """A reader may still be served late reads; its agent aborts them when its lease is over."""
         log.debug("engine.retiring", engine_id=engine.engine_id)
         await anyio.sleep(self._config.late_read_s)
+        await self._packing.quiesce(engine)
 
     def start_draining(self) -> None:
         """No new offers; those that are live wait for their readers."""
@@ -93,15 +101,18 @@ class PrefillService:
 
     def stop(self) -> None:
         """Withdraw what is left."""
+        self._packing.stop()
         self._driver.dispatch(ev.Stopped())
         self._driver.stop()
 
     def counts(self) -> dict[str, int]:
         """What the table holds."""
-        return {"offers": len(self._table.offers), "leases": self._table.num_leases()}
+        table = self._table
+        offers = {"offers": len(table.offers), "leases": table.num_leases()}
+        return offers | self._packing.counts()
 
     def _open(self, engine: LocalEngine, offer: MakeOffer, call: Call) -> None:
-        check_tables(engine, offer.tables, offer.num_tokens)
+        check_tables(engine, offer.tables, offer.num_tokens, sealed=offer.sealed)
         identity, offer_id = self._agent.identity, uuid.uuid4().hex
         ticket = Ticket(
             agent_id=identity.agent_id,
@@ -135,8 +146,14 @@ class PrefillService:
                 group: known[group].extended(added) if group in known else added
                 for group, added in more.tables.items()
             }
-            check_tables(engine, tables, more.num_tokens)
+            check_tables(engine, tables, more.num_tokens, sealed=False)
         self._driver.dispatch(ev.Extended(more.offer_id, more.num_tokens, more.tables, call))
+
+    def _seal(self, engine: LocalEngine, sealed: SealOffer, call: Call) -> None:
+        offer = self._table.offers.get(self._own(engine, sealed.offer_id))
+        if offer is not None:
+            check_tables(engine, offer.tables, offer.num_tokens, sealed=True)
+        self._driver.dispatch(ev.Sealed(sealed.offer_id, call))
 
     def _own(self, engine: LocalEngine, offer_id: str) -> str:
         offer = self._table.offers.get(offer_id)
@@ -150,6 +167,8 @@ class PrefillService:
                 call.reply(to_body(body))
             case ev.Refuse(reply_to=Call() as call, error=error):
                 refuse(self._agent.metrics, call, error)
+            case ev.AdmitPack(asked):
+                self._packing.admit(asked)
             case ev.LeaseBegan(offer_id, epoch):
                 self._demands[offer_id, epoch] = self._agent.transport.demand_progress()
             case ev.LeaseEnded(offer_id, epoch, reason):
@@ -162,6 +181,7 @@ class PrefillService:
     def _end_lease(self, offer_id: str, epoch: int, reason: str) -> None:
         """A reader that came to its end needs no progress; a late one, so that it can end."""
         self._metrics.leases.labels(reason).inc()
+        self._packing.end_lease(offer_id, epoch)
         demand = self._demands.pop((offer_id, epoch))
         if reason == "ended":
             demand.close()

@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from kvbus.agent.config import AgentConfig, Bound, Duration
 from kvbus_prefill.offer import OfferLimits
+from kvbus_prefill.slots import SlotLimits
 
 DEFAULTS = {
     "agent_id": "prefill-0",
@@ -37,10 +38,26 @@ class PrefillConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_field
             "their reader gets its blocks back; and how long a dead engine's addresses are kept."
         ),
     ] = 30.0
+    pack_threads: Annotated[
+        int, Meta(ge=1, le=64, description="Most boxes that are packed at the same time.")
+    ] = 1
+    max_packs: Annotated[
+        Bound, Meta(description="Most boxes that wait for a staging slot; more are `busy`.")
+    ] = 1024
 
     @property
     def offer_limits(self) -> OfferLimits:
         """The bounds of the offer table."""
         return OfferLimits(
             max_offers=self.max_offers, max_lease_s=self.max_lease_s, max_hold_s=self.max_hold_s
+        )
+
+    def slot_limits(self, *, num_slots: int) -> SlotLimits:
+        """The bounds of the slot table; a slot is leased like an offer, and no longer."""
+        return SlotLimits(
+            num_slots=num_slots,
+            slot_bytes=self.slot_bytes,
+            max_gathers=self.pack_threads,
+            max_waiting=self.max_packs,
+            max_slot_lease_s=self.max_lease_s,
         )

@@ -9,6 +9,7 @@ import structlog
 
 from kvbus.agent.guard import guarded
 from kvbus.agent.identity import check_protocol
+from kvbus.agent.local_engine import LocalEngine
 from kvbus.agent.refusals import refuse
 from kvbus.agent.service import Agent
 from kvbus.bus import Call
@@ -41,16 +42,31 @@ async def answer_handshake(
 
 async def _shake_hands(agent: Agent, config: PrefillConfig, handshake: Handshake) -> HandshakeDone:
     check_protocol(handshake.min_protocol, handshake.max_protocol)
-    engine = agent.engines.engine(handshake.engine_id, boot=handshake.engine_boot)
-    memory, reader = engine.memory(), handshake.reader
-    check_compatible(memory.engine, memory.ranks, reader.engine, reader.ranks)
-    metadata = await asyncio.wrap_future(agent.transport.metadata(engine.registrations))
+    engine, memory_id = _engine(agent, handshake)
+    memory = engine.memory()
+    check_compatible(memory.engine, handshake.reader.engine)
+    staging = [agent.staging.registration] if agent.staging else []
+    registrations = [*engine.registrations, *staging]
+    metadata = await asyncio.wrap_future(agent.transport.metadata(registrations))
     return HandshakeDone(
         protocol=PROTOCOL_VERSION,
         agent_id=agent.identity.agent_id,
         memory=memory,
+        memory_id=memory_id,
         nixl_agent=agent.transport.name,
         nixl_metadata=metadata,
         events_endpoint=agent.identity.events_endpoint,
         max_lease_s=config.max_lease_s,
+        slot_bytes=agent.staging.slot_bytes if agent.staging else 0,
+        others=engine.others,
     )
+
+
+def _engine(agent: Agent, handshake: Handshake) -> tuple[LocalEngine, str]:
+    """The engine, or those of its ranks that are here, and what its memory is known by."""
+    engines = agent.engines
+    if handshake.engine_boot:
+        engine = engines.engine(handshake.engine_id, boot=handshake.engine_boot)
+    else:
+        engine = engines.part(handshake.engine_id, handshake.ranks)
+    return engine, engine.memory_id

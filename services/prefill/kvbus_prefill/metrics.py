@@ -10,6 +10,8 @@ from kvbus.agent.metrics import STAGE_BUCKETS_S, AgentMetrics
 READINGS = {
     "offers": "Offers that are live.",
     "leases": "Leases that are live.",
+    "packs": "Boxes that wait for a staging slot.",
+    "slots": "Staging slots in use.",
     "engines": "Local engines.",
     "progress_demands": "Reasons to drive NIXL's progress: live leases, late reads, handshakes.",
     "registered_bytes": "Memory registered with NIXL.",
@@ -17,7 +19,7 @@ READINGS = {
 
 
 class PrefillMetrics:
-    """What became of offers and leases, and how long offers lived."""
+    """What became of offers and leases, how long offers lived, and what was packed."""
 
     def __init__(self, agent: AgentMetrics) -> None:
         registry = agent.registry
@@ -30,6 +32,15 @@ class PrefillMetrics:
         self.offer_life_s = Histogram(
             "kvbus_offer_life_seconds",
             "Time from an offer to its release.",
+            buckets=STAGE_BUCKETS_S,
+            registry=registry,
+        )
+        self.packed_bytes = Counter(
+            "kvbus_packed_bytes", "Bytes gathered into staging slots.", registry=registry
+        )
+        self.gather_s = Histogram(
+            "kvbus_gather_seconds",
+            "Time of one gather into a staging slot, in its thread.",
             buckets=STAGE_BUCKETS_S,
             registry=registry,
         )

@@ -8,7 +8,7 @@ A lease is not a state of its own: an offer that is open or sealed has one live 
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kvbus.errors import ErrorCode, LocalError
+from kvbus.errors import ErrorCode, GeometryError, LocalError
 from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import Outcome
 from kvbus.protocol.peer import LeaseEvent, OfferEvent
@@ -88,6 +88,18 @@ class Offer:
                 state=self.outcome or self.state,
             )
         return self.lease
+
+    def check_holds(self, group: str, table: BlockTable) -> None:
+        """Raise `GeometryError` unless the blocks of ``table`` are the offer's, at its places."""
+        known = self.tables.get(group, BlockTable(b""))
+        skipped = table.first_block - known.first_block
+        if skipped < 0 or known.ids[4 * skipped : 4 * skipped + len(table.ids)] != table.ids:
+            raise GeometryError(
+                f"blocks {table.first_block} to {table.first_block + len(table)} of group "
+                f"'{group}' are not those of the offer",
+                offer_id=self.offer_id,
+                group=group,
+            )
 
     def end_lease(self, reason: str) -> list[ev.Command]:
         """End the lease, if there is one, because it was confirmed, returned, revoked or late."""

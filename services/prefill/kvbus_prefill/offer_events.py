@@ -19,8 +19,10 @@ from kvbus.agent.table_events import (
 from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import Outcome
 from kvbus.protocol.message import Message
+from kvbus_prefill.slot_events import Asked
 
 __all__ = [
+    "AdmitPack",
     "Claimed",
     "Command",
     "Confirmed",
@@ -32,6 +34,7 @@ __all__ = [
     "LeaseBegan",
     "LeaseEnded",
     "Opened",
+    "PackAsked",
     "Publish",
     "Refuse",
     "Renewed",
@@ -126,7 +129,26 @@ class Returned:
     reply_to: object
 
 
-RequestEvent = Opened | Extended | Sealed | Withdrawn | Claimed | Renewed | Confirmed | Returned
+@dataclass(frozen=True, slots=True)
+class PackAsked:
+    """A reader wants positions up to ``stop`` of the blocks of ``table`` gathered.
+
+    ``opaque`` says that they are a state, which is there once the offer is sealed.
+    """
+
+    offer_id: str
+    epoch: int
+    group: str
+    table: BlockTable
+    stop: int
+    opaque: bool
+    asked: Asked
+    reply_to: object
+
+
+RequestEvent = (
+    Opened | Extended | Sealed | Withdrawn | Claimed | Renewed | Confirmed | Returned | PackAsked
+)
 TableEvent = EngineLost | DrainStarted | Stopped | DeadlinePassed
 Event = RequestEvent | TableEvent
 
@@ -168,4 +190,14 @@ class LeaseEnded:
     reason: str
 
 
-Command = Reply | Refuse | ReportReleased | Publish | LeaseBegan | LeaseEnded
+@dataclass(frozen=True, slots=True)
+class AdmitPack:
+    """The lease is live and the offer has the blocks: let the box wait for a slot.
+
+    It is answered when it is gathered, or refused.
+    """
+
+    asked: Asked
+
+
+Command = Reply | Refuse | ReportReleased | Publish | LeaseBegan | LeaseEnded | AdmitPack

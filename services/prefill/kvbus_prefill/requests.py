@@ -15,28 +15,45 @@ from kvbus.protocol.peer import Claim, Confirm, PeerWithdraw, Release, Renew
 from kvbus_prefill import offer_events as ev
 
 
-def check_tables(engine: LocalEngine, tables: Mapping[str, BlockTable], num_tokens: int) -> None:
-    """Raise `GeometryError` unless ``tables`` hold ``num_tokens`` tokens of every group."""
+def check_tables(
+    engine: LocalEngine, tables: Mapping[str, BlockTable], num_tokens: int, *, sealed: bool
+) -> None:
+    """Raise `GeometryError` unless ``tables`` hold what ``num_tokens`` tokens need of each group.
+
+    While an offer is open, a group with a window may lack blocks that its end does not need.
+    """
     groups = {group.name: group for group in engine.spec.groups}
     if tables.keys() != groups.keys():
         raise GeometryError(
             f"tables are of groups {sorted(tables)}, the engine has {sorted(groups)}"
         )
     for name, table in tables.items():
-        _check_table(groups[name], table, num_tokens, engine.num_blocks(name))
+        table.check_ids(engine.num_blocks(name))
+        _check_table(groups[name], table, num_tokens, sealed=sealed)
 
 
-def _check_table(group: GroupSpec, table: BlockTable, num_tokens: int, num_blocks: int) -> None:
-    table.check_ids(num_blocks)
-    if table.first_block and group.window is None:
-        raise GeometryError(f"group '{group.name}' has no window, its table must start at block 0")
-    needed = num_blocks_for(num_tokens, group.block_size)
-    if table.first_block + len(table) < needed:
+def _check_table(group: GroupSpec, table: BlockTable, num_tokens: int, *, sealed: bool) -> None:
+    start, stop = group.positions(0, num_tokens)
+    needed, given = num_blocks_for(stop, group.block_size), table.first_block + len(table)
+    if given < needed:
         raise GeometryError(
             f"group '{group.name}': {num_tokens} tokens need {needed} blocks, "
-            f"the table ends at block {table.first_block + len(table)}",
+            f"the table ends at block {given}",
             needed=needed,
-            given=table.first_block + len(table),
+            given=given,
+        )
+    if group.state and given > 1:
+        raise GeometryError(
+            f"group '{group.name}' is a state: its table has one block, not {given}", given=given
+        )
+    if group.window is None and table.first_block:
+        raise GeometryError(f"group '{group.name}' has no window, its table must start at block 0")
+    if sealed and stop > start and table.first_block > start // group.block_size:
+        raise GeometryError(
+            f"group '{group.name}': a window of {group.window} tokens before token {num_tokens} "
+            f"starts in block {start // group.block_size}, the table in {table.first_block}",
+            needed=start // group.block_size,
+            given=table.first_block,
         )
 
 
@@ -49,28 +66,29 @@ def peer_event(call: Call, *, boot: str) -> ev.RequestEvent:
     match call.op:
         case Claim.op:
             claim = from_body(Claim, call.body)
-            _refuse_stale(claim.agent_boot, boot)
+            refuse_stale_boot(claim.agent_boot, boot)
             return ev.Claimed(claim.offer_id, claim.reader_id, claim.lease_s, call)
         case Renew.op:
             renew = from_body(Renew, call.body)
-            _refuse_stale(renew.agent_boot, boot)
+            refuse_stale_boot(renew.agent_boot, boot)
             return ev.Renewed(renew.offer_id, renew.epoch, renew.lease_s, renew.known_blocks, call)
         case Confirm.op:
             confirm = from_body(Confirm, call.body)
-            _refuse_stale(confirm.agent_boot, boot)
+            refuse_stale_boot(confirm.agent_boot, boot)
             return ev.Confirmed(confirm.offer_id, confirm.epoch, call)
         case Release.op:
             release = from_body(Release, call.body)
-            _refuse_stale(release.agent_boot, boot)
+            refuse_stale_boot(release.agent_boot, boot)
             return ev.Returned(release.offer_id, release.epoch, call)
         case PeerWithdraw.op:
             withdraw = from_body(PeerWithdraw, call.body)
-            _refuse_stale(withdraw.agent_boot, boot)
+            refuse_stale_boot(withdraw.agent_boot, boot)
             return ev.Withdrawn(withdraw.offer_id, call)
     raise unknown_op(call)
 
 
-def _refuse_stale(meant_for: str, boot: str) -> None:
+def refuse_stale_boot(meant_for: str, boot: str) -> None:
+    """Raise `LocalError` (``stale``) for a message to an earlier process than ``boot``."""
     if meant_for != boot:
         raise LocalError(
             "the message is for an earlier process of this agent",

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from kvbus.errors import ErrorCode, LocalError
+from kvbus.errors import ErrorCode, GeometryError, LocalError
 from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import Outcome
 from kvbus.protocol.message import Empty
@@ -133,6 +133,24 @@ def give_back(offer: Offer, event: ev.Returned, _: Moment) -> Commands:
     return [ev.Reply(event.reply_to, Empty()), *offer.end_lease("ended")]
 
 
+def admit_pack(offer: Offer, event: ev.PackAsked, _: Moment) -> Commands:
+    """Under a live lease, and of what the offer has."""
+    offer.live_lease(event.epoch)
+    if event.opaque and offer.state is OPEN:
+        raise LocalError(
+            f"group '{event.group}' is a state, it is there once the offer is sealed",
+            code=ErrorCode.OFFER_OPEN,
+        )
+    if not event.opaque and event.stop > offer.num_tokens:
+        raise GeometryError(
+            f"box ends at token {event.stop}, the offer has {offer.num_tokens} now",
+            stop=event.stop,
+            num_tokens=offer.num_tokens,
+        )
+    offer.check_holds(event.group, event.table)
+    return [ev.AdmitPack(event.asked)]
+
+
 def refuse_sealed(offer: Offer, _event: ev.RequestEvent, _: Moment) -> Commands:
     """A sealed offer does not change."""
     raise LocalError("the offer is sealed", code=ErrorCode.OFFER_SEALED, offer_id=offer.offer_id)
@@ -147,7 +165,9 @@ def refuse_ended(offer: Offer, _event: ev.RequestEvent, _: Moment) -> Commands:
     )
 
 
-def refuse_stale(offer: Offer, event: ev.Renewed | ev.Returned, _: Moment) -> Commands:
+def refuse_stale(
+    offer: Offer, event: ev.Renewed | ev.Returned | ev.PackAsked, _: Moment
+) -> Commands:
     """No lease of an ended offer is live."""
     offer.live_lease(event.epoch)
     return []
@@ -202,6 +222,7 @@ TRANSITIONS: Mapping[tuple[OfferState, type[ev.Event]], Transition] = {
     (OPEN, ev.Renewed): Transition(renew, (OPEN,)),
     (OPEN, ev.Confirmed): Transition(refuse_early_confirm, (OPEN,)),
     (OPEN, ev.Returned): Transition(give_back, (OPEN,)),
+    (OPEN, ev.PackAsked): Transition(admit_pack, (OPEN,)),
     (OPEN, ev.EngineLost): Transition(end_with_owner, (RELEASED,)),
     (OPEN, ev.Stopped): Transition(end_with_owner, (RELEASED,)),
     (OPEN, ev.DeadlinePassed): Transition(expire, (OPEN, RELEASED)),
@@ -212,6 +233,7 @@ TRANSITIONS: Mapping[tuple[OfferState, type[ev.Event]], Transition] = {
     (SEALED, ev.Renewed): Transition(renew, (SEALED,)),
     (SEALED, ev.Confirmed): Transition(confirm, (RELEASED,)),
     (SEALED, ev.Returned): Transition(give_back, (SEALED,)),
+    (SEALED, ev.PackAsked): Transition(admit_pack, (SEALED,)),
     (SEALED, ev.EngineLost): Transition(end_with_owner, (RELEASED,)),
     (SEALED, ev.Stopped): Transition(end_with_owner, (RELEASED,)),
     (SEALED, ev.DeadlinePassed): Transition(expire, (SEALED, RELEASED)),
@@ -222,4 +244,5 @@ TRANSITIONS: Mapping[tuple[OfferState, type[ev.Event]], Transition] = {
     (RELEASED, ev.Renewed): Transition(refuse_stale, (RELEASED,)),
     (RELEASED, ev.Confirmed): Transition(confirm_again, (RELEASED,)),
     (RELEASED, ev.Returned): Transition(refuse_stale, (RELEASED,)),
+    (RELEASED, ev.PackAsked): Transition(refuse_stale, (RELEASED,)),
 }

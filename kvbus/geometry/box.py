@@ -1,0 +1,130 @@
+"""Boxes: what one packed transfer carries, and how it lies in a staging slot.
+
+Refuses to know addresses: a slot's content is a region at offset 0, of as many blocks as it takes.
+"""
+
+from typing import Annotated
+
+import msgspec
+
+from kvbus.errors import GeometryError
+from kvbus.geometry.blocks import BlockTable, num_blocks_for
+from kvbus.geometry.layouts import packed_axes
+from kvbus.geometry.spec import (
+    DTYPE_SIZES_BYTES,
+    AxisName,
+    Count,
+    GroupSpec,
+    Index,
+    Name,
+    Region,
+)
+
+CANONICAL_AXES = (
+    AxisName.LAYER,
+    AxisName.KV,
+    AxisName.BLOCK,
+    AxisName.TOKEN,
+    AxisName.HEAD,
+    AxisName.DIM,
+)
+
+
+class Box(msgspec.Struct, frozen=True):
+    """Layers x parts x positions [start, stop) x heads of one group: a part of what a rank holds.
+
+    Positions are those of the group's block table; for all but a state these are tokens.
+    """
+
+    group: Name
+    layers: Annotated[tuple[Index, ...], msgspec.Meta(min_length=1, max_length=4096)]
+    parts: Annotated[tuple[Name, ...], msgspec.Meta(min_length=1, max_length=64)]
+    first_head: Index
+    num_heads: Count
+    start: Index
+    stop: Index
+
+
+class SlotOrder(msgspec.Struct, frozen=True):
+    """How a box lies in its slot: all six axes, outermost first, without gaps.
+
+    The canonical order is ``[layer, kv, block, token, head, dim]`` with blocks of one position:
+    `canonical_order`. With a reader's order and block size each of its blocks lies in one piece,
+    as it will in the reader's memory.
+    """
+
+    axes: Annotated[tuple[AxisName, ...], msgspec.Meta(min_length=6, max_length=6)]
+    block_size: Count
+
+
+def canonical_order() -> SlotOrder:
+    """``[layer, kv, token, head, dim]``: what either side can make and take."""
+    return SlotOrder(CANONICAL_AXES, 1)
+
+
+def slot_region(group: GroupSpec, box: Box, order: SlotOrder) -> Region:
+    """Where each element of ``box`` lies in its slot; its blocks are those of `slot_table`.
+
+    ``group`` is either side's. Raises `GeometryError` for a box that is none of the group, or an
+    order that lacks an axis.
+    """
+    _check(group, box, order)
+    table = slot_table(box, order)
+    shape = group.part_shape(box.parts[0])
+    sizes = {
+        AxisName.BLOCK: len(table),
+        AxisName.LAYER: len(box.layers),
+        AxisName.KV: len(box.parts),
+        AxisName.TOKEN: order.block_size,
+        AxisName.HEAD: box.num_heads,
+        AxisName.DIM: shape.head_dim,
+    }
+    return Region(
+        segment_id="slot",
+        offset_bytes=0,
+        group=group.name,
+        layers=box.layers,
+        parts=box.parts,
+        first_head=box.first_head,
+        num_heads=box.num_heads,
+        axes=packed_axes(order.axes, sizes, DTYPE_SIZES_BYTES[group.dtype]),
+    )
+
+
+def slot_table(box: Box, order: SlotOrder) -> BlockTable:
+    """The slot's blocks, in order: as many as the box's positions touch."""
+    first = box.start // order.block_size
+    num_blocks = num_blocks_for(box.stop, order.block_size) - first
+    return BlockTable.of(range(num_blocks), first_block=first)
+
+
+def slot_bytes(group: GroupSpec, box: Box, order: SlotOrder) -> int:
+    """Bytes of the slot that `slot_region` describes, parts of blocks outside the box included."""
+    shape = group.part_shape(box.parts[0])
+    positions = len(slot_table(box, order)) * order.block_size
+    heads = len(box.layers) * len(box.parts) * box.num_heads
+    return positions * heads * shape.head_dim * DTYPE_SIZES_BYTES[group.dtype]
+
+
+def _check(group: GroupSpec, box: Box, order: SlotOrder) -> None:
+    if sorted(order.axes) != sorted(AxisName):
+        raise GeometryError("a slot's order names each of the six axes once", field="axes")
+    if not (set(box.layers) <= set(group.layers) and set(box.parts) <= set(group.parts)):
+        raise GeometryError(
+            f"box has layers or parts that group '{group.name}' has not", field="layers"
+        )
+    if len(set(box.layers)) != len(box.layers) or len(set(box.parts)) != len(box.parts):
+        raise GeometryError("box names a layer or a part twice", field="layers")
+    shapes = [group.part_shape(part) for part in box.parts]
+    if len({shape.head_dim for shape in shapes}) != 1:
+        raise GeometryError(
+            "parts whose heads differ in size need boxes of their own", field="parts"
+        )
+    num_heads = min(shape.num_heads for shape in shapes)
+    if box.first_head + box.num_heads > num_heads:
+        raise GeometryError(
+            f"box has heads {box.first_head} to {box.first_head + box.num_heads} of {num_heads}",
+            field="num_heads",
+        )
+    if box.stop <= box.start:
+        raise GeometryError(f"box has no positions: {box.start} to {box.stop}", field="stop")

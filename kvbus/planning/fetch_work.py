@@ -1,0 +1,195 @@
+"""Works out what fetches of given shares are on each path: bytes, descriptors, runs.
+
+Refuses to see block tables: each block counts as lying apart from every other, as in a busy cache,
+so neighbours that happen to merge are not foreseen.
+"""
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from kvbus.geometry import (
+    DTYPE_SIZES_BYTES,
+    Box,
+    EngineSpec,
+    GroupSpec,
+    RankSpec,
+    Segment,
+    SlotOrder,
+    canonical_order,
+    num_blocks_for,
+    slot_region,
+)
+from kvbus.planning.boxes import reader_order
+from kvbus.planning.fetch_shape import DirectWork, FetchShape, PackedWork, Path, ReorderedWork
+from kvbus.planning.mapping import Share
+from kvbus.planning.pairs import Form, PlacedRank, pair_regions, pattern_of
+from kvbus.planning.spans import Spans
+
+Ranks = Mapping[int, PlacedRank]
+
+
+class FetchWork:
+    """What fetches of ``shares`` are, between ranks that are given by number.
+
+    Made once for each peer, as shapes are constant; `shape` is called for each fetch. Addresses of
+    the ranks do not matter.
+    """
+
+    def __init__(self, prefill: Ranks, decode: Ranks, shares: Iterable[Share]) -> None:
+        self._sizes = Counter[_Size]()
+        self._least_box_bytes = {Path.PACKED: 1, Path.REORDERED: 1}
+        self._can_reorder = True
+        self._direct, self._gather, self._scatter = _Runs(), _Runs(), _Runs()
+        self._reordered_gather, self._reordered_read = _Runs(), _Runs()
+        for share in shares:
+            self._add(prefill[share.holder], decode[share.reader], share)
+
+    def least_box_bytes(self, path: Path) -> int:
+        """The smallest box that `cut_into_boxes` can make of every share; 1 when there is none."""
+        return self._least_box_bytes.get(path, 1)
+
+    def shape(self, spans: Spans, *, slot_bytes: int | None = None) -> FetchShape:
+        """What a fetch of these positions is on each path.
+
+        None for paths in boxes when nothing is moved, or when their least box is larger than
+        ``slot_bytes``; for the reordered path also when a reader's regions have different orders.
+        """
+        num_bytes = sum(size.num_bytes(spans) * times for size, times in self._sizes.items())
+        num_shares = sum(n for size, n in self._sizes.items() if size.num_bytes(spans))
+        packed, reordered = (
+            num_bytes > 0 and (slot_bytes is None or least <= slot_bytes)
+            for least in self._least_box_bytes.values()
+        )
+        return FetchShape(
+            direct=DirectWork(num_bytes=num_bytes, num_descriptors=self._direct.count(spans)),
+            packed=self._packed(spans, num_bytes, num_shares) if packed else None,
+            reordered=self._reordered(spans, num_bytes, num_shares)
+            if reordered and self._can_reorder
+            else None,
+        )
+
+    def _packed(self, spans: Spans, num_bytes: int, num_shares: int) -> PackedWork:
+        return PackedWork(
+            num_bytes=num_bytes,
+            gather_run_bytes=num_bytes / self._gather.count(spans),
+            scatter_run_bytes=num_bytes / self._scatter.count(spans),
+            num_shares=num_shares,
+        )
+
+    def _reordered(self, spans: Spans, num_bytes: int, num_shares: int) -> ReorderedWork:
+        return ReorderedWork(
+            num_bytes=sum(size.slot_bytes(spans) * times for size, times in self._sizes.items()),
+            gather_run_bytes=num_bytes / self._reordered_gather.count(spans),
+            num_descriptors=self._reordered_read.count(spans),
+            num_shares=num_shares,
+        )
+
+    def _add(self, holder: PlacedRank, reader: PlacedRank, share: Share) -> None:
+        theirs, ours = holder.engine.group(share.group), reader.engine.group(share.group)
+        size = _Size(share.group, _position_bytes(ours, share), len(share.layers), ours.block_size)
+        self._sizes[size] += 1
+        self._need(Path.PACKED, size.layer_bytes)
+        num_positions = 2 * max(theirs.block_size, ours.block_size)
+        canonical = SlotOrder(canonical_order().axes, num_positions)
+        slot = _slot(reader.engine, share, canonical, num_positions)
+        either, here = {theirs.block_size, ours.block_size}, {ours.block_size}
+        self._direct.add(holder, reader, share, cuts=either)
+        self._gather.add(holder, slot, share, cuts={theirs.block_size})
+        self._scatter.add(slot, reader, share, cuts=here)
+        order = reader_order(reader.rank.regions, ours)
+        if order is None:
+            self._can_reorder = False
+            return
+        self._need(Path.REORDERED, size.layer_bytes * order.block_size)
+        slot = _slot(reader.engine, share, order, num_positions)
+        self._reordered_gather.add(holder, slot, share, cuts=either)
+        self._reordered_read.add(slot, reader, share, cuts=here)
+
+    def _need(self, path: Path, num_bytes: int) -> None:
+        self._least_box_bytes[path] = max(self._least_box_bytes[path], num_bytes)
+
+
+class _Size(NamedTuple):
+    """How large a share is at each position of its table, and in which blocks a reader has it."""
+
+    group: str
+    position_bytes: int
+    num_layers: int
+    block_size: int
+
+    @property
+    def layer_bytes(self) -> int:
+        return self.position_bytes // self.num_layers
+
+    def num_bytes(self, spans: Spans) -> int:
+        start, stop = spans[self.group]
+        return max(0, stop - start) * self.position_bytes
+
+    def slot_bytes(self, spans: Spans) -> int:
+        """Of the slots in the reader's order, which have whole blocks."""
+        start, stop = spans[self.group]
+        if stop <= start:
+            return 0
+        num_blocks = num_blocks_for(stop, self.block_size) - start // self.block_size
+        return num_blocks * self.block_size * self.position_bytes
+
+
+class _Runs:
+    """Counts the runs that are contiguous on both sides of some copies."""
+
+    def __init__(self) -> None:
+        self._forms = Counter[tuple[Form, frozenset[int]]]()
+        self._known: dict[tuple[Form, int], int] = {}
+
+    def add(self, source: PlacedRank, target: PlacedRank, share: Share, *, cuts: set[int]) -> None:
+        """A copy of ``share``; no run goes past a multiple of one of ``cuts`` tokens."""
+        for pair in pair_regions(source, target, share):
+            self._forms[pair.form, frozenset(cuts)] += 1
+
+    def count(self, spans: Spans) -> int:
+        """Runs of all copies of these positions."""
+        return sum(
+            times * num_pieces * self._num_runs(form, length)
+            for (form, cuts), times in self._forms.items()
+            for length, num_pieces in _pieces(*spans[form.group], cuts)
+        )
+
+    def _num_runs(self, form: Form, num_tokens: int) -> int:
+        """Cached: there are no more lengths than tokens in a block."""
+        if (form, num_tokens) not in self._known:
+            pattern = pattern_of(form, num_tokens)
+            self._known[form, num_tokens] = pattern.outer.shape[1] * pattern.inner.shape[1]
+        return self._known[form, num_tokens]
+
+
+def _slot(engine: EngineSpec, share: Share, order: SlotOrder, num_positions: int) -> PlacedRank:
+    """A slot of ``share``, of more than one block, as a rank of one region."""
+    group = engine.group(share.group)
+    heads = (share.first_head, share.num_heads)
+    box = Box(group.name, share.layers, share.parts, *heads, 0, num_positions)
+    region = slot_region(group, box, order)
+    in_slot = msgspec.structs.replace(group, block_size=order.block_size)
+    return PlacedRank(
+        engine=msgspec.structs.replace(engine, groups=(in_slot,)),
+        rank=RankSpec(0, (Segment(region.segment_id, 1),), (region,)),
+        addresses={region.segment_id: 0},
+    )
+
+
+def _pieces(start: int, stop: int, cuts: frozenset[int]) -> Iterator[tuple[int, int]]:
+    """Lengths of the pieces of [start, stop) between multiples of ``cuts``, and how many."""
+    if stop > start:
+        inside = [np.arange(start - start % size + size, stop, size) for size in cuts]
+        edges = np.unique(np.concatenate([[start, stop], *inside]))
+        lengths, times = np.unique(np.diff(edges), return_counts=True)
+        yield from zip(lengths.tolist(), times.tolist(), strict=True)
+
+
+def _position_bytes(group: GroupSpec, share: Share) -> int:
+    """Bytes of the share at one position of its table."""
+    head_bytes = group.part_shape(share.parts[0]).head_dim * DTYPE_SIZES_BYTES[group.dtype]
+    return len(share.layers) * len(share.parts) * share.num_heads * head_bytes

@@ -1,0 +1,181 @@
+"""Who reads what from whom: for each rank of the decode engine, the ranks that it reads from.
+
+Refuses to count heads, ranks or stages: what a reader holds is looked for by position (layer, part,
+head) in what the prefill ranks hold, so tensor parallelism, replicas and pipeline stages of any
+kind on either side need no case of their own.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from math import lcm
+from typing import NamedTuple
+
+from kvbus.errors import ErrorCode, GeometryError
+from kvbus.geometry import AxisName, RankSpec, Region
+
+MAX_CHOICES = 64
+Place = tuple[str, int, str]
+"""Group, layer, part."""
+
+
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Rank ``reader`` reads layers x parts x heads of one group from rank ``holder``.
+
+    The parts have heads of one size; which tokens is up to the fetch.
+    """
+
+    holder: int
+    reader: int
+    group: str
+    layers: tuple[int, ...]
+    parts: tuple[str, ...]
+    first_head: int
+    num_heads: int
+
+
+class _Held(NamedTuple):
+    """Heads [first, stop) that one rank holds of a place."""
+
+    first: int
+    stop: int
+    rank: int
+
+
+class _Wanted(NamedTuple):
+    """Heads of one place that one reader needs, and every rank that holds them all."""
+
+    reader: int
+    place: Place
+    head_size: int
+    first: int
+    stop: int
+    candidates: tuple[int, ...]
+
+
+class _Heads(NamedTuple):
+    """What all layers and parts of one share have in common."""
+
+    holder: int
+    reader: int
+    group: str
+    first: int
+    stop: int
+    head_size: int
+
+
+class ReadMap:
+    """All that the decode ranks hold, with every prefill rank that it could be read from.
+
+    ``decode`` may be some ranks of the engine only.
+    Raises `GeometryError` (``incompatible``) when no prefill rank holds something.
+    """
+
+    def __init__(self, prefill: Iterable[RankSpec], decode: Iterable[RankSpec]) -> None:
+        held = _held(prefill)
+        self._wanted = [
+            wanted
+            for reader in decode
+            for region in reader.regions
+            for wanted in _wanted(reader.rank, region, held)
+        ]
+        self._turns = _turns(self._wanted)
+        self.num_choices = min(MAX_CHOICES, lcm(*{len(w.candidates) for w in self._wanted}))
+        """After so many values of ``spread`` the shares are the same again.
+
+        Over these, replicas are read equally often; where the cap cuts a round short, within one.
+        """
+
+    def shares(self, spread: int = 0) -> tuple[Share, ...]:
+        """One holder for each element; ``spread`` says which, where several ranks have it.
+
+        Readers that want the same, and values of ``spread`` next to each other, take different
+        holders, so that replicas share the load within a fetch and over fetches.
+        """
+        layers: dict[tuple[_Heads, str], list[int]] = defaultdict(list)
+        for one in self._chosen(spread % self.num_choices):
+            group, layer, part = one.place
+            heads = _Heads(one.candidates[0], one.reader, group, one.first, one.stop, one.head_size)
+            layers[heads, part].append(layer)
+        parts: dict[tuple[_Heads, tuple[int, ...]], list[str]] = defaultdict(list)
+        for (heads, part), held in layers.items():
+            parts[heads, tuple(sorted(held))].append(part)
+        return tuple(
+            Share(
+                holder=heads.holder,
+                reader=heads.reader,
+                group=heads.group,
+                layers=held,
+                parts=tuple(names),
+                first_head=heads.first,
+                num_heads=heads.stop - heads.first,
+            )
+            for (heads, held), names in parts.items()
+        )
+
+    def _chosen(self, spread: int) -> list[_Wanted]:
+        """Each with the one candidate that is chosen; neighbouring heads of one become one."""
+        chosen: list[_Wanted] = []
+        for wanted in self._wanted:
+            turn = spread + self._turns[wanted.candidates, wanted.reader]
+            holder = wanted.candidates[turn % len(wanted.candidates)]
+            one = wanted._replace(candidates=(holder,))
+            if chosen and chosen[-1]._replace(first=one.first, stop=one.stop) == one:
+                chosen[-1] = chosen[-1]._replace(stop=one.stop)
+            else:
+                chosen.append(one)
+        return chosen
+
+
+def _held(ranks: Iterable[RankSpec]) -> dict[Place, list[_Held]]:
+    held: dict[Place, list[_Held]] = defaultdict(list)
+    for rank in ranks:
+        for region in rank.regions:
+            one = _Held(region.first_head, region.first_head + region.num_heads, rank.rank)
+            for place in _places(region):
+                held[place].append(one)
+    return held
+
+
+def _places(region: Region) -> Iterator[Place]:
+    for layer in region.layers:
+        yield from ((region.group, layer, part) for part in region.parts)
+
+
+def _wanted(reader: int, region: Region, held: dict[Place, list[_Held]]) -> Iterator[_Wanted]:
+    """The region's heads, cut wherever the set of ranks that hold them changes."""
+    first, stop = region.first_head, region.first_head + region.num_heads
+    head_size = region.size(AxisName.DIM)
+    for place in _places(region):
+        holders = held.get(place, [])
+        edges = {edge for one in holders for edge in (one.first, one.stop) if first < edge < stop}
+        cuts = [first, *sorted(edges), stop]
+        for start, end in pairwise(cuts):
+            candidates = sorted(h.rank for h in holders if h.first <= start and end <= h.stop)
+            if not candidates:
+                raise GeometryError(
+                    f"no prefill rank holds heads {start} to {end} of {'/'.join(map(str, place))}, "
+                    f"which decode rank {reader} needs",
+                    code=ErrorCode.INCOMPATIBLE,
+                    field="ranks",
+                )
+            yield _Wanted(reader, place, head_size, start, end, tuple(candidates))
+
+
+def _turns(wanted: Iterable[_Wanted]) -> dict[tuple[tuple[int, ...], int], int]:
+    """For each reader of each set of holders, its place in the row of those that read them.
+
+    Rows start at the lowest reader, so that agents that do not know each other's differ, too.
+    """
+    readers: dict[tuple[int, ...], list[int]] = defaultdict(list)
+    for one in wanted:
+        if one.reader not in readers[one.candidates]:
+            readers[one.candidates].append(one.reader)
+    lowest = min((reader for row in readers.values() for reader in row), default=0)
+    return {
+        (candidates, reader): lowest + turn
+        for candidates, row in readers.items()
+        for turn, reader in enumerate(row)
+    }

@@ -1,0 +1,100 @@
+"""Owns what was learned of one peer: how much longer each path took there than predicted.
+
+Refuses clocks and chance: it counts fetches, so the same observations give the same choices.
+"""
+
+from bisect import bisect
+from collections.abc import Collection
+from dataclasses import dataclass
+from math import exp, log
+
+from kvbus.planning.cost import Choice, Rates, choose, predict
+from kvbus.planning.fetch_shape import ALL_PATHS, FetchShape, Path
+
+MAX_RATIO = 32.0
+WEIGHT = 0.3
+"""Of an observation that follows at once; one after a long time weighs up to 1."""
+AGREEMENT = 1.25
+PATIENCE = 32
+MAX_PATIENCE = 1024
+CURIOSITY = 0.75
+"""What a path's ratio goes to while nobody takes it."""
+SIZES_BYTES = (1 << 20, 16 << 20)
+"""Below, between and above these, paths are corrected apart: what is fixed is another share."""
+
+
+@dataclass(slots=True)
+class _Memory:
+    """What is known of one path for one class of sizes."""
+
+    log_ratio: float = 0.0
+    num_fetches_since: int = 0
+    patience: int = PATIENCE
+
+    @property
+    def freshness(self) -> float:
+        """1 for as long as the patience lasts, then half for each further such time."""
+        return float(0.5 ** max(0.0, self.num_fetches_since / self.patience - 1))
+
+    @property
+    def ratio(self) -> float:
+        fresh = self.freshness
+        return exp(self.log_ratio * fresh + log(CURIOSITY) * (1 - fresh))
+
+    def observe(self, log_ratio: float) -> None:
+        if abs(log_ratio - self.log_ratio) > log(AGREEMENT):
+            self.patience = PATIENCE
+        else:
+            self.patience = min(2 * self.patience, MAX_PATIENCE)
+        weight = 1 - (1 - WEIGHT) * self.freshness
+        self.log_ratio += weight * (log_ratio - self.log_ratio)
+        self.num_fetches_since = 0
+
+
+class PeerRates:
+    """Chooses the paths of the fetches from one peer, and learns from what they took.
+
+    Per path and class of sizes it keeps the ratio of observed to predicted seconds, geometric
+    mean with exponential weights, within 1/32 to 32. A path that is slower than predicted loses.
+    It is tried again: after 32 fetches on other paths its ratio starts to go to 3/4, so that
+    what was unlucky once, or was never taken though nearly as good, gets its turn. Each
+    observation that agrees with what is known doubles that patience, up to 1,024 fetches: what is
+    really slow is taken seldom.
+    """
+
+    def __init__(self, rates: Rates, *, slot_bytes: int) -> None:
+        self.rates = rates
+        self._slot_bytes = slot_bytes
+        self._memories: dict[tuple[Path, int], _Memory] = {}
+
+    def choose(self, shape: FetchShape, *, paths: Collection[Path] = ALL_PATHS) -> Choice:
+        """The fastest of ``paths``, as far as is known; raises `LocalError` when there is none."""
+        return choose(
+            shape,
+            self.rates,
+            slot_bytes=self._slot_bytes,
+            corrections={path: self.ratio(shape, path) for path in ALL_PATHS},
+            paths=paths,
+        )
+
+    def observe(self, shape: FetchShape, path: Path, *, seconds: float) -> None:
+        """A fetch by ``path`` spent so long reading, from its first request to its last byte.
+
+        Only of fetches that completed. Raises `LocalError` when the fetch has no such path.
+        """
+        predicted_s = predict(shape, path, self.rates, slot_bytes=self._slot_bytes).seconds
+        if predicted_s <= 0:
+            return
+        for other in ALL_PATHS:
+            self._memory(shape, other).num_fetches_since += 1
+        ratio = min(max(seconds / predicted_s, 1 / MAX_RATIO), MAX_RATIO)
+        self._memory(shape, path).observe(log(ratio))
+
+    def ratio(self, shape: FetchShape, path: Path) -> float:
+        """What predictions of such fetches by ``path`` are multiplied by."""
+        return self._memory(shape, path).ratio
+
+    def _memory(self, shape: FetchShape, path: Path) -> _Memory:
+        work = shape.work(path)
+        size = bisect(SIZES_BYTES, work.num_bytes) if work is not None else 0
+        return self._memories.setdefault((path, size), _Memory())

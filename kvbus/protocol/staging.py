@@ -1,0 +1,60 @@
+"""Messages of the packed path: a box of KV is gathered into a staging slot, for one READ.
+
+Refuses nothing itself; types and ranges are in the annotations, meaning is the agent's to check.
+"""
+
+from typing import Annotated, ClassVar
+
+import msgspec
+
+from kvbus.geometry import BlockTable, Box, SlotOrder
+from kvbus.protocol.message import Address, Empty, Epoch, Id, Message, Seconds, Size
+
+SlotId = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+SlotIds = Annotated[tuple[SlotId, ...], msgspec.Meta(max_length=1024)]
+
+
+class Packed(Message, frozen=True):
+    """Reply to `Pack`: the box lies at ``address`` of the prefill agent, in the order asked for.
+
+    The slot is the reader's until ``slot_lease_s`` after the request was received, or until the
+    lease of the offer ends; what is read from it later is not valid.
+    """
+
+    slot_id: SlotId
+    address: Address
+    num_bytes: Size
+    slot_lease_s: Seconds
+
+
+class Pack(Message, frozen=True):
+    """Asks for a box of what one rank holds, gathered into a staging slot.
+
+    ``table`` has the blocks of the box's positions, as the offer names them; ``done`` are slots
+    that the reader has read. Answered when the box is gathered, which may wait for a free slot.
+    """
+
+    op: ClassVar[str] = "pack"
+    reply: ClassVar[type[Message]] = Packed
+
+    agent_boot: Id
+    engine_id: Id
+    memory_id: Id
+    offer_id: Id
+    epoch: Epoch
+    rank: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+    box: Box
+    order: SlotOrder
+    table: BlockTable
+    slot_lease_s: Seconds
+    done: SlotIds = ()
+
+
+class Unpack(Message, frozen=True):
+    """Gives staging slots back that were read, or are not wanted any more."""
+
+    op: ClassVar[str] = "unpack"
+    reply: ClassVar[type[Message]] = Empty
+
+    agent_boot: Id
+    slot_ids: SlotIds

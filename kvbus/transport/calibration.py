@@ -1,0 +1,168 @@
+"""Measures what NIXL's READs cost on this machine, between two agents made for it in this process.
+
+Refuses to touch an agent in use: both are closed, with their memory, before it returns.
+
+UCX moves bytes between them as between processes of one machine that share memory (tried: CMA for
+both), or over TCP where that is what it is told to use, so these are the figures of a peer on this
+machine. A peer on another machine has a slower wire: observation corrects that.
+"""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbus.errors import ErrorCode, LocalError, TransferFailed
+from kvbus.transport.facts import ReadOutcome, ReadStatus
+from kvbus.transport.slicing import Rows
+from kvbus.transport.transport import Transport
+
+MANY = 2048
+"""One slice of descriptors."""
+MANY_BYTES, MANY_STRIDE_BYTES = 64, 4096
+LONG_BYTES = 8 << 20
+"""One slice of bytes."""
+NUM_PLACES = 4
+"""So many long descriptors in turn: together they are more than most caches hold, as KV is."""
+ROUNDS = 5
+CLOSE_TIMEOUT_S = 0.2
+
+Result = TypeVar("Result")
+Memory = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadRates:
+    """What READs cost here: seconds = per read + descriptors x per descriptor + bytes / wire."""
+
+    seconds_per_read: float
+    seconds_per_descriptor: float
+    wire_bytes_per_s: float
+
+
+def measure_reads(name: str, *, timeout_s: float = 1.0, budget_s: float = 0.2) -> ReadRates:
+    """Measure, waiting: some 0.1 s, 0.25 over TCP, 0.4 more for the first agents of a process.
+
+    ``name`` contains the boot id. Rounds end after ``budget_s``, the first excepted; the fastest
+    counts. Raises `LocalError` (timeout) after ``timeout_s``, `TransferFailed`, `SegmentError`.
+    """
+    deadline = time.perf_counter() + timeout_s
+    with _pair(name, deadline) as pair:
+        pair.measure()  # connects, and takes the faults of pages
+        stop_at = time.perf_counter() + budget_s
+        best = pair.measure()
+        for _ in range(ROUNDS - 1):
+            if time.perf_counter() > stop_at:
+                break
+            best = [min(times) for times in zip(best, pair.measure(), strict=True)]
+    return fit_reads(few_s=best[0], many_s=best[1], long_s=best[2])
+
+
+def fit_reads(*, few_s: float, many_s: float, long_s: float) -> ReadRates:
+    """Rates from the times of one short descriptor, of `MANY` short ones and of one long one.
+
+    The time of a short one is what every read costs; of a noisy measurement that says that this
+    is more than half of the others', half is taken.
+    """
+    many_alone_s = max(many_s - few_s, many_s / 2)
+    long_alone_s = max(long_s - few_s, long_s / 2)
+    return ReadRates(
+        seconds_per_read=few_s,
+        seconds_per_descriptor=many_alone_s / MANY,
+        wire_bytes_per_s=LONG_BYTES / long_alone_s,
+    )
+
+
+class _Pair:
+    """A reader, the peer that it reads from, and memory of both."""
+
+    def __init__(self, reader: Transport, target: Transport, deadline: float) -> None:
+        self._reader, self._target, self._deadline = reader, target, deadline
+        # Ones: untouched zeros would all be one page, which the cache holds.
+        self._to = np.ones(NUM_PLACES * LONG_BYTES, np.uint8)
+        self._at = np.ones(NUM_PLACES * LONG_BYTES, np.uint8)
+
+    def connect(self) -> None:
+        for transport, memory in ((self._reader, self._to), (self._target, self._at)):
+            self._wait(transport.register(memory.ctypes.data, memory.size))
+        metadata = self._wait(self._target.metadata())
+        self._peer = self._wait(self._reader.add_peer(metadata))
+
+    def measure(self) -> list[float]:
+        """Seconds of one short descriptor, of `MANY`, and of a long one, the mean of all places."""
+        few, many = _rows(1, 1, 1), _rows(MANY, MANY_BYTES, MANY_STRIDE_BYTES)
+        long = _rows(NUM_PLACES, LONG_BYTES, LONG_BYTES)
+        long_s = [self.read_s(long[place : place + 1]) for place in range(NUM_PLACES)]
+        return [self.read_s(few), self.read_s(many), sum(long_s) / NUM_PLACES]
+
+    def read_s(self, rows: Rows) -> float:
+        """Seconds of one READ of ``rows``, whose addresses are offsets, from here to its end."""
+        local, remote = _moved(rows, self._to), _moved(rows, self._at)
+        ended: Future[ReadOutcome] = Future()
+        # The callback keeps the memory for as long as a handle may write into it.
+        on_end: Callable[[ReadOutcome], None] = partial(_end, ended, (self._to, self._at))
+        started_at = time.perf_counter()
+        self._reader.read(self._peer, local, remote, on_end=on_end)
+        outcome = self._wait(ended)
+        if outcome.status is not ReadStatus.DONE:
+            raise TransferFailed(f"a calibration read {outcome.status.value}: {outcome.error}")
+        return time.perf_counter() - started_at
+
+    def _wait(self, future: Future[Result]) -> Result:
+        return _wait(future, self._deadline)
+
+
+@contextlib.contextmanager
+def _pair(name: str, deadline: float) -> Iterator[_Pair]:
+    with (
+        _transport(f"{name}/calibration/reader", deadline) as reader,
+        _transport(f"{name}/calibration/target", deadline) as target,
+        reader.demand_progress(),
+        target.demand_progress(),
+    ):
+        pair = _Pair(reader, target, deadline)
+        pair.connect()
+        yield pair
+
+
+@contextlib.contextmanager
+def _transport(name: str, deadline: float) -> Iterator[Transport]:
+    transport = Transport(name)
+    started = transport.start()
+    try:
+        _wait(started, deadline)
+        yield transport
+    finally:
+        closed = transport.close(timeout_s=CLOSE_TIMEOUT_S)
+        with contextlib.suppress(TimeoutError):  # it ends by itself, later
+            closed.result(2 * CLOSE_TIMEOUT_S)
+
+
+def _wait(future: Future[Result], deadline: float) -> Result:
+    try:
+        return future.result(max(0.0, deadline - time.perf_counter()))
+    except TimeoutError as error:
+        raise LocalError("NIXL was not measured in time", code=ErrorCode.TIMEOUT) from error
+
+
+def _end(ended: Future[ReadOutcome], _: tuple[Memory, Memory], outcome: ReadOutcome) -> None:
+    ended.set_result(outcome)
+
+
+def _rows(num: int, size_bytes: int, stride_bytes: int) -> Rows:
+    rows = np.zeros((num, 3), np.uint64)
+    rows[:, 0] = np.arange(num, dtype=np.uint64) * np.uint64(stride_bytes)
+    rows[:, 1] = size_bytes
+    return rows
+
+
+def _moved(rows: Rows, memory: Memory) -> Rows:
+    moved = rows.copy()
+    moved[:, 0] += np.uint64(memory.ctypes.data)
+    return moved

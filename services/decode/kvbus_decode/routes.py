@@ -1,0 +1,122 @@
+"""How one decode engine reads one prefill engine: which ranks, of which agents, and the plans.
+
+Refuses to talk to anybody: a route is made of what handshakes brought.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvbus.agent.local_engine import LocalEngine
+from kvbus.errors import GeometryError
+from kvbus.geometry import AxisName, BlockTable, EngineSpec, RankSpec, validate_ranks
+from kvbus.planning import DirectPlan, FetchWork, PlacedRank, ReadMap, Share, Spans
+from kvbus_decode.peers import Peer
+from kvbus_decode.slot_reads import SlotReads
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Source:
+    """One agent that has ranks of the prefill engine, and what NIXL calls it.
+
+    ``slot_bytes`` is the largest box that it packs; 0 when it packs none.
+    """
+
+    peer: Peer
+    agent_boot: str
+    nixl_agent: str
+    memory_id: str
+    slot_bytes: int
+    ranks: Mapping[int, PlacedRank]
+
+
+@dataclass(frozen=True, slots=True)
+class SourcePlan:
+    """What is read from one source, on either path."""
+
+    source: Source
+    shares: tuple[Share, ...]
+    direct: DirectPlan
+
+
+class Route:
+    """From all ranks of a prefill engine to the ranks of a decode engine that are here.
+
+    The first of ``sources`` is the engine's home, where its leases are. Raises `GeometryError`
+    when the ranks do not hold all that the decode engine needs.
+    """
+
+    def __init__(
+        self, prefill: EngineSpec, sources: tuple[Source, ...], engine: LocalEngine
+    ) -> None:
+        self.prefill, self.sources, self.engine = prefill, sources, engine
+        self._holders = {rank: source for source in sources for rank in source.ranks}
+        ranks = [placed.rank for source in sources for placed in source.ranks.values()]
+        validate_ranks(prefill, ranks)
+        self.readers = {placed.rank.rank: placed for placed in engine.placed()}
+        """The ranks of the decode engine that are here, by number."""
+        self.slot_reads = {number: SlotReads(reader) for number, reader in self.readers.items()}
+        self._map = ReadMap(ranks, [placed.rank for placed in self.readers.values()])
+        self._num_blocks = _num_blocks(ranks)
+        self._plans: dict[int, tuple[SourcePlan, ...]] = {}
+        self._works: dict[int, FetchWork] = {}
+        self._next_spread = 0
+
+    @property
+    def home(self) -> Source:
+        """The agent that has the engine's offers."""
+        return self.sources[0]
+
+    def take_spread(self) -> int:
+        """Another number for each fetch, so that replicas are read in turn."""
+        self._next_spread = (self._next_spread + 1) % self._map.num_choices
+        return self._next_spread
+
+    def plans(self, spread: int) -> tuple[SourcePlan, ...]:
+        """What is read from each source; made once for each choice among replicas."""
+        spread %= self._map.num_choices
+        if spread not in self._plans:
+            self._plans[spread] = tuple(self._make_plans(spread))
+        return self._plans[spread]
+
+    def check_tables(self, tables: Mapping[str, BlockTable], spans: Spans) -> None:
+        """Raise `GeometryError` unless the offer's ``tables`` hold ``spans`` in real blocks."""
+        for group in self.prefill.groups:
+            start, stop = spans[group.name]
+            if stop <= start:
+                continue
+            table = tables.get(group.name, BlockTable(b""))
+            table.check_ids(self._num_blocks[group.name])
+            first, end = table.first_block, table.first_block + len(table)
+            if not (first * group.block_size <= start and stop <= end * group.block_size):
+                raise GeometryError(
+                    f"the offer's table of group '{group.name}' has blocks {first} to {end}, "
+                    f"positions {start} to {stop} were asked for",
+                    group=group.name,
+                )
+
+    def work(self, spread: int) -> FetchWork:
+        """What a fetch is on each path, for one choice among replicas."""
+        spread %= self._map.num_choices
+        if spread not in self._works:
+            holders = {r: p for source in self.sources for r, p in source.ranks.items()}
+            self._works[spread] = FetchWork(holders, self.readers, self._map.shares(spread))
+        return self._works[spread]
+
+    def _make_plans(self, spread: int) -> list[SourcePlan]:
+        by_source: dict[Source, list[Share]] = defaultdict(list)
+        for share in self._map.shares(spread):
+            by_source[self._holders[share.holder]].append(share)
+        return [
+            SourcePlan(source, tuple(shares), DirectPlan(source.ranks, self.readers, shares))
+            for source, shares in by_source.items()
+        ]
+
+
+def _num_blocks(ranks: list[RankSpec]) -> dict[str, int]:
+    """Blocks that every rank has, by group."""
+    num_blocks: dict[str, int] = {}
+    for region in (region for rank in ranks for region in rank.regions):
+        size = region.size(AxisName.BLOCK)
+        num_blocks[region.group] = min(size, num_blocks.get(region.group, size))
+    return num_blocks

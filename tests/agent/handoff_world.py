@@ -1,0 +1,283 @@
+"""Both tables, the memory of both engines, and the network between them.
+
+Refuses to choose what happens next: the rules of the state machine on top of it do. Memory is a
+dict from slot to what is written there. The prefill engine writes over the slots of an offer as
+soon as it is told that its blocks are its own again, or that its agent is gone.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from hypothesis.stateful import RuleBasedStateMachine
+
+from kvbus.errors import ErrorCode, KVBusError, RemoteError
+from kvbus.geometry import BlockTable
+from kvbus.protocol.engine import Outcome
+from kvbus.protocol.message import Message
+from kvbus.protocol.peer import Granted
+from kvbus.protocol.ticket import Ticket
+from kvbus_decode import fetch_events as dec
+from kvbus_decode.fetch import FetchLimits
+from kvbus_decode.fetches import FetchTable
+from kvbus_prefill import offer_events as pre
+from kvbus_prefill.offer import OfferLimits
+from kvbus_prefill.offers import OfferTable
+
+OFFER_LIMITS = OfferLimits(max_lease_s=2.0, max_hold_s=6.0)
+FETCH_LIMITS = FetchLimits(lease_s=2.0, request_timeout_s=1.0, busy_retry_s=0.25)
+NUM_TOKENS, BLOCK_SIZE = 32, 8
+NUM_BLOCKS = NUM_TOKENS // BLOCK_SIZE
+STATE = NUM_TOKENS
+"""Where the state stands among what a fetch reads: behind the last token."""
+
+Sent = dec.ResolvePeer | dec.SendClaim | dec.SendRenew | dec.SendConfirm
+
+
+@dataclass
+class Source:
+    """An offer of the prefill engine, whose tokens are written one after the other.
+
+    The state is written over with every chunk; what the last one leaves is what counts.
+    """
+
+    number: int
+    ticket: Ticket
+    num_written: int = 0
+    sealed: bool = False
+    outcome: Outcome | None = None
+
+    @property
+    def offer_id(self) -> str:
+        return self.ticket.offer_id
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that are written to, the last one in part."""
+        return -(-self.num_written // BLOCK_SIZE)
+
+    def blocks(self, start: int = 0) -> BlockTable:
+        first = NUM_BLOCKS * self.number
+        return BlockTable.of(range(first + start, first + self.num_blocks), first_block=start)
+
+    def slots(self) -> Iterator[int]:
+        """Every slot of the memory that the offer can use, the state's behind those of tokens."""
+        start = NUM_TOKENS * self.number
+        yield from range(start, start + NUM_TOKENS)
+        yield self.state_slot
+
+    @property
+    def state_slot(self) -> int:
+        return -1 - self.number
+
+    def kv(self, token: int) -> str:
+        return f"{self.offer_id}, token {token}"
+
+    def state(self) -> str:
+        return f"{self.offer_id}, state after {self.num_written} tokens"
+
+
+@dataclass
+class Target:
+    """A fetch of the decode engine, and what has landed of each token and of the state."""
+
+    source: Source
+    deadline: float
+    first_token: int = 0
+    has_state: bool = False
+    read_to: int = 0
+    num_pieces: int = 0
+    landed: dict[int, str] = field(default_factory=dict)
+    outcome: Outcome | None = None
+    blocks_free: bool = False
+
+    def __post_init__(self) -> None:
+        self.read_to = self.first_token
+
+    def wanted(self) -> dict[int, str]:
+        """What the engine must have in the end."""
+        tokens = range(self.first_token, NUM_TOKENS)
+        state = {STATE: self.source.state()} if self.has_state and tokens else {}
+        return {token: self.source.kv(token) for token in tokens} | state
+
+    def start_piece(self, piece: dec.StartRead) -> None:
+        """Check that the piece is written by now, and follows the one before."""
+        assert piece.start == self.read_to, "every token once, and in order"
+        assert piece.stop <= self.source.num_written, "read before it was written"
+        assert not piece.last or (self.source.sealed and piece.stop == NUM_TOKENS)
+        assert piece.stop > piece.start or (piece.last and self.has_state)
+        self.read_to = piece.stop
+        self.num_pieces += 1
+
+    def places(self, piece: dec.StartRead) -> list[int]:
+        """What the piece writes: tokens, and the state with the last one."""
+        tokens = list(range(piece.start, piece.stop))
+        return [*tokens, STATE] if piece.last and self.has_state else tokens
+
+
+@dataclass(frozen=True)
+class Request:
+    """On the wire; the event's ``reply_to`` is the number of the request."""
+
+    agent_boot: str
+    event: pre.RequestEvent
+
+
+@dataclass(frozen=True)
+class Answer:
+    """On the wire, back to the process that asked."""
+
+    number: int
+    result: Message | KVBusError
+
+
+class HandoffWorld(RuleBasedStateMachine):
+    """What is, and what follows from what one rule does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0.0
+        self.num_events = 0
+        self.num_boots = 0
+        self.memory: dict[int, str] = {}
+        self.sources: dict[str, Source] = {}
+        self.targets: dict[str, Target] = {}
+        self.wire: list[Request | Answer] = []
+        self.asked: dict[int, tuple[float, Sent]] = {}
+        self.num_asked = 0
+        self.num_fetches = 0
+        self.reads: dict[str, dec.StartRead] = {}
+        self.start_prefill()
+        self.start_decode()
+
+    def start_prefill(self) -> None:
+        self.num_boots += 1
+        self.boot = f"boot-{self.num_boots}"
+        self.prefill = OfferTable(OFFER_LIMITS)
+
+    def start_decode(self) -> None:
+        self.decode = FetchTable(FETCH_LIMITS)
+
+    def write(self, source: Source, num_more: int, *, seal: bool) -> None:
+        """The prefill engine computes and says so: `Extended` with new blocks, then `Sealed`."""
+        known = source.num_blocks
+        start, stop = source.num_written, min(source.num_written + num_more, NUM_TOKENS)
+        for token in range(start, stop):
+            self.memory[NUM_TOKENS * source.number + token] = source.kv(token)
+        source.num_written = stop
+        if stop > start:
+            self.memory[source.state_slot] = source.state()
+            more = {"full": source.blocks(known)}
+            self.tell_prefill(pre.Extended(source.offer_id, stop, more, None))
+        if seal and stop == NUM_TOKENS:
+            source.sealed = True
+            self.tell_prefill(pre.Sealed(source.offer_id, None))
+
+    def land_at(self, piece: dec.StartRead, place: int) -> None:
+        """The bytes of one token, or of the state, arrive as they are in memory now."""
+        target = self.targets[piece.fetch_id]
+        assert not target.blocks_free, "bytes land in blocks that the engine has back"
+        slot = target.source.state_slot
+        if place != STATE:
+            block = int(piece.tables["full"].array()[place // BLOCK_SIZE])
+            slot = block * BLOCK_SIZE + place % BLOCK_SIZE
+        target.landed[place] = self.memory[slot]
+
+    def arrive(self, message: Request | Answer) -> None:
+        if isinstance(message, Answer):
+            self.settle(message.number, message.result)
+        elif message.agent_boot != self.boot:
+            stale = RemoteError("an earlier process", code=ErrorCode.STALE)
+            self.wire.append(Answer(int(str(message.event.reply_to)), stale))
+        else:
+            self.tell_prefill(message.event)
+
+    def settle(self, number: int, result: Message | KVBusError) -> None:
+        """The first answer counts, the agent drops any other."""
+        if number not in self.asked:
+            return
+        sent_at, sent = self.asked.pop(number)
+        match sent, result:
+            case dec.SendRenew(fetch_id), KVBusError() as error:
+                self.tell_decode(dec.RenewFailed(fetch_id, error))
+            case _, KVBusError() as error:
+                self.tell_decode(dec.StepFailed(sent.fetch_id, error))
+            case dec.ResolvePeer(fetch_id), _:
+                self.tell_decode(dec.PeerReady(fetch_id))
+            case dec.SendConfirm(fetch_id), _:
+                self.tell_decode(dec.LeaseConfirmed(fetch_id))
+            case _, Granted() as granted:
+                ticket = self.targets[sent.fetch_id].source.ticket
+                claimed = ticket if isinstance(sent, dec.SendClaim) else None
+                self.tell_decode(dec.LeaseGranted(sent.fetch_id, sent_at, granted, claimed))
+
+    def recent_source(self, back: int) -> Source:
+        return list(self.sources.values())[-1 - back % len(self.sources)]
+
+    def overwrite(self, source: Source, outcome: Outcome) -> None:
+        source.outcome = outcome
+        self.memory |= dict.fromkeys(source.slots(), "overwritten")
+
+    def tell_prefill(self, event: pre.Event) -> None:
+        self.num_events += 1
+        for command in self.prefill.handle(event, self.now):
+            match command:
+                case pre.Reply(int(number), body):
+                    self.wire.append(Answer(number, body))
+                case pre.Refuse(int(number), error):
+                    self.wire.append(Answer(number, error))
+                case pre.ReportReleased(_, offer_id, _, outcome):
+                    source = self.sources[offer_id]
+                    assert source.outcome is None, "released twice"
+                    self.overwrite(source, outcome)
+
+    def tell_decode(self, event: dec.Event) -> None:
+        self.num_events += 1
+        for command in self.decode.handle(event, self.now):
+            match command:
+                case dec.StartRead(fetch_id):
+                    assert fetch_id not in self.reads, "one piece at a time"
+                    self.targets[fetch_id].start_piece(command)
+                    self.reads[fetch_id] = command
+                case dec.ReportFetched():
+                    self.check_report(command)
+                case dec.ReportBlocksFreed(fetch_id):
+                    assert fetch_id not in self.reads
+                    self.targets[fetch_id].blocks_free = True
+                case dec.Refuse(reply_to=str(fetch_id), error=error):
+                    assert error.code is ErrorCode.BUSY, error
+                    del self.targets[fetch_id]
+                case dec.SendRelease(ticket, epoch):
+                    self.send(ticket, pre.Returned(ticket.offer_id, epoch, 0))
+                case dec.ResolvePeer() | dec.SendClaim() | dec.SendRenew() | dec.SendConfirm():
+                    self.ask(command)
+        for target in self.targets.values():
+            assert target.outcome or self.now < target.deadline
+
+    def check_report(self, report: dec.ReportFetched) -> None:
+        target = self.targets[report.fetch_id]
+        assert target.outcome is None, "reported twice"
+        target.outcome, target.blocks_free = report.outcome, report.blocks_free
+        if report.outcome is Outcome.COMPLETED:
+            assert target.landed == target.wanted(), "wrong tokens"
+            assert [t.outcome for t in self.targets.values() if t.source is target.source].count(
+                Outcome.COMPLETED
+            ) == 1, "one offer, two readers who believe that they have it"
+
+    def ask(self, sent: Sent) -> None:
+        self.num_asked += 1
+        self.asked[self.num_asked] = (self.now, sent)
+        ticket, number = self.targets[sent.fetch_id].source.ticket, self.num_asked
+        match sent:
+            case dec.ResolvePeer():
+                self.wire.append(Answer(number, Message()))
+            case dec.SendClaim():
+                claim = pre.Claimed(ticket.offer_id, sent.fetch_id, FETCH_LIMITS.lease_s, number)
+                self.send(ticket, claim)
+            case dec.SendRenew(epoch=epoch, known_blocks=known):
+                lease_s = FETCH_LIMITS.lease_s
+                self.send(ticket, pre.Renewed(ticket.offer_id, epoch, lease_s, known, number))
+            case dec.SendConfirm(epoch=epoch):
+                self.send(ticket, pre.Confirmed(ticket.offer_id, epoch, number))
+
+    def send(self, ticket: Ticket, event: pre.RequestEvent) -> None:
+        self.wire.append(Request(ticket.agent_boot, event))

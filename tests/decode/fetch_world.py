@@ -1,0 +1,188 @@
+"""A fetch table in a world that answers each of its commands once, and checks what it commands.
+
+Refuses to choose what happens next: the rules of the state machine on top of it do.
+"""
+
+from dataclasses import dataclass
+
+import msgspec
+from hypothesis.stateful import RuleBasedStateMachine
+
+from kvbus.protocol.peer import Granted
+from kvbus_decode import fetch_events as ev
+from kvbus_decode.fetch import FetchLimits, FetchState
+from kvbus_decode.fetches import FetchTable
+from kvbus_decode.transitions import TRANSITIONS
+from tests.decode.watched import Watched, blocks, ticket_of
+
+LIMITS = FetchLimits(
+    max_fetches=3, max_tombstones=3, lease_s=2.0, request_timeout_s=1.0, busy_retry_s=0.25
+)
+Asked = ev.ResolvePeer | ev.SendClaim | ev.SendRenew | ev.StartRead | ev.SendConfirm
+
+
+@dataclass
+class Pending:
+    """A command that waits for its answer, and the grant if the prefill agent has decided on it."""
+
+    sent_at: float
+    asked: Asked
+    granted: Granted | None = None
+
+
+class FetchWorld(RuleBasedStateMachine):
+    """The table, the time, what is under way, and what was seen of every fetch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = FetchTable(LIMITS)
+        self.now = 0.0
+        self.seen: dict[str, Watched] = {}
+        self.pending: list[Pending] = []
+        self.cause: ev.Event = ev.DeadlinePassed()
+        self.draining = False
+        self.num_requests = 0
+        self.num_events = 0
+        self.last_epoch = 0
+
+    def is_kept(self, fetch_id: str) -> bool:
+        return fetch_id in self.table.fetches or fetch_id in self.table.tombstones
+
+    def is_full(self) -> bool:
+        return self.draining or len(self.table.fetches) >= LIMITS.max_fetches
+
+    def tell_hint(self, fetch_id: str) -> None:
+        self.tell(ev.DeadlinePassed())
+        if fetch_id in self.seen:
+            self.seen[fetch_id].hinted = True
+        self.tell(ev.OfferAdvanced(fetch_id))
+
+    def grant(self, asked: Asked) -> Granted:
+        watched = self.seen[asked.fetch_id]
+        if isinstance(asked, ev.SendRenew):
+            return watched.offer.granted(asked.epoch, asked.known_blocks.get("full", 0))
+        self.last_epoch += 1
+        return watched.offer.granted(self.last_epoch, 0)
+
+    def tell_granted(self, pending: Pending, granted: Granted, lie: str = "") -> None:
+        """The truth, or what the prefill agent may not say any more: that fails a live fetch."""
+        fetch_id, watched = pending.asked.fetch_id, self.seen[pending.asked.fetch_id]
+        renewed = isinstance(pending.asked, ev.SendRenew)
+        claimed = None if renewed else ticket_of(fetch_id, watched.agent_boot)
+        told = self.bent(granted, lie, watched) if renewed and watched.listens else granted
+        watched.is_told(pending.sent_at, told)
+        self.tell(ev.LeaseGranted(fetch_id, pending.sent_at, told, claimed))
+        assert told is granted or watched.report is not None, f"took over {lie}"
+
+    def bent(self, granted: Granted, lie: str, watched: Watched) -> Granted:
+        if lie == "gap" and watched.told_blocks:
+            first = watched.told_blocks + 1
+            return msgspec.structs.replace(granted, tables={"full": blocks(first, first + 1)})
+        if lie == "fewer tokens" and watched.told_ready:
+            return msgspec.structs.replace(granted, num_tokens=watched.told_ready - 1)
+        if lie == "open again" and watched.told_sealed:
+            return msgspec.structs.replace(granted, sealed=False)
+        if lie == "another epoch":
+            self.last_epoch += 1
+            watched.superseded.add(granted.epoch)
+            return msgspec.structs.replace(granted, epoch=self.last_epoch)
+        return granted
+
+    def pick(self, back: int) -> str:
+        """One of the last fetches, or one that never was."""
+        fetch_ids = list(self.seen)[-4:]
+        return fetch_ids[-1 - back] if back < len(fetch_ids) else "never"
+
+    def reply_to(self) -> str:
+        self.num_requests += 1
+        return f"reply-{self.num_requests}"
+
+    def tell(self, event: ev.Event) -> list[ev.Command]:
+        states = {f: fetch.state for f, fetch in self.table.fetches.items()}
+        due = self.table.next_deadline()
+        self.cause = event
+
+        commands = self.table.handle(event, self.now)
+
+        self.num_events += 1
+        for command in commands:
+            self.obey(command)
+        answers = [c.reply_to for c in commands if isinstance(c, ev.Reply | ev.Refuse)]
+        assert answers == ([event.reply_to] if hasattr(event, "reply_to") else [])
+        for watched in self.seen.values():
+            assert watched.report or self.now < watched.deadline, "reported by its deadline"
+        for fetch_id, watched in self.seen.items():
+            asked = self.asked_of(fetch_id)
+            watched.check_idle(is_asking=bool(asked & {ev.SendClaim, ev.SendRenew}))
+        if due is None or due > self.now or isinstance(event, ev.DeadlinePassed):
+            self.check_declared(event, states)
+        return commands
+
+    def check_declared(self, event: ev.Event, states: dict[str, FetchState]) -> None:
+        """Only the states that the table of transitions declares, and only where it applies."""
+        hit = getattr(event, "fetch_id", None)
+        for fetch_id, state in states.items():
+            after = self.state_of(fetch_id)
+            is_hit = hit == fetch_id or (hit is None and after is not state)
+            if is_hit and not isinstance(event, ev.Requested):
+                assert after in TRANSITIONS[state, type(event)].to
+            else:
+                assert after is state
+
+    def state_of(self, fetch_id: str) -> FetchState | None:
+        fetch = self.table.fetches.get(fetch_id) or self.table.tombstones.get(fetch_id)
+        return fetch.state if fetch else None
+
+    def obey(self, command: ev.Command) -> None:
+        match command:
+            case ev.ReportFetched() as report:
+                self.seen[report.fetch_id].end(report, self.now)
+            case ev.SendRelease(ticket, epoch):
+                watched = self.seen[ticket.offer_id]
+                assert not watched.in_flight, "given back under a read"
+                assert epoch in watched.granted - watched.given_back
+                watched.given_back.add(epoch)
+            case ev.ReportBlocksFreed(fetch_id, engine_id):
+                watched = self.seen[fetch_id]
+                assert watched.requested.engine_id == engine_id
+                assert not watched.in_flight, "blocks are free while bytes can land"
+                assert watched.report is not None
+                assert not watched.report.blocks_free
+                assert not watched.blocks_freed, "freed twice"
+                watched.blocks_freed = True
+            case ev.AbortRead(fetch_id):
+                watched = self.seen[fetch_id]
+                watched.num_aborts += 1
+                assert watched.in_flight
+                assert watched.num_aborts == 1
+            case ev.Reply() | ev.Refuse():
+                pass
+            case _:
+                self.ask(command)
+
+    def ask(self, command: Asked) -> None:
+        watched = self.seen[command.fetch_id]
+        assert watched.report is None, "an ended fetch asks for nothing"
+        assert type(command) not in self.asked_of(command.fetch_id), "asked twice at a time"
+        if isinstance(command, ev.SendRenew | ev.SendConfirm):
+            assert command.epoch in watched.granted - watched.given_back
+        if isinstance(command, ev.SendClaim | ev.SendRenew):
+            self.check_question(command, watched)
+        if isinstance(command, ev.SendConfirm):
+            watched.ask_confirm()
+        if isinstance(command, ev.StartRead):
+            watched.start_piece(command, self.now)
+        else:
+            assert 0 < command.timeout_s <= LIMITS.request_timeout_s
+        self.pending.append(Pending(self.now, command))
+
+    def asked_of(self, fetch_id: str) -> set[type[Asked]]:
+        return {type(p.asked) for p in self.pending if p.asked.fetch_id == fetch_id}
+
+    def check_question(self, question: ev.SendClaim | ev.SendRenew, watched: Watched) -> None:
+        """No renewal without a reason: a hint since the last question, time, or one that failed."""
+        if isinstance(question, ev.SendRenew):
+            again = isinstance(self.cause, ev.RenewFailed)
+            assert again or watched.hinted or self.now >= watched.renew_at, "a needless renewal"
+            assert question.known_blocks.get("full", 0) == watched.told_blocks
+        watched.hinted = False

@@ -1,0 +1,197 @@
+"""One fetch as it is seen from outside: what it was told, what it asked for, what has landed.
+
+Refuses to look into the table: only events and commands count. An `Offered` is the truth at the
+prefill agent, of which the table knows what the last grant said.
+"""
+
+from dataclasses import dataclass, field
+
+import pytest
+
+from kvbus.geometry import BlockTable
+from kvbus.protocol.engine import Outcome
+from kvbus.protocol.peer import Granted
+from kvbus.protocol.ticket import Ticket
+from kvbus_decode import fetch_events as ev
+
+BLOCK_SIZE = 8
+NUM_TOKENS = 32
+
+
+def num_blocks(num_tokens: int) -> int:
+    return -(-num_tokens // BLOCK_SIZE)
+
+
+def blocks(start: int, stop: int) -> BlockTable:
+    """Blocks [start, stop) of the offer: block i of the request is block 100 + i of the cache."""
+    return BlockTable.of(range(100 + start, 100 + stop), first_block=start)
+
+
+def ticket_of(fetch_id: str, boot: str) -> Ticket:
+    """Each fetch has an offer of its own, under its own name."""
+    return Ticket("p", boot, "tcp://p", "engine-p", "e-boot", fetch_id, "request", NUM_TOKENS)
+
+
+@dataclass
+class Offered:
+    """The offer that a fetch reads: tokens become ready in order, until the seal."""
+
+    num_ready: int = 0
+    sealed: bool = False
+
+    def grow(self, num_more: int, *, seal: bool) -> None:
+        if not self.sealed:
+            self.num_ready += num_more
+            self.sealed = seal
+
+    def granted(self, epoch: int, known_blocks: int) -> Granted:
+        """The reply to a claim or renewal that the prefill agent handles now."""
+        more = {"full": blocks(known_blocks, max(known_blocks, num_blocks(self.num_ready)))}
+        return Granted(epoch, 2.0, self.num_ready, self.sealed, more)
+
+
+@dataclass
+class Watched:
+    """What was seen of one fetch; ``granted`` and ``given_back`` are epochs.
+
+    ``told_*`` is what the last grant said. ``hinted`` is True from a hint until the next question
+    about the offer is asked; ``superseded`` are epochs that the prefill agent itself took back.
+    """
+
+    requested: ev.Requested
+    asked_at: float
+    agent_boot: str
+    offer: Offered = field(default_factory=Offered)
+    told_ready: int = 0
+    told_sealed: bool = False
+    told_blocks: int = 0
+    renew_at: float = 0.0
+    hinted: bool = False
+    granted: set[int] = field(default_factory=set)
+    given_back: set[int] = field(default_factory=set)
+    superseded: set[int] = field(default_factory=set)
+    piece: ev.StartRead | None = None
+    piece_started_at: float = 0.0
+    num_pieces: int = 0
+    num_blocks_held: int = 0
+    read_to: int = 0
+    state_was_read: bool = False
+    num_bytes: int = 0
+    path: str = ""
+    reading_s: float = 0.0
+    num_aborts: int = 0
+    confirm_asked: bool = False
+    confirmed: bool = False
+    cancelled: bool = False
+    report: ev.ReportFetched | None = None
+    blocks_freed: bool = False
+
+    def __post_init__(self) -> None:
+        self.read_to = self.requested.first_token
+
+    @property
+    def deadline(self) -> float:
+        return self.asked_at + self.requested.timeout_s
+
+    @property
+    def listens(self) -> bool:
+        """News still matter: the fetch has not ended, and does not only wait for a yes."""
+        return self.report is None and not self.confirm_asked
+
+    @property
+    def in_flight(self) -> bool:
+        return self.piece is not None
+
+    def is_told(self, sent_at: float, granted: Granted) -> None:
+        """The grant is about to be handed to the table."""
+        self.granted.add(granted.epoch)
+        if self.listens:
+            self.told_ready, self.told_sealed = granted.num_tokens, granted.sealed
+            self.told_blocks += sum(len(table) for table in granted.tables.values())
+            self.renew_at = sent_at + granted.lease_s / 3
+
+    def start_piece(self, piece: ev.StartRead, now: float) -> None:
+        """Check that the piece follows the one before, and is all that is ready."""
+        assert self.granted
+        assert not self.in_flight
+        assert not self.confirm_asked
+        assert piece.start == self.read_to, "every token once, and in order"
+        assert piece.stop <= self.offer.num_ready, "read before it was ready"
+        assert piece.stop == min(self.told_ready, NUM_TOKENS), "not all that is ready"
+        assert piece.last == (self.told_sealed and piece.stop == NUM_TOKENS)
+        assert not piece.last or self.offer.sealed, "the last piece before the seal"
+        if piece.start == piece.stop:
+            assert piece.last
+            assert self.requested.has_state
+            assert self.requested.first_token < NUM_TOKENS
+            assert not self.state_was_read
+        self.piece, self.piece_started_at = piece, now
+        self.num_pieces += 1
+        self.num_blocks_held = self.check_tables(piece)
+
+    def check_tables(self, piece: ev.StartRead) -> int:
+        """The blocks of the offer, at least those of the piece; returns how many."""
+        held = piece.tables["full"]
+        assert held == blocks(0, len(held))
+        assert num_blocks(piece.stop) <= len(held) <= self.told_blocks
+        return len(held)
+
+    def end_piece(self, ended: ev.ReadEnded, now: float) -> None:
+        """The piece is about to end."""
+        assert self.piece is not None
+        assert self.check_tables(self.piece) == self.num_blocks_held, "grown under the read"
+        piece, self.piece = self.piece, None
+        if self.report is None:
+            self.num_bytes += ended.num_bytes
+            self.path = ended.path or self.path
+            self.reading_s += now - self.piece_started_at
+        if ended.error is None:
+            self.read_to, self.state_was_read = piece.stop, piece.last
+
+    @property
+    def nothing_is_left(self) -> bool:
+        """All that was asked for is there, and the offer was sealed when the last of it was."""
+        requested = self.requested
+        wants_state = requested.has_state and requested.first_token < NUM_TOKENS
+        read = self.read_to == NUM_TOKENS and (self.state_was_read or not wants_state)
+        return self.told_sealed and read
+
+    def ask_confirm(self) -> None:
+        assert not self.in_flight
+        assert not self.confirm_asked
+        assert self.offer.sealed
+        assert self.nothing_is_left, "confirmed before everything was read"
+        self.confirm_asked = True
+
+    def end(self, report: ev.ReportFetched, now: float) -> None:
+        """Check what the engine is told."""
+        assert self.report is None, "reported twice"
+        assert report.blocks_free == (not self.in_flight)
+        assert (report.outcome is Outcome.CANCELLED) == self.cancelled
+        assert (report.outcome is Outcome.COMPLETED) == (report.error is None)
+        if report.outcome is Outcome.COMPLETED:
+            assert self.confirmed, "completed without the prefill agent's word"
+        assert (report.num_bytes, report.path) == (self.num_bytes, self.path)
+        self.check_stages(report, now)
+        self.report = report
+
+    def check_stages(self, report: ev.ReportFetched, now: float) -> None:
+        """Every moment is in one stage, and reading is when a piece was in flight."""
+        spent, reading_s = report.stages_s, self.reading_s
+        if self.in_flight:
+            reading_s += now - self.piece_started_at
+        total_s = spent.resolving + spent.claiming + spent.waiting + spent.reading
+        assert total_s + spent.confirming == pytest.approx(now - self.asked_at)
+        assert spent.reading == pytest.approx(reading_s)
+
+    def check_idle(self, *, is_asking: bool) -> None:
+        """With the lease held and nothing in flight, only what the table cannot know is waited for.
+
+        ``is_asking`` when a claim or a renewal is under way.
+        """
+        if not (self.listens and self.granted):
+            return
+        if not self.in_flight:
+            assert self.read_to >= min(self.told_ready, NUM_TOKENS), "ready, and not read"
+            assert not self.told_sealed, "sealed, and neither read nor confirmed"
+        assert is_asking or not self.hinted or self.told_sealed, "a hint was forgotten"

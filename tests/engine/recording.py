@@ -1,0 +1,63 @@
+"""Sessions that keep what they would send, for tests of what the SDK makes of its arguments.
+
+Refuses to connect: what an agent says is given by the test.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from kvbus.engine import DecodeSession, PrefillSession
+from kvbus.errors import KVBusError
+from kvbus.geometry import EngineSpec, GroupSpec, StatePart, state_group
+from kvbus.protocol.engine import Fetched, OfferMade, Outcome
+from kvbus.protocol.envelope import Notice
+from kvbus.protocol.message import Empty, Message, to_body
+
+FULL = GroupSpec("full", (0,), 16, 2, 8, "float16")
+WINDOW = GroupSpec("window", (1,), 4, 2, 8, "float16", window=10)
+STATE = state_group("state", (2,), (StatePart("conv", 4, 6), StatePart("norm", 1, 3)))
+SPEC = EngineSpec("e", "m", 1, (FULL, WINDOW, STATE))
+
+
+class _Recording:
+    """``reply`` answers each request at once; None leaves it unanswered."""
+
+    reply: Message | None = Empty()
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__("/nowhere", SPEC, *args, **kwargs)
+        self.sent: list[Any] = []
+
+    def send(
+        self,
+        message: Message,
+        reply: type[Any],
+        on_reply: Callable[[Any], None],
+        *,
+        timeout_s: float = 0.0,
+    ) -> None:
+        self.sent.append(message)
+        answer = OfferMade("offer-1", {}) if reply is OfferMade else self.reply
+        if answer is not None:
+            on_reply(answer)
+
+
+class RecordingPrefill(_Recording, PrefillSession):
+    """A prefill engine's session with nobody."""
+
+
+class RecordingDecode(_Recording, DecodeSession):
+    """A decode engine's session with nobody."""
+
+    def notice(self, message: Message) -> None:
+        """The agent says ``message``."""
+        self._on_notice(Notice(message.op, 1, "boot", to_body(message)))
+
+    def lose(self, error: KVBusError) -> None:
+        """The session ends."""
+        self._lose(error)
+
+
+def failed(fetch_id: str, *, blocks_free: bool) -> Fetched:
+    """The notice of a fetch that failed while it read."""
+    return Fetched(fetch_id, "r", Outcome.FAILED, "reading", blocks_free, "timeout", "too late")

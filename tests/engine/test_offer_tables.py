@@ -1,0 +1,50 @@
+"""An offer says where each table starts, and extensions go on where it ended."""
+
+import pytest
+
+from kvbus.errors import GeometryError
+from kvbus.geometry import BlockTable
+from tests.engine.recording import RecordingPrefill
+
+pytestmark = pytest.mark.anyio
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """The SDK needs the asyncio backend."""
+    return "asyncio"
+
+
+async def test_extensions_continue_each_table_also_one_that_starts_late() -> None:
+    session = RecordingPrefill()
+    offer = await session.offer(
+        "r",
+        num_tokens=40,
+        block_ids={"full": [7, 3, 9], "window": [5, 1, 2], "state": [4]},
+        first_blocks={"window": 7},
+        sealed=False,
+    )
+
+    await offer.extend(52, {"full": [8], "window": [6, 0]})
+    await offer.extend(60, {"window": [3, 4]})
+
+    made, first, second = session.sent
+    assert made.tables == {
+        "full": BlockTable.of([7, 3, 9]),
+        "window": BlockTable.of([5, 1, 2], first_block=7),
+        "state": BlockTable.of([4]),
+    }
+    assert first.tables == {
+        "full": BlockTable.of([8], first_block=3),
+        "window": BlockTable.of([6, 0], first_block=10),
+    }
+    assert second.tables == {"window": BlockTable.of([3, 4], first_block=12)}
+
+
+async def test_a_first_block_without_blocks_is_refused_before_anything_is_sent() -> None:
+    session = RecordingPrefill()
+
+    with pytest.raises(GeometryError, match="window"):
+        await session.offer("r", num_tokens=0, block_ids={"full": []}, first_blocks={"window": 1})
+
+    assert not session.sent

@@ -1,0 +1,91 @@
+"""What must be in a decode engine's memory after a handoff, computed head by head.
+
+Refuses to ask kvbus who reads what from whom: tokens, heads and layers are looked up by what they
+are, in the views of the engines and in what their regions say that they hold.
+"""
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvbus.geometry import EngineSpec, GroupSpec
+
+if TYPE_CHECKING:
+    from tests.engines import Blocks, Engine, Snapshot
+
+
+def positions(group: GroupSpec, first_token: int, num_tokens: int) -> range:
+    """What of a group tokens [first_token, num_tokens) need, in plain words."""
+    if num_tokens <= first_token:
+        return range(0)
+    if group.state:
+        return range(1)
+    kept = num_tokens if group.window is None else group.window
+    return range(max(first_token, num_tokens - kept), num_tokens)
+
+
+def expected_after(
+    before: "Snapshot",
+    source: "Engine",
+    source_blocks: "Blocks",
+    target: "Engine",
+    target_blocks: "Blocks",
+    *,
+    num_tokens: int,
+    first_token: int = 0,
+    first_blocks: Mapping[str, int] | None = None,
+    zero_tail: bool = False,
+) -> "Snapshot":
+    """``before`` with tokens [first_token, num_tokens) of ``source``, written head by head.
+
+    ``first_blocks`` say where the source's tables start.
+    """
+    expected = {rank: memory.clone() for rank, memory in before.items()}
+    held = _one_holder_each(source)
+    for (rank, layer, part), tensor in target.views_of(expected).items():
+        group = _group_of(target.spec, layer)
+        moved = positions(group, first_token, num_tokens)
+        if not moved:
+            continue
+        name, size = group.name, group.block_size
+        their_first = (first_blocks or {}).get(name, 0)
+        read = _slots(moved, source.spec.group(name), source_blocks[name], their_first)
+        written = _slots(moved, group, target_blocks[name], moved[0] // size)
+        for at, head in enumerate(target.heads(rank, layer, part)):
+            tensor[*written, at] = held[layer, part, head][read]
+        if zero_tail and num_tokens % size and not group.state:
+            tensor[target_blocks[name][-1], num_tokens % size :] = 0
+    return expected
+
+
+def num_moved_bytes(target: "Engine", num_tokens: int, first_token: int = 0) -> int:
+    """Bytes of all that the tokens need, on every rank that holds it."""
+    num_bytes = 0
+    for (_, layer, _), view in target.views().items():
+        needed = positions(_group_of(target.spec, layer), first_token, num_tokens)
+        num_bytes += len(needed) * view[0, 0].nbytes
+    return num_bytes
+
+
+def _slots(
+    moved: range, group: GroupSpec, block_ids: list[int], first_block: int
+) -> tuple[Tensor, Tensor]:
+    """Block and token of each position."""
+    size = group.block_size
+    blocks = [block_ids[position // size - first_block] for position in moved]
+    return torch.tensor(blocks), torch.tensor([position % size for position in moved])
+
+
+def _one_holder_each(source: "Engine") -> dict[tuple[int, str, int], Tensor]:
+    """Each head of each layer and part, as [block, token, dim]; replicas are equal."""
+    return {
+        (layer, part, head): view[:, :, at]
+        for (rank, layer, part), view in source.views().items()
+        for at, head in enumerate(source.heads(rank, layer, part))
+    }
+
+
+def _group_of(spec: EngineSpec, layer: int) -> GroupSpec:
+    return next(group for group in spec.groups if layer in group.layers)

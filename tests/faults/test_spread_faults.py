@@ -1,0 +1,246 @@
+"""Engines at several agents: whichever of them fails, a fetch ends, and never with wrong bits."""
+
+import signal
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
+
+import pytest
+
+from kvbus.engine import DecodeSession, Fetch, PrefillSession
+from kvbus.errors import ErrorCode, PeerLost
+from tests.agents import AgentProcess, Agents, agents_ended, until
+from tests.e2e.spread_engines import SpreadEngine, spread_engine
+from tests.engines import (
+    LARGE,
+    NUM_LARGE_BLOCKS,
+    failure_of,
+    make_spec,
+    same,
+    start_long_read,
+    works,
+)
+from tests.faults.conftest import DECODE, PREFILL, SLOW_READS
+
+pytestmark = pytest.mark.anyio
+
+NOT_VALID = (ErrorCode.STALE, ErrorCode.TRANSFER_FAILED, ErrorCode.ENGINE_UNKNOWN)
+GONE = (*NOT_VALID, ErrorCode.PEER_LOST, ErrorCode.TIMEOUT, ErrorCode.LEASE_EXPIRED)
+RING = {"staging_bytes": 8 << 18, "slot_bytes": 1 << 18}
+
+
+class Sites:
+    """Two slow prefill agents, and two decode agents for each path; a home and another."""
+
+    def __init__(self, agents: Agents) -> None:
+        self.agents = agents
+        self.prefill: list[AgentProcess] = [
+            agents.prepare("prefill", **SLOW_READS, **PREFILL, **RING) for _ in range(2)
+        ]
+        self.direct, self.packed = (
+            [agents.prepare("decode", **SLOW_READS, **DECODE, **RING, path=path) for _ in range(2)]
+            for path in ("direct", "packed")
+        )
+
+
+@pytest.fixture(scope="session")
+def shared_sites() -> Iterator[Sites]:
+    """The agents of this file, ended with the session."""
+    with agents_ended(Agents) as agents:
+        sites = Sites(agents)
+        for side in (sites.prefill, sites.direct, sites.packed):
+            agents.start(*side)
+        yield sites
+
+
+@pytest.fixture
+def sites(shared_sites: Sites) -> Iterator[Sites]:
+    """The agents, which must hold nothing after each test; one that was killed is restarted."""
+    yield shared_sites
+    shared_sites.agents.check()
+    for agent in shared_sites.agents.all:
+        if not agent.alive:
+            agent.restart()
+
+
+@pytest.fixture(params=["direct", "packed"])
+def readers(request: pytest.FixtureRequest, sites: Sites) -> list[AgentProcess]:
+    """The decode agents that take one of the paths."""
+    agents: list[AgentProcess] = getattr(sites, request.param)
+    return agents
+
+
+@asynccontextmanager
+async def spread_pair(
+    sites: Sites, readers: list[AgentProcess]
+) -> AsyncIterator[tuple[SpreadEngine, SpreadEngine]]:
+    """A prefill and a decode engine of two ranks each, at two agents each."""
+    source_spec, target_spec = (make_spec(tp=2, groups=(LARGE,)) for _ in range(2))
+    shape = {"num_blocks": NUM_LARGE_BLOCKS}
+    async with (
+        spread_engine(PrefillSession, sites.prefill, source_spec, seed=1, **shape) as source,
+        spread_engine(DecodeSession, readers, target_spec, seed=2, **shape) as target,
+    ):
+        yield source, target
+
+
+def freed(agent: AgentProcess, fetch: Fetch) -> bool:
+    """Whether the agent has given the blocks back."""
+    return bool(agent.logged("blocks.freed", fetch_id=fetch.fetch_id))
+
+
+async def test_a_prefill_rank_that_leaves_while_it_is_read_fails_the_fetch(sites, readers):
+    async with spread_pair(sites, readers) as (source, target):
+        offer, fetch = await start_long_read(source, target)
+
+        await source.lose(1)
+        failure = await failure_of(fetch)
+        await fetch.blocks_freed()
+        await offer.withdraw()
+        await source.bring_back(1)
+        source.fill(3)
+
+        assert failure.code in NOT_VALID
+        assert await works(source, target)
+
+
+async def test_a_prefill_rank_that_leaves_after_the_read_fails_the_fetch(sites, readers):
+    async with spread_pair(sites, readers) as (source, target):
+        before = target.snapshot()
+        offer = await source.prefill.offer(
+            "r", num_tokens=64, block_ids={"full": [3]}, sealed=False
+        )
+        fetch = target.decode.fetch(offer.ticket, num_tokens=64, block_ids={"full": [5]})
+        await until(lambda: target.views()[1, 0, "v"][5].equal(source.views()[1, 0, "v"][3]))
+        await until(lambda: not readers[1].status()["counts"]["assisted_reads"])
+
+        await source.lose(1)
+        await offer.seal()
+        failure = await failure_of(fetch)
+        await offer.withdraw()
+
+        assert not same(target.snapshot(), before)
+        assert failure.code in NOT_VALID
+        assert failure.blocks_free
+
+
+async def test_a_killed_prefill_agent_of_some_ranks_fails_the_fetch_until_it_is_back(
+    sites, readers
+):
+    async with spread_pair(sites, readers) as (source, target):
+        offer, fetch = await start_long_read(source, target, timeout_s=10.0)
+
+        sites.prefill[1].kill()
+        failure = await failure_of(fetch)
+        await fetch.blocks_freed()
+        await offer.withdraw()
+        await source.lose(1)
+        sites.prefill[1].restart()
+        await source.bring_back(1)
+        source.fill(3)
+
+        assert failure.code in GONE
+        assert await works(source, target)
+
+
+async def test_blocks_are_withheld_until_a_killed_sibling_is_back_as_a_new_process(sites, readers):
+    async with spread_pair(sites, readers) as (source, target):
+        offer, fetch = await start_long_read(source, target, timeout_s=6.0)
+
+        readers[1].kill()
+        failure = await failure_of(fetch)
+        freed_early = freed(readers[0], fetch)
+        await target.lose(1)
+        readers[1].restart()
+        await fetch.blocks_freed()
+        await target.bring_back(1)
+        await offer.withdraw()
+
+        assert failure.code in GONE
+        assert not failure.blocks_free
+        assert not freed_early
+        assert await works(source, target)
+
+
+async def test_an_engine_that_leaves_does_not_wait_for_a_killed_sibling(sites, readers):
+    async with spread_pair(sites, readers) as (source, target):
+        offer, fetch = await start_long_read(source, target, timeout_s=4.0)
+        readers[1].kill()
+        failure = await failure_of(fetch)
+        mapped = readers[0].memory_maps(target.spec.engine_id)
+    await until(readers[0].idle)
+    await until(lambda: not readers[0].memory_maps(target.spec.engine_id))
+
+    assert mapped
+    assert not failure.blocks_free
+
+
+async def test_blocks_are_withheld_until_a_stopped_sibling_goes_on(sites, readers):
+    async with spread_pair(sites, readers) as (source, target):
+        offer, fetch = await start_long_read(source, target, timeout_s=3.0)
+
+        readers[1].signal(signal.SIGSTOP)
+        failure = await failure_of(fetch)
+        freed_early = freed(readers[0], fetch)
+        readers[1].signal(signal.SIGCONT)
+        await fetch.blocks_freed()
+        await offer.withdraw()
+
+        assert (failure.code, failure.blocks_free) == (ErrorCode.TIMEOUT, False)
+        assert not freed_early
+        assert await works(source, target)
+
+
+async def test_a_decode_rank_that_leaves_while_it_is_read_into_fails_the_fetch(sites, readers):
+    async with spread_pair(sites, readers) as (source, target):
+        offer, fetch = await start_long_read(source, target)
+
+        await target.lose(1)
+        failure = await failure_of(fetch)
+        await fetch.blocks_freed()
+        await offer.withdraw()
+        await target.bring_back(1)
+
+        assert failure.code is ErrorCode.ENGINE_LOST
+        assert await works(source, target)
+
+
+async def test_a_sibling_of_a_killed_home_stops_by_the_deadline(sites, readers):
+    async with spread_pair(sites, readers) as (source, target):
+        offer, fetch = await start_long_read(source, target, timeout_s=3.0)
+
+        readers[0].kill()
+        failure = await failure_of(fetch)
+        with pytest.raises(PeerLost):
+            await fetch.blocks_freed()
+        await until(readers[1].idle)
+        await offer.withdraw()
+
+        assert (failure.stage, failure.code) == ("lost", ErrorCode.PEER_LOST)
+        assert not failure.blocks_free
+
+
+async def test_a_fetch_cancelled_while_siblings_read_ends_at_all_of_them(sites, readers):
+    async with spread_pair(sites, readers) as (source, target):
+        offer, fetch = await start_long_read(source, target)
+
+        await fetch.cancel()
+        failure = await failure_of(fetch)
+        await fetch.blocks_freed()
+        still_read = readers[1].status()["counts"]["assisted_reads"]
+        await offer.withdraw()
+
+        assert failure.code is ErrorCode.CANCELLED
+        assert not still_read
+        assert await works(source, target)
+
+
+async def test_an_offer_withdrawn_while_siblings_read_it_fails_the_fetch(sites, readers):
+    async with spread_pair(sites, readers) as (source, target):
+        offer, fetch = await start_long_read(source, target)
+
+        await offer.withdraw()
+        failure = await failure_of(fetch)
+        await fetch.blocks_freed()
+
+        assert failure.code in (ErrorCode.STALE, ErrorCode.OFFER_WITHDRAWN)
+        assert await works(source, target)

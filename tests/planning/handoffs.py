@@ -1,0 +1,233 @@
+"""Random handoffs: two engines of any parallelism, layout and block size, and tokens of a request.
+
+Refuses to use numpy for what elements mean: who holds what and where is computed by plain loops.
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import pairwise
+
+import msgspec
+import numpy as np
+from hypothesis import strategies as st
+
+from kvbus.geometry import (
+    DTYPE_SIZES_BYTES,
+    BlockTable,
+    EngineSpec,
+    GroupSpec,
+    KvPart,
+    StatePart,
+    state_group,
+)
+from kvbus.planning import PlacedRank
+from tests.geometry.layouts import Element, Holding, byte_offset, rank_of, styles_of
+
+TP_SIZES = ((1, 2), (2, 1), (2, 4), (4, 2), (3, 2), (2, 3), (6, 4), (4, 6), (8, 1), (1, 1))
+MAX_TP_SIZE, MAX_RANKS = 8, 12
+Draw = st.DrawFn
+Meaning = tuple[str, int, int, str, int, int]
+"""Group, position, layer, part, head, dim: which number of a request's KV."""
+
+
+@dataclass(frozen=True)
+class Side:
+    """One engine, its memory as one buffer that starts at address ``base``, and block tables.
+
+    ``values`` are the bytes of every element that is asked for; replicas hold the same.
+    """
+
+    engine: EngineSpec
+    ranks: dict[int, PlacedRank]
+    base: int
+    tables: Mapping[str, BlockTable]
+    memory: bytes = b""
+    values: Mapping[Meaning, bytes] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Case:
+    """A handoff of tokens [start, stop)."""
+
+    prefill: Side
+    decode: Side
+    start: int
+    stop: int
+    spread: int
+
+
+@st.composite
+def cases(draw: Draw) -> Case:
+    """Any prefill engine, any decode engine of the same model, any tokens."""
+    groups = draw(_groups())
+    prefill_tp, decode_tp = draw(
+        st.one_of(
+            st.sampled_from(TP_SIZES),
+            st.tuples(st.integers(1, MAX_TP_SIZE), st.integers(1, MAX_TP_SIZE)),
+        )
+    )
+    stop = draw(st.integers(0, 9))
+    start = draw(st.one_of(st.just(0), st.integers(0, stop)))
+    return Case(
+        prefill=draw(_sides(groups, prefill_tp, (start, stop), base=1 << 40)),
+        decode=draw(_sides(groups, decode_tp, (start, stop), base=7 << 32)),
+        start=start,
+        stop=stop,
+        spread=draw(st.integers(0, 12)),
+    )
+
+
+def wanted_positions(group: GroupSpec, start: int, stop: int) -> list[int]:
+    """The positions of a group's table that tokens [start, stop) need, one by one."""
+    if group.state:
+        return [0] if start < stop else []
+    window = stop if group.window is None else group.window
+    return [position for position in range(start, stop) if stop - position <= window]
+
+
+def where_elements_lie(
+    side: Side, placed: PlacedRank, start: int, stop: int
+) -> Iterator[tuple[Meaning, int, int]]:
+    """Meaning, index in the side's memory and bytes of all that a rank holds of these tokens."""
+    for region in placed.rank.regions:
+        group = placed.engine.group(region.group)
+        table = side.tables[group.name]
+        num_bytes = DTYPE_SIZES_BYTES[group.dtype]
+        address = placed.addresses[region.segment_id] - side.base
+        for position in wanted_positions(group, start, stop):
+            block = int(table.array()[position // group.block_size - table.first_block])
+            token = position % group.block_size
+            for layer in region.layers:
+                for part in region.parts:
+                    for head in range(region.first_head, region.first_head + region.num_heads):
+                        for dim in range(group.part_shape(part).head_dim):
+                            element = Element(block, layer, part, token, head, dim)
+                            meaning = (group.name, position, layer, part, head, dim)
+                            yield meaning, address + byte_offset(region, element), num_bytes
+
+
+@st.composite
+def _groups(draw: Draw) -> tuple[GroupSpec, ...]:
+    """One to three groups whose layers interleave."""
+    layers = draw(st.permutations(range(draw(st.sampled_from([1, 2, 3, 4, 4])))))
+    kinds = draw(st.lists(st.sampled_from(_KINDS), min_size=1, max_size=min(3, len(layers))))
+    cuts = sorted(draw(_distinct(len(kinds) - 1, len(layers) - 1)))
+    shares = [layers[first:stop] for first, stop in pairwise((0, *cuts, len(layers)))]
+    groups = []
+    for number, (kind, share) in enumerate(zip(kinds, shares, strict=True)):
+        if kind == "state":
+            parts = tuple(
+                StatePart(name, draw(st.sampled_from(_NUM_HEADS)), draw(st.integers(1, 3)))
+                for name in ("conv", "ssm")[: draw(st.integers(1, 2))]
+            )
+            groups.append(state_group(f"g{number}", tuple(share), parts))
+            continue
+        latent = kind == "latent"
+        groups.append(
+            GroupSpec(
+                name=f"g{number}",
+                layers=tuple(share),
+                block_size=1,
+                num_kv_heads=1 if latent else draw(st.sampled_from(_NUM_HEADS)),
+                head_dim=draw(st.integers(1, 2)),
+                dtype=draw(st.sampled_from(["uint8", "float16", "float32"])),
+                parts=(KvPart.LATENT,) if latent else (KvPart.KEY, KvPart.VALUE),
+                window=draw(st.integers(1, 6)) if kind == "window" else None,
+            )
+        )
+    return tuple(groups)
+
+
+_KINDS = ("full", "full", "window", "latent", "state")
+_NUM_HEADS = (1, 2, 3, 4, 6)
+
+
+def _distinct(count: int, highest: int) -> st.SearchStrategy[frozenset[int]]:
+    """So many of 1 to ``highest``."""
+    if not count:
+        return st.just(frozenset())
+    return st.frozensets(st.integers(1, highest), min_size=count, max_size=count)
+
+
+@st.composite
+def _sides(
+    draw: Draw, groups: tuple[GroupSpec, ...], tp_size: int, tokens: tuple[int, int], *, base: int
+) -> Side:
+    """An engine with these groups, but block sizes, stages and layouts of its own."""
+    num_layers = sum(len(group.layers) for group in groups)
+    pp_size = draw(st.integers(1, max(1, min(3, num_layers, MAX_RANKS // tp_size))))
+    sized = tuple(
+        group if group.state else msgspec.structs.replace(group, block_size=draw(st.integers(1, 6)))
+        for group in draw(st.permutations(groups))
+    )
+    engine = EngineSpec("engine", "model", tp_size, sized, pp_size)
+    tables, num_blocks = draw(_tables(sized, *tokens))
+    holdings = draw(_holdings(engine))
+    styles = draw(st.lists(styles_of(sized), min_size=1, max_size=2))
+    placed, end = {}, base
+    for number, holding in enumerate(holdings):
+        style = styles[number % len(styles)]
+        rank = rank_of(engine, number, styles=style, holding=holding, num_blocks=num_blocks)
+        addresses = {}
+        for segment in rank.segments:
+            addresses[segment.segment_id] = end
+            end += segment.size_bytes + 3
+        placed[number] = PlacedRank(engine, rank, addresses)
+    noise = np.random.default_rng(draw(st.integers(0, 255))).bytes(end - base)
+    return with_equal_replicas(Side(engine, placed, base, tables), noise, *tokens)
+
+
+@st.composite
+def _tables(
+    draw: Draw, groups: tuple[GroupSpec, ...], start: int, stop: int
+) -> tuple[dict[str, BlockTable], dict[str, int]]:
+    """Tables that have the wanted positions, perhaps some more, and blocks of the caches."""
+    tables, num_blocks = {}, {}
+    for group in groups:
+        held = {position // group.block_size for position in wanted_positions(group, start, stop)}
+        spare = draw(st.sampled_from([0, 0, 1])) if held and not group.state else 0
+        first = max(0, min(held, default=0) - spare)
+        count = max(held) + 1 + spare - first if held else 0
+        num_blocks[group.name] = max(1, count + draw(st.integers(0, 1)))
+        ids = list(range(num_blocks[group.name]))
+        ids = ids if draw(st.booleans()) else draw(st.permutations(ids))
+        tables[group.name] = BlockTable.of(ids[:count], first_block=first)
+    return tables, num_blocks
+
+
+@st.composite
+def _holdings(draw: Draw, engine: EngineSpec) -> list[dict[str, Holding]]:
+    """For each rank its stage's layers, split anyhow, and its heads, some ranks perhaps more."""
+    layers = draw(st.permutations([layer for group in engine.groups for layer in group.layers]))
+    cuts = sorted(draw(_distinct(engine.pp_size - 1, len(layers) - 1)))
+    stages = [frozenset(layers[a:b]) for a, b in pairwise((0, *cuts, len(layers)))]
+    more = draw(st.sampled_from([0, 0, 0, 1, 2]))
+    return [
+        {
+            group.name: Holding(
+                stage & set(group.layers),
+                {
+                    part: _heads(tp_rank, engine.tp_size, group.part_shape(part).num_heads, more)
+                    for part in group.parts
+                },
+            )
+            for group in engine.groups
+        }
+        for stage in stages
+        for tp_rank in range(engine.tp_size)
+    ]
+
+
+def _heads(tp_rank: int, tp_size: int, num_heads: int, more: int) -> range:
+    first, stop = tp_rank * num_heads // tp_size, (tp_rank + 1) * num_heads // tp_size
+    return range(first, min(num_heads, max(stop, first + 1) + more))
+
+
+def with_equal_replicas(side: Side, noise: bytes, start: int, stop: int) -> Side:
+    """``side`` with ``noise`` for its memory, but each replica of an element like the first."""
+    memory, values = bytearray(noise), dict[Meaning, bytes]()
+    for placed in side.ranks.values():
+        for meaning, at, num_bytes in where_elements_lie(side, placed, start, stop):
+            value = values.setdefault(meaning, bytes(memory[at : at + num_bytes]))
+            memory[at : at + num_bytes] = value
+    return Side(side.engine, side.ranks, side.base, side.tables, bytes(memory), values)

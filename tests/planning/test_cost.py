@@ -1,0 +1,325 @@
+"""The cost model: what it predicts, what it may never predict, and what it chooses."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbus.errors import LocalError
+from kvbus.planning.cost import Choice, Rates, box_sizes, choose, predict
+from kvbus.planning.fetch_shape import (
+    ALL_PATHS,
+    DirectWork,
+    FetchShape,
+    PackedWork,
+    Path,
+    ReorderedWork,
+)
+
+KIB, MIB = 1 << 10, 1 << 20
+SLOT_BYTES = 8 * MIB
+
+BYTES = st.integers(1, 1 << 36)
+COUNT = st.integers(1, 1 << 22)
+RUN = st.floats(1, 1 << 24)
+RATE = st.floats(1e6, 1e12)
+SECONDS = st.floats(0, 1e-2)
+
+RATES = st.builds(
+    Rates,
+    seconds_per_descriptor=SECONDS,
+    wire_bytes_per_s=RATE,
+    seconds_per_read=SECONDS,
+    seconds_per_request=SECONDS,
+    gather_bytes_per_s=RATE,
+    seconds_per_gathered_run=SECONDS,
+    scatter_bytes_per_s=RATE,
+    seconds_per_scattered_run=SECONDS,
+    num_cores=st.integers(1, 64),
+    slots_in_flight=st.integers(1, 16),
+)
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> FetchShape:
+    num_bytes, num_shares = draw(BYTES), draw(st.integers(1, 64))
+    return FetchShape(
+        direct=DirectWork(num_bytes=num_bytes, num_descriptors=draw(COUNT)),
+        packed=PackedWork(
+            num_bytes=num_bytes,
+            gather_run_bytes=draw(RUN),
+            scatter_run_bytes=draw(RUN),
+            num_shares=num_shares,
+        ),
+        reordered=ReorderedWork(
+            num_bytes=num_bytes,
+            gather_run_bytes=draw(RUN),
+            num_descriptors=draw(COUNT),
+            num_shares=num_shares,
+        ),
+    )
+
+
+def seconds(shape: FetchShape, path: Path, rates: Rates, slot_bytes: int = SLOT_BYTES) -> float:
+    return predict(shape, path, rates, slot_bytes=slot_bytes).seconds
+
+
+def with_bytes(shape: FetchShape, num_bytes: int) -> FetchShape:
+    works = {path.value: shape.work(path) for path in ALL_PATHS}
+    return FetchShape(**{name: replace(work, num_bytes=num_bytes) for name, work in works.items()})
+
+
+def with_all(shape: FetchShape, **changes: float) -> FetchShape:
+    """The shape with these fields changed in whatever path has them."""
+    works = {path.value: shape.work(path) for path in ALL_PATHS}
+    return FetchShape(
+        **{
+            name: replace(work, **{k: v for k, v in changes.items() if hasattr(work, k)})
+            for name, work in works.items()
+        }
+    )
+
+
+def at_least(value: float, other: float) -> bool:
+    """But for rounding."""
+    return value >= other * (1 - 1e-9)
+
+
+NHD_TP_1_TO_2 = FetchShape(
+    direct=DirectWork(num_bytes=64 * MIB, num_descriptors=65_536),
+    packed=PackedWork(num_bytes=64 * MIB, gather_run_bytes=KIB, scatter_run_bytes=16 * KIB),
+    reordered=ReorderedWork(num_bytes=64 * MIB, gather_run_bytes=KIB, num_descriptors=4096),
+)
+
+
+def test_the_predictions_are_near_what_the_development_machine_took():
+    one_lane = Rates(slots_in_flight=1)
+
+    direct = seconds(NHD_TP_1_TO_2, Path.DIRECT, one_lane)
+    packed = seconds(NHD_TP_1_TO_2, Path.PACKED, one_lane)
+    reordered = seconds(NHD_TP_1_TO_2, Path.REORDERED, one_lane)
+
+    assert direct == pytest.approx(0.126, rel=0.25)
+    assert packed == pytest.approx(0.029, rel=0.25)
+    assert reordered == pytest.approx(0.027, rel=0.25)
+
+
+def test_short_runs_are_packed_and_long_ones_are_read_directly():
+    equal = with_all(NHD_TP_1_TO_2, num_descriptors=1024, gather_run_bytes=64 * KIB)
+
+    split = choose(NHD_TP_1_TO_2, Rates(), slot_bytes=SLOT_BYTES)
+    same = choose(equal, Rates(), slot_bytes=SLOT_BYTES)
+
+    assert split.path in {Path.PACKED, Path.REORDERED}
+    assert (same.path, same.box_bytes) == (Path.DIRECT, None)
+
+
+def test_a_pipeline_takes_one_box_and_then_the_pace_of_its_longest_stage():
+    rates = Rates(
+        seconds_per_descriptor=0,
+        seconds_per_read=0,
+        seconds_per_request=0,
+        seconds_per_gathered_run=0,
+        seconds_per_scattered_run=0,
+        gather_bytes_per_s=4 * MIB,
+        wire_bytes_per_s=2 * MIB,
+        scatter_bytes_per_s=1 * MIB,
+        num_cores=8,
+        slots_in_flight=3,
+    )
+    shape = FetchShape(
+        packed=PackedWork(num_bytes=8 * MIB, gather_run_bytes=1, scatter_run_bytes=1)
+    )
+
+    def with_lanes(num_cores: int, slots_in_flight: int) -> float:
+        few = replace(rates, num_cores=num_cores, slots_in_flight=slots_in_flight)
+        return seconds(shape, Path.PACKED, few, slot_bytes=256 * KIB)
+
+    box_s = 1 / 16 + 1 / 8 + 1 / 4
+    assert with_lanes(8, 3) == pytest.approx(box_s + 31 * 1 / 4)
+    assert with_lanes(2, 3) == pytest.approx(box_s + 31 * 1 / 4)
+    assert with_lanes(1, 3) == pytest.approx(32 * box_s)
+    assert with_lanes(8, 1) == pytest.approx(32 * box_s)
+
+
+def test_boxes_are_large_where_requests_are_dear_and_small_where_they_are_free():
+    dear = replace(Rates(), seconds_per_request=10e-3)
+    free = replace(Rates(), seconds_per_request=0, seconds_per_read=0, seconds_per_descriptor=0)
+
+    large = predict(NHD_TP_1_TO_2, Path.PACKED, dear, slot_bytes=SLOT_BYTES)
+    small = predict(NHD_TP_1_TO_2, Path.PACKED, free, slot_bytes=SLOT_BYTES)
+
+    assert (large.box_bytes, large.num_boxes) == (8 * MIB, 8)
+    assert (small.box_bytes, small.num_boxes) == (256 * KIB, 256)
+
+
+def test_a_box_never_spans_two_shares():
+    work = PackedWork(num_bytes=3 * MIB, gather_run_bytes=1, scatter_run_bytes=1, num_shares=6)
+    dear = replace(Rates(), seconds_per_request=1.0, slots_in_flight=1)
+
+    found = predict(FetchShape(packed=work), Path.PACKED, dear, slot_bytes=SLOT_BYTES)
+
+    assert (found.box_bytes, found.num_boxes) == (8 * MIB, 6)
+    assert found.seconds == pytest.approx(found.stages.sum_s)
+    assert 6 <= found.stages.gather_s < 7
+
+
+def test_every_box_is_read_by_one_descriptor_at_least():
+    work = ReorderedWork(num_bytes=8 * MIB, gather_run_bytes=MIB, num_descriptors=1)
+    rates = replace(Rates(), seconds_per_descriptor=1.0)
+
+    found = predict(FetchShape(reordered=work), Path.REORDERED, rates, slot_bytes=256 * KIB)
+
+    assert 32 <= found.stages.read_s < 33
+
+
+@pytest.mark.parametrize(
+    ("slot_bytes", "sizes"),
+    [
+        (1, (1,)),
+        (256 * KIB - 1, (256 * KIB - 1,)),
+        (256 * KIB, (256 * KIB,)),
+        (MIB + 1, (256 * KIB, 512 * KIB, MIB)),
+    ],
+)
+def test_box_sizes_are_powers_of_two_that_fit_a_slot(slot_bytes, sizes):
+    found = box_sizes(slot_bytes)
+
+    assert found == sizes
+
+
+def test_equal_predictions_choose_direct():
+    rates = Rates(
+        seconds_per_descriptor=0,
+        seconds_per_read=0,
+        seconds_per_request=0,
+        seconds_per_gathered_run=0,
+        seconds_per_scattered_run=0,
+        wire_bytes_per_s=1 << 33,
+        gather_bytes_per_s=1 << 33,
+        num_cores=1,
+    )
+    nothing = with_all(with_bytes(NHD_TP_1_TO_2, 0), num_descriptors=0)
+    some = FetchShape(
+        direct=DirectWork(num_bytes=MIB, num_descriptors=1),
+        reordered=ReorderedWork(num_bytes=MIB, gather_run_bytes=1, num_descriptors=1),
+    )
+
+    of_nothing = choose(nothing, Rates(), slot_bytes=SLOT_BYTES)
+    of_some = choose(some, rates, slot_bytes=SLOT_BYTES, corrections={Path.DIRECT: 2.0})
+
+    assert of_nothing.path is Path.DIRECT
+    assert of_some.path is Path.DIRECT
+    assert len({prediction.seconds for prediction in of_some.predictions}) == 1
+
+
+def test_a_path_that_a_fetch_cannot_take_is_not_chosen():
+    only_packed = FetchShape(packed=NHD_TP_1_TO_2.packed)
+
+    choice = choose(only_packed, Rates(), slot_bytes=SLOT_BYTES)
+    forced = choose(NHD_TP_1_TO_2, Rates(), slot_bytes=SLOT_BYTES, paths={Path.DIRECT})
+
+    assert [prediction.path for prediction in choice.predictions] == [Path.PACKED]
+    assert [prediction.path for prediction in forced.predictions] == [Path.DIRECT]
+    with pytest.raises(LocalError, match="none of the paths"):
+        choose(only_packed, Rates(), slot_bytes=SLOT_BYTES, paths={Path.DIRECT})
+    with pytest.raises(LocalError, match="cannot take"):
+        predict(only_packed, Path.DIRECT, Rates(), slot_bytes=SLOT_BYTES)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda: Rates(wire_bytes_per_s=0),
+        lambda: Rates(seconds_per_read=-1e-9),
+        lambda: Rates(gather_bytes_per_s=float("inf")),
+        lambda: Rates(seconds_per_descriptor=float("nan")),
+        lambda: Rates(num_cores=0),
+        lambda: DirectWork(num_bytes=-1, num_descriptors=1),
+        lambda: PackedWork(num_bytes=1, gather_run_bytes=0, scatter_run_bytes=1),
+        lambda: PackedWork(num_bytes=1, gather_run_bytes=1, scatter_run_bytes=float("nan")),
+        lambda: ReorderedWork(num_bytes=1, gather_run_bytes=1, num_descriptors=1, num_shares=0),
+        lambda: box_sizes(0),
+    ],
+)
+def test_figures_that_make_no_sense_are_refused(wrong):
+    with pytest.raises(LocalError):
+        wrong()
+
+
+@given(shapes(), RATES, st.integers(1, 1 << 28))
+def test_the_choice_is_the_best_prediction_and_always_the_same(shape, rates, slot_bytes):
+    choice = choose(shape, rates, slot_bytes=slot_bytes)
+
+    best = {prediction.path: prediction.seconds for prediction in choice.predictions}
+    assert set(best) == set(ALL_PATHS)
+    assert best[choice.path] == min(best.values())
+    assert isinstance(choice, Choice)
+    assert choice == choose(shape, rates, slot_bytes=slot_bytes)
+    assert choice.box_bytes is None or choice.box_bytes <= slot_bytes
+
+
+@given(shapes(), RATES, BYTES, st.integers(1, 1 << 28))
+def test_more_bytes_are_never_faster_on_any_path(shape, rates, num_bytes, slot_bytes):
+    less, more = sorted([shape.packed.num_bytes, num_bytes])
+
+    for path in ALL_PATHS:
+        few = seconds(with_bytes(shape, less), path, rates, slot_bytes)
+        many = seconds(with_bytes(shape, more), path, rates, slot_bytes)
+        assert at_least(many, few)
+
+
+@given(shapes(), RATES, st.integers(0, 1 << 22))
+def test_more_descriptors_are_never_faster(shape, rates, more):
+    grown = FetchShape(
+        direct=replace(shape.direct, num_descriptors=shape.direct.num_descriptors + more),
+        reordered=replace(shape.reordered, num_descriptors=shape.reordered.num_descriptors + more),
+    )
+
+    for path in (Path.DIRECT, Path.REORDERED):
+        assert at_least(seconds(grown, path, rates), seconds(shape, path, rates))
+
+
+@given(shapes(), RATES, st.floats(1, 1000))
+def test_longer_runs_are_never_slower(shape, rates, factor):
+    longer = with_all(
+        shape,
+        gather_run_bytes=shape.packed.gather_run_bytes * factor,
+        scatter_run_bytes=shape.packed.scatter_run_bytes * factor,
+    )
+    shape = with_all(shape, gather_run_bytes=shape.packed.gather_run_bytes)
+
+    for path in ALL_PATHS:
+        assert at_least(seconds(shape, path, rates), seconds(longer, path, rates))
+
+
+@given(shapes(), RATES)
+def test_more_cores_slots_and_larger_slots_are_never_slower(shape, rates):
+    cores = replace(rates, num_cores=rates.num_cores + 1)
+    slots = replace(rates, slots_in_flight=rates.slots_in_flight + 1)
+
+    for path in ALL_PATHS:
+        now = seconds(shape, path, rates)
+        assert at_least(now, seconds(shape, path, cores))
+        assert at_least(now, seconds(shape, path, slots))
+        assert at_least(now, seconds(shape, path, rates, slot_bytes=2 * SLOT_BYTES))
+
+
+@given(shapes(), RATES)
+def test_a_pipeline_is_between_its_longest_stage_and_the_sum_of_all(shape, rates):
+    for path in (Path.PACKED, Path.REORDERED):
+        found = predict(shape, path, rates, slot_bytes=SLOT_BYTES)
+
+        assert at_least(found.seconds, found.stages.longest_s)
+        assert at_least(found.stages.sum_s, found.seconds)
+
+
+@given(shapes(), RATES, st.floats(0.01, 100))
+def test_a_correction_multiplies_the_seconds_and_not_the_stages(shape, rates, factor):
+    for path in ALL_PATHS:
+        plain = predict(shape, path, rates, slot_bytes=SLOT_BYTES)
+        corrected = predict(shape, path, rates, slot_bytes=SLOT_BYTES, correction=factor)
+
+        assert corrected.seconds == pytest.approx(plain.seconds * factor)
+        assert (corrected.stages, corrected.correction) == (plain.stages, factor)

@@ -1,0 +1,297 @@
+"""Every element that a decode rank holds is read from one rank that has it, and replicas share."""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+
+import msgspec
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from kvbus.errors import ErrorCode, GeometryError
+from kvbus.geometry import (
+    EngineSpec,
+    GroupSpec,
+    KvLayout,
+    KvPart,
+    RankSpec,
+    StatePart,
+    lay_out_rank,
+    state_group,
+)
+from kvbus.planning import ReadMap, Share
+from kvbus.planning.mapping import MAX_CHOICES
+from tests.planning.handoffs import TP_SIZES, Case, cases
+
+Place = tuple[str, int, str, int]
+"""Group, layer, part, head."""
+
+SOME = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+NHD = KvLayout.parse("NHD")
+LATENT = (KvPart.LATENT,)
+KV = (KvPart.KEY, KvPart.VALUE)
+
+
+def ranks_of(
+    tp_size: int,
+    num_heads: int,
+    *,
+    pp_size: int = 1,
+    parts: tuple[KvPart, ...] = KV,
+    num_layers: int = 4,
+) -> list[RankSpec]:
+    group = GroupSpec("full", tuple(range(num_layers)), 4, num_heads, 8, "float16", parts)
+    engine = EngineSpec("engine", "model", tp_size, (group,), pp_size)
+    return [lay_out_rank(engine, rank, NHD, num_blocks=2) for rank in range(engine.num_ranks)]
+
+
+def held_by(rank: RankSpec) -> set[Place]:
+    return {
+        (region.group, layer, part, head)
+        for region in rank.regions
+        for layer in region.layers
+        for part in region.parts
+        for head in range(region.first_head, region.first_head + region.num_heads)
+    }
+
+
+def places_of(share: Share) -> Iterator[Place]:
+    for layer in share.layers:
+        for part in share.parts:
+            for head in range(share.first_head, share.first_head + share.num_heads):
+                yield share.group, layer, part, head
+
+
+def holders_by_place(shares: Iterable[Share], reader: int) -> dict[Place, list[int]]:
+    """Whom ``reader`` reads each place from: one holder, if all is well."""
+    found = defaultdict(list)
+    for share in shares:
+        for place in places_of(share) if share.reader == reader else ():
+            found[place].append(share.holder)
+    return found
+
+
+def sides_of(case: Case) -> tuple[list[RankSpec], list[RankSpec]]:
+    prefill, decode = case.prefill.ranks.values(), case.decode.ranks.values()
+    return [placed.rank for placed in prefill], [placed.rank for placed in decode]
+
+
+@SOME
+@given(cases())
+def test_every_place_of_every_reader_has_one_holder_that_has_it(case: Case) -> None:
+    prefill, decode = sides_of(case)
+    held = {rank.rank: held_by(rank) for rank in prefill}
+
+    shares = ReadMap(prefill, decode).shares(case.spread)
+
+    for reader in decode:
+        found = holders_by_place(shares, reader.rank)
+        assert found.keys() == held_by(reader)
+        assert all(len(holders) == 1 for holders in found.values())
+        assert all(place in held[holders[0]] for place, holders in found.items())
+
+
+@SOME
+@given(cases())
+def test_over_all_choices_each_reader_reads_each_replica_equally_often(case: Case) -> None:
+    prefill, decode = sides_of(case)
+    reads = ReadMap(prefill, decode)
+    times: dict[tuple[int, Place], Counter[int]] = defaultdict(Counter)
+
+    for spread in range(reads.num_choices):
+        for share in reads.shares(spread):
+            for place in places_of(share):
+                times[share.reader, place][share.holder] += 1
+
+    for (_, place), holders in times.items():
+        replicas = [rank.rank for rank in prefill if place in held_by(rank)]
+        counts = [holders[rank] for rank in replicas]
+        uneven = reads.num_choices % len(replicas) > 0
+        assert sum(counts) == reads.num_choices
+        assert max(counts) - min(counts) <= uneven
+
+
+@SOME
+@given(cases())
+def test_within_a_fetch_the_readers_of_the_same_replicas_take_turns(case: Case) -> None:
+    prefill, decode = sides_of(case)
+    held = {rank.rank: held_by(rank) for rank in prefill}
+    readers: dict[tuple[int, ...], set[tuple[int, int]]] = defaultdict(set)
+
+    for share in ReadMap(prefill, decode).shares(case.spread):
+        for place in places_of(share):
+            replicas = tuple(rank for rank, places in held.items() if place in places)
+            readers[replicas].add((share.reader, share.holder))
+
+    for replicas, pairs in readers.items():
+        times = Counter(holder for _, holder in pairs)
+        most, least = max(times.values()), min(times[rank] for rank in replicas)
+        assert most - least <= 1
+        assert len({reader for reader, _ in pairs}) == len(pairs)
+
+
+def expected_heads(rank: int, tp_size: int, num_heads: int) -> range:
+    first, stop = rank * num_heads // tp_size, (rank + 1) * num_heads // tp_size
+    return range(first, max(stop, first + 1))
+
+
+@pytest.mark.parametrize("num_heads", [1, 2, 3, 8, 12])
+@pytest.mark.parametrize(
+    "sizes", [*TP_SIZES, (4, 8), (16, 4)], ids=lambda one: f"{one[0]}to{one[1]}"
+)
+def test_each_reader_gets_its_heads_in_as_few_shares_as_there_are_holders_of_them(
+    sizes: tuple[int, int], num_heads: int
+) -> None:
+    prefill_tp, decode_tp = sizes
+    holders = {rank: expected_heads(rank, prefill_tp, num_heads) for rank in range(prefill_tp)}
+
+    shares = ReadMap(ranks_of(prefill_tp, num_heads), ranks_of(decode_tp, num_heads)).shares()
+
+    for reader in range(decode_tp):
+        mine = [share for share in shares if share.reader == reader]
+        wanted = expected_heads(reader, decode_tp, num_heads)
+        heads = sorted(
+            head for one in mine for head in range(one.first_head, one.first_head + one.num_heads)
+        )
+        distinct = {tuple(held) for held in holders.values() if set(held) & set(wanted)}
+        assert heads == list(wanted)
+        assert len(mine) == len(distinct)
+        assert all(share.layers == (0, 1, 2, 3) and share.parts == KV for share in mine)
+
+
+@pytest.mark.parametrize("decode_tp", [1, 2, 4, 8])
+def test_a_latent_is_read_whole_from_one_rank_and_another_one_for_the_next_fetch(
+    decode_tp: int,
+) -> None:
+    reads = ReadMap(ranks_of(4, 1, parts=LATENT), ranks_of(decode_tp, 1, parts=LATENT))
+
+    fetches = [[share.holder for share in reads.shares(spread)] for spread in range(8)]
+
+    assert all(len(holders) == decode_tp for holders in fetches)
+    assert [holders[0] for holders in fetches] == [0, 1, 2, 3, 0, 1, 2, 3]
+    assert all(len(set(holders)) == min(4, decode_tp) for holders in fetches)
+
+
+def test_readers_of_the_same_heads_in_different_stages_take_different_replicas() -> None:
+    prefill, decode = ranks_of(4, 2), ranks_of(2, 2, pp_size=2)
+
+    shares = ReadMap(prefill, decode).shares()
+
+    assert sorted(share.holder for share in shares) == [0, 1, 2, 3]
+
+
+def test_readers_of_different_agents_take_different_replicas_without_knowing_each_other() -> None:
+    prefill, decode = ranks_of(4, 1, parts=LATENT), ranks_of(4, 1, parts=LATENT)
+
+    shares = [
+        share for here in (decode[:2], decode[2:]) for share in ReadMap(prefill, here).shares()
+    ]
+
+    assert [share.holder for share in shares] == [0, 1, 2, 3]
+
+
+def test_stages_that_are_split_differently_are_paired_by_layer() -> None:
+    prefill, decode = ranks_of(1, 2, pp_size=3), ranks_of(1, 2, pp_size=2)
+
+    shares = ReadMap(prefill, decode).shares()
+
+    assert [(share.holder, share.reader, share.layers) for share in shares] == [
+        (0, 0, (0,)),
+        (1, 0, (1,)),
+        (2, 1, (2, 3)),
+    ]
+
+
+def test_split_and_replicated_parts_of_a_state_are_paired_each_for_itself() -> None:
+    group = state_group("mamba", (0, 1), (StatePart("conv", 1, 6), StatePart("ssm", 4, 8)))
+
+    def ranks(tp_size: int) -> list[RankSpec]:
+        engine = EngineSpec("engine", "model", tp_size, (group,))
+        return [lay_out_rank(engine, rank, NHD, num_blocks=3) for rank in range(tp_size)]
+
+    shares = ReadMap(ranks(2), ranks(4)).shares()
+
+    assert [
+        (share.reader, share.holder, share.parts, share.first_head, share.num_heads)
+        for share in shares
+    ] == [
+        (0, 0, ("conv",), 0, 1),
+        (0, 0, ("ssm",), 0, 1),
+        (1, 1, ("conv",), 0, 1),
+        (1, 0, ("ssm",), 1, 1),
+        (2, 0, ("conv",), 0, 1),
+        (2, 1, ("ssm",), 2, 1),
+        (3, 1, ("conv",), 0, 1),
+        (3, 1, ("ssm",), 3, 1),
+    ]
+
+
+@given(st.integers(0, 200))
+def test_the_choices_repeat_after_as_many_as_the_map_says(spread: int) -> None:
+    reads = ReadMap(ranks_of(6, 1, parts=LATENT), ranks_of(2, 1, parts=LATENT))
+
+    again = reads.shares(spread + reads.num_choices)
+
+    assert reads.num_choices == 6
+    assert again == reads.shares(spread)
+
+
+def test_replicas_of_several_numbers_are_all_read_equally_often_before_the_choices_repeat() -> None:
+    reads = ReadMap(ranks_of(5, 2), ranks_of(1, 2))
+
+    times = Counter(
+        (share.holder, share.first_head)
+        for spread in range(reads.num_choices)
+        for share in reads.shares(spread)
+    )
+
+    assert times == {(0, 0): 2, (1, 0): 2, (2, 0): 2, (3, 1): 3, (4, 1): 3}
+
+
+def test_the_choices_stay_few_however_many_replicas_there_are() -> None:
+    reads = ReadMap(
+        ranks_of(2 * MAX_CHOICES, 1, parts=LATENT, num_layers=1),
+        ranks_of(1, 1, parts=LATENT, num_layers=1),
+    )
+
+    assert reads.num_choices == MAX_CHOICES
+
+
+LACKING = {
+    "a_head": (
+        lambda rank: msgspec.structs.replace(
+            rank,
+            regions=tuple(
+                msgspec.structs.replace(region, first_head=1, num_heads=3)
+                for region in rank.regions
+            ),
+        ),
+        "heads 0 to 1 of full/0/k",
+    ),
+    "a_layer": (
+        lambda rank: msgspec.structs.replace(rank, regions=rank.regions[:-1]),
+        "heads 0 to 4 of full/3/k",
+    ),
+}
+
+
+@pytest.mark.parametrize("lacking", LACKING)
+def test_what_no_prefill_rank_holds_is_refused_by_name(lacking: str) -> None:
+    change, named = LACKING[lacking]
+    prefill, decode = [change(rank) for rank in ranks_of(1, 4)], ranks_of(1, 4)
+
+    with pytest.raises(GeometryError, match=named) as refused:
+        ReadMap(prefill, decode)
+
+    assert refused.value.code is ErrorCode.INCOMPATIBLE
+    assert refused.value.detail == {"field": "ranks"}
+    assert "decode rank 0" in refused.value.message
+
+
+def test_what_no_reader_wants_need_not_be_held() -> None:
+    prefill = ranks_of(1, 4)
+    first_half = msgspec.structs.replace(prefill[0], regions=prefill[0].regions[:2])
+
+    shares = ReadMap([first_half], ranks_of(1, 4, pp_size=2)[:1]).shares()
+
+    assert [share.layers for share in shares] == [(0, 1)]

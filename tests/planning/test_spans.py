@@ -1,0 +1,59 @@
+"""A fetch moves the positions that its tokens need, and its pieces move each of them once."""
+
+from itertools import pairwise
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbus.geometry import GroupSpec, StatePart, state_group
+from kvbus.planning import piece_spans, whole_spans
+from tests.planning.handoffs import wanted_positions
+
+FULL = GroupSpec("full", (0,), 16, 2, 8, "float16")
+STATE = state_group("state", (1,), (StatePart("ssm", 2, 8),))
+
+
+def windowed(window: int) -> GroupSpec:
+    return GroupSpec("window", (2,), 16, 2, 8, "float16", window=window)
+
+
+@given(st.integers(0, 40), st.integers(0, 40), st.integers(1, 50))
+def test_a_fetch_moves_the_positions_that_each_group_needs_of_its_tokens(
+    start: int, length: int, window: int
+) -> None:
+    groups, stop = (FULL, STATE, windowed(window)), start + length
+
+    spans = whole_spans(groups, start, stop)
+
+    for group in groups:
+        assert list(range(*spans[group.name])) == wanted_positions(group, start, stop)
+
+
+@given(st.data(), st.integers(0, 40), st.integers(0, 40), st.integers(1, 50))
+def test_the_pieces_of_a_fetch_have_each_position_once_and_in_their_order(
+    data: st.DataObject, start: int, length: int, window: int
+) -> None:
+    groups, stop = (FULL, STATE, windowed(window)), start + length
+    ends = [start, *sorted(data.draw(st.lists(st.integers(start, stop), max_size=5))), stop]
+
+    pieces = [
+        piece_spans(groups, (start, stop), piece, last=number == len(ends) - 2)
+        for number, piece in enumerate(pairwise(ends))
+    ]
+
+    for group in groups:
+        moved = [position for spans in pieces for position in range(*spans[group.name])]
+        assert moved == wanted_positions(group, start, stop)
+        for spans, (first, end) in zip(pieces, pairwise(ends), strict=True):
+            inside = range(first, end) if not group.state else range(1)
+            assert set(range(*spans[group.name])) <= set(inside)
+
+
+def test_a_state_comes_with_the_last_piece_though_that_has_no_tokens() -> None:
+    whole = (0, 20)
+
+    before = piece_spans((FULL, STATE), whole, (0, 20), last=False)
+    after = piece_spans((FULL, STATE), whole, (20, 20), last=True)
+
+    assert before == {"full": (0, 20), "state": (0, 0)}
+    assert after == {"full": (20, 20), "state": (0, 1)}

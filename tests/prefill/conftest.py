@@ -1,0 +1,43 @@
+"""Fixtures of the prefill agent's tests."""
+
+import shutil
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.prefill.inside import PrefillAgent, prefill_agent
+from tests.prefill.leases import Case, leased
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """The agent needs the asyncio backend."""
+    return "asyncio"
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder with a short path, as Linux allows 107 bytes for a Unix socket's."""
+    path = Path(tempfile.mkdtemp(prefix="kv-"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+async def agent(folder: Path) -> AsyncIterator[PrefillAgent]:
+    """A prefill agent with four slots of 64 KiB."""
+    async with prefill_agent(folder) as started:
+        yield started
+
+
+@pytest.fixture
+async def case(agent: PrefillAgent) -> AsyncIterator[Case]:
+    """An engine of that agent, and a leased offer."""
+    async with (
+        agent.engine() as source,
+        agent.reader() as reader,
+        leased(agent, source, reader) as made,
+    ):
+        yield made

@@ -1,0 +1,65 @@
+"""What READs cost here: measured with real NIXL, and nothing of it is left."""
+
+import threading
+from pathlib import Path
+
+import pytest
+
+from kvbus.errors import ErrorCode, LocalError
+from kvbus.transport.calibration import LONG_BYTES, MANY, fit_reads, measure_reads
+
+
+def transport_threads() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if thread.name == "kvbus-transport"]
+
+
+def num_open_files() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.mark.parametrize("transports", ["all", "tcp"])
+def test_reads_have_a_price_and_the_bytes_a_speed(monkeypatch, transports):
+    monkeypatch.setenv("UCX_TLS", transports)
+
+    rates = measure_reads("agent/boot", timeout_s=30)
+
+    assert 0 < rates.seconds_per_descriptor < 1e-2
+    assert 0 < rates.seconds_per_read < 10
+    assert 1e6 < rates.wire_bytes_per_s < 1e13
+
+
+def test_no_thread_and_no_descriptor_is_left(until):
+    before = transport_threads()
+    measure_reads("agent/boot", timeout_s=30)  # UCX keeps some of its own from then on
+    until(lambda: transport_threads() == before)
+    num_open = num_open_files()
+
+    measure_reads("agent/boot", timeout_s=30)
+
+    until(lambda: transport_threads() == before)
+    until(lambda: num_open_files() <= num_open)
+
+
+def test_what_takes_too_long_is_a_timeout_and_leaves_nothing(until):
+    before = transport_threads()
+
+    with pytest.raises(LocalError) as refused:
+        measure_reads("agent/boot", timeout_s=0)
+
+    assert refused.value.code is ErrorCode.TIMEOUT
+    until(lambda: transport_threads() == before)
+
+
+def test_the_rates_explain_what_was_measured():
+    rates = fit_reads(few_s=1e-4, many_s=1e-4 + MANY * 2e-6, long_s=1e-4 + LONG_BYTES / 8e9)
+
+    assert rates.seconds_per_read == 1e-4
+    assert rates.seconds_per_descriptor == pytest.approx(2e-6)
+    assert rates.wire_bytes_per_s == pytest.approx(8e9)
+
+
+def test_a_disturbed_measurement_still_gives_rates_above_zero():
+    rates = fit_reads(few_s=1.0, many_s=1e-3, long_s=1e-3)
+
+    assert rates.seconds_per_descriptor == pytest.approx(1e-3 / 2 / MANY)
+    assert rates.wire_bytes_per_s == pytest.approx(LONG_BYTES / 5e-4)
