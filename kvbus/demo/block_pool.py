@@ -3,16 +3,18 @@
 Refuses to overtake: the first request that waits is the first that gets blocks.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from random import Random
 
 import anyio
 
 from kvbus.demo.block_allocator import BlockAllocator
+from kvbus.demo.paged_cache import Tables
+from kvbus.geometry import BlockTable
 
 
 class BlockPool:
-    """The blocks of one engine; ids come in no order, so that each engine's are others."""
+    """The blocks of one group; ids come in no order, so that those of each pool are others."""
 
     def __init__(self, num_blocks: int, *, seed: str) -> None:
         self.num_blocks = num_blocks
@@ -49,3 +51,39 @@ class BlockPool:
         if self._returned.is_set():
             self._returned = anyio.Event()
         await self._returned.wait()
+
+
+class BlockPools:
+    """A pool for each group of an engine's cache.
+
+    Every request takes from them in the same order, so that no two wait for each other.
+    """
+
+    def __init__(self, num_blocks: Mapping[str, int], *, seed: str) -> None:
+        self._pools = {
+            group: BlockPool(number, seed=f"{seed}/{group}") for group, number in num_blocks.items()
+        }
+
+    @property
+    def num_held(self) -> int:
+        """Blocks that are not free, of all groups."""
+        return sum(pool.num_held for pool in self._pools.values())
+
+    async def take(self, wanted: Mapping[str, range]) -> Tables:
+        """A table for each group, of the blocks that are ``wanted`` by their position."""
+        return {
+            group: BlockTable.of(
+                await pool.take(len(wanted[group])), first_block=wanted[group].start
+            )
+            for group, pool in self._pools.items()
+        }
+
+    def give(self, tables: Tables) -> None:
+        """These blocks are free again."""
+        for group, table in tables.items():
+            self._pools[group].give(table.array().tolist())
+
+    async def all_free(self) -> None:
+        """Return when no request holds a block."""
+        for pool in self._pools.values():
+            await pool.all_free()

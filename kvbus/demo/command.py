@@ -7,7 +7,6 @@ import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from signal import Signals
 
 import anyio
@@ -17,10 +16,10 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
 from kvbus.demo import arguments as args
 from kvbus.demo.folder import private_folder
-from kvbus.demo.options import DemoOptions, Layout
+from kvbus.demo.options import DemoOptions
 from kvbus.demo.outcome import DemoReport
-from kvbus.demo.prompts import read_prompts
 from kvbus.demo.run import OnProgress, run_demo
+from kvbus.demo.shape import Attention, Layout, ReadPath
 from kvbus.demo.table import print_report
 from kvbus.errors import ConfigError, KVBusError, leaves
 
@@ -29,16 +28,29 @@ def demo(
     *,
     requests: args.Requests = 12,
     concurrency: args.Concurrency = 4,
-    prefill_tp: args.PrefillTp = 1,
-    decode_tp: args.DecodeTp = 1,
-    block_size: args.BlockSize = 16,
-    layout: args.BlockLayout = Layout.NHD,
-    cross_layer: args.CrossLayer = False,
     max_new_tokens: args.MaxNewTokens = 24,
     prompt_file: args.PromptFile = None,
-    seed: args.Seed = 0,
     keep_logs: args.KeepLogs = None,
     as_one_json: args.AsOneJson = False,
+    layout: args.BlockLayout = Layout.NHD,
+    block_size: args.BlockSize = 16,
+    cross_layer: args.CrossLayer = False,
+    prefill_tp: args.PrefillTp = 1,
+    prefill_pp: args.PrefillPp = 1,
+    prefill_layout: args.PrefillLayout = None,
+    prefill_block_size: args.PrefillBlockSize = None,
+    prefill_cross_layer: args.PrefillCrossLayer = False,
+    prefill_chunk: args.PrefillChunk = None,
+    decode_tp: args.DecodeTp = 1,
+    decode_pp: args.DecodePp = 1,
+    decode_layout: args.DecodeLayout = None,
+    decode_block_size: args.DecodeBlockSize = None,
+    decode_cross_layer: args.DecodeCrossLayer = False,
+    path: args.Path_ = ReadPath.AUTO,
+    attention: args.AttentionKind = Attention.GQA,
+    kv_heads: args.KvHeads = None,
+    window: args.Window = None,
+    seed: args.Seed = 0,
     flip_one_byte: args.FlipOneByte = False,
 ) -> None:
     """Hand requests from a prefill engine to a decode engine, and compare with one engine alone.
@@ -48,20 +60,7 @@ def demo(
     that all were equal and that every block came back.
     """
     with _told_as_bad_parameter():
-        options = DemoOptions(
-            prompts=read_prompts(prompt_file),
-            num_requests=requests,
-            concurrency=concurrency,
-            prefill_tp=prefill_tp,
-            decode_tp=decode_tp,
-            block_size=block_size,
-            layout=layout,
-            cross_layer=cross_layer,
-            max_new_tokens=max_new_tokens,
-            seed=seed,
-            keep_logs=_made(keep_logs),
-            flip_one_byte=flip_one_byte,
-        )
+        options = args.demo_options(locals())
     _print(_run(options), as_one_json=as_one_json)
 
 
@@ -115,12 +114,3 @@ def _told_as_bad_parameter() -> Iterator[None]:
         yield
     except ConfigError as error:
         raise typer.BadParameter(error.message) from error
-
-
-def _made(folder: Path | None) -> Path | None:
-    if folder is not None:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"cannot make the folder {folder}: {error.strerror}") from error
-    return folder

@@ -4,14 +4,14 @@ Refuses to compare by tokens alone: each step carries a digest of its logits, wh
 error that is too small to change the greedy token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from kvbus.demo.block_allocator import BlockAllocator
 from kvbus.demo.model import Transformer
-from kvbus.demo.paged_cache import PagedKV
+from kvbus.demo.paged_cache import PagedKV, Tables
 from kvbus.demo.step import Step
 from kvbus.errors import LocalError
-from kvbus.geometry import num_blocks_for
+from kvbus.geometry import BlockTable, num_blocks_for
 
 
 def encode(text: str) -> list[int]:
@@ -19,30 +19,46 @@ def encode(text: str) -> list[int]:
     return list(text.encode())
 
 
-def prefill_prompt(
+def prefill_passes(
     model: Transformer,
     kv: PagedKV,
-    block_ids: Sequence[int],
+    tables: Tables,
     *,
     prompt: Sequence[int],
     tokens_per_pass: int | None = None,
-) -> Step:
-    """The prefill side: caches K and V of the whole prompt and yields the first output token.
+) -> Iterator[tuple[int, Step]]:
+    """The prefill side, pass by pass (chunked prefill), or, without ``tokens_per_pass``, in one.
 
-    With ``tokens_per_pass`` it takes the prompt in several passes (chunked prefill).
+    Yields how many tokens are cached now, and the token after them: that of the last pass is the
+    first of the output.
     """
     if not prompt:
         raise LocalError("a prompt of no tokens has nothing to hand off")
     stride = tokens_per_pass or len(prompt)
     for start in range(0, len(prompt), stride):
-        logits = model.prefill(prompt[start : start + stride], kv, block_ids, start=start)
-    return Step.greedy(logits)
+        tokens = prompt[start : start + stride]
+        logits = model.prefill(tokens, kv, tables, start=start)
+        yield start + len(tokens), Step.greedy(logits)
+
+
+def prefill_prompt(
+    model: Transformer,
+    kv: PagedKV,
+    tables: Tables,
+    *,
+    prompt: Sequence[int],
+    tokens_per_pass: int | None = None,
+) -> Step:
+    """All passes of the prefill side; returns the first token of the output."""
+    passes = prefill_passes(model, kv, tables, prompt=prompt, tokens_per_pass=tokens_per_pass)
+    *_, (_, step) = passes
+    return step
 
 
 def decode(
     model: Transformer,
     kv: PagedKV,
-    block_ids: Sequence[int],
+    tables: Tables,
     *,
     first_token: int,
     position: int,
@@ -50,13 +66,13 @@ def decode(
 ) -> list[Step]:
     """The decode side: goes on from the prefill side's token, and yields those after it.
 
-    ``position`` is that token's: the prompt's length. The cache holds K and V of all positions
-    before it, and the blocks have room for ``num_steps`` more.
+    ``position`` is that token's: the prompt's length. The cache holds what it attends to before
+    it, and the blocks have room for ``num_steps`` more.
     """
     steps: list[Step] = []
     token = first_token
     for i in range(num_steps):
-        steps.append(Step.greedy(model.decode_step(token, position + i, kv, block_ids)))
+        steps.append(Step.greedy(model.decode_step(token, position + i, kv, tables)))
         token = steps[-1].token
     return steps
 
@@ -76,12 +92,13 @@ def generate_alone(
     """
     num_blocks = num_blocks_for(len(prompt) + max_new_tokens, block_size)
     kv = PagedKV.private(model.config, num_blocks=num_blocks, block_size=block_size)
-    block_ids = BlockAllocator(num_blocks).allocate(num_blocks)
-    first = prefill_prompt(model, kv, block_ids, prompt=prompt, tokens_per_pass=tokens_per_pass)
+    table = BlockTable.of(BlockAllocator(num_blocks).allocate(num_blocks))
+    tables = dict.fromkeys(model.config.groups, table)
+    first = prefill_prompt(model, kv, tables, prompt=prompt, tokens_per_pass=tokens_per_pass)
     rest = decode(
         model,
         kv,
-        block_ids,
+        tables,
         first_token=first.token,
         position=len(prompt),
         num_steps=max_new_tokens - 1,

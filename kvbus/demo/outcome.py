@@ -6,9 +6,10 @@ Refuses to judge by tokens alone: an output matches when tokens and digests of a
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from kvbus.demo.options import DemoOptions
 from kvbus.demo.step import Step
 from kvbus.demo.work import Decoded, Failed, Prefilled
 
@@ -49,6 +50,7 @@ class Leaks:
 class DemoReport:
     """A whole run; ``alone`` are the steps of the model run alone, by prompt."""
 
+    options: DemoOptions
     served: Sequence[Served]
     alone: Mapping[str, Sequence[Step]]
     leaks: Leaks
@@ -66,6 +68,15 @@ class DemoReport:
     def handoffs(self) -> list[Decoded]:
         """The requests whose fetch completed."""
         return [served.decoded for served in self.served if served.decoded is not None]
+
+    @property
+    def after_prefill_s(self) -> list[float]:
+        """From the end of a prefill to the completion of its fetch, of each that completed."""
+        return [
+            served.decoded.fetched_at_s - served.prefilled.computed_at_s
+            for served in self.served
+            if served.decoded is not None and served.prefilled is not None
+        ]
 
     @property
     def failures(self) -> Counter[str]:
@@ -86,14 +97,22 @@ class DemoReport:
             "failed": self.failures.total(),
             "failures": dict(self.failures),
             "bytes": sum(handoff.num_bytes for handoff in self.handoffs),
-            "handoff_ms": {"p50": self.handoff_ms(0.5), "p99": self.handoff_ms(0.99)},
+            "handoff_ms": _quantiles_ms([one.handoff_s for one in self.handoffs]),
+            "after_prefill_ms": _quantiles_ms(self.after_prefill_s),
             "paths": dict(Counter(handoff.path for handoff in self.handoffs)),
             "leaked_blocks": self.leaks.total,
+            "prefill": asdict(self.options.prefill),
+            "decode": asdict(self.options.decode),
+            "model": asdict(self.options.model),
+            "path": self.options.path,
+            "prefill_chunk": self.options.prefill_chunk,
         }
 
-    def handoff_ms(self, quantile: float) -> float | None:
-        """The nearest rank of the times from a fetch's call to its completion; None of none."""
-        times = sorted(handoff.handoff_s for handoff in self.handoffs)
-        if not times:
-            return None
-        return round(times[math.ceil(quantile * len(times)) - 1] * 1e3, 3)
+
+def _quantiles_ms(times_s: Sequence[float]) -> dict[str, float | None]:
+    """The nearest ranks of p50 and p99; None of none."""
+    ordered = sorted(times_s)
+    return {
+        name: round(ordered[math.ceil(quantile * len(ordered)) - 1] * 1e3, 3) if ordered else None
+        for name, quantile in (("p50", 0.5), ("p99", 0.99))
+    }

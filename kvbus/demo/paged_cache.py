@@ -7,10 +7,10 @@ Axes
     slot    token slots of one block, ``block_size`` of them
     token   tokens of one request, by position
     head    KV heads that the rank holds, or, of the model, all of them
-    dim     ``head_dim``
+    dim     elements of one head of the cache
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -18,12 +18,18 @@ from torch import Tensor
 
 from kvbus.demo.model_config import ModelConfig
 from kvbus.errors import GeometryError, LocalError
-from kvbus.geometry import held_heads
+from kvbus.geometry import BlockTable, KvPart, held_heads, layer_interval
+
+LayerViews = Mapping[KvPart, Tensor]
+"""The parts of one layer on one rank, each [block, slot, head, dim] with any strides."""
+
+Tables = Mapping[str, BlockTable]
+"""The blocks of one request, by group; a table may lack those that a window has left behind."""
 
 
 @dataclass(frozen=True)
 class HeldHead:
-    """Where one KV head is held: on which rank, and as which of that rank's heads."""
+    """Where one KV head is held: on which rank of a stage, and as which of that rank's heads."""
 
     rank: int
     local_head: int
@@ -33,96 +39,88 @@ def held_head_of_each_query_head(config: ModelConfig, tp: int) -> list[HeldHead]
     """Which copy of its KV head each query head reads; replicas share the query heads evenly."""
     if not 0 < tp <= config.num_query_heads:
         raise GeometryError(f"tp {tp} leaves ranks without a query head", tp=tp)
-    holders: list[list[HeldHead]] = [[] for _ in range(config.num_kv_heads)]
+    holders: list[list[HeldHead]] = [[] for _ in range(config.cache_heads)]
     for rank in range(tp):
-        for local_head, head in enumerate(held_heads(rank, tp, config.num_kv_heads)):
+        for local_head, head in enumerate(held_heads(rank, tp, config.cache_heads)):
             holders[head].append(HeldHead(rank, local_head))
     sharing = config.query_heads_per_kv_head
     return [copies[i * len(copies) // sharing] for copies in holders for i in range(sharing)]
 
 
 @dataclass(frozen=True)
-class LayerViews:
-    """K and V of one layer on one rank, each [block, slot, head, dim] with any strides."""
-
-    k: Tensor
-    v: Tensor
-
-    def __post_init__(self) -> None:
-        if self.k.dim() != 4 or self.k.shape != self.v.shape:
-            raise GeometryError(
-                "K and V must both be [block, slot, head, dim],"
-                f" not {tuple(self.k.shape)} and {tuple(self.v.shape)}"
-            )
-
-
-@dataclass(frozen=True)
 class PagedKV:
-    """The KV cache of one engine: ``views[rank][layer]``.
+    """The KV cache of one engine: ``views[rank][layer][part]``.
 
-    The views may lie anywhere (shared memory, one tensor of all layers) and in any axis order.
-    Values are cast to their dtype when written.
+    A rank has the layers of its pipeline stage; those of one stage follow each other. The views
+    may lie anywhere (shared memory, one tensor of all layers) and in any axis order. Values are
+    cast to their dtype when written.
     """
 
-    views: Sequence[Sequence[LayerViews]]
+    views: Sequence[Mapping[int, LayerViews]]
+
+    def __post_init__(self) -> None:
+        for parts in (parts for layers in self.views for parts in layers.values()):
+            shapes = {tuple(view.shape) for view in parts.values()}
+            if len(shapes) != 1 or len(shapes.pop()) != 4:
+                raise GeometryError(
+                    "the parts of a layer must be [block, slot, head, dim] and alike, not "
+                    + ", ".join(f"{part}: {tuple(view.shape)}" for part, view in parts.items())
+                )
 
     @classmethod
     def private(
-        cls, config: ModelConfig, *, num_blocks: int, block_size: int, tp: int = 1
+        cls, config: ModelConfig, *, num_blocks: int, block_size: int, tp: int = 1, pp: int = 1
     ) -> "PagedKV":
-        """A cache in memory of its own: a tensor for each rank, layer, and K or V."""
+        """A cache in memory of its own: a tensor for each rank, layer and part."""
 
-        def layer_views(rank: int) -> LayerViews:
-            num_heads = len(held_heads(rank, tp, config.num_kv_heads))
-            shape = (num_blocks, block_size, num_heads, config.head_dim)
-            return LayerViews(*(torch.zeros(shape, dtype=config.kv_dtype) for _ in "kv"))
+        def layer_views(tp_rank: int) -> LayerViews:
+            num_heads = len(held_heads(tp_rank, tp, config.cache_heads))
+            shape = (num_blocks, block_size, num_heads, config.cache_dim)
+            return {part: torch.zeros(shape, dtype=config.kv_dtype) for part in config.parts}
 
-        return cls([[layer_views(rank) for _ in range(config.num_layers)] for rank in range(tp)])
+        stages = [range(*layer_interval(stage, pp, config.num_layers)) for stage in range(pp)]
+        return cls(
+            [
+                {layer: layer_views(tp_rank) for layer in layers}
+                for layers in stages
+                for tp_rank in range(tp)
+            ]
+        )
 
-    @property
-    def tp(self) -> int:
-        """The number of ranks."""
-        return len(self.views)
+    def ranks_of(self, layer: int) -> Sequence[LayerViews]:
+        """The views of ``layer``, by tensor parallel rank of the stage that holds it."""
+        return [layers[layer] for layers in self.views if layer in layers]
 
-    @property
-    def num_blocks(self) -> int:
-        """The number of blocks, the same on every rank."""
-        return self.views[0][0].k.shape[0]
 
-    @property
-    def block_size(self) -> int:
-        """Token slots in a block."""
-        return self.views[0][0].k.shape[1]
-
-    def write(
-        self, rank: int, layer: int, *, block_ids: Sequence[int], start: int, k: Tensor, v: Tensor
-    ) -> None:
-        """Stores K and V, each [token, head, dim] of the rank's heads, from position ``start``."""
-        views = self.views[rank][layer]
-        if k.shape != v.shape or k.shape[1:] != views.k.shape[2:]:
+def write(views: LayerViews, table: BlockTable, *, start: int, parts: LayerViews) -> None:
+    """Stores ``parts``, each [token, head, dim] of the rank's heads, from position ``start``."""
+    if parts.keys() != views.keys():
+        raise GeometryError(f"parts {', '.join(parts)} do not fit {', '.join(views)}")
+    for part, values in parts.items():
+        view = views[part]
+        if values.shape[1:] != view.shape[2:]:
             raise GeometryError(
-                f"K {tuple(k.shape)} and V {tuple(v.shape)} do not fit rank {rank}'s"
-                f" [head, dim] {tuple(views.k.shape[2:])}"
+                f"{part} {tuple(values.shape)}: heads and elements do not fit the rank's"
+                f" [head, dim] {tuple(view.shape[2:])}"
             )
-        at = self._slots(block_ids, start, start + k.shape[0])
-        views.k[at] = k.to(views.k.dtype)
-        views.v[at] = v.to(views.v.dtype)
+        at = slots(table, view, start, start + values.shape[0])
+        view[at] = values.to(view.dtype)
 
-    def gather(
-        self, rank: int, layer: int, *, block_ids: Sequence[int], num_tokens: int
-    ) -> tuple[Tensor, Tensor]:
-        """Copies of K and V, each [token, head, dim], of positions 0 to ``num_tokens``."""
-        at = self._slots(block_ids, 0, num_tokens)
-        views = self.views[rank][layer]
-        return views.k[at], views.v[at]
 
-    def _slots(self, block_ids: Sequence[int], start: int, stop: int) -> tuple[Tensor, Tensor]:
-        """The block and the slot of each position, each [token]."""
-        if stop > len(block_ids) * self.block_size:
-            raise LocalError(
-                f"{len(block_ids)} blocks of {self.block_size} do not hold {stop} tokens"
-            )
-        if min(block_ids) < 0 or max(block_ids) >= self.num_blocks:
-            raise LocalError(f"a block id of {list(block_ids)} is not in 0..{self.num_blocks - 1}")
-        positions = torch.arange(start, stop)
-        return torch.tensor(block_ids)[positions // self.block_size], positions % self.block_size
+def gather(views: LayerViews, table: BlockTable, *, start: int, stop: int) -> LayerViews:
+    """Copies of all parts, each [token, head, dim], of positions ``start`` to ``stop``."""
+    return {part: view[slots(table, view, start, stop)] for part, view in views.items()}
+
+
+def slots(table: BlockTable, view: Tensor, start: int, stop: int) -> tuple[Tensor, Tensor]:
+    """The block and the slot of each position, each [token]."""
+    num_blocks, block_size = view.shape[:2]
+    first, last = table.first_block, table.first_block + len(table)
+    if start < first * block_size or stop > last * block_size:
+        raise LocalError(
+            f"blocks {first} to {last} of {block_size} do not hold tokens {start} to {stop}"
+        )
+    table.check_ids(num_blocks)
+    positions = torch.arange(start, stop)
+    ids = torch.from_numpy(table.array().astype("int64"))
+    return ids[positions // block_size - first], positions % block_size

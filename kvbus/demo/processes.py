@@ -14,6 +14,7 @@ import msgspec
 from kvbus.demo.child import Child
 from kvbus.demo.engine_line import EngineLine
 from kvbus.demo.options import DemoOptions
+from kvbus.demo.shape import ReadPath
 from kvbus.demo.work import EngineSetup
 
 ROLES = ("prefill", "decode")
@@ -44,7 +45,7 @@ async def running_processes(options: DemoOptions, folder: Path) -> AsyncIterator
     children: list[Child] = []
     try:
         for role in ROLES:
-            children.append(await start_agent(role, folder, logs))
+            children.append(await start_agent(role, options, folder, logs))
         for role in ROLES:
             children.append(await start_engine(role, options, folder, logs))
         prefill_agent, decode_agent, prefill_engine, decode_engine = children
@@ -67,10 +68,10 @@ async def running_processes(options: DemoOptions, folder: Path) -> AsyncIterator
                     ends.start_soon(child.end)
 
 
-async def start_agent(role: str, folder: Path, logs: Path) -> Child:
+async def start_agent(role: str, options: DemoOptions, folder: Path, logs: Path) -> Child:
     """An agent with a configuration in ``folder``."""
     log = logs / f"{role}-agent.log"
-    config = write_agent_config(role, folder)
+    config = write_agent_config(role, options, folder)
     return await Child.start(f"{role} agent", f"kvbus_{role}", str(config), log=log)
 
 
@@ -82,16 +83,17 @@ async def start_engine(role: str, options: DemoOptions, folder: Path, logs: Path
     return await Child.start(f"{role} engine", module, setup, log=log, is_piped=True)
 
 
-def write_agent_config(role: str, folder: Path) -> Path:
+def write_agent_config(role: str, options: DemoOptions, folder: Path) -> Path:
     """A configuration with free ports, and with sockets below ``folder``."""
     path = folder / f"{role}.toml"
+    is_forced = role == "decode" and options.path is not ReadPath.AUTO
     path.write_text(
         f'agent_id = "{role}-demo"\n'
         'peer_bind = "tcp://127.0.0.1:0"\n'
         'events_bind = "tcp://127.0.0.1:0"\n'
         f'runtime_dir = "{folder / role}"\n'
         'log_format = "json"\n'
-        f"drain_timeout_s = {DRAIN_TIMEOUT_S}\n",
+        f"drain_timeout_s = {DRAIN_TIMEOUT_S}\n" + (f'path = "{options.path}"\n' * is_forced),
         encoding="utf-8",
     )
     return path
@@ -102,11 +104,11 @@ def engine_setup(role: str, options: DemoOptions, folder: Path) -> EngineSetup:
     return EngineSetup(
         engine_id=f"{role}-engine",
         attach_path=str(folder / role / ATTACH_SOCKET),
-        tp=options.prefill_tp if role == "prefill" else options.decode_tp,
-        block_size=options.block_size,
-        num_blocks=options.num_blocks,
-        layout=options.layout,
-        cross_layer=options.cross_layer,
-        seed=options.seed,
+        model=options.model,
+        side=options.prefill if role == "prefill" else options.decode,
+        concurrency=options.concurrency,
+        max_prompt_tokens=options.max_prompt_tokens,
+        max_new_tokens=options.max_new_tokens,
+        prefill_chunk=options.prefill_chunk,
         flip_one_byte=options.flip_one_byte and role == "decode",
     )

@@ -1,4 +1,4 @@
-"""The router's part: a request goes to the prefill engine, then with its ticket to decode.
+"""The router's part: a request goes to the prefill engine, and its ticket to the decode engine.
 
 Refuses to leave an offer behind: the offer of a request that failed after it is withdrawn.
 """
@@ -12,7 +12,17 @@ from kvbus.bus import ask_agent
 from kvbus.demo.options import DemoOptions, num_tokens
 from kvbus.demo.outcome import Leaks, Served
 from kvbus.demo.processes import Processes
-from kvbus.demo.work import Decode, Decoded, Failed, Prefill, Prefilled, Settle, Settled
+from kvbus.demo.work import (
+    Decode,
+    Decoded,
+    Failed,
+    FirstToken,
+    Offered,
+    Prefill,
+    Prefilled,
+    Settle,
+    Settled,
+)
 from kvbus.errors import RequestRefused
 from kvbus.protocol.message import Empty
 from kvbus.protocol.peer import AgentStatus, PeerWithdraw, Status
@@ -57,20 +67,28 @@ class Router:
         return Leaks(prefill_blocks, decode_blocks, counts["offers"], counts["fetches"])
 
     async def _serve(self, number: int) -> Served:
+        """The ticket goes to decode at once, the first token when prefill is done."""
         prompt, request_id = self._options.prompt(number), f"request-{number}"
-        prefilled = await self._prefill.ask(Prefill(request_id, prompt), Prefilled)
-        if isinstance(prefilled, Failed):
-            return Served(request_id, prompt, failed=prefilled)
+        prefilling = self._prefill.expect(request_id, Prefilled)
+        offered = await self._prefill.ask(Prefill(request_id, prompt), Offered)
+        if isinstance(offered, Failed):
+            return Served(request_id, prompt, failed=offered)
         decode = Decode(
             request_id=request_id,
-            ticket=prefilled.ticket,
+            ticket=offered.ticket,
             num_tokens=num_tokens(prompt),
-            first_token=prefilled.step.token,
             num_steps=self._options.max_new_tokens - 1,
         )
-        decoded = await self._decode.ask(decode, Decoded)
+        decoding = self._decode.expect(request_id, Decoded)
+        await self._decode.tell(decode)
+        prefilled = await prefilling
+        if isinstance(prefilled, Failed):
+            await decoding  # the offer was withdrawn, and its fetch fails
+            return Served(request_id, prompt, failed=prefilled)
+        await self._decode.tell(FirstToken(request_id, prefilled.step.token))
+        decoded = await decoding
         if isinstance(decoded, Failed):
-            await self._withdraw(Ticket.from_json(prefilled.ticket))
+            await self._withdraw(Ticket.from_json(offered.ticket))
             return Served(request_id, prompt, prefilled, failed=decoded)
         return Served(request_id, prompt, prefilled, decoded)
 

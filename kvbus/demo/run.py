@@ -66,7 +66,7 @@ async def _run(options: DemoOptions, folder: Path, on_progress: OnProgress) -> D
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(processes.finish)
             alone = await _run_alone(options, completed, on_progress)
-    return DemoReport(served, alone, leaks)
+    return DemoReport(options, served, alone, leaks)
 
 
 async def _run_alone(
@@ -90,7 +90,7 @@ def _load_model(options: DemoOptions) -> Callable[[str], list[Step]]:
     from kvbus.demo.model import Transformer  # noqa: PLC0415 - see above
     from kvbus.demo.model_config import ModelConfig  # noqa: PLC0415 - see above
 
-    model = Transformer(ModelConfig(seed=options.seed))
+    model = Transformer(ModelConfig.of(options.model))
     return lambda prompt: generate_alone(
-        model, encode(prompt), options.max_new_tokens, block_size=options.block_size
+        model, encode(prompt), options.max_new_tokens, tokens_per_pass=options.prefill_chunk
     )

@@ -3,6 +3,8 @@
 Refuses to be wider than 80 columns.
 """
 
+from collections.abc import Mapping
+
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
 from rich.table import Table
@@ -51,20 +53,24 @@ def summary_lines(report: DemoReport) -> list[Text]:
     """What the run comes to, a line each."""
     summary = report.summary()
     num_requests, num_matched = summary["requests"], summary["matched"]
+    options = report.options
     lines = [
+        Text(f"prefill {options.prefill} → decode {options.decode}"),
         Text(
             f"{num_matched} of {num_requests} outputs equal those of the model run alone,"
             " tokens and logits",
             style=DONE if num_matched == num_requests else FAILED,
-        )
+        ),
     ]
     lines += [
         Text(f"{count} failed: {why}", style=FAILED) for why, count in report.failures.items()
     ]
     if report.handoffs:
-        p50, p99 = (summary["handoff_ms"][name] for name in ("p50", "p99"))
         moved = f"moved {summary['bytes'] / 1e6:.1f} MB; a handoff took"
-        lines.append(Text(f"{moved} {p50:.1f} ms (p50), {p99:.1f} ms (p99)"))
+        lines.append(Text(f"{moved} {_quantiles(summary['handoff_ms'])}"))
+        if options.prefill_chunk:
+            after = _quantiles(summary["after_prefill_ms"])
+            lines.append(Text(f"after the last chunk of a prefill it took {after}"))
     return [*lines, _leak_line(report)]
 
 
@@ -78,6 +84,10 @@ def _leak_line(report: DemoReport) -> Text:
         f" {leaks.offers} offers, {leaks.fetches} fetches",
         style=FAILED,
     )
+
+
+def _quantiles(ms: Mapping[str, float]) -> str:
+    return f"{ms['p50']:.1f} ms (p50), {ms['p99']:.1f} ms (p99)"
 
 
 def _cells(served: Served) -> list[str]:

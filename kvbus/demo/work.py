@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from kvbus.demo.shape import ModelShape, Side
 from kvbus.demo.step import Step
 from kvbus.protocol.engine import StageTimes
 
@@ -16,35 +17,42 @@ MAX_LINE_BYTES = 1 << 20
 class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine is told when it starts; ``flip_one_byte`` is a fault, for a negative control.
 
-    ``num_blocks`` is the size of each rank's cache, ``seed`` that of the model's weights.
+    The caches are as large as ``concurrency`` requests need, each of ``max_prompt_tokens`` and
+    ``max_new_tokens`` at most, so that all blocks are reused.
     """
 
     engine_id: str
     attach_path: str
-    tp: int
-    block_size: int
-    num_blocks: int
-    layout: str
-    cross_layer: bool
-    seed: int
+    model: ModelShape
+    side: Side
+    concurrency: int
+    max_prompt_tokens: int
+    max_new_tokens: int
+    prefill_chunk: int | None = None
     flip_one_byte: bool = False
 
 
 class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
-    """Compute a prompt, offer its KV, and answer `Prefilled`."""
+    """Compute a prompt, offer its KV, and answer `Offered` and `Prefilled`."""
 
     request_id: str
     prompt: str
 
 
 class Decode(msgspec.Struct, frozen=True, tag="decode"):
-    """Fetch the KV of ``num_tokens`` tokens, generate ``num_steps`` more, and answer `Decoded`."""
+    """Fetch the KV of ``num_tokens`` tokens, await `FirstToken`, generate, answer `Decoded`."""
 
     request_id: str
     ticket: dict[str, Any]
     num_tokens: int
-    first_token: int
     num_steps: int
+
+
+class FirstToken(msgspec.Struct, frozen=True, tag="first_token"):
+    """What a request's `Decode` goes on from. It has no answer."""
+
+    request_id: str
+    token: int
 
 
 class Settle(msgspec.Struct, frozen=True, tag="settle"):
@@ -60,23 +68,37 @@ class Ready(msgspec.Struct, frozen=True, tag="ready"):
     request_id: str = "ready"
 
 
+class Offered(msgspec.Struct, frozen=True, tag="offered"):
+    """The ticket of the offer; of a chunked prefill, it comes before there is any KV."""
+
+    request_id: str
+    ticket: dict[str, Any]
+
+
 class Prefilled(msgspec.Struct, frozen=True, tag="prefilled"):
-    """The first token, and the ticket of the offer."""
+    """All KV is computed, in ``num_blocks`` blocks, and the first token is known.
+
+    ``computed_at_s`` is when the last of it was, by the machine's monotonic clock.
+    """
 
     request_id: str
     step: Step
-    ticket: dict[str, Any]
     num_blocks: int
+    computed_at_s: float
 
 
 class Decoded(msgspec.Struct, frozen=True, tag="decoded"):
-    """The tokens after the first, and what the fetch took, from its call to its completion."""
+    """The tokens after the first, and what the fetch took, from its call to its completion.
+
+    ``fetched_at_s`` is when it completed, by the machine's monotonic clock.
+    """
 
     request_id: str
     steps: list[Step]
     num_bytes: int
     path: str
     handoff_s: float
+    fetched_at_s: float
     stages_s: StageTimes
 
 
@@ -95,5 +117,5 @@ class Settled(msgspec.Struct, frozen=True, tag="settled"):
     request_id: str = "settle"
 
 
-Work = Prefill | Decode | Settle
-Answer = Ready | Prefilled | Decoded | Failed | Settled
+Work = Prefill | Decode | FirstToken | Settle
+Answer = Ready | Offered | Prefilled | Decoded | Failed | Settled

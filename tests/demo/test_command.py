@@ -1,16 +1,22 @@
 """The command line: refusals name the option, and asking for help does not load torch."""
 
+import json
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner, Result
 
 from kvbus.cli import app
-from kvbus.demo.arguments import MAX_TP
+from kvbus.demo import command
+from kvbus.demo.arguments import MAX_KV_HEADS
 from kvbus.demo.model_config import ModelConfig
-from kvbus.demo.options import MAX_TOKENS
+from kvbus.demo.options import MAX_TOKENS, DemoOptions
+from kvbus.demo.outcome import DemoReport, Leaks
+from kvbus.demo.processes import write_agent_config
+from kvbus.demo.shape import MAX_TP, NUM_LAYERS, Attention, Layout, ModelShape, ReadPath, Side
 from tests.agents import Agents, agents_ended
 
 
@@ -27,6 +33,13 @@ def kvbus(*arguments: str) -> Result:
         (["--prompt-file", "/nowhere/at/all"], "cannot read /nowhere/at/all"),
         (["--max-new-tokens", "4000"], "4096"),
         (["--keep-logs", "/dev/null/logs"], "/dev/null/logs"),
+        (["--decode-pp", "5"], "--decode-pp"),
+        (["--decode-layout", "NH"], "--decode-layout"),
+        (["--prefill-block-size", "0"], "--prefill-block-size"),
+        (["--window", "1"], "--window"),
+        (["--path", "fast"], "'packed'"),
+        (["--attention", "mha"], "'mla'"),
+        (["--attention", "mla", "--kv-heads", "4"], "--kv-heads is for --attention gqa"),
     ],
 )
 def test_a_wrong_option_is_refused_by_name(arguments: list[str], told: str) -> None:
@@ -54,9 +67,95 @@ def test_the_version_is_that_of_the_package() -> None:
 
 
 def test_the_driver_knows_the_bounds_of_the_model() -> None:
-    model = ModelConfig()
+    models = [ModelConfig.of(ModelShape(kv_heads=heads)) for heads in range(1, MAX_KV_HEADS + 1)]
 
-    assert (model.max_tokens, model.num_query_heads) == (MAX_TOKENS, MAX_TP)
+    assert {model.max_tokens for model in models} == {MAX_TOKENS}
+    assert {model.num_layers for model in models} == {NUM_LAYERS}
+    assert min(model.num_query_heads for model in models) == MAX_TP
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[DemoOptions]:
+    """What runs were asked for; none is started."""
+    runs: list[DemoOptions] = []
+
+    def ask(options: DemoOptions) -> DemoReport:
+        runs.append(options)
+        return DemoReport(options, [], {}, Leaks(0, 0, 0, 0))
+
+    monkeypatch.setattr(command, "_run", ask)
+    return runs
+
+
+def test_the_options_of_both_engines_are_for_each_that_has_none_of_its_own(
+    asked: list[DemoOptions],
+) -> None:
+    both = ("--layout", "HND", "--block-size", "48")
+
+    results = [
+        kvbus("demo", *both),
+        kvbus("demo", *both, "--prefill-layout", "nhd", "--decode-block-size", "5"),
+        kvbus("demo", "--cross-layer"),
+        kvbus("demo", "--decode-cross-layer", "--prefill-tp", "3", "--decode-pp", "2"),
+    ]
+
+    hnd = Side(layout=Layout.HND, block_size=48)
+    assert [result.exit_code for result in results] == [0, 0, 0, 0]
+    assert [(run.prefill, run.decode) for run in asked] == [
+        (hnd, hnd),
+        (Side(layout=Layout.NHD, block_size=48), Side(layout=Layout.HND, block_size=5)),
+        (Side(cross_layer=True), Side(cross_layer=True)),
+        (Side(tp=3), Side(pp=2, cross_layer=True)),
+    ]
+
+
+def test_the_options_of_the_model_and_of_the_handoff_reach_the_run(
+    asked: list[DemoOptions],
+) -> None:
+    kvbus("demo", "--kv-heads", "6", "--window", "40", "--seed", "3", "--path", "packed")
+    kvbus("demo", "--attention", "mla", "--prefill-chunk", "32")
+
+    assert [run.model for run in asked] == [
+        ModelShape(seed=3, kv_heads=6, window=40),
+        ModelShape(attention=Attention.MLA),
+    ]
+    assert [(run.path, run.prefill_chunk) for run in asked] == [
+        (ReadPath.PACKED, None),
+        (ReadPath.AUTO, 32),
+    ]
+
+
+def test_the_json_says_what_was_run(asked: list[DemoOptions]) -> None:
+    result = kvbus("demo", "--json", "--decode-tp", "2", "--attention", "mla", "--path", "direct")
+
+    figures = json.loads(result.output.splitlines()[-1])
+    shape = {"pp": 1, "layout": "NHD", "block_size": 16, "cross_layer": False}
+    assert figures["prefill"] == {"tp": 1, **shape}
+    assert figures["decode"] == {"tp": 2, **shape}
+    assert figures["model"] == {"seed": 0, "attention": "mla", "kv_heads": 4, "window": None}
+    assert (figures["path"], figures["prefill_chunk"]) == ("direct", None)
+
+
+@pytest.mark.parametrize("path", ReadPath)
+def test_only_the_decode_agent_is_told_a_path_and_only_a_forced_one(
+    tmp_path: Path, path: ReadPath
+) -> None:
+    options = DemoOptions(prompts=("a",), path=path)
+
+    configs = {
+        role: tomllib.loads(write_agent_config(role, options, tmp_path).read_text())
+        for role in ("prefill", "decode")
+    }
+
+    assert "path" not in configs["prefill"]
+    assert configs["decode"].get("path", "auto") == path
+
+
+def test_the_help_shows_every_option_whole_on_80_columns() -> None:
+    result = CliRunner().invoke(app, ["demo", "--help"], env={"COLUMNS": "80"})
+
+    assert "…" not in result.output
+    assert max(map(len, result.output.splitlines())) <= 80
 
 
 def test_the_driver_starts_without_torch() -> None:

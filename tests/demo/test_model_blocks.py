@@ -7,13 +7,11 @@ from hypothesis import strategies as st
 
 from kvbus.demo.block_allocator import BlockAllocator
 from kvbus.demo.model_config import ModelConfig
-from kvbus.demo.paged_cache import (
-    LayerViews,
-    PagedKV,
-    held_head_of_each_query_head,
-)
+from kvbus.demo.paged_cache import PagedKV, gather, held_head_of_each_query_head, write
 from kvbus.errors import ErrorCode, GeometryError, LocalError
-from kvbus.geometry import held_heads
+from kvbus.geometry import BlockTable, KvPart, held_heads
+
+K, V = KvPart.KEY, KvPart.VALUE
 
 TINY = ModelConfig(num_layers=1, num_query_heads=4, num_kv_heads=2, head_dim=2)
 
@@ -100,43 +98,69 @@ def test_ranks_without_a_query_head_are_refused(tp: int) -> None:
 def test_what_was_written_in_pieces_is_gathered_whole_and_no_other_slot_changes(
     data: st.DataObject, block_size: int, num_tokens: int
 ) -> None:
-    """The oracle walks position by position: block_ids[p // size], slot p % size."""
+    """The oracle walks position by position: block_ids[p // size], slot p % size.
+
+    The table may lack the blocks before its first one.
+    """
     needed = -(-num_tokens // block_size)
-    kv = PagedKV.private(TINY, num_blocks=needed + 2, block_size=block_size)
+    views = PagedKV.private(TINY, num_blocks=needed + 2, block_size=block_size).views[0][0]
     block_ids = data.draw(st.permutations(range(needed + 2)))[:needed]
-    cut = data.draw(st.integers(0, num_tokens))
+    first_block = data.draw(st.integers(0, needed - 1))
+    table = BlockTable.of(block_ids[first_block:], first_block=first_block)
+    first = data.draw(st.integers(first_block * block_size, num_tokens - 1))
+    cut = data.draw(st.integers(first, num_tokens))
     k = torch.arange(1, num_tokens * 4 + 1, dtype=torch.bfloat16).view(num_tokens, 2, 2)
 
-    for start, stop in ((cut, num_tokens), (0, cut)):
-        kv.write(0, 0, block_ids=block_ids, start=start, k=k[start:stop], v=-k[start:stop])
-    gathered_k, gathered_v = kv.gather(0, 0, block_ids=block_ids, num_tokens=num_tokens)
+    for start, stop in ((cut, num_tokens), (first, cut)):
+        write(views, table, start=start, parts={K: k[start:stop], V: -k[start:stop]})
+    gathered = gather(views, table, start=first, stop=num_tokens)
 
-    expected = torch.zeros_like(kv.views[0][0].k)
-    for position in range(num_tokens):
+    expected = torch.zeros_like(views[K])
+    for position in range(first, num_tokens):
         block, slot = block_ids[position // block_size], position % block_size
         expected[block, slot] = k[position]
-    assert torch.equal(gathered_k, k)
-    assert torch.equal(gathered_v, -k)
-    assert torch.equal(kv.views[0][0].k, expected)
-    assert torch.equal(kv.views[0][0].v, -expected)
+    assert torch.equal(gathered[K], k[first:])
+    assert torch.equal(gathered[V], -k[first:])
+    assert torch.equal(views[K], expected)
+    assert torch.equal(views[V], -expected)
 
 
-@pytest.mark.parametrize("block_ids", [[0], [0, 4], [0, -1], []])
-def test_a_table_that_does_not_hold_the_tokens_is_refused(block_ids: list[int]) -> None:
-    kv = PagedKV.private(TINY, num_blocks=4, block_size=4)
+@pytest.mark.parametrize(
+    ("block_ids", "first_block"), [([0], 0), ([0, 4], 0), ([0, 0], 0), ([], 0), ([0], 1)]
+)
+def test_a_table_that_does_not_hold_the_tokens_is_refused(
+    block_ids: list[int], first_block: int
+) -> None:
+    views = PagedKV.private(TINY, num_blocks=4, block_size=4).views[0][0]
 
     with pytest.raises(LocalError, match="block"):
-        kv.gather(0, 0, block_ids=block_ids, num_tokens=5)
+        gather(views, BlockTable.of(block_ids, first_block=first_block), start=3, stop=5)
 
 
 @pytest.mark.parametrize("shape", [(1, 1, 2), (1, 2, 1), (1, 3, 2)])
 def test_heads_that_are_not_the_ranks_are_refused_not_broadcast(shape: tuple[int, ...]) -> None:
-    kv = PagedKV.private(TINY, num_blocks=1, block_size=4)
+    views = PagedKV.private(TINY, num_blocks=1, block_size=4).views[0][0]
+    parts = {K: torch.ones(shape), V: torch.ones(shape)}
 
     with pytest.raises(GeometryError, match="do not fit"):
-        kv.write(0, 0, block_ids=[0], start=0, k=torch.ones(shape), v=torch.ones(shape))
+        write(views, BlockTable.of([0]), start=0, parts=parts)
+
+
+def test_parts_that_are_not_the_caches_are_refused() -> None:
+    views = PagedKV.private(TINY, num_blocks=1, block_size=4).views[0][0]
+
+    with pytest.raises(GeometryError, match="latent do not fit k, v"):
+        write(views, BlockTable.of([0]), start=0, parts={KvPart.LATENT: torch.ones(1, 2, 2)})
 
 
 def test_views_of_different_shapes_are_refused() -> None:
     with pytest.raises(GeometryError, match="slot"):
-        LayerViews(k=torch.zeros(4, 2, 2, 2), v=torch.zeros(4, 2, 2, 1))
+        PagedKV([{0: {K: torch.zeros(4, 2, 2, 2), V: torch.zeros(4, 2, 2, 1)}}])
+
+
+def test_each_layer_is_on_the_ranks_of_one_stage() -> None:
+    config = ModelConfig(num_layers=5)
+    kv = PagedKV.private(config, num_blocks=1, block_size=4, tp=2, pp=3)
+
+    assert [sorted(layers) for layers in kv.views] == [[0], [0], [1, 2], [1, 2], [3, 4], [3, 4]]
+    assert [len(kv.ranks_of(layer)) for layer in range(5)] == [2] * 5

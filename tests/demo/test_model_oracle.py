@@ -11,12 +11,16 @@ import torch
 from torch import Tensor
 
 from kvbus.demo.generate import encode, generate_alone
-from kvbus.demo.model import LayerWeights, Transformer
+from kvbus.demo.model import Transformer
 from kvbus.demo.model_config import ModelConfig
 from kvbus.demo.paged_cache import PagedKV
+from kvbus.demo.shape import Attention
+from kvbus.demo.weights import LayerWeights
+from kvbus.geometry import KvPart
+from tests.demo.caches import tables
 
 PROMPT = encode("The decode engine never reads a prompt")
-SMALL = ModelConfig(num_layers=3, head_dim=16, hidden=64, intermediate=96)
+SMALL = ModelConfig(num_layers=3, head_dim=16, latent_dim=24, hidden=64, intermediate=96)
 
 
 def oracle_rotated(x: Tensor, theta: float) -> Tensor:
@@ -30,19 +34,32 @@ def oracle_rotated(x: Tensor, theta: float) -> Tensor:
     return torch.cat([turned.real, turned.imag], dim=1)
 
 
-def oracle_attention(x: Tensor, weights: LayerWeights, config: ModelConfig) -> Tensor:
+def oracle_kv(
+    x: Tensor, weights: LayerWeights, config: ModelConfig, *, query_head: int, part: KvPart
+) -> Tensor:
+    """K or V of one query head: [token, dim]."""
+    if config.attention is Attention.MLA:
+        latent = (x @ weights.cached[KvPart.LATENT]).to(config.kv_dtype).double()
+        return latent @ weights.raised[part][query_head]
+    head = query_head // (config.num_query_heads // config.num_kv_heads)
+    columns = slice(head * config.head_dim, (head + 1) * config.head_dim)
+    return (x @ weights.cached[part])[:, columns].to(config.kv_dtype).double()
+
+
+def oracle_attention(x: Tensor, weights: LayerWeights, config: ModelConfig, layer: int) -> Tensor:
     dim, outputs = config.head_dim, []
+    window = config.window if config.window and layer in (1, 3) else len(x)
     for query_head in range(config.num_query_heads):
-        head = query_head // config.query_heads_per_kv_head
         q = (x @ weights.query)[:, query_head * dim :][:, :dim]
         q = oracle_rotated(q, config.rope_theta)
-        k = (x @ weights.key)[:, head * dim :][:, :dim].to(config.kv_dtype).double()
+        k = oracle_kv(x, weights, config, query_head=query_head, part=KvPart.KEY)
         k = oracle_rotated(k, config.rope_theta)
-        v = (x @ weights.value)[:, head * dim :][:, :dim].to(config.kv_dtype).double()
+        v = oracle_kv(x, weights, config, query_head=query_head, part=KvPart.VALUE)
         rows = []
         for token in range(len(x)):
-            weight = torch.exp(k[: token + 1] @ q[token] / math.sqrt(dim))
-            rows.append(weight / weight.sum() @ v[: token + 1])
+            seen = [j for j in range(token + 1) if j > token - window]
+            weight = torch.exp(k[seen] @ q[token] / math.sqrt(dim))
+            rows.append(weight / weight.sum() @ v[seen])
         outputs.append(torch.stack(rows))
     return torch.cat(outputs, dim=1) @ weights.output
 
@@ -52,31 +69,45 @@ def oracle_logits(model: Transformer, tokens: list[int]) -> Tensor:
         return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-6)
 
     x = model.weights.embedding[tokens]
-    for weights in model.weights.layers:
-        x = x + oracle_attention(norm(x), weights, model.config)
+    for layer, weights in enumerate(model.weights.layers):
+        x = x + oracle_attention(norm(x), weights, model.config, layer)
         gate, up = norm(x) @ weights.gate, norm(x) @ weights.up
         x = x + (gate * torch.sigmoid(gate) * up) @ weights.down
     return (norm(x) @ model.weights.logits)[-1].float()
 
 
-@pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_paged_prefill_and_decode_equal_an_unpaged_transformer(kv_dtype: torch.dtype) -> None:
-    model = Transformer(replace(SMALL, kv_dtype=kv_dtype))
+@pytest.mark.parametrize(
+    ("attention", "window", "kv_dtype"),
+    [
+        (Attention.GQA, None, torch.bfloat16),
+        (Attention.GQA, None, torch.float16),
+        (Attention.GQA, None, torch.float64),
+        (Attention.MLA, None, torch.bfloat16),
+        (Attention.MLA, 7, torch.bfloat16),
+        (Attention.GQA, 1, torch.bfloat16),
+        (Attention.GQA, 7, torch.bfloat16),
+        (Attention.GQA, len(PROMPT), torch.bfloat16),
+    ],
+)
+def test_paged_prefill_and_decode_equal_an_unpaged_transformer(
+    attention: Attention, window: int | None, kv_dtype: torch.dtype
+) -> None:
+    model = Transformer(replace(SMALL, kv_dtype=kv_dtype, attention=attention, window=window))
     kv = PagedKV.private(model.config, num_blocks=12, block_size=4, tp=2)
-    block_ids = [9, 2, 11, 0, 5, 7, 4, 1, 10, 6]
+    at = tables(model.config, [9, 2, 11, 0, 5, 7, 4, 1, 10, 6])
 
-    prefilled = model.prefill(PROMPT, kv, block_ids)
-    decoded = model.decode_step(65, len(PROMPT), kv, block_ids)
+    prefilled = model.prefill(PROMPT, kv, at)
+    decoded = model.decode_step(65, len(PROMPT), kv, at)
 
     torch.testing.assert_close(prefilled, oracle_logits(model, PROMPT), rtol=0, atol=1e-5)
     torch.testing.assert_close(decoded, oracle_logits(model, [*PROMPT, 65]), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("tokens_per_pass", [None, 10])
+@pytest.mark.parametrize(("tokens_per_pass", "window"), [(None, None), (10, None), (10, 7)])
 def test_each_generated_token_is_the_unpaged_transformers_greedy_one(
-    tokens_per_pass: int | None,
+    tokens_per_pass: int | None, window: int | None
 ) -> None:
-    small = Transformer(SMALL)
+    small = Transformer(replace(SMALL, window=window))
 
     steps = generate_alone(small, PROMPT, 5, block_size=4, tokens_per_pass=tokens_per_pass)
 

@@ -1,0 +1,113 @@
+"""Caches, block tables and whole engines for the tests of the demo's model, without agents."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from random import Random
+
+from torch import Tensor
+
+from kvbus.demo.engine import engine_spec
+from kvbus.demo.generate import decode, encode, prefill_prompt
+from kvbus.demo.model import Transformer
+from kvbus.demo.model_config import ModelConfig
+from kvbus.demo.paged_cache import PagedKV, Tables
+from kvbus.demo.request_blocks import decode_blocks, prefill_blocks
+from kvbus.demo.shape import Attention, ModelShape, Side
+from kvbus.demo.step import Step
+from kvbus.demo.work import EngineSetup
+from kvbus.geometry import BlockTable, GroupSpec, KvPart
+
+
+def tables(config: ModelConfig, block_ids: Sequence[int]) -> Tables:
+    """The same blocks in every group, from the first position on."""
+    return dict.fromkeys(config.groups, BlockTable.of(block_ids))
+
+
+def poisoned(kv: PagedKV) -> PagedKV:
+    """The same cache filled with NaN, so that a read of a slot never written shows."""
+    for parts in (parts for layers in kv.views for parts in layers.values()):
+        for view in parts.values():
+            view.fill_(math.nan)
+    return kv
+
+
+PROMPT = encode("Every byte of this prompt has a say in what comes after it, in every layer. " * 3)
+PROMPT = PROMPT[:200]
+NUM_STEPS = 4
+
+KINDS = {
+    "gqa": ModelShape(),
+    "six-heads": ModelShape(kv_heads=6),
+    "one-head": ModelShape(kv_heads=1),
+    "mla": ModelShape(attention=Attention.MLA),
+    "window": ModelShape(window=40),
+    "mla-window": ModelShape(attention=Attention.MLA, window=17),
+}
+
+
+def setup_of(side: Side) -> EngineSetup:
+    return EngineSetup(
+        engine_id="engine-0",
+        attach_path="/nowhere",
+        model=ModelShape(),
+        side=side,
+        concurrency=1,
+        max_prompt_tokens=len(PROMPT),
+        max_new_tokens=NUM_STEPS,
+    )
+
+
+@dataclass(frozen=True)
+class Engine:
+    """A poisoned cache and the blocks that one request has in it."""
+
+    model: Transformer
+    groups: tuple[GroupSpec, ...]
+    kv: PagedKV
+    tables: dict[str, BlockTable]
+
+    @classmethod
+    def shuffled(
+        cls, model: Transformer, *, side: Side, seed: int, tail_only: bool = False
+    ) -> "Engine":
+        """With ``tail_only``, it has no blocks for what a window has left behind."""
+        groups = engine_spec(setup_of(side), model.config).groups
+        num_blocks = 5 + max(
+            len(prefill_blocks(group, len(PROMPT) + NUM_STEPS)) for group in groups
+        )
+        kv = PagedKV.private(
+            model.config,
+            num_blocks=num_blocks,
+            block_size=side.block_size,
+            tp=side.tp,
+            pp=side.pp,
+        )
+        random, tables = Random(seed), {}
+        for group in groups:
+            wanted = prefill_blocks(group, len(PROMPT) + NUM_STEPS)
+            if tail_only:
+                wanted = decode_blocks(group, len(PROMPT), NUM_STEPS)
+            ids = random.sample(range(num_blocks), len(wanted))
+            tables[group.name] = BlockTable.of(ids, first_block=wanted.start)
+        return cls(model, groups, poisoned(kv), tables)
+
+    def table(self, layer: int) -> BlockTable:
+        return self.tables[self.model.config.group_of(layer)]
+
+    def prefill(self) -> Step:
+        return prefill_prompt(self.model, self.kv, self.tables, prompt=PROMPT)
+
+    def decode(self, first: Step, tables: Tables | None = None) -> list[Step]:
+        return decode(
+            self.model,
+            self.kv,
+            tables or self.tables,
+            first_token=first.token,
+            position=len(PROMPT),
+            num_steps=NUM_STEPS,
+        )
+
+    def view(self, layer: int, part: KvPart = KvPart.KEY) -> Tensor:
+        """That of the first rank that has the layer."""
+        return self.kv.ranks_of(layer)[0][part]
