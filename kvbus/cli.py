@@ -10,6 +10,7 @@ import typer
 
 from kvbus.bench.command import bench
 from kvbus.demo.command import demo
+from kvbus.plan.command import plan
 from kvbus.status_command import status
 
 app = typer.Typer(
@@ -21,6 +22,7 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(bench)
+app.command()(plan)
 app.command()(status)
 
 

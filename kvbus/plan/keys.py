@@ -1,0 +1,127 @@
+"""The keys of a spec of an engine: what each may be, and how text becomes it.
+
+Refuses a value out of its range with a `ConfigError` that names key, value and what is allowed.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from kvbus.errors import ConfigError, GeometryError
+from kvbus.geometry import DTYPE_SIZES_BYTES, AxisName, KvLayout
+
+Value = int | bool | str
+
+MAX_LAYERS = 512
+MAX_SPAN = 1 << 24
+"""Tokens of a request, and so of a window."""
+
+DTYPE_ALIASES = {
+    "bf16": "bfloat16",
+    "f16": "float16",
+    "fp16": "float16",
+    "f32": "float32",
+    "fp32": "float32",
+    "fp8": "float8_e4m3fn",
+    "f8": "float8_e4m3fn",
+    "fp8_e4m3": "float8_e4m3fn",
+    "fp8_e5m2": "float8_e5m2",
+}
+ATTENTION = ("gqa", "mla")
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """What one key may be: ``read`` makes the value of a text, or of what a TOML file has."""
+
+    allowed: str
+    read: Callable[[object], Value | None]
+
+    def value(self, name: str, given: object) -> Value:
+        """The value; raises `ConfigError` when it is not allowed."""
+        found = self.read(given)
+        if found is None:
+            raise refused(name, given, self.allowed)
+        return found
+
+
+def refused(name: str, given: object, allowed: str) -> ConfigError:
+    """The error of one key: its name, what was given, what is allowed."""
+    shown = str(given).lower() if isinstance(given, bool) else str(given)
+    shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
+    return ConfigError(f"{name}={shown!r}: {name} is {allowed}", field=name)
+
+
+def _whole(low: int, high: int, *, step: int = 1) -> Key:
+    def read(given: object) -> int | None:
+        if isinstance(given, str) and given.isascii() and given.isdigit() and len(given) <= 20:
+            given = int(given)
+        if isinstance(given, bool) or not isinstance(given, int):
+            return None
+        return given if low <= given <= high and given % step == 0 else None
+
+    kind = "a whole number" if step == 1 else "an even number"
+    return Key(f"{kind} from {low} to {high}", read)
+
+
+def _one_of(choices: Mapping[str, str], allowed: str) -> Key:
+    def read(given: object) -> str | None:
+        return choices.get(given.lower()) if isinstance(given, str) else None
+
+    return Key(allowed, read)
+
+
+def _read_bool(given: object) -> bool | None:
+    if isinstance(given, str):
+        return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}.get(
+            given.lower()
+        )
+    return given if isinstance(given, bool) else None
+
+
+def _read_layout(given: object) -> str | None:
+    """The text as `KvLayout.parse` takes it."""
+    if not isinstance(given, str):
+        return None
+    text = given.upper() if given.upper() in ("NHD", "HND") else given.lower().replace(".", ",")
+    try:
+        KvLayout.parse(text)
+    except GeometryError:
+        return None
+    return text
+
+
+def _read_name(given: object) -> str | None:
+    return (
+        given if isinstance(given, str) and 0 < len(given) <= 256 and given.isprintable() else None
+    )
+
+
+_AXES = ".".join(name for name in AxisName if name is not AxisName.LAYER)
+_DTYPES = {name: name for name in DTYPE_SIZES_BYTES} | DTYPE_ALIASES
+
+ENGINE_KEYS: Mapping[str, Key] = {
+    "tp": _whole(1, 1024),
+    "pp": _whole(1, 1024),
+    "layout": Key(f"NHD, HND, or all axes joined by dots, as {_AXES}", _read_layout),
+    "cross_layer": Key("true or false", _read_bool),
+    "model": Key("a printable name of at most 256 characters", _read_name),
+}
+GROUP_KEYS: Mapping[str, Key] = {
+    "block": _whole(1, 1 << 16),
+    "kv_heads": _whole(1, 4096),
+    "head": _whole(2, 1 << 16, step=2),
+    "layers": _whole(1, MAX_LAYERS),
+    "dtype": _one_of(_DTYPES, "one of " + ", ".join([*DTYPE_SIZES_BYTES, *DTYPE_ALIASES])),
+    "attention": _one_of({name: name for name in ATTENTION}, " or ".join(ATTENTION)),
+    "window": _whole(1, MAX_SPAN),
+}
+ALL_KEYS: Mapping[str, Key] = {**ENGINE_KEYS, **GROUP_KEYS}
+STATE_KEYS: Mapping[str, Key] = {"units": _whole(1, 4096), "bytes": _whole(1, 1 << 30)}
+NAME_KEY = ENGINE_KEYS["model"]
+
+
+def read_value(name: str, given: object, keys: Mapping[str, Key] = ALL_KEYS) -> Value:
+    """The value of ``name``; raises `ConfigError` for a key that there is not, or a bad value."""
+    if name not in keys:
+        raise ConfigError(f"{name!r} is not a key; keys are {', '.join(keys)}", field=name)
+    return keys[name].value(name, given)

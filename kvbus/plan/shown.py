@@ -1,0 +1,41 @@
+"""How numbers, bytes and intervals of a plan are written.
+
+Refuses to round what is exact: only bytes from 1,000 KiB on and times are rounded.
+"""
+
+from collections.abc import Iterable
+from itertools import pairwise
+
+UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
+
+
+def shown_bytes(num_bytes: float) -> str:
+    """``512 B``, ``64 KiB``, ``1.5 MiB``."""
+    size, unit = float(num_bytes), 0
+    while size >= 1000 and unit < len(UNITS) - 1:
+        size, unit = size / 1024, unit + 1
+    return f"{size:.4g} {UNITS[unit]}"
+
+
+def shown_time(seconds: float) -> str:
+    """Three digits or more, as ``13.7 ms``."""
+    for factor, unit in ((1.0, "s"), (1e3, "ms")):
+        if seconds * factor >= 1:
+            value = seconds * factor
+            return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
+    return f"{seconds * 1e6:.3g} us"
+
+
+def shown_numbers(numbers: Iterable[int]) -> str:
+    """``0-3, 7``: runs of three or more as intervals; a step of two as ``0-30 by 2``."""
+    ordered = sorted(numbers)
+    steps = {b - a for a, b in pairwise(ordered)}
+    if len(ordered) > 2 and len(steps) == 1 and (step := steps.pop()) > 1:
+        return f"{ordered[0]}-{ordered[-1]} by {step}"
+    runs: list[list[int]] = []
+    for number in ordered:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1].append(number)
+        else:
+            runs.append([number])
+    return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)

@@ -1,0 +1,179 @@
+"""``kvbus plan`` on the command line: what it prints, what it writes, how it ends."""
+
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree as ET
+
+import pytest
+from typer.testing import CliRunner, Result
+
+from kvbus.cli import app
+
+SMALL = "kv_heads=8,head=4,layers=2,dtype=f16"
+PATH_KEYS = {
+    "seconds",
+    "gather_s",
+    "read_s",
+    "scatter_s",
+    "descriptors",
+    "bytes",
+    "over_read_bytes",
+    "slot_bytes",
+    "boxes",
+    "box_bytes",
+}
+
+
+def plan(*arguments: str, prefill: str = SMALL, decode: str = SMALL, tokens: str = "32") -> Result:
+    options = ["plan", "--from", prefill, "--to", decode, "--tokens", tokens, *arguments]
+    return CliRunner().invoke(app, options, env={"COLUMNS": "80"})
+
+
+def as_json(*arguments: str, **sides: str) -> dict[str, Any]:
+    result = plan("--json", *arguments, **sides)
+    assert result.exit_code == 0, result.output
+    found: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return found
+
+
+def test_the_tables_say_who_reads_what_and_why_so() -> None:
+    result = plan(decode=f"tp=2,{SMALL}", tokens="2048")
+
+    lines = result.stdout.splitlines()
+    assert result.exit_code == 0
+    assert any(line.split()[:5] == ["0", "1", "attention", "0-1", "4-7"] for line in lines)
+    assert any(line.startswith("direct") and "16,384" in line for line in lines)
+    assert "predicted to be the fastest" in result.stdout
+    assert "those of the machine that kvbus is developed on" in result.stdout
+    assert max(map(len, lines)) <= 80
+
+
+def test_the_json_is_the_last_line_and_its_keys_stay() -> None:
+    found = as_json(decode=f"tp=2,{SMALL}")
+
+    assert set(found) == {
+        "from",
+        "to",
+        "tokens",
+        "bytes",
+        "reads",
+        "unread_ranks",
+        "paths",
+        "choice",
+        "slot_bytes",
+        "rates_from",
+        "rates",
+    }
+    assert set(found["from"]) == {"model", "tp", "pp", "axes", "groups"}
+    assert set(found["paths"]) == {"direct", "packed", "reordered"}
+    assert all(set(path) == PATH_KEYS for path in found["paths"].values())
+    assert set(found["choice"]) == {"path", "is_forced", "reason"}
+    assert found["reads"][1] == {
+        "prefill_rank": 0,
+        "decode_rank": 1,
+        "group": "attention",
+        "layers": [0, 1],
+        "parts": ["k", "v"],
+        "heads": [4, 8],
+        "positions": [0, 32],
+        "bytes": 4096,
+    }
+    assert (found["tokens"], found["bytes"]) == ([0, 32], 8192)
+    assert found["paths"]["direct"]["descriptors"] == 256
+
+
+def test_a_path_can_be_forced() -> None:
+    found = as_json("--path", "packed")
+
+    assert (found["choice"]["path"], found["choice"]["is_forced"]) == ("packed", True)
+    assert found["choice"]["reason"].startswith("asked for with --path; direct would take")
+
+
+def test_a_path_that_is_not_possible_is_null_and_cannot_be_forced() -> None:
+    assert as_json(tokens="0")["paths"]["packed"] is None
+
+    result = plan("--path", "packed", tokens="0")
+
+    assert result.exit_code == 2
+    assert result.stderr == "error: --path: this handoff cannot take packed, it can take direct\n"
+
+
+def test_the_picture_is_written(tmp_path: Path) -> None:
+    file = tmp_path / "plan.svg"
+
+    result = plan("--svg", str(file))
+
+    assert result.exit_code == 0
+    assert ET.parse(file).getroot().get("role") == "img"  # noqa: S314 - our own
+
+
+def test_a_picture_that_cannot_be_written_is_an_error() -> None:
+    result = plan("--svg", "/nowhere/at/all.svg")
+
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: --svg: cannot write '/nowhere/at/all.svg'")
+
+
+def test_rates_of_other_machines_change_the_prediction(tmp_path: Path) -> None:
+    file = tmp_path / "rates.toml"
+    file.write_text("seconds_per_read = 1\nnum_cores = 64\n")
+
+    found = as_json("--rates", str(file))
+
+    assert found["paths"]["direct"]["seconds"] > 1
+    assert found["rates"]["num_cores"] == 64
+    assert found["rates_from"] == str(file)
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("speed = 1", "'speed' is not a key"),
+        ("num_cores = 1.5", "num_cores=1.5 is not a number of that kind"),
+        ("num_cores = true", "num_cores=True is not a number of that kind"),
+        ("wire_bytes_per_s = 0", "wire_bytes_per_s is 0"),
+        ("wire_bytes_per_s = nan", "wire_bytes_per_s is nan"),
+        ("wire_bytes_per_s", "is not TOML"),
+    ],
+)
+def test_wrong_rates_are_refused(tmp_path: Path, text: str, told: str) -> None:
+    file = tmp_path / "rates.toml"
+    file.write_text(text)
+
+    result = plan("--rates", str(file))
+
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: --rates: ")
+    assert told in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_wrong_spec_is_one_line_and_status_2() -> None:
+    result = plan(decode=f"tp=0,{SMALL}")
+
+    assert result.exit_code == 2
+    assert result.stderr == "error: --to: tp='0': tp is a whole number from 1 to 1024\n"
+    assert result.stdout == ""
+
+
+def test_engines_that_do_not_fit_are_one_line_and_status_1() -> None:
+    result = plan(decode="kv_heads=4,head=4,layers=2,dtype=f16")
+
+    assert result.exit_code == 1
+    assert result.stderr == (
+        "error: engines differ in attention.num_kv_heads: prefill has 8, decode has 4\n"
+    )
+
+
+def test_a_first_token_behind_the_last_is_refused() -> None:
+    result = plan("--first-token", "33")
+
+    assert result.exit_code == 2
+    assert result.stderr == "error: --first-token: 33 is more than --tokens 32\n"
+
+
+def test_many_reads_are_counted_below_the_table() -> None:
+    result = plan(prefill=f"tp=8,{SMALL}", decode=f"tp=64,{SMALL}")
+
+    assert "and 24 more: --json has them all" in result.stdout

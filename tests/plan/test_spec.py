@@ -1,0 +1,203 @@
+"""Specs become engines; a mistake is one line that names side, key, value and what is allowed."""
+
+from pathlib import Path
+
+import pytest
+
+from kvbus.errors import ConfigError
+from kvbus.geometry import AxisName, KvPart, StatePart
+from kvbus.plan.spec import read_side
+
+SMALL = "kv_heads=8,head=128,layers=4"
+GROUPS = """
+tp = 2
+head = 128
+kv_heads = 8
+[[groups]]
+name = "full"
+layers = [0, 2]
+block = 32
+[[groups]]
+name = "ssm"
+layers = 2
+parts = [{name = "conv", units = 8, bytes = 4096}]
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "engine.toml"
+
+
+def refusal(text: str) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read_side("--from", text)
+    return caught.value.message
+
+
+def test_a_short_text_says_all_of_an_engine() -> None:
+    side = read_side(
+        "--from",
+        "tp=4,pp=2,layout=hnd,cross_layer=true,block=64,kv_heads=8,head=128,layers=32,"
+        "dtype=fp8,model=m",
+    )
+
+    engine, group = side.engine, side.engine.groups[0]
+    assert (engine.tp_size, engine.pp_size, engine.model, len(engine.groups)) == (4, 2, "m", 1)
+    assert (group.layers, group.block_size, group.num_kv_heads) == (tuple(range(32)), 64, 8)
+    assert (group.head_dim, group.dtype, group.window) == (128, "float8_e4m3fn", None)
+    assert group.parts == (KvPart.KEY, KvPart.VALUE)
+    assert ".".join(side.layout.axes) == "block.layer.kv.head.token.dim"
+
+
+def test_what_a_text_leaves_out_is_common() -> None:
+    side = read_side("--to", SMALL)
+
+    group = side.engine.groups[0]
+    assert (side.engine.tp_size, side.engine.pp_size) == (1, 1)
+    assert (group.name, group.block_size, group.dtype) == ("attention", 16, "bfloat16")
+    assert ".".join(side.layout.axes) == "block.kv.token.head.dim"
+
+
+def test_a_layout_may_name_all_axes() -> None:
+    side = read_side("--to", f"layout=kv.layer.block.head.token.dim,{SMALL}")
+
+    assert side.layout.axes[:3] == (AxisName.KV, AxisName.LAYER, AxisName.BLOCK)
+
+
+def test_a_latent_needs_no_heads() -> None:
+    group = read_side("--to", "attention=mla,head=576,layers=2").engine.groups[0]
+
+    assert (group.parts, group.num_kv_heads, group.head_dim) == ((KvPart.LATENT,), 1, 576)
+
+
+def test_a_window_is_that_of_every_other_layer() -> None:
+    full, window = read_side("--to", f"window=100,{SMALL}").engine.groups
+
+    assert (full.name, full.layers, full.window) == ("full", (0, 2), None)
+    assert (window.name, window.layers, window.window) == ("window", (1, 3), 100)
+
+
+def test_a_file_may_have_the_keys_of_a_text(file: Path) -> None:
+    file.write_text('layout = "HND"\ncross_layer = true\nkv_heads = 8\nhead = 128\nlayers = 4\n')
+
+    side = read_side("--from", str(file))
+
+    assert side.engine == read_side("--from", f"layout=HND,cross_layer=true,{SMALL}").engine
+    assert side.layout.cross_layer
+
+
+def test_groups_of_a_file_have_what_they_do_not_say_from_its_top(file: Path) -> None:
+    file.write_text(GROUPS)
+
+    full, state = read_side("--from", str(file)).engine.groups
+
+    assert (full.layers, full.block_size, full.num_kv_heads) == ((0, 2), 32, 8)
+    assert (state.layers, state.state) == ((3, 4), (StatePart("conv", 8, 4096),))
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        (f"tp=0,{SMALL}", "tp='0': tp is a whole number from 1 to 1024"),
+        (f"tp=1025,{SMALL}", "tp='1025': tp is a whole number from 1 to 1024"),
+        (f"tp=two,{SMALL}", "tp='two': tp is"),
+        (f"tp=1.5,{SMALL}", "tp='1.5': tp is"),
+        (f"tp=²,{SMALL}", "tp='²': tp is"),
+        (f"tp={'9' * 5000},{SMALL}", "...': tp is"),
+        (f"pp=5,{SMALL}", "pp=5: more stages than the 4 layers"),
+        (f"tp=1024,pp=4,{SMALL}", "tp=1024 times pp=4 is more than 2048 ranks"),
+        (f"layout=NDH,{SMALL}", "layout='NDH': layout is NHD, HND, or all axes joined by dots"),
+        (f"layout=block.kv.token,{SMALL}", "layout='block.kv.token': layout is"),
+        (f"cross_layer=maybe,{SMALL}", "cross_layer='maybe': cross_layer is true or false"),
+        (f"layout=block.layer.kv.token.head.dim,cross_layer=no,{SMALL}", "has the layer axis"),
+        (f"block=0,{SMALL}", "block='0': block is a whole number from 1 to 65536"),
+        (f"dtype=int3,{SMALL}", "dtype='int3': dtype is one of float32, float16"),
+        (f"attention=mha,{SMALL}", "attention='mha': attention is gqa or mla"),
+        (f"attention=mla,{SMALL}", "kv_heads=8: with attention=mla"),
+        (f"window=0,{SMALL}", "window='0': window is a whole number from 1"),
+        ("window=9,kv_heads=8,head=128,layers=1", "layers is 2 or more, not 1"),
+        ("kv_heads=8,head=127,layers=4", "head='127': head is an even number from 2 to 65536"),
+        ("kv_heads=8,head=128,layers=0", "layers='0': layers is a whole number from 1 to 512"),
+        ("head=128,layers=4", "kv_heads is missing: it is a whole number from 1 to 4096"),
+        ("kv_heads=8,layers=4", "head is missing"),
+        ("kv_heads=8,head=128", "layers is missing"),
+        (f"tp=1,tp=2,{SMALL}", "tp is given twice"),
+        (f"tpp=1,{SMALL}", "'tpp' is not a key; keys are tp, pp, layout"),
+        (f"tp,{SMALL}", "'tp' is not key=value"),
+        (f"{SMALL},", "'' is not key=value"),
+        ("", "a spec is key=value pairs, or a file of them; keys are tp, pp"),
+        ("a\0b", "is neither key=value pairs nor a readable file"),
+        ("/nowhere/at/all.toml", "neither key=value pairs nor a readable file: No such file"),
+    ],
+)
+def test_a_wrong_text_is_refused_in_one_line_that_names_side_and_key(text: str, told: str) -> None:
+    message = refusal(text)
+
+    assert message.startswith("--from: ")
+    assert told in message
+    assert message.isprintable()
+    assert len(message) < 300
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("tp = ", "is not TOML"),
+        ("tp = true", "tp='true': tp is a whole number"),
+        ("tp = 2.0", "tp='2.0': tp is a whole number"),
+        ("tp = [2]", "tp='[2]': tp is a whole number"),
+        ("tp = 2\nlayers = 3\n[[groups]]\nname = 'a'", "layers belongs into each of the groups"),
+        ("groups = 3", "groups is 1 to 64 tables"),
+        ("groups = []", "groups is 1 to 64 tables"),
+        ("groups = [3]", "group 1: 3 is not a table"),
+        ("[[groups]]\nlayers = 3", "group 1: name is missing"),
+        ("[[groups]]\nname = ''", "group 1: name=''"),
+        ("[[groups]]\nname = 'a'", "group 1: layers='None': layers is a list of layer numbers"),
+        ("[[groups]]\nname = 'a'\nlayers = [-1]", "layers='[-1]'"),
+        ("[[groups]]\nname = 'a'\nlayers = [600]", "layers='[600]'"),
+        ("[[groups]]\nname = 'a'\nlayers = ['x']", "layers="),
+        ("[[groups]]\nname = 'a'\nlayers = 1\ntp = 2", "group 1: 'tp' is not a key"),
+        ("[[groups]]\nname = 'a'\nlayers = 1\nparts = 3", "parts='3': parts is a list of"),
+        ("[[groups]]\nname = 'a'\nlayers = 1\nparts = [{name = 'x'}]", "parts is a list of"),
+        (
+            "[[groups]]\nname = 'a'\nlayers = 1\nblock = 2\n"
+            "parts = [{name = 'x', units = 1, bytes = 1}]",
+            "block does not go with parts",
+        ),
+        (
+            "[[groups]]\nname = 'a'\nlayers = 1\nparts = [{name = 'x', units = 0, bytes = 1}]",
+            "units='0': units is a whole number from 1 to 4096",
+        ),
+        (
+            "head = 2\nkv_heads = 1\n[[groups]]\nname = 'a'\nlayers = [0]\n"
+            "[[groups]]\nname = 'b'\nlayers = [0]",
+            "a layer is in two groups",
+        ),
+        (
+            "head = 2\nkv_heads = 1\n[[groups]]\nname = 'a'\nlayers = [0]\n"
+            "[[groups]]\nname = 'a'\nlayers = [1]",
+            "two groups have one name",
+        ),
+    ],
+)
+def test_a_wrong_file_is_refused_in_one_line(file: Path, text: str, told: str) -> None:
+    file.write_text(text)
+
+    message = refusal(str(file))
+
+    assert message.startswith("--from: ")
+    assert told in message
+    assert message.isprintable()
+
+
+def test_a_file_that_is_not_text_is_refused(file: Path) -> None:
+    file.write_bytes(b"\xff\xfe")
+
+    assert "is not TOML" in refusal(str(file))
+
+
+def test_a_file_of_a_mebibyte_or_more_is_refused(file: Path) -> None:
+    file.write_bytes(b"#" * (1 << 20) + b"\n")
+
+    assert "more than 1048576 bytes" in refusal(str(file))
