@@ -8,6 +8,7 @@ from typing import TypeVar
 from kvbus.agent.diagrams import Table, state_diagram, state_sentences
 from kvbus_decode import transitions as decode
 from kvbus_decode.fetch import FetchState
+from kvbus_prefill import pack
 from kvbus_prefill import transitions as prefill
 from kvbus_prefill.offer import OfferState
 
@@ -39,13 +40,19 @@ def page() -> str:
         prefill.TRANSITIONS,
         {OfferState.OPEN: "Opened", OfferState.SEALED: "Opened, sealed"},
     )
+    box = section(
+        "A box in a staging slot, at the prefill agent",
+        pack.PackState,
+        pack.TRANSITIONS,
+        {pack.PackState.WAITING: "Asked"},
+    )
     fetch = section(
         "A fetch, at the decode agent",
         FetchState,
         decode.TRANSITIONS,
         {FetchState.RESOLVING: "Requested"},
     )
-    return HEAD + offer + fetch
+    return HEAD + offer + box + fetch
 
 
 if __name__ == "__main__":

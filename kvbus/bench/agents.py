@@ -51,13 +51,16 @@ class BenchAgent:
 
 
 @contextlib.contextmanager
-def agent(role: str, folder: Path) -> Iterator[BenchAgent]:
-    """Start the ``role`` agent below ``folder``; engines wait until it listens."""
-    port = _free_port()
-    runtime, log = folder / role, folder / f"{role}.log"
-    config = folder / f"{role}.toml"
+def agent(role: str, folder: Path, *, path: str = "") -> Iterator[BenchAgent]:
+    """Start the ``role`` agent below ``folder``; engines wait until it listens.
+
+    A decode agent reads by ``path``, if that is given.
+    """
+    port, name = _free_port(), f"{role}-{path or 'auto'}"
+    runtime, log = folder / name, folder / f"{name}.log"
+    config = folder / f"{name}.toml"
     config.write_text(
-        f'agent_id = "{role}-bench"\n'
+        (f'path = "{path}"\n' if path else "") + f'agent_id = "{name}-bench"\n'
         'peer_bind = "tcp://127.0.0.1:0"\n'
         'events_bind = "tcp://127.0.0.1:0"\n'
         f'runtime_dir = "{runtime}"\n'

@@ -5,7 +5,7 @@ Refuses wrong bytes: a handoff that did not bring the pattern is an error.
 
 import contextlib
 import time
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -16,13 +16,13 @@ import anyio
 from kvbus.bench.agents import BenchAgent
 from kvbus.bench.pattern import arrived, wipe
 from kvbus.bench.processes import cpu_s, running
+from kvbus.bench.ranks import ATTACH_TIMEOUT_S, open_ranks
 from kvbus.bench.shapes import GROUP, Shape, Tables
 from kvbus.bus import BusContext, RequestClient, new_boot_id, new_context
-from kvbus.engine import DecodeSession, KvCache, MemorySession
+from kvbus.engine import DecodeSession, KvCache
 from kvbus.errors import KVBusError
 from kvbus.protocol.engine import Fetched
 
-ATTACH_TIMEOUT_S = 30.0
 COMMAND_TIMEOUT_S = 120.0
 
 Ticket = Mapping[str, Any]
@@ -38,18 +38,22 @@ class Handoff:
 
 @dataclass(frozen=True, slots=True)
 class EnginePair:
-    """A prefill and a decode engine of one shape, ready and attached."""
+    """A prefill engine of shape ``source`` and a decode engine of ``shape``, ready and attached."""
 
     shape: Shape
+    source: Shape
+    num_source_blocks: int
     engine_id: str
-    cache: KvCache
+    caches: Sequence[KvCache]
     decode: DecodeSession
     _line: RequestClient
     _requests: "count[int]" = field(default_factory=count)
 
     async def offer_all(self, tables: list[Tables]) -> list[Ticket]:
         """Have the prefill engine offer each of ``tables`` as a request of its own."""
-        requests = {f"request-{next(self._requests)}": t.prefill.tolist() for t in tables}
+        requests = {
+            f"request-{next(self._requests)}": (t.num_tokens, t.prefill.tolist()) for t in tables
+        }
         body = {"engine_id": self.engine_id, "requests": requests}
         reply = await self._line.request("offer", body, timeout_s=COMMAND_TIMEOUT_S)
         return [reply[request_id] for request_id in requests]
@@ -67,18 +71,40 @@ class EnginePair:
         (ticket,) = await self.offer_all([tables])
         return await self.fetch(ticket, tables)
 
+    async def compute(self, tables: Tables, num_chunks: int, chunk_s: float) -> Ticket:
+        """Start a prefill in chunks, offered while it goes on."""
+        body = {
+            "engine_id": self.engine_id,
+            "request_id": f"request-{next(self._requests)}",
+            "blocks": tables.prefill.tolist(),
+            "num_tokens": tables.num_tokens,
+            "num_chunks": num_chunks,
+            "chunk_s": chunk_s,
+        }
+        return await self._line.request("compute", body, timeout_s=COMMAND_TIMEOUT_S)
+
     async def settle(self) -> list[float]:
         """Wait until no offer is live; seconds from offer to release of those that ended."""
+        return [released_at - ready_at for ready_at, released_at in await self._ended()]
+
+    async def ready_times(self) -> list[float]:
+        """Wait until no offer is live; when those that ended were ready, as `perf_counter`."""
+        return [ready_at for ready_at, _ in await self._ended()]
+
+    async def _ended(self) -> list[tuple[float, float]]:
         body = {"engine_id": self.engine_id}
         reply = await self._line.request("settle", body, timeout_s=COMMAND_TIMEOUT_S)
-        return list(reply.values())
+        return [(ready_at, released_at) for ready_at, released_at in reply.values()]
 
     async def verify(self, tables: Tables) -> None:
         """Do one handoff and compare every byte; the peers are warm after it."""
-        wipe(self.cache)
+        wipe(self.caches)
         await self.hand_off(tables)
-        if not arrived(self.cache, tables.prefill, tables.decode):
-            raise KVBusError(f"a handoff into '{self.shape.name}' brought wrong bytes")
+        blocks = self.num_source_blocks
+        if not arrived(self.caches, self.shape, self.source, tables, num_source_blocks=blocks):
+            raise KVBusError(
+                f"a handoff from '{self.source.name}' to '{self.shape.name}' brought wrong bytes"
+            )
         await self.settle()
 
 
@@ -96,20 +122,45 @@ class Bench:
 
     @contextlib.asynccontextmanager
     async def engines(self, shape: Shape, num_blocks: int) -> AsyncIterator[EnginePair]:
-        """Engines with caches of ``num_blocks`` blocks, until the block ends."""
+        """Engines of one shape with caches of ``num_blocks`` blocks, until the block ends."""
+        async with (
+            self.source(shape, num_blocks) as engine_id,
+            self.reader(shape, num_blocks, engine_id, (shape, num_blocks)) as pair,
+        ):
+            yield pair
+
+    @contextlib.asynccontextmanager
+    async def source(self, shape: Shape, num_blocks: int) -> AsyncIterator[str]:
+        """A prefill engine, by its id, with a cache full of the pattern."""
         engine_id = f"{shape.name}-{next(self._names)}"
         body = {"engine_id": engine_id, "shape": shape.name, "num_blocks": num_blocks}
         await self._line.request("open", body, timeout_s=COMMAND_TIMEOUT_S)
-        path, spec = self.decode_agent.attach_path, shape.spec(engine_id)
-        async with (
-            MemorySession(path, spec, 0, attach_timeout_s=ATTACH_TIMEOUT_S) as memory,
-            DecodeSession(path, spec, attach_timeout_s=ATTACH_TIMEOUT_S) as decode,
-        ):
-            cache = await memory.allocate(shape.layout, num_blocks=num_blocks)
+        yield engine_id
+        await self._line.request("close", {"engine_id": engine_id}, timeout_s=COMMAND_TIMEOUT_S)
+
+    @contextlib.asynccontextmanager
+    async def reader(
+        self,
+        shape: Shape,
+        num_blocks: int,
+        engine_id: str,
+        source: tuple[Shape, int],
+        *,
+        agent: BenchAgent | None = None,
+    ) -> AsyncIterator[EnginePair]:
+        """A decode engine beside ``agent`` that reads prefill engine ``engine_id``.
+
+        ``source`` are the shape and number of blocks of that one.
+        """
+        path = (agent or self.decode_agent).attach_path
+        spec = shape.spec(f"decode-{next(self._names)}")
+        decode = DecodeSession(path, spec, attach_timeout_s=ATTACH_TIMEOUT_S)
+        async with contextlib.AsyncExitStack() as stack:
+            await stack.enter_async_context(decode)
+            caches = await open_ranks(stack, path, spec, shape, num_blocks)
             await decode.register()
             await decode.ready()
-            yield EnginePair(shape, engine_id, cache, decode, self._line)
-        await self._line.request("close", {"engine_id": engine_id}, timeout_s=COMMAND_TIMEOUT_S)
+            yield EnginePair(shape, *source, engine_id, caches, decode, self._line)
 
     def cpu_s(self) -> dict[str, float]:
         """CPU seconds so far of each process, this one as the decode engine."""

@@ -6,27 +6,29 @@ Refuses to compute: its caches are filled with a pattern once.
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
 from anyio.abc import TaskGroup
 
-from kvbus.bench.pattern import all_words
-from kvbus.bench.shapes import BLOCK_SIZE, GROUP, SHAPES
-from kvbus.bench.words import fill
+from kvbus.bench.pattern import fill_ranks
+from kvbus.bench.ranks import ATTACH_TIMEOUT_S, open_ranks
+from kvbus.bench.shapes import GROUP, SHAPES
 from kvbus.bus import Call, RequestServer, new_boot_id, new_context
-from kvbus.engine import MemorySession, PrefillSession
+from kvbus.engine import Offer, PrefillSession
 from kvbus.errors import KVBusError
 from kvbus.protocol.engine import Released
 from kvbus.protocol.envelope import Body
 
-ATTACH_TIMEOUT_S = 30.0
-
 
 @dataclass(slots=True, eq=False)
 class Engine:
-    """One engine with its sessions; ``lived_s`` are the ended offers since they were last told."""
+    """One engine with its sessions; ``ended`` are the offers that ended since they were last told.
+
+    Of each, when its last tokens were ready, and when it was released.
+    """
 
     attach_path: str
     shape: str
@@ -34,7 +36,7 @@ class Engine:
     num_blocks: int
     control: PrefillSession = field(init=False)
     offered_at: dict[str, float] = field(default_factory=dict)
-    lived_s: dict[str, float] = field(default_factory=dict)
+    ended: dict[str, tuple[float, float]] = field(default_factory=dict)
     settled: anyio.Event = field(default_factory=anyio.Event)
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     closed: anyio.Event = field(default_factory=anyio.Event)
@@ -50,14 +52,10 @@ class Engine:
             on_released=self._on_released,
         )
         try:
-            async with (
-                MemorySession(
-                    self.attach_path, spec, 0, attach_timeout_s=ATTACH_TIMEOUT_S
-                ) as memory,
-                self.control,
-            ):
-                cache = await memory.allocate(shape.layout, num_blocks=self.num_blocks)
-                fill(all_words(cache))
+            async with AsyncExitStack() as stack:
+                await stack.enter_async_context(self.control)
+                caches = await open_ranks(stack, self.attach_path, spec, shape, self.num_blocks)
+                fill_ranks(caches, shape)
                 await self.control.register()
                 await self.control.ready()
                 task_status.started()
@@ -66,26 +64,45 @@ class Engine:
         finally:
             self.closed.set()
 
-    async def offer(self, request_id: str, blocks: list[int]) -> dict[str, Any]:
-        """Offer full blocks; returns the ticket."""
+    async def offer(self, request_id: str, num_tokens: int, blocks: list[int]) -> dict[str, Any]:
+        """Offer tokens; returns the ticket."""
         began = time.perf_counter()
         offer = await self.control.offer(
-            request_id, num_tokens=BLOCK_SIZE * len(blocks), block_ids={GROUP: blocks}
+            request_id, num_tokens=num_tokens, block_ids={GROUP: blocks}
         )
         self.offered_at[offer.offer_id] = began
         return offer.ticket
 
-    async def settle(self) -> dict[str, float]:
-        """Wait until no offer is live; seconds from each offer to its release, by offer."""
+    async def open(self, request_id: str, blocks: list[int]) -> Offer:
+        """An open offer of no tokens yet."""
+        offer = await self.control.offer(
+            request_id, num_tokens=0, block_ids={GROUP: blocks}, sealed=False
+        )
+        self.offered_at[offer.offer_id] = time.perf_counter()
+        return offer
+
+    async def compute(self, offer: Offer, num_tokens: int, num_chunks: int, chunk_s: float) -> None:
+        """Make a chunk of tokens ready every ``chunk_s``; the last one seals the offer.
+
+        What it tells is when the last chunk was ready: its computing is over then.
+        """
+        for chunk in range(1, num_chunks + 1):
+            await anyio.sleep(chunk_s)
+            self.offered_at[offer.offer_id] = time.perf_counter()
+            await offer.extend(num_tokens * chunk // num_chunks)
+        await offer.seal()
+
+    async def settle(self) -> dict[str, tuple[float, float]]:
+        """Wait until no offer is live; what has ended by then."""
         while self.offered_at:
             self.settled = anyio.Event()
             await self.settled.wait()
-        lived_s, self.lived_s = self.lived_s, {}
-        return lived_s
+        ended, self.ended = self.ended, {}
+        return ended
 
     def _on_released(self, released: Released) -> None:
-        began = self.offered_at.pop(released.offer_id)
-        self.lived_s[released.offer_id] = time.perf_counter() - began
+        ready_at = self.offered_at.pop(released.offer_id)
+        self.ended[released.offer_id] = ready_at, time.perf_counter()
         if not self.offered_at:
             self.settled.set()
 
@@ -102,6 +119,7 @@ class Commands:
         names: dict[str, Callable[[Body], Awaitable[dict[str, Any]]]] = {
             "open": self._open,
             "offer": self._offer,
+            "compute": self._compute,
             "settle": self._settle,
             "close": self._close,
         }
@@ -126,13 +144,21 @@ class Commands:
         engine = self._engines[body["engine_id"]]
         tickets: dict[str, Any] = {}
 
-        async def offer(request_id: str, blocks: list[int]) -> None:
-            tickets[request_id] = await engine.offer(request_id, blocks)
+        async def offer(request_id: str, num_tokens: int, blocks: list[int]) -> None:
+            tickets[request_id] = await engine.offer(request_id, num_tokens, blocks)
 
         async with anyio.create_task_group() as offers:
-            for request_id, blocks in body["requests"].items():
-                offers.start_soon(offer, request_id, blocks)
+            for request_id, (num_tokens, blocks) in body["requests"].items():
+                offers.start_soon(offer, request_id, num_tokens, blocks)
         return tickets
+
+    async def _compute(self, body: Body) -> dict[str, Any]:
+        """A prefill in chunks, offered as it goes on; answers at once, with the ticket."""
+        engine = self._engines[body["engine_id"]]
+        offer = await engine.open(body["request_id"], body["blocks"])
+        chunks = body["num_tokens"], body["num_chunks"], body["chunk_s"]
+        self._tasks.start_soon(engine.compute, offer, *chunks)
+        return dict(offer.ticket)
 
     async def _settle(self, body: Body) -> dict[str, Any]:
         return await self._engines[body["engine_id"]].settle()

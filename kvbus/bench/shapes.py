@@ -9,40 +9,64 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from kvbus.geometry import BlockTable, EngineSpec, GroupSpec, KvLayout, RankSpec, lay_out_rank
-from kvbus.planning import Descriptors, DirectPlan, PlacedRank
+from kvbus.geometry import (
+    BlockTable,
+    EngineSpec,
+    GroupSpec,
+    KvLayout,
+    KvPart,
+    RankSpec,
+    lay_out_rank,
+    num_blocks_for,
+)
+from kvbus.planning import Descriptors, DirectPlan, PlacedRank, ReadMap
 
 Blocks = npt.NDArray[np.int64]
 
 GROUP = "full"
-BLOCK_SIZE = 16
-HEAD_DIM = 128
 DTYPE, DTYPE_BYTES = "bfloat16", 2
+KV = (KvPart.KEY, KvPart.VALUE)
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A cache of one rank, the same on both sides; ``block_bytes`` are of all layers."""
+    """The cache of an engine; two of equal layers, heads and parts can exchange KV."""
 
     name: str
     num_layers: int
     num_kv_heads: int
     layout: KvLayout
+    tp_size: int = 1
+    block_size: int = 16
+    head_dim: int = 128
+    parts: tuple[KvPart, ...] = KV
+
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token, over all layers and heads."""
+        return self.num_layers * len(self.parts) * self.num_kv_heads * self.head_dim * DTYPE_BYTES
 
     @property
     def block_bytes(self) -> int:
-        """Bytes of one block, over all layers."""
-        return self.num_layers * 2 * BLOCK_SIZE * self.num_kv_heads * HEAD_DIM * DTYPE_BYTES
+        """Bytes of one block, over all layers and heads."""
+        return self.block_size * self.token_bytes
 
     def spec(self, engine_id: str) -> EngineSpec:
         """The engine that has this cache."""
         layers = tuple(range(self.num_layers))
-        group = GroupSpec(GROUP, layers, BLOCK_SIZE, self.num_kv_heads, HEAD_DIM, DTYPE)
-        return EngineSpec(engine_id, f"bench-{self.name}", 1, (group,))
+        group = GroupSpec(
+            GROUP, layers, self.block_size, self.num_kv_heads, self.head_dim, DTYPE, self.parts
+        )
+        model = f"bench-{self.num_layers}x{self.num_kv_heads}x{self.head_dim}"
+        return EngineSpec(engine_id, model, self.tp_size, (group,))
 
-    def rank(self, num_blocks: int) -> RankSpec:
+    def ranks(self, num_blocks: int) -> list[RankSpec]:
         """The memory of a cache of so many blocks."""
-        return lay_out_rank(self.spec("any"), 0, self.layout, num_blocks=num_blocks)
+        spec = self.spec("any")
+        return [
+            lay_out_rank(spec, rank, self.layout, num_blocks=num_blocks)
+            for rank in range(self.tp_size)
+        ]
 
 
 BIG = Shape("big", 4, 8, KvLayout.parse("NHD", cross_layer=True))
@@ -54,7 +78,17 @@ LAYERED = Shape("layered", 16, 2, KvLayout.parse("NHD"))
 SMALL = Shape("small", 4, 2, KvLayout.parse("NHD", cross_layer=True))
 """One run of 64 KiB a block."""
 
-SHAPES: Mapping[str, Shape] = {shape.name: shape for shape in (BIG, LAYERED, SMALL)}
+NHD, HND = KvLayout.parse("NHD"), KvLayout.parse("HND")
+NHD_1 = Shape("nhd-1", 16, 8, NHD)
+NHD_2 = Shape("nhd-2", 16, 8, NHD, tp_size=2)
+HND_1 = Shape("hnd-1", 16, 8, HND)
+NHD_64 = Shape("nhd-64", 16, 8, NHD, block_size=64)
+MLA_1 = Shape("mla-1", 32, 1, NHD, head_dim=512, parts=(KvPart.LATENT,))
+MLA_2 = Shape("mla-2", 32, 1, NHD, head_dim=512, parts=(KvPart.LATENT,), tp_size=2)
+
+SHAPES: Mapping[str, Shape] = {
+    shape.name: shape for shape in (BIG, LAYERED, SMALL, NHD_1, NHD_2, HND_1, NHD_64, MLA_1, MLA_2)
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,32 +97,57 @@ class Tables:
 
     prefill: Blocks
     decode: Blocks
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens in these blocks, all of them full."""
-        return len(self.prefill) * BLOCK_SIZE
+    num_tokens: int
 
 
-def contiguous(num_blocks: int) -> Tables:
+def contiguous(num_blocks: int, shape: Shape = BIG) -> Tables:
     """Blocks in order on both sides: all runs merge."""
-    return Tables(np.arange(num_blocks), np.arange(num_blocks))
+    blocks = np.arange(num_blocks)
+    return Tables(blocks, blocks, num_blocks * shape.block_size)
 
 
-def scattered(num_blocks: int, *, first_block: int = 0, seed: int = 0) -> Tables:
+def scattered(
+    num_blocks: int, shape: Shape = BIG, *, first_block: int = 0, seed: int = 0
+) -> Tables:
     """Every other block of a stretch of twice as many, shuffled on both sides: no runs merge."""
     rng = np.random.default_rng(seed)
     even = first_block + 2 * np.arange(num_blocks)
-    return Tables(rng.permutation(even), rng.permutation(even))
+    return Tables(rng.permutation(even), rng.permutation(even), num_blocks * shape.block_size)
 
 
-def descriptors(shape: Shape, num_blocks: int, tables: Tables) -> Descriptors:
-    """What kvbus reads for ``tables``, as offsets into the two segments."""
-    rank = shape.rank(num_blocks)
-    placed = PlacedRank(shape.spec("any"), rank, {s.segment_id: 0 for s in rank.segments})
-    return DirectPlan([placed], [placed]).descriptors(
+def scattered_tokens(source: Shape, target: Shape, num_tokens: int) -> Tables:
+    """As `scattered`, for shapes whose blocks differ in size."""
+    rng = np.random.default_rng(0)
+    prefill, decode = (
+        rng.permutation(2 * np.arange(num_blocks_for(num_tokens, shape.block_size)))
+        for shape in (source, target)
+    )
+    return Tables(prefill, decode, num_tokens)
+
+
+def placed_ranks(shape: Shape, num_blocks: int) -> tuple[dict[int, PlacedRank], int]:
+    """All ranks one behind the other in a single memory, and its size in bytes."""
+    spec, placed, end = shape.spec("any"), {}, 0
+    for rank in shape.ranks(num_blocks):
+        placed[rank.rank] = PlacedRank(spec, rank, {rank.segments[0].segment_id: end})
+        end += rank.segments[0].size_bytes
+    return placed, end
+
+
+def descriptors(
+    source: Shape, target: Shape, num_blocks: tuple[int, int], tables: Tables
+) -> tuple[Descriptors, int]:
+    """What the direct path reads for ``tables``, as offsets into two memories of that many bytes.
+
+    ``num_blocks`` are those of the two caches.
+    """
+    prefill, prefill_bytes = placed_ranks(source, num_blocks[0])
+    decode, decode_bytes = placed_ranks(target, num_blocks[1])
+    ranks = [[placed.rank for placed in side.values()] for side in (prefill, decode)]
+    plan = DirectPlan(prefill, decode, ReadMap(*ranks).shares())
+    rows = plan.descriptors(
         {GROUP: BlockTable.of(tables.prefill)},
         {GROUP: BlockTable.of(tables.decode)},
-        start=0,
-        stop=tables.num_tokens,
+        {GROUP: (0, tables.num_tokens)},
     )
+    return rows, max(prefill_bytes, decode_bytes)

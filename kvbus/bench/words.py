@@ -20,8 +20,8 @@ def words_at(positions: npt.NDArray[Any]) -> Words:
     return (positions.astype(np.uint64) + np.uint64(1)) * _FACTOR
 
 
-def fill(words: Words) -> None:
-    """Write the pattern to a whole segment."""
+def fill(words: Words, *, first: int = 0) -> None:
+    """Write the pattern to a whole segment, from word ``first`` of it on."""
     for start in range(0, len(words), _CHUNK_WORDS):
         stop = min(start + _CHUNK_WORDS, len(words))
-        words[start:stop] = words_at(np.arange(start, stop))
+        words[start:stop] = words_at(np.arange(first + start, first + stop))

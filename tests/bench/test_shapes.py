@@ -8,7 +8,6 @@ from kvbus.bench.shapes import (
     LAYERED,
     SMALL,
     Shape,
-    Tables,
     contiguous,
     descriptors,
     scattered,
@@ -18,18 +17,18 @@ KIB = 1024
 
 
 def test_blocks_in_order_are_one_run() -> None:
-    rows = descriptors(BIG, 16, contiguous(8))
+    rows, _ = descriptors(BIG, BIG, (16, 16), contiguous(8))
 
     assert rows.local[:, 1].tolist() == [8 * 256 * KIB]
 
 
 @pytest.mark.parametrize(("shape", "run_kib"), [(BIG, 256), (LAYERED, 16), (SMALL, 64)])
 def test_scattered_blocks_are_runs_of_one_length(shape: Shape, run_kib: int) -> None:
-    rows = descriptors(shape, 64, scattered(32))
+    rows, _ = descriptors(shape, shape, (64, 64), scattered(32, shape))
 
     assert np.unique(rows.local[:, 1]).tolist() == [run_kib * KIB]
     assert rows.num_bytes == 32 * shape.block_bytes
 
 
 def test_a_request_has_the_tokens_of_its_blocks() -> None:
-    assert Tables(np.arange(3), np.arange(3)).num_tokens == 48
+    assert contiguous(3).num_tokens == 48

@@ -6,10 +6,12 @@ Refuses to print.
 from collections.abc import Awaitable, Callable, Mapping
 
 from kvbus.bench.case_names import CaseName
+from kvbus.bench.cases.chunked import measure_chunked
 from kvbus.bench.cases.fixed import measure_fixed
 from kvbus.bench.cases.idle import measure_idle
 from kvbus.bench.cases.load import measure_load
 from kvbus.bench.cases.rate import measure_rate
+from kvbus.bench.cases.reshapes import RESHAPES, measure_reshape
 from kvbus.bench.cases.transfers import TRANSFERS, measure_transfer
 from kvbus.bench.effort import Effort
 from kvbus.bench.engines import Bench
@@ -23,4 +25,6 @@ CASES: Mapping[CaseName, Case] = {
     CaseName.LOAD: measure_load,
     CaseName.IDLE: measure_idle,
     CaseName.RATE: measure_rate,
+    **{CaseName(reshape.name): measure_reshape(reshape) for reshape in RESHAPES},
+    CaseName.CHUNKED: measure_chunked,
 }

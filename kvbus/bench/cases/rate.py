@@ -88,4 +88,5 @@ async def measure_rate(bench: Bench, effort: Effort) -> list[Figure]:
 
 
 def _one_block(block: int) -> Tables:
-    return Tables(*(contiguous(1).prefill + block for _ in range(2)))
+    one = contiguous(1)
+    return Tables(one.prefill + block, one.decode + block, one.num_tokens)

@@ -35,7 +35,7 @@ class Transfer:
     name: str
     shape: Shape
     num_mib: int
-    tables: Callable[[int], Tables]
+    tables: Callable[[int, Shape], Tables]
 
 
 TRANSFERS = (
@@ -57,10 +57,9 @@ def measure_transfer(transfer: Transfer) -> Callable[[Bench, Effort], Awaitable[
 
 async def _measure(transfer: Transfer, bench: Bench, effort: Effort) -> list[Figure]:
     shape = transfer.shape
-    tables = transfer.tables(effort.count(transfer.num_mib * MIB // shape.block_bytes))
+    tables = transfer.tables(effort.count(transfer.num_mib * MIB // shape.block_bytes), shape)
     num_blocks = 2 * len(tables.prefill)
-    rows = descriptors(shape, num_blocks, tables)
-    size_bytes = shape.rank(num_blocks).segments[0].size_bytes
+    rows, size_bytes = descriptors(shape, shape, (num_blocks, num_blocks), tables)
     raw_s: list[float] = []
     handoffs: list[Handoff] = []
     released_s: list[float] = []
