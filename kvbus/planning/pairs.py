@@ -5,8 +5,10 @@ Refuses to know block tables: a pattern holds for every block, as all blocks of 
 Arrays of offsets have the shape (2, n): row 0 is remote, row 1 is local.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -81,11 +83,15 @@ class Pattern(NamedTuple):
 
 def pair_regions(holder: PlacedRank, reader: PlacedRank, share: Share) -> Iterator[Pair]:
     """Every pair of regions of the two ranks that has bytes of ``share`` in common."""
+    by_layer: dict[int, list[Region]] = defaultdict(list)
+    for region in holder.rank.regions:
+        if region.group == share.group:
+            for layer in region.layers:
+                by_layer[layer].append(region)
     for local in reader.rank.regions:
-        if local.group != share.group:
-            continue
-        for remote in holder.rank.regions:
-            if remote.group == share.group:
+        if local.group == share.group:
+            found = {id(region): region for layer in local.layers for region in by_layer[layer]}
+            for remote in found.values():
                 yield from _shared(holder, remote, reader, local, share)
 
 
@@ -113,19 +119,19 @@ def _shared(
     parts = [part for part in local.parts if part in share.parts and part in remote.parts]
     if not (layers and parts):
         return
-    heads = range(share.first_head, share.first_head + share.num_heads)
     corners, steps = [], []
     for placed, region in ((holder, remote), (reader, local)):
-        indices = {
+        first_head = share.first_head - region.first_head
+        indices: dict[AxisName, range | tuple[int, ...]] = {
             AxisName.DIM: range(region.size(AxisName.DIM)),
-            AxisName.HEAD: [head - region.first_head for head in heads],
-            AxisName.KV: [region.parts.index(part) for part in parts],
-            AxisName.LAYER: [region.layers.index(layer) for layer in layers],
+            AxisName.HEAD: range(first_head, first_head + share.num_heads),
+            AxisName.KV: tuple(region.parts.index(part) for part in parts),
+            AxisName.LAYER: tuple(region.layers.index(layer) for layer in layers),
         }
-        offsets = [_strided(at, region.stride_bytes(axis)) for axis, at in indices.items()]
+        offsets = [_from_first(at, region.stride_bytes(axis)) for axis, at in indices.items()]
         base = placed.addresses[region.segment_id] + region.offset_bytes
-        corners.append(base + sum(axis[0] for axis in offsets))
-        steps.append([tuple(offset - axis[0] for offset in axis) for axis in offsets])
+        corners.append(base + sum(first for first, _ in offsets))
+        steps.append([further for _, further in offsets])
     form = Form(
         group=local.group,
         remote=_strides(holder.engine, remote),
@@ -142,6 +148,13 @@ def _strides(engine: EngineSpec, region: Region) -> Strides:
         token_bytes=region.stride_bytes(AxisName.TOKEN),
         block_size=engine.group(region.group).block_size,
     )
+
+
+@lru_cache(1 << 12)
+def _from_first(indices: range | tuple[int, ...], stride_bytes: int) -> tuple[int, tuple[int, ...]]:
+    """The offset of the first index, and those of all from there; regions are alike, so cached."""
+    offsets = _strided(indices, stride_bytes)
+    return offsets[0], tuple(offset - offsets[0] for offset in offsets)
 
 
 def _strided(indices: Iterable[int], stride_bytes: int) -> tuple[int, ...]:

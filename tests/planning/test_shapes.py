@@ -1,5 +1,7 @@
 """The shapes that engines differ in, each by name, against the same plain loops."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -56,10 +58,10 @@ def side(
     return with_equal_replicas(empty, random.bytes(len(ranks) * size_bytes), *tokens)
 
 
-def check(start: int, stop: int, prefill: dict[str, object], decode: dict[str, object]) -> None:
+def check(start: int, stop: int, prefill: dict[str, Any], decode: dict[str, Any]) -> None:
     case = Case(
-        side(1 << 40, (start, stop), **prefill),  # type: ignore[arg-type]  # words of `side`
-        side(7 << 32, (start, stop), **decode),  # type: ignore[arg-type]  # words of `side`
+        side(1 << 40, (start, stop), **prefill),
+        side(7 << 32, (start, stop), **decode),
         start,
         stop,
         spread=1,
@@ -88,7 +90,7 @@ def test_tensor_parallel_sizes_with_fewer_and_with_more_heads_than_ranks(
     check(3, 21, {"tp": sizes[0], "heads": heads}, {"tp": sizes[1], "heads": heads})
 
 
-OTHERS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
+OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "latent": ({"tp": 4, "heads": 1, "parts": LATENT}, {"tp": 2, "heads": 1, "parts": LATENT}),
     "hnd_to_nhd": ({"layout": "HND"}, {}),
     "nhd_to_hnd": ({}, {"layout": "HND"}),

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from kvbus.geometry import GroupSpec, StatePart, state_group
 from kvbus.planning import piece_spans, whole_spans
+from kvbus.planning.spans import tail_spans
 from tests.planning.handoffs import wanted_positions
 
 FULL = GroupSpec("full", (0,), 16, 2, 8, "float16")
@@ -57,3 +58,22 @@ def test_a_state_comes_with_the_last_piece_though_that_has_no_tokens() -> None:
 
     assert before == {"full": (0, 20), "state": (0, 0)}
     assert after == {"full": (20, 20), "state": (0, 1)}
+
+
+@given(st.integers(0, 70), st.integers(0, 70), st.integers(1, 50))
+def test_the_tail_is_what_the_last_block_of_each_group_has_behind_the_last_position(
+    start: int, length: int, window: int
+) -> None:
+    groups, stop = (FULL, STATE, windowed(window)), start + length
+
+    tails = tail_spans(groups, whole_spans(groups, start, stop))
+
+    for group in groups:
+        wanted = wanted_positions(group, start, stop)
+        blocks = {position // group.block_size for position in wanted}
+        behind = [
+            position
+            for position in range(max(wanted, default=0) + 1, stop + group.block_size)
+            if position // group.block_size in blocks
+        ]
+        assert list(range(*tails.get(group.name, (0, 0)))) == behind

@@ -26,6 +26,8 @@ from kvbus_decode.pieces import PieceReader
 from kvbus_decode.requests import check_tables
 from kvbus_decode.routes import Route
 
+ATTEND_S = 3.0
+
 
 class Assistant:
     """The asked side: reads pieces into the ranks that are here, for a home elsewhere."""
@@ -77,6 +79,7 @@ class Assistant:
                 raise LocalError("a process of this engine ended", code=ErrorCode.ENGINE_LOST)
             read = self._pieces.open(piece, lambda read: self._check(assisting, read))
             assisting.begin(read, self._agent.loop)
+            self._attend(assisting, read)
             self._pieces.start(read)
 
         await guarded(start, lambda error: self._end(assisting, error))
@@ -117,17 +120,37 @@ class Assistant:
             assisting.peers.append(self._peers.acquire(source.peer.endpoint))
         return route
 
+    def _attend(self, assisting: "_Assisting", read: PieceRead) -> None:
+        """Be served until the piece is over, be the home of ours gone, and the lease with it."""
+        if read.ended:
+            return
+
+        def on_checked(error: KVBusError | None) -> None:
+            if error is not None and error.code is not ErrorCode.TIMEOUT:
+                assisting.stop(error)
+
+        route, offer_id = read.piece.route, read.piece.offer_id
+        checking.attend(
+            route,
+            route.sources,
+            offer_id,
+            attend_s=ATTEND_S,
+            timeout_s=ATTEND_S,
+            on_end=on_checked,
+        )
+        self._agent.loop.call_later(ATTEND_S / 3, self._attend, assisting, read)
+
     def _check(self, assisting: "_Assisting", read: PieceRead) -> None:
         """The piece is over; our route may be older than the one that the home checks."""
-        if read.error is not None:
-            self._end(assisting, read.error)
-            return
-        left_s = max(1e-3, assisting.deadline - self._agent.loop.time())
+        failure = read.error
+        if failure is not None:
+            self._end(assisting, failure)
         checking.check(
             read.piece.route,
+            read.piece.route.sources,
             read.piece.offer_id,
-            timeout_s=left_s,
-            on_end=lambda error: self._end(assisting, error),
+            timeout_s=max(1e-3, assisting.deadline - self._agent.loop.time()),
+            on_end=lambda error: None if failure else self._end(assisting, error),
         )
 
     def _end(self, assisting: "_Assisting", error: KVBusError | None) -> None:
@@ -140,7 +163,7 @@ class Assistant:
         for peer in assisting.peers:
             self._peers.release(peer)
         read = assisting.read
-        if error is not None and assisting.error is None and read is not None:
+        if error is not None and read is not None:
             self._routes.forget(read.piece.route)
         if read is not None and read.piece.route.engine.lost:
             error = LocalError("a process of this engine ended", code=ErrorCode.ENGINE_LOST)

@@ -1,9 +1,9 @@
-"""Asks the agents without the lease whether their ranks are still those that a route reads.
+"""Asks agents that do not see our lease to serve reads, and whether their ranks are still the same.
 
 Refuses to take one yes for all: `check` ends when every agent has said so, or with the first no.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvbus.errors import KVBusError
@@ -16,7 +16,7 @@ OnChecked = Callable[[KVBusError | None], None]
 
 
 @dataclass(slots=True)
-class _Check:
+class _Asked:
     """One question to several agents."""
 
     on_end: OnChecked
@@ -32,41 +32,54 @@ class _Check:
             self.on_end(error)
 
 
-def check(route: Route, offer_id: str, *, timeout_s: float, on_end: OnChecked) -> None:
+def check(
+    route: Route, sources: Sequence[Source], offer_id: str, *, timeout_s: float, on_end: OnChecked
+) -> None:
     """Ask after a read, before its bytes count; ``on_end`` is called once, with None for yes."""
-    _ask(route, offer_id, attend_s=0.0, timeout_s=timeout_s, on_end=on_end)
+    question = _Question(route, offer_id, attend_s=0.0)
+    question.ask(sources, timeout_s, on_end)
 
 
 def attend(
-    route: Route, offer_id: str, *, attend_s: float, timeout_s: float, on_end: OnChecked
+    route: Route,
+    sources: Sequence[Source],
+    offer_id: str,
+    *,
+    attend_s: float,
+    timeout_s: float,
+    on_end: OnChecked,
 ) -> None:
-    """Have the agents serve what is read within ``attend_s``; one may say that it is in vain."""
-    _ask(route, offer_id, attend_s=attend_s, timeout_s=timeout_s, on_end=on_end)
+    """Have agents serve what is read within ``attend_s``; one may say that it is in vain."""
+    question = _Question(route, offer_id, attend_s=attend_s)
+    question.ask(sources, timeout_s, on_end)
 
 
-def _ask(
-    route: Route, offer_id: str, *, attend_s: float, timeout_s: float, on_end: OnChecked
-) -> None:
-    others = route.sources[1:]
-    if not others:
-        on_end(None)
-        return
-    asked = _Check(on_end, len(others))
-    for source in others:
-        body = to_body(_message(route, source, offer_id, attend_s))
-        try:
-            source.peer.client.send(
-                CheckMemory.op, body, timeout_s=timeout_s, on_reply=asked.settle
-            )
-        except KVBusError as error:
-            asked.settle(error)
+@dataclass(frozen=True, slots=True)
+class _Question:
+    route: Route
+    offer_id: str
+    attend_s: float
 
+    def ask(self, sources: Sequence[Source], timeout_s: float, on_end: OnChecked) -> None:
+        """Ask each source."""
+        if not sources:
+            on_end(None)
+            return
+        asked = _Asked(on_end, len(sources))
+        for source in sources:
+            body = to_body(self._message(source))
+            try:
+                source.peer.client.send(
+                    CheckMemory.op, body, timeout_s=timeout_s, on_reply=asked.settle
+                )
+            except KVBusError as error:
+                asked.settle(error)
 
-def _message(route: Route, source: Source, offer_id: str, attend_s: float) -> CheckMemory:
-    return CheckMemory(
-        agent_boot=source.agent_boot,
-        engine_id=route.prefill.engine_id,
-        memory_id=source.memory_id,
-        offer_id=offer_id,
-        attend_s=attend_s,
-    )
+    def _message(self, source: Source) -> CheckMemory:
+        return CheckMemory(
+            agent_boot=source.agent_boot,
+            engine_id=self.route.prefill.engine_id,
+            memory_id=source.memory_id,
+            offer_id=self.offer_id,
+            attend_s=self.attend_s,
+        )

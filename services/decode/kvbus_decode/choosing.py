@@ -13,7 +13,7 @@ from kvbus.agent.service import Agent
 from kvbus.errors import ErrorCode, LocalError
 from kvbus.planning import Path, PeerRates, Rates
 from kvbus_decode.config import DecodeConfig
-from kvbus_decode.piece import PieceRead
+from kvbus_decode.piece import Piece, PieceRead
 from kvbus_decode.routes import Route
 
 log = structlog.get_logger()
@@ -39,9 +39,12 @@ class PathChooser:
         """
         piece = read.piece
         paths = self._paths(piece.route)
-        if paths == DIRECT_ONLY or (Path.DIRECT in paths and self._is_short(read)):
+        num_descriptors = _num_descriptors(piece)
+        if paths == DIRECT_ONLY or not num_descriptors:  # none: it only zeroes a tail
             return Path.DIRECT, 0
-        work, slot_bytes = piece.route.work(piece.spread), self._slot_bytes(piece.route)
+        if Path.DIRECT in paths and self._is_short(num_descriptors):
+            return Path.DIRECT, 0
+        work, slot_bytes = piece.route.work, self._slot_bytes(piece.route)
         limit = slot_bytes if Path.DIRECT in paths else None
         read.shape = work.shape(piece.spans, slot_bytes=limit)
         choice = self._peer(piece.route).choose(read.shape, paths=paths)
@@ -60,11 +63,9 @@ class PathChooser:
         name = f"{self._agent.transport.name}-calibration"
         self._rates = await calibrated_rates(name, slots_in_flight=self._config.boxes_in_flight)
 
-    def _is_short(self, read: PieceRead) -> bool:
+    def _is_short(self, num_descriptors: int) -> bool:
         """Whether the READs cost less than the first request of the other paths would."""
-        piece, rates = read.piece, self._rates
-        plans = piece.route.plans(piece.spread)
-        num_descriptors = sum(plan.direct.num_descriptors(piece.spans) for plan in plans)
+        rates = self._rates
         return num_descriptors * rates.seconds_per_descriptor <= rates.seconds_per_request
 
     def _paths(self, route: Route) -> Collection[Path]:
@@ -98,3 +99,9 @@ class PathChooser:
         if self._agent.staging is not None:
             slots.append(self._agent.staging.slot_bytes)
         return min(slots)
+
+
+def _num_descriptors(piece: Piece) -> int:
+    """READs of the direct path, about."""
+    plans = piece.route.plans(piece.spread)
+    return sum(plan.direct.num_descriptors(piece.spans) for plan in plans)

@@ -167,7 +167,8 @@ class RouteBook:
         home = await self._source(peer, ticket.agent_boot, done)
         self._peers.listen(peer, done.events_endpoint)
         others = [await self._meet(other, done, engine, deadline=deadline) for other in done.others]
-        return Route(done.memory.engine, (home, *others), engine)
+        sources = home, *others
+        return await anyio.to_thread.run_sync(Route, done.memory.engine, sources, engine)
 
     async def _meet(
         self, other: AgentRanks, home: HandshakeDone, engine: LocalEngine, *, deadline: float

@@ -126,7 +126,9 @@ class LeaseRequests(EventListener):
             self._dispatch(ev.StepFailed(command.fetch_id, error))
 
         offer_id = self._works[command.fetch_id].requested.ticket.offer_id
-        checking.check(route, offer_id, timeout_s=command.timeout_s, on_end=on_checked)
+        checking.check(
+            route, route.others, offer_id, timeout_s=command.timeout_s, on_end=on_checked
+        )
 
     def _confirm(self, command: ev.SendConfirm) -> None:
         work = self._works.find(command.fetch_id)
@@ -148,6 +150,7 @@ class LeaseRequests(EventListener):
 
         checking.attend(
             work.route,
+            work.route.others,
             work.requested.ticket.offer_id,
             attend_s=self._config.lease_s,
             timeout_s=timeout_s,
@@ -159,7 +162,7 @@ class LeaseRequests(EventListener):
 
         The route may be why the fetch failed, should a rank elsewhere have come back as another.
         """
-        if command.code not in WITHOUT_FAULT:
+        if command.code is not ErrorCode.CANCELLED:
             self.routes.forget_spread(command.ticket)
         peer = self.peers.find(command.ticket.endpoint)
         if peer is None:

@@ -42,8 +42,9 @@ class SourcePlan:
 class Route:
     """From all ranks of a prefill engine to the ranks of a decode engine that are here.
 
-    The first of ``sources`` is the engine's home, where its leases are. Raises `GeometryError`
-    when the ranks do not hold all that the decode engine needs.
+    The first of ``sources`` is the engine's home, where its leases are. Takes some 100 ms for
+    engines of many ranks and layers: make it in a thread. Raises `GeometryError` when the ranks do
+    not hold all that the decode engine needs.
     """
 
     def __init__(
@@ -58,8 +59,10 @@ class Route:
         self.slot_reads = {number: SlotReads(reader) for number, reader in self.readers.items()}
         self._map = ReadMap(ranks, [placed.rank for placed in self.readers.values()])
         self._num_blocks = _num_blocks(ranks)
-        self._plans: dict[int, tuple[SourcePlan, ...]] = {}
-        self._works: dict[int, FetchWork] = {}
+        self._plans = [tuple(self._make_plans(n)) for n in range(self._map.num_choices)]
+        holders = {rank: placed for s in sources for rank, placed in s.ranks.items()}
+        self.work = FetchWork(holders, self.readers, self._map.shares())
+        """What a fetch is on each path; which replicas it reads makes no difference to that."""
         self._next_spread = 0
 
     @property
@@ -67,17 +70,19 @@ class Route:
         """The agent that has the engine's offers."""
         return self.sources[0]
 
+    @property
+    def others(self) -> tuple[Source, ...]:
+        """The agents that have ranks, but not the leases."""
+        return self.sources[1:]
+
     def take_spread(self) -> int:
         """Another number for each fetch, so that replicas are read in turn."""
         self._next_spread = (self._next_spread + 1) % self._map.num_choices
         return self._next_spread
 
     def plans(self, spread: int) -> tuple[SourcePlan, ...]:
-        """What is read from each source; made once for each choice among replicas."""
-        spread %= self._map.num_choices
-        if spread not in self._plans:
-            self._plans[spread] = tuple(self._make_plans(spread))
-        return self._plans[spread]
+        """What is read from each source, for one choice among replicas."""
+        return self._plans[spread % self._map.num_choices]
 
     def check_tables(self, tables: Mapping[str, BlockTable], spans: Spans) -> None:
         """Raise `GeometryError` unless the offer's ``tables`` hold ``spans`` in real blocks."""
@@ -94,14 +99,6 @@ class Route:
                     f"positions {start} to {stop} were asked for",
                     group=group.name,
                 )
-
-    def work(self, spread: int) -> FetchWork:
-        """What a fetch is on each path, for one choice among replicas."""
-        spread %= self._map.num_choices
-        if spread not in self._works:
-            holders = {r: p for source in self.sources for r, p in source.ranks.items()}
-            self._works[spread] = FetchWork(holders, self.readers, self._map.shares(spread))
-        return self._works[spread]
 
     def _make_plans(self, spread: int) -> list[SourcePlan]:
         by_source: dict[Source, list[Share]] = defaultdict(list)
