@@ -100,7 +100,7 @@ def test_what_another_agent_uses_is_named_and_the_other_one_lives_on(prefill, fr
     assert status == 1
     assert in_use.removeprefix("tcp://") in said
     assert "Traceback" not in said
-    assert first.status()["counts"] == {"offers": 0, "leases": 0}
+    assert not any(first.status()["counts"].values())
     second.expected_trouble.add("not json")
 
 
