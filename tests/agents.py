@@ -100,7 +100,7 @@ class AgentProcess:
         """Start the process, and do not wait for it."""
         config = self.folder / "config.toml"
         write_config(config, self.settings)
-        self._log_from = len(self.lines())
+        self._log_from += len(self.lines())
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", f"kvbus_{self.role}", str(config)],

@@ -69,10 +69,9 @@ def slot_region(group: GroupSpec, box: Box, order: SlotOrder) -> Region:
     order that lacks an axis.
     """
     _check(group, box, order)
-    table = slot_table(box, order)
     shape = group.part_shape(box.parts[0])
     sizes = {
-        AxisName.BLOCK: len(table),
+        AxisName.BLOCK: _num_blocks(box, order),
         AxisName.LAYER: len(box.layers),
         AxisName.KV: len(box.parts),
         AxisName.TOKEN: order.block_size,
@@ -94,16 +93,19 @@ def slot_region(group: GroupSpec, box: Box, order: SlotOrder) -> Region:
 def slot_table(box: Box, order: SlotOrder) -> BlockTable:
     """The slot's blocks, in order: as many as the box's positions touch."""
     first = box.start // order.block_size
-    num_blocks = num_blocks_for(box.stop, order.block_size) - first
-    return BlockTable.of(range(num_blocks), first_block=first)
+    return BlockTable.of(range(_num_blocks(box, order)), first_block=first)
 
 
 def slot_bytes(group: GroupSpec, box: Box, order: SlotOrder) -> int:
     """Bytes of the slot that `slot_region` describes, parts of blocks outside the box included."""
     shape = group.part_shape(box.parts[0])
-    positions = len(slot_table(box, order)) * order.block_size
+    positions = _num_blocks(box, order) * order.block_size
     heads = len(box.layers) * len(box.parts) * box.num_heads
     return positions * heads * shape.head_dim * DTYPE_SIZES_BYTES[group.dtype]
+
+
+def _num_blocks(box: Box, order: SlotOrder) -> int:
+    return num_blocks_for(box.stop, order.block_size) - box.start // order.block_size
 
 
 def _check(group: GroupSpec, box: Box, order: SlotOrder) -> None:

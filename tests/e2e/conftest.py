@@ -5,10 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from tests.agents import AgentProcess, Agents, agents_ended
-from tests.e2e.shapes import PATHS, ShapedAgents
-
-PREFILL_SLOT_BYTES = 16 << 10
-DECODE_SLOT_BYTES = 8 << 10
+from tests.e2e.shapes import PATHS, SLOT_BYTES, ShapedAgents
 
 
 @pytest.fixture
@@ -54,9 +51,8 @@ def other_decode(agents: Agents) -> AgentProcess:
 def shaped() -> Iterator[Agents]:
     """Agents with few and small staging slots, so that a few tokens are many boxes."""
     with agents_ended(Agents) as agents:
-        slots = {"slot_bytes": PREFILL_SLOT_BYTES, "staging_bytes": 4 * PREFILL_SLOT_BYTES}
+        slots = {"slot_bytes": SLOT_BYTES, "staging_bytes": 4 * SLOT_BYTES}
         agents.start(agents.prepare("prefill", **slots))
-        slots = {"slot_bytes": DECODE_SLOT_BYTES, "staging_bytes": 4 * DECODE_SLOT_BYTES}
         for path in (*PATHS, "auto"):  # side by side they are too slow on few cores
             agents.start(agents.prepare("decode", path=path, **slots))
         yield agents

@@ -20,6 +20,7 @@ from tests.memories import Memory
 
 PATHS = ("direct", "packed", "reordered")
 GROUP = GroupSpec("full", (0, 1), 16, 8, 4, "bfloat16")
+SLOT_BYTES = 8 << 10
 SPARE_BLOCKS = 3
 NUM_STATES = 4
 FETCH_TIMEOUT_S = 20.0

@@ -99,7 +99,6 @@ class Misfit:
 
 MISFITS = {
     "model": Misfit(make_spec(model="a"), make_spec(model="b"), "model", ("a", "b")),
-    "tp_size": Misfit(make_spec(tp=1), make_spec(tp=2), "tp_size", ("1", "2")),
     "dtype": Misfit(
         make_spec(),
         make_spec(groups=(msgspec.structs.replace(FULL, dtype="float16"),)),

@@ -16,7 +16,6 @@ from kvbus.geometry import (
     slot_bytes,
 )
 from kvbus.memory.copying import Slot, gather, scatter, zero_positions
-from kvbus.memory.grids import find_grids, places_of
 from kvbus.memory.paged import PagedMemory
 from tests.memory.boxes import Side
 
@@ -32,17 +31,6 @@ def _plain_side(layout: str = "NHD") -> Side:
 
 
 PLAIN_BOX = Box("full", (0, 1), GROUP.parts, 0, 2, 0, 12)
-
-
-@pytest.mark.parametrize(
-    "layout", ["NHD", "HND", "block,layer,kv,token,head,dim", "kv,block,token,head,dim"]
-)
-def test_layers_and_parts_at_equal_distances_are_reached_by_one_view(layout: str) -> None:
-    places = places_of(_plain_side(layout).rank.regions)
-
-    grids = find_grids(places, GROUP.layers, GROUP.parts, (0, 2))
-
-    assert [(grid.layers.num, grid.parts.num) for grid in grids] == [(6, 2)]
 
 
 def _replaced(**changes: object) -> Box:
@@ -95,6 +83,8 @@ def test_a_table_that_starts_after_the_box_is_refused() -> None:
 
     with pytest.raises(GeometryError, match="from block 1 on"):
         gather(side.memory, BlockTable.of([5, 0, 3], first_block=1), PLAIN_BOX, slot)
+    with pytest.raises(GeometryError, match="from block 4 on"):
+        gather(side.memory, BlockTable.of(list(range(8)), first_block=4), PLAIN_BOX, slot)
 
 
 def test_a_region_that_leaves_its_buffer_is_refused() -> None:

@@ -142,6 +142,15 @@ def test_boxes_of_64_mib_fill_their_slots_and_have_long_blocks_of_few_layers() -
     assert {(len(box.layers), box.stop - box.start) for box in boxes} == {(4, 1024)}
 
 
+def test_blocks_that_are_short_anyhow_are_as_long_as_they_can_be() -> None:
+    share = Share(0, 0, "full", FULL.layers[:8], FULL.parts, 4, 1)
+
+    boxes = cut_into_boxes(share, FULL, (0, 2048), order=canonical_order(), box_bytes=1 << 20)
+
+    assert len(boxes) == 8
+    assert {(len(box.layers), box.stop - box.start) for box in boxes} == {(8, 256)}
+
+
 def test_a_slot_that_holds_less_than_a_block_of_one_layer_is_filled_all_the_same() -> None:
     boxes = _cut(17, 4 * 2048)
 

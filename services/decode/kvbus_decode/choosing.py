@@ -47,6 +47,12 @@ class PathChooser:
         work, slot_bytes = piece.route.work, self._slot_bytes(piece.route)
         limit = slot_bytes if Path.DIRECT in paths else None
         read.shape = work.shape(piece.spans, slot_bytes=limit)
+        if not any(read.shape.work(path) for path in paths):
+            raise LocalError(
+                f"key 'path' of the configuration forces '{self._config.path}', which these engines "
+                "cannot take: the decode engine's regions have different orders",
+                code=ErrorCode.CONFIG,
+            )
         choice = self._peer(piece.route).choose(read.shape, paths=paths)
         if choice.box_bytes is None:
             return choice.path, 0

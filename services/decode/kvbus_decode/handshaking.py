@@ -13,7 +13,7 @@ import structlog
 from kvbus.agent.guard import guarded
 from kvbus.agent.local_engine import LocalEngine
 from kvbus.agent.service import Agent
-from kvbus.errors import ErrorCode, GeometryError, KVBusError, RequestTimeout, TransferFailed
+from kvbus.errors import ErrorCode, GeometryError, KVBusError, RequestTimeout
 from kvbus.geometry import validate_engine, validate_rank
 from kvbus.planning import PlacedRank, check_compatible
 from kvbus.protocol.engine import AgentRanks
@@ -22,6 +22,7 @@ from kvbus.protocol.message import from_body
 from kvbus.protocol.peer import EngineMemory, Handshake, HandshakeDone
 from kvbus.protocol.ticket import Ticket
 from kvbus_decode.introductions import introduce, introduce_to_any
+from kvbus_decode.nixl_peers import NixlMemory, NixlPeers
 from kvbus_decode.peers import Peer, PeerDirectory
 from kvbus_decode.routes import Route, Source
 
@@ -50,6 +51,7 @@ class RouteBook:
 
     def __init__(self, agent: Agent, peers: PeerDirectory) -> None:
         self._agent, self._peers = agent, peers
+        self._nixl = NixlPeers(agent.transport)
         self._routes: dict[RouteKey, Route] = {}
         self._shaking: dict[RouteKey, asyncio.Future[Route]] = {}
 
@@ -119,17 +121,12 @@ class RouteBook:
     def _keep_only(self, wanted: Callable[[RouteKey, Route], bool]) -> None:
         self._routes = {key: route for key, route in self._routes.items() if wanted(key, route)}
 
-    def _nixl_agents(self) -> set[str]:
-        return {source.nixl_agent for route in self._routes.values() for source in route.sources}
+    def _sources(self) -> set[Source]:
+        return {source for route in self._routes.values() for source in route.sources}
 
     async def _forget_nixl(self, peer: Peer) -> None:
-        """Remove the NIXL agents of earlier boots; one that still writes to us has to stay."""
-        for name in list(peer.nixl_agents - self._nixl_agents()):
-            try:
-                await asyncio.wrap_future(self._agent.transport.remove_peer(name))
-                peer.nixl_agents.discard(name)
-            except KVBusError as error:
-                log.warning("peer.kept", peer=peer.endpoint, nixl_agent=name, reason=error.message)
+        used = {source.nixl_agent for source in self._sources()}
+        await self._nixl.forget(peer, list(peer.nixl_agents.keys() - used))
 
     async def _shake_hands(
         self, key: RouteKey, peer: Peer, ticket: Ticket, engine: LocalEngine, timeout_s: float
@@ -164,7 +161,7 @@ class RouteBook:
         reply = await introduce(peer.client, ticket, handshake, timeout_s=timeout_s)
         done = from_body(HandshakeDone, reply)
         check_compatible(done.memory.engine, engine.spec)
-        home = await self._source(peer, ticket.agent_boot, done)
+        home = await self._source(peer, ticket.agent_boot, done, deadline)
         self._peers.listen(peer, done.events_endpoint)
         others = [await self._meet(other, done, engine, deadline=deadline) for other in done.others]
         sources = home, *others
@@ -186,7 +183,7 @@ class RouteBook:
                     code=ErrorCode.INCOMPATIBLE,
                     field="engine",
                 )
-            return await self._source(peer, boot, done)
+            return await self._source(peer, boot, done, deadline)
         finally:
             self._peers.release(peer)
 
@@ -205,34 +202,18 @@ class RouteBook:
             ranks=ranks,
         )
 
-    async def _source(self, peer: Peer, boot: str, done: HandshakeDone) -> Source:
-        placed = _placed(done.memory)
-        name = await self._add_nixl(peer, done)
-        peer.nixl_agents.add(name)
+    async def _source(self, peer: Peer, boot: str, done: HandshakeDone, deadline: float) -> Source:
+        placed, memory = _placed(done.memory), NixlMemory.of(done)
+        live = [source.nixl for source in self._sources() if source.peer is peer]
+        await self._nixl.add(peer, memory, live, deadline=deadline)
         return Source(
             peer=peer,
             agent_boot=boot,
-            nixl_agent=name,
+            nixl=memory,
             memory_id=done.memory_id,
             slot_bytes=done.slot_bytes,
             ranks=placed,
         )
-
-    async def _add_nixl(self, peer: Peer, done: HandshakeDone) -> str:
-        """Give NIXL the peer's registrations, or what is new of them.
-
-        Fabrics with keys refuse a region that is registered again, after its engine restarted, and
-        NIXL has then dropped the peer: every route to it is made again.
-        """
-        transport = self._agent.transport
-        try:
-            return await asyncio.wrap_future(transport.add_peer(done.nixl_metadata))
-        except TransferFailed:
-            if done.nixl_agent not in peer.nixl_agents:
-                raise
-        self._keep_only(lambda _, route: all(source.peer is not peer for source in route.sources))
-        await asyncio.wrap_future(transport.remove_peer(done.nixl_agent))
-        return await asyncio.wrap_future(transport.add_peer(done.nixl_metadata))
 
     def _keep(self, key: RouteKey, route: Route) -> None:
         """Remember a route, in place of those of the prefill engine's earlier processes."""

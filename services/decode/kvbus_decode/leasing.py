@@ -141,16 +141,18 @@ class LeaseRequests(EventListener):
 
     def _attend(self, work: Work, timeout_s: float) -> None:
         """Tell the agents without the lease that they are read as long as it lasts."""
-        if work.route is None:
+        route = work.route
+        if route is None:
             return
 
         def on_checked(error: KVBusError | None) -> None:
             if error is not None and error.code not in WITHOUT_FAULT:
+                self.routes.forget(route)
                 self._dispatch(ev.StepFailed(work.fetch_id, error))
 
         checking.attend(
-            work.route,
-            work.route.others,
+            route,
+            route.others,
             work.requested.ticket.offer_id,
             attend_s=self._config.lease_s,
             timeout_s=timeout_s,

@@ -120,7 +120,7 @@ class PackedReader:
         if jobs.path is Path.REORDERED:
             return _into_blocks(read.piece, job, packed.address), None
         ring = self._slots()
-        slot = await read.unless_stopped(ring.take())
+        slot = await read.unless_stopped(ring.take(job.source.peer))
         taken.callback(ring.give, slot)
         rows = whole_slot(ring.staging.address(slot), packed.address, packed.num_bytes)
         return rows, ring.staging.tensor(slot)

@@ -16,15 +16,22 @@ from kvbus_decode.config import DecodeConfig
 
 log = structlog.get_logger()
 
+Extent = tuple[int, int]
+"""First and one-past-last address of registered memory."""
+
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """One agent, by the endpoint in tickets, or by the one that an engine's home names."""
+    """One agent, by the endpoint in tickets, or by the one that an engine's home names.
+
+    ``nixl_agents`` are those of its processes, with all memory that NIXL was told of.
+    """
 
     endpoint: str
     client: RequestClient
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
-    nixl_agents: set[str] = field(default_factory=set)
+    nixl_agents: dict[str, set[Extent]] = field(default_factory=dict)
+    nixl_turn: anyio.Lock = field(default_factory=anyio.Lock)
     events_endpoint: str = ""
     num_users: int = 0
 

@@ -11,23 +11,29 @@ from kvbus.agent.local_engine import LocalEngine
 from kvbus.errors import GeometryError
 from kvbus.geometry import AxisName, BlockTable, EngineSpec, RankSpec, validate_ranks
 from kvbus.planning import DirectPlan, FetchWork, PlacedRank, ReadMap, Share, Spans
+from kvbus_decode.nixl_peers import NixlMemory
 from kvbus_decode.peers import Peer
 from kvbus_decode.slot_reads import SlotReads
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Source:
-    """One agent that has ranks of the prefill engine, and what NIXL calls it.
+    """One agent that has ranks of the prefill engine, and its memory there.
 
     ``slot_bytes`` is the largest box that it packs; 0 when it packs none.
     """
 
     peer: Peer
     agent_boot: str
-    nixl_agent: str
+    nixl: NixlMemory
     memory_id: str
     slot_bytes: int
     ranks: Mapping[int, PlacedRank]
+
+    @property
+    def nixl_agent(self) -> str:
+        """What NIXL calls the agent."""
+        return self.nixl.agent
 
 
 @dataclass(frozen=True, slots=True)
