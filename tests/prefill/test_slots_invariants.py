@@ -195,6 +195,8 @@ class SlotInterleavings(RuleBasedStateMachine):
         assert not answers.keys() & self.answered.keys(), "answered once"
         self.answered |= expected
         self.num_events += 1
+        for lease in set(self.overtaken) - self.hungry():
+            del self.overtaken[lease]  # whoever waits again waits behind those that did meanwhile
 
     def check_turn(self, start: ev.StartGather) -> None:
         number = start.work
@@ -210,8 +212,7 @@ class SlotInterleavings(RuleBasedStateMachine):
         """Nobody has a second turn while somebody who may have one waits for the first."""
         hungry = self.hungry()
         assert lease in hungry
-        for other in set(self.overtaken) - hungry | {lease}:
-            self.overtaken.pop(other, None)
+        self.overtaken.pop(lease, None)
         for other in hungry - {lease}:
             self.overtaken[other][lease] += 1
             assert self.overtaken[other][lease] <= 1

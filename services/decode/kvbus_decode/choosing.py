@@ -49,8 +49,8 @@ class PathChooser:
         read.shape = work.shape(piece.spans, slot_bytes=limit)
         if not any(read.shape.work(path) for path in paths):
             raise LocalError(
-                f"key 'path' of the configuration forces '{self._config.path}', which these engines "
-                "cannot take: the decode engine's regions have different orders",
+                f"key 'path' of the configuration forces '{self._config.path}', which cannot be "
+                "taken: the decode engine's regions have different orders",
                 code=ErrorCode.CONFIG,
             )
         choice = self._peer(piece.route).choose(read.shape, paths=paths)

@@ -109,7 +109,7 @@ class PackedReader:
             finally:
                 jobs.read.setdefault(job.source, []).append(packed.slot_id)
             self._check_lease(packed, sent_at)
-            if content is not None:
+            if content is not None and not read.stopped:
                 await self._scatter(read.piece, job, content)
         read.num_bytes += num_bytes
 
