@@ -85,7 +85,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             description="Memory of this agent that packed transfers pass through; 0 turns them "
             "off, so that KV of another shape goes in small pieces.",
         ),
-    ] = 64 << 20
+    ] = 128 << 20
     slot_bytes: Annotated[
         int,
         Meta(
@@ -94,7 +94,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             multiple_of=4096,
             description="Size of one staging slot, and so of the largest packed box.",
         ),
-    ] = 4 << 20
+    ] = 8 << 20
     transport: TransportConfig = TransportConfig()
 
     @property

@@ -6,8 +6,10 @@ stay until `quiesce` returns. Never runs on the event loop.
 
 from __future__ import annotations
 
+import asyncio
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
 import anyio
@@ -26,11 +28,12 @@ T = TypeVar("T")
 class Copiers:
     """At most ``num_threads`` copies at once, each given the tensors of one group on one rank.
 
-    These are made once, in a thread, and kept until the engine is forgotten.
+    These are made once, in a thread, and kept until the engine is forgotten. A copy that waits for
+    a thread starts as soon as another ends, without the event loop's doing.
     """
 
     def __init__(self, *, num_threads: int) -> None:
-        self._limiter = anyio.CapacityLimiter(num_threads)
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="kvbus-copy")
         self._paged: dict[tuple[RankMemory, str], PagedMemory] = {}
         self._running: dict[LocalEngine, set[anyio.Event]] = defaultdict(set)
 
@@ -58,7 +61,8 @@ class Copiers:
         ended = anyio.Event()
         self._running[engine].add(ended)
         try:
-            paged, result = await anyio.to_thread.run_sync(in_thread, limiter=self._limiter)
+            with anyio.CancelScope(shield=True):
+                paged, result = await asyncio.wrap_future(self._threads.submit(in_thread))
         finally:
             ended.set()
             self._running[engine].discard(ended)

@@ -11,6 +11,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from kvbus.agent.copiers import Copiers
 from kvbus.agent.guard import guarded
 from kvbus.agent.service import Agent
@@ -101,10 +103,16 @@ class PackedReader:
         Ours is taken last: a peer that does not answer keeps none from the others.
         """
         sent_at = self._agent.loop.time()
-        packed = await self._pack(read, jobs, job)
+        packing = self._pack(read, jobs, job)
+        blocks = self._block_reads(read, jobs, job, packing)  # while the box is gathered
+        packed = await read.unless_stopped(packing)
         with ExitStack() as taken:
             try:
-                rows, content = await self._destination(read, jobs, job, packed=packed, taken=taken)
+                _check_size(packed, job)
+                if blocks is not None:
+                    rows, content = _moved(blocks, packed.address), None
+                else:
+                    rows, content = await self._own_slot(read, job, packed, taken)
                 num_bytes = await self._read(read, job.source, rows)
             finally:
                 jobs.read.setdefault(job.source, []).append(packed.slot_id)
@@ -113,12 +121,23 @@ class PackedReader:
                 await self._scatter(read.piece, job, content)
         read.num_bytes += num_bytes
 
-    async def _destination(
-        self, read: PieceRead, jobs: Jobs, job: Job, *, packed: Packed, taken: ExitStack
+    def _block_reads(
+        self, read: PieceRead, jobs: Jobs, job: Job, packing: "asyncio.Future[Packed]"
+    ) -> Descriptors | None:
+        """From a slot at address 0 into the engine's blocks; None for a box that is scattered."""
+        if jobs.path is not Path.REORDERED:
+            return None
+        try:
+            reads = read.piece.route.slot_reads[job.share.reader]
+            return reads.descriptors(job.box, job.order, table=read.piece.target[job.box.group])
+        except BaseException:
+            packing.cancel()  # what it brings is given back
+            raise
+
+    async def _own_slot(
+        self, read: PieceRead, job: Job, packed: Packed, taken: ExitStack
     ) -> tuple[Descriptors, Any]:
-        """The READs of a box, and the slot of ours that they fill, which ``taken`` gives back."""
-        if jobs.path is Path.REORDERED:
-            return _into_blocks(read.piece, job, packed.address), None
+        """The READ of a box, and the slot of ours that it fills, which ``taken`` gives back."""
         ring = self._slots()
         slot = await read.unless_stopped(ring.take(job.source.peer))
         taken.callback(ring.give, slot)
@@ -151,8 +170,8 @@ class PackedReader:
             raise LocalError("staging_bytes is 0", code=ErrorCode.CONFIG)
         return self._ring
 
-    async def _pack(self, read: PieceRead, jobs: Jobs, job: Job) -> Packed:
-        """Ask for a box; a reply that comes after the piece has stopped is given back."""
+    def _pack(self, read: PieceRead, jobs: Jobs, job: Job) -> "asyncio.Future[Packed]":
+        """Ask for a box; a reply that comes when nobody waits any more is given back."""
         piece, source = read.piece, job.source
         future: asyncio.Future[Packed] = self._agent.loop.create_future()
 
@@ -186,13 +205,7 @@ class PackedReader:
         timeout_s = max(1e-3, piece.deadline - self._agent.loop.time())
         client = source.peer.client
         client.send(message.op, to_body(message), timeout_s=timeout_s, on_reply=on_reply)
-        packed = await read.unless_stopped(future)
-        if packed.num_bytes != slot_bytes(job.group, job.box, job.order):
-            raise GeometryError(
-                f"the prefill agent packed {packed.num_bytes} bytes, "
-                f"the box has {slot_bytes(job.group, job.box, job.order)}"
-            )
-        return packed
+        return future
 
     async def _read(self, read: PieceRead, source: Source, rows: Descriptors) -> int:
         """Bytes that were read; returns only when nothing of the READ is in flight."""
@@ -260,7 +273,14 @@ def _blocks_of(piece: Piece, box: Box) -> BlockTable:
     return BlockTable(ids=table.ids[4 * at : 4 * (at + end - first)], first_block=first)
 
 
-def _into_blocks(piece: Piece, job: Job, address: int) -> Descriptors:
-    reads = piece.route.slot_reads[job.share.reader]
-    table = piece.target[job.box.group]
-    return reads.descriptors(job.box, job.order, address=address, table=table)
+def _moved(reads: Descriptors, address: int) -> Descriptors:
+    reads.remote[:, 0] += np.uint64(address)
+    return reads
+
+
+def _check_size(packed: Packed, job: Job) -> None:
+    wanted = slot_bytes(job.group, job.box, job.order)
+    if packed.num_bytes != wanted:
+        raise GeometryError(
+            f"the prefill agent packed {packed.num_bytes} bytes, the box has {wanted}"
+        )

@@ -40,16 +40,12 @@ class SlotReads:
     reader: PlacedRank
     _plans: "OrderedDict[tuple[object, ...], DirectPlan]" = field(default_factory=OrderedDict)
 
-    def descriptors(
-        self, box: Box, order: SlotOrder, *, address: int, table: BlockTable
-    ) -> Descriptors:
-        """From a slot at ``address`` into the rank's blocks of ``table``."""
+    def descriptors(self, box: Box, order: SlotOrder, *, table: BlockTable) -> Descriptors:
+        """From a slot at address 0 into the rank's blocks of ``table``; the caller's to change."""
         blocks = slot_table(box, order)
-        found = self._plan(box, order, len(blocks)).descriptors(
+        return self._plan(box, order, len(blocks)).descriptors(
             {box.group: blocks}, {box.group: table}, {box.group: (box.start, box.stop)}
         )
-        found.remote[:, 0] += np.uint64(address)
-        return found
 
     def _plan(self, box: Box, order: SlotOrder, num_blocks: int) -> DirectPlan:
         """The plan from a slot at address 0."""

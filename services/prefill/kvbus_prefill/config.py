@@ -57,7 +57,7 @@ class PrefillConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_field
         return SlotLimits(
             num_slots=num_slots,
             slot_bytes=self.slot_bytes,
-            max_gathers=self.pack_threads,
+            max_gathers=self.pack_threads + 1,  # one that starts when another ends
             max_waiting=self.max_packs,
             max_slot_lease_s=self.max_lease_s,
         )
