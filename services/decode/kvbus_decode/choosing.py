@@ -42,7 +42,7 @@ class PathChooser:
         num_descriptors = _num_descriptors(piece)
         if paths == DIRECT_ONLY or not num_descriptors:  # none: it only zeroes a tail
             return Path.DIRECT, 0
-        if Path.DIRECT in paths and self._is_short(num_descriptors):
+        if Path.DIRECT in paths and self._is_plain(piece, num_descriptors):
             return Path.DIRECT, 0
         work, slot_bytes = piece.route.work, self._slot_bytes(piece.route)
         limit = slot_bytes if Path.DIRECT in paths else None
@@ -60,7 +60,7 @@ class PathChooser:
             slot_bytes, max(choice.box_bytes, work.least_box_bytes(choice.path))
         )
 
-    def observe(self, read: PieceRead, path: Path, *, seconds: float) -> None:
+    def observe(self, read: PieceRead, path: Path, seconds: float) -> None:
         """A piece has landed; short ones say nothing of the rates."""
         if read.shape is not None:
             self._peer(read.piece.route).observe(read.shape, path, seconds=seconds)
@@ -69,10 +69,14 @@ class PathChooser:
         name = f"{self._agent.transport.name}-calibration"
         self._rates = await calibrated_rates(name, slots_in_flight=self._config.boxes_in_flight)
 
-    def _is_short(self, num_descriptors: int) -> bool:
-        """Whether the READs cost less than the first request of the other paths would."""
+    def _is_plain(self, piece: Piece, num_descriptors: int) -> bool:
+        """Whether its descriptors cost less than the first request of the other paths would, or
+        than half of a gather of its bytes: whatever the model says in full, it says direct."""
         rates = self._rates
-        return num_descriptors * rates.seconds_per_descriptor <= rates.seconds_per_request
+        spent_s = num_descriptors * rates.seconds_per_descriptor
+        if spent_s <= rates.seconds_per_request:
+            return True
+        return spent_s <= piece.route.num_bytes(piece.spans) / rates.gather_bytes_per_s / 2
 
     def _paths(self, route: Route) -> Collection[Path]:
         """What the configuration wants and both sides can do."""

@@ -104,7 +104,8 @@ class PieceReader:
 
     def _finish(self, read: PieceRead, path: Path, seconds: float) -> None:
         """All bytes are in the blocks: learn from it, and zero what is behind them if asked to."""
-        self._chooser.observe(read, path, seconds=seconds)
+        if read.shape is not None:  # after the confirm has been sent, which is worth more
+            self._agent.loop.call_soon(self._chooser.observe, read, path, seconds)
         engine = read.piece.route.engine
         for name, span in read.piece.tail.items():
             for rank in engine.ordered_ranks():

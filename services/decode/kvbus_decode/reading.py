@@ -6,7 +6,7 @@ Refuses to decide: the end of a piece goes back to the table as an event, exactl
 from collections.abc import Callable
 
 from kvbus.errors import ErrorCode, KVBusError, LocalError
-from kvbus.planning import piece_spans, tail_spans, whole_spans
+from kvbus.planning import Spans, piece_spans, tail_spans, whole_spans
 from kvbus_decode import fetch_events as ev
 from kvbus_decode.piece import Piece, PieceRead
 from kvbus_decode.pieces import PieceReader
@@ -63,9 +63,11 @@ def _piece(work: Work, command: ev.StartRead) -> Piece:
         last=command.last,
     )
     route.check_tables(command.tables, spans)
-    groups = work.engine.spec.groups
-    whole = whole_spans(groups, requested.first_token, requested.num_tokens)
-    zeroes = requested.zero_tail and command.last
+    tail: Spans = {}
+    if requested.zero_tail and command.last:
+        groups = work.engine.spec.groups
+        whole = whole_spans(groups, requested.first_token, requested.num_tokens)
+        tail = tail_spans(groups, whole)
     return Piece(
         route=route,
         offer_id=requested.ticket.offer_id,
@@ -73,7 +75,7 @@ def _piece(work: Work, command: ev.StartRead) -> Piece:
         source=command.tables,
         target=requested.tables,
         spans=spans,
-        tail=tail_spans(groups, whole) if zeroes else {},
+        tail=tail,
         spread=work.spread,
         deadline=work.deadline,
     )

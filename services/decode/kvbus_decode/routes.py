@@ -3,17 +3,27 @@
 Refuses to talk to anybody: a route is made of what handshakes brought.
 """
 
-from collections import defaultdict
-from collections.abc import Mapping
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from math import prod
 
 from kvbus.agent.local_engine import LocalEngine
 from kvbus.errors import GeometryError
-from kvbus.geometry import AxisName, BlockTable, EngineSpec, RankSpec, validate_ranks
+from kvbus.geometry import (
+    DTYPE_SIZES_BYTES,
+    AxisName,
+    BlockTable,
+    EngineSpec,
+    RankSpec,
+    validate_ranks,
+)
 from kvbus.planning import DirectPlan, FetchWork, PlacedRank, ReadMap, Share, Spans
 from kvbus_decode.nixl_peers import NixlMemory
 from kvbus_decode.peers import Peer
 from kvbus_decode.slot_reads import SlotReads
+
+PER_POSITION = (AxisName.LAYER, AxisName.KV, AxisName.HEAD, AxisName.DIM)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,6 +75,7 @@ class Route:
         self.slot_reads = {number: SlotReads(reader) for number, reader in self.readers.items()}
         self._map = ReadMap(ranks, [placed.rank for placed in self.readers.values()])
         self._num_blocks = _num_blocks(ranks)
+        self._position_bytes = _position_bytes(self.readers.values())
         self._plans = [tuple(self._make_plans(n)) for n in range(self._map.num_choices)]
         holders = {rank: placed for s in sources for rank, placed in s.ranks.items()}
         self.work = FetchWork(holders, self.readers, self._map.shares())
@@ -97,7 +108,7 @@ class Route:
             if stop <= start:
                 continue
             table = tables.get(group.name, BlockTable(b""))
-            table.check_ids(self._num_blocks[group.name])
+            self._check_ids(group.name, table)
             first, end = table.first_block, table.first_block + len(table)
             if not (first * group.block_size <= start and stop <= end * group.block_size):
                 raise GeometryError(
@@ -105,6 +116,25 @@ class Route:
                     f"positions {start} to {stop} were asked for",
                     group=group.name,
                 )
+
+    def num_bytes(self, spans: Spans) -> int:
+        """Bytes of these positions, for all ranks that are here."""
+        return sum(
+            position_bytes * (spans[group][1] - spans[group][0])
+            for group, position_bytes in self._position_bytes.items()
+        )
+
+    def _check_ids(self, group: str, table: BlockTable) -> None:
+        """That no id is there twice has been seen to where the offer was made."""
+        largest, num_blocks = int(table.array().max(initial=0)), self._num_blocks[group]
+        if largest >= num_blocks:
+            raise GeometryError(
+                f"the offer names block {largest} of group '{group}', the prefill engine has "
+                f"{num_blocks}",
+                group=group,
+                block_id=largest,
+                num_blocks=num_blocks,
+            )
 
     def _make_plans(self, spread: int) -> list[SourcePlan]:
         by_source: dict[Source, list[Share]] = defaultdict(list)
@@ -123,3 +153,14 @@ def _num_blocks(ranks: list[RankSpec]) -> dict[str, int]:
         size = region.size(AxisName.BLOCK)
         num_blocks[region.group] = min(size, num_blocks.get(region.group, size))
     return num_blocks
+
+
+def _position_bytes(readers: Iterable[PlacedRank]) -> Counter[str]:
+    """Bytes of one position over all ranks, by group."""
+    position_bytes = Counter[str]()
+    for placed in readers:
+        for region in placed.rank.regions:
+            itemsize = DTYPE_SIZES_BYTES[placed.engine.group(region.group).dtype]
+            sizes = (region.size(axis) for axis in PER_POSITION)
+            position_bytes[region.group] += itemsize * prod(sizes)
+    return position_bytes
