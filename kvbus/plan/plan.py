@@ -15,7 +15,7 @@ from kvbus.planning import ReadMap, Share, Spans, check_compatible, whole_spans
 from kvbus.planning.cost import Rates
 from kvbus.planning.fetch_shape import Path
 
-DEFAULT_SLOT_BYTES = 4 << 20
+DEFAULT_SLOT_BYTES = 8 << 20
 MAX_PAIRED_LAYERS = 1 << 19
 
 

@@ -20,7 +20,7 @@ class SlotLimits:
     """Bounds of the table; ``max_gathers`` run at once, ``max_waiting`` wait over all leases."""
 
     num_slots: int = 16
-    slot_bytes: int = 4 << 20
+    slot_bytes: int = 8 << 20
     max_gathers: int = 1
     max_waiting: int = 1024
     max_slot_lease_s: float = 30.0
