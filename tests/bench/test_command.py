@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import typer
 from typer.testing import CliRunner, Result
 
@@ -15,6 +16,7 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["--json", "--rounds", "1", *arguments])
 
 
+@pytest.mark.timeout(600)  # it starts some twenty agents, one after the other
 def test_every_case_gives_figures_in_one_line_of_json() -> None:
     result = run("--scale", "0.005")
 
