@@ -70,8 +70,11 @@ class PathChooser:
         self._rates = await calibrated_rates(name, slots_in_flight=self._config.boxes_in_flight)
 
     def _is_plain(self, piece: Piece, num_descriptors: int) -> bool:
-        """Whether its descriptors cost less than the first request of the other paths would, or
-        than half of a gather of its bytes: whatever the model says in full, it says direct."""
+        """Whether direct is best without asking the model.
+
+        Its descriptors cost less than the first request of the other paths would, or than half of
+        a gather of its bytes.
+        """
         rates = self._rates
         spent_s = num_descriptors * rates.seconds_per_descriptor
         if spent_s <= rates.seconds_per_request:
