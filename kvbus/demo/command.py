@@ -75,13 +75,16 @@ def _print(report: DemoReport, *, as_one_json: bool) -> None:
 
 def _run(options: DemoOptions) -> DemoReport:
     """The report; exits when there is none."""
+    failures: list[KVBusError] = []
+    outcome: DemoReport | Signals | None = None
     try:
         with private_folder() as folder, _progress_bar() as on_progress:
             outcome = anyio.run(run_demo, options, folder, on_progress)
     except* KVBusError as errors:
-        for error in leaves(errors):
-            sys.stderr.write(f"error: {error.message}\n")
-        raise typer.Exit(1) from errors
+        failures = leaves(errors)
+    if outcome is None:
+        sys.stderr.writelines(f"error: {failure.message}\n" for failure in failures)
+        raise typer.Exit(1)
     if isinstance(outcome, Signals):
         sys.stderr.write(f"ended by {outcome.name}; every process of the demo has ended, too\n")
         raise typer.Exit(128 + outcome)

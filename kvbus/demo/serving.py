@@ -50,9 +50,11 @@ async def serve(engine: Engine, agent_endpoint: str, handlers: Handlers) -> None
 def run_engine(main: Callable[[EngineSetup], Awaitable[None]]) -> None:
     """The engine's process: its setup is the argument; an error is one line and exit status 1."""
     setup = msgspec.json.decode(sys.argv[1], type=EngineSetup)
+    failures: list[KVBusError] = []
     try:
         anyio.run(main, setup)
     except* KVBusError as errors:
-        for error in leaves(errors):
-            sys.stderr.write(f"error: {error.code}: {error.message}\n")
-        raise SystemExit(1) from None
+        failures = leaves(errors)
+    if failures:
+        sys.stderr.writelines(f"error: {error.code}: {error.message}\n" for error in failures)
+        raise SystemExit(1)

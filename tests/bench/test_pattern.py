@@ -1,29 +1,29 @@
 """Wrong bytes are found, wherever they are."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from kvbus.bench.pattern import all_words, arrived, wipe
-from kvbus.bench.shapes import LAYERED, scattered
-from kvbus.bench.words import fill
+from kvbus.bench.pattern import all_words, arrived, fill_ranks, wipe
+from kvbus.bench.shapes import LAYERED, Tables, scattered
 from kvbus.engine import KvCache
 from kvbus.memory.segment import SharedSegment
 
 NUM_BLOCKS = 8
-TABLES = scattered(4)
+TABLES = scattered(4, LAYERED)
 
 
 @pytest.fixture
 def copied() -> Iterator[KvCache]:
     """A decode cache after a handoff, done by plain copies from view to view."""
-    spec, rank = LAYERED.spec("engine"), LAYERED.rank(NUM_BLOCKS)
+    spec, (rank,) = LAYERED.spec("engine"), LAYERED.ranks(NUM_BLOCKS)
     size_bytes = rank.segments[0].size_bytes
     with SharedSegment(size_bytes) as ours, SharedSegment(size_bytes) as theirs:
         source, target = KvCache(spec, rank, ours), KvCache(spec, rank, theirs)
-        fill(all_words(source))
-        wipe(target)
+        fill_ranks([source], LAYERED)
+        wipe([target])
         for region in rank.regions:
             for layer in region.layers:
                 for part in region.parts:
@@ -32,22 +32,28 @@ def copied() -> Iterator[KvCache]:
         yield target
 
 
+def has_arrived(cache: KvCache, tables: Tables = TABLES) -> bool:
+    return arrived([cache], LAYERED, LAYERED, tables, num_source_blocks=NUM_BLOCKS)
+
+
 def test_a_right_copy_has_arrived(copied: KvCache) -> None:
-    assert arrived(copied, TABLES.prefill, TABLES.decode)
+    assert has_arrived(copied)
 
 
 def test_one_wrong_word_is_noticed(copied: KvCache) -> None:
     landed = np.flatnonzero(all_words(copied))
     all_words(copied)[landed[-1]] ^= np.uint64(1)
 
-    assert not arrived(copied, TABLES.prefill, TABLES.decode)
+    assert not has_arrived(copied)
 
 
 def test_blocks_in_the_wrong_order_are_noticed(copied: KvCache) -> None:
-    assert not arrived(copied, TABLES.prefill[::-1].copy(), TABLES.decode)
+    swapped = replace(TABLES, prefill=TABLES.prefill[::-1].copy())
+
+    assert not has_arrived(copied, swapped)
 
 
 def test_nothing_has_arrived_in_a_wiped_cache(copied: KvCache) -> None:
-    wipe(copied)
+    wipe([copied])
 
-    assert not arrived(copied, TABLES.prefill, TABLES.decode)
+    assert not has_arrived(copied)
