@@ -27,6 +27,7 @@ from kvbus_decode.requests import check_tables
 from kvbus_decode.routes import Route
 
 ATTEND_S = 3.0
+CHECK_S = 0.25
 
 
 class Assistant:
@@ -137,7 +138,9 @@ class Assistant:
             timeout_s=ATTEND_S,
             on_end=answered.set_result,
         )
-        error = await answered
+        error: KVBusError | None = None
+        with anyio.move_on_after(CHECK_S):  # who is silent is found out by the read
+            error = await asyncio.shield(answered)
         return error is None or error.code is ErrorCode.TIMEOUT
 
     def _attend(self, assisting: "_Assisting", read: PieceRead) -> None:
