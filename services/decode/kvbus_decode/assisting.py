@@ -27,7 +27,6 @@ from kvbus_decode.requests import check_tables
 from kvbus_decode.routes import Route
 
 ATTEND_S = 3.0
-CHECK_S = 0.25
 
 
 class Assistant:
@@ -112,36 +111,14 @@ class Assistant:
         )
 
     async def _route(self, assisting: "_Assisting", ticket: Ticket, engine: LocalEngine) -> Route:
-        """The route, all of its peers held until the piece has ended.
-
-        Ours may be older than the home's: a rank that came back is another one.
-        """
+        """The route, all of its peers held until the piece has ended."""
         home = self._peers.acquire(ticket.endpoint)
         assisting.peers.append(home)
         timeout_s = assisting.asked.timeout_s
         route = await self._routes.route(home, ticket, engine, timeout_s=timeout_s)
-        if not await self._is_current(route, ticket.offer_id):
-            self._routes.forget(route)
-            route = await self._routes.route(home, ticket, engine, timeout_s=timeout_s)
         for source in route.sources[1:]:
             assisting.peers.append(self._peers.acquire(source.peer.endpoint))
         return route
-
-    async def _is_current(self, route: Route, offer_id: str) -> bool:
-        """Whether every agent still has the ranks of our handshake, as far as is known."""
-        answered: asyncio.Future[KVBusError | None] = self._agent.loop.create_future()
-        checking.attend(
-            route,
-            route.sources,
-            offer_id,
-            attend_s=ATTEND_S,
-            timeout_s=ATTEND_S,
-            on_end=answered.set_result,
-        )
-        error: KVBusError | None = None
-        with anyio.move_on_after(CHECK_S):  # who is silent is found out by the read
-            error = await asyncio.shield(answered)
-        return error is None or error.code is ErrorCode.TIMEOUT
 
     def _attend(self, assisting: "_Assisting", read: PieceRead) -> None:
         """Be served until the piece is over, be the home of ours gone, and the lease with it."""
