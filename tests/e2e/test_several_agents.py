@@ -236,8 +236,7 @@ async def test_a_rank_that_left_fails_the_fetch_and_one_that_came_back_is_read(s
             await offer.withdraw()
         try:
             right = await works(source, target)
-        except FetchFailed as failed:  # the sibling's route may be older; it is forgotten with this
-            assert failed.code is ErrorCode.STALE
+        except FetchFailed:  # the sibling's route may be older: it is forgotten with this fetch
             right = await works(source, target)
         assert right
 
