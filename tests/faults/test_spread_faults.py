@@ -230,6 +230,8 @@ async def test_a_sibling_of_a_killed_home_stops_by_the_deadline(sites, readers):
     async with spread_pair(sites, readers) as (source, target):
         offer, fetch = await start_long_read(source, target, timeout_s=3.0)
         deadline = time.monotonic() + 3.0
+        engine_id = target.spec.engine_id
+        await until(lambda: readers[1].logged("handshake.done", reader=engine_id))
 
         sites.prefill[1].signal(signal.SIGSTOP)
         readers[0].kill()
@@ -243,6 +245,7 @@ async def test_a_sibling_of_a_killed_home_stops_by_the_deadline(sites, readers):
 
         assert (failure.stage, failure.code) == ("lost", ErrorCode.PEER_LOST)
         assert not failure.blocks_free
+        assert readers[1].says("request.refused", op="assist", code="timeout")
 
 
 async def test_a_fetch_cancelled_while_siblings_read_ends_at_all_of_them(sites, readers):
