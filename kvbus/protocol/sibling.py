@@ -48,7 +48,8 @@ class Assist(Message, frozen=True):
     """The home of a decode engine asks a sibling to read one piece into the ranks that it has.
 
     Answered when nothing of it is in flight any more, be it done, failed or aborted. The lease is
-    the home's; so is the confirm.
+    the home's; so is the confirm. ``memory_ids`` are of the prefill agents, its home's first, as
+    the reader's home knows them: a sibling that knows others shakes hands again.
     """
 
     op: ClassVar[str] = "assist"
@@ -58,6 +59,7 @@ class Assist(Message, frozen=True):
     engine_id: Id
     ranks: Ranks
     ticket: dict[str, Any]
+    memory_ids: tuple[Id, ...]
     epoch: Epoch
     source: Tables
     target: Tables

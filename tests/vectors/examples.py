@@ -220,6 +220,7 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
                 engine_id="decode-0",
                 ranks=(1,),
                 ticket=TICKET,
+                memory_ids=("memory-0", "memory-1"),
                 epoch=1,
                 source=TABLES,
                 target={"full": BlockTable.of([5, 6], first_block=1)},

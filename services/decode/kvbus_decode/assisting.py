@@ -111,11 +111,17 @@ class Assistant:
         )
 
     async def _route(self, assisting: "_Assisting", ticket: Ticket, engine: LocalEngine) -> Route:
-        """The route, all of its peers held until the piece has ended."""
+        """The route, all of its peers held until the piece has ended.
+
+        A process of the prefill engine may have come back since ours was made.
+        """
         home = self._peers.acquire(ticket.endpoint)
         assisting.peers.append(home)
-        timeout_s = assisting.asked.timeout_s
-        route = await self._routes.route(home, ticket, engine, timeout_s=timeout_s)
+        asked = assisting.asked
+        route = await self._routes.route(home, ticket, engine, timeout_s=asked.timeout_s)
+        if route.memory_ids != asked.memory_ids:
+            self._routes.forget(route)
+            route = await self._routes.route(home, ticket, engine, timeout_s=asked.timeout_s)
         for source in route.sources[1:]:
             assisting.peers.append(self._peers.acquire(source.peer.endpoint))
         return route

@@ -92,6 +92,11 @@ class Route:
         """The agents that have ranks, but not the leases."""
         return self.sources[1:]
 
+    @property
+    def memory_ids(self) -> tuple[str, ...]:
+        """What of the prefill engine's memory was shaken hands about, the home's first."""
+        return tuple(source.memory_id for source in self.sources)
+
     def take_spread(self) -> int:
         """Another number for each fetch, so that replicas are read in turn."""
         self._next_spread = (self._next_spread + 1) % self._map.num_choices

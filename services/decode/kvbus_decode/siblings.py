@@ -50,7 +50,7 @@ class Siblings:
     def _ask(self, work: Work, command: ev.StartRead, other: AgentRanks, read: PieceRead) -> None:
         peer = self._peers.acquire(other.endpoint)
         left_s = read.piece.deadline - self._agent.loop.time()
-        body = to_body(_assist(work, command, other, timeout_s=max(1e-3, left_s)))
+        body = to_body(_assist(work, command, other, read, timeout_s=max(1e-3, left_s)))
 
         def on_end() -> None:
             self._asked[work.engine].discard(asked)
@@ -118,13 +118,16 @@ class _Asked:
             )
 
 
-def _assist(work: Work, command: ev.StartRead, other: AgentRanks, *, timeout_s: float) -> Assist:
+def _assist(
+    work: Work, command: ev.StartRead, other: AgentRanks, read: PieceRead, *, timeout_s: float
+) -> Assist:
     requested = work.requested
     return Assist(
         fetch_id=work.fetch_id,
         engine_id=work.engine.engine_id,
         ranks=other.ranks,
         ticket=requested.ticket.to_json(),
+        memory_ids=read.piece.route.memory_ids,
         epoch=command.epoch,
         source=dict(command.tables),
         target=dict(requested.tables),
