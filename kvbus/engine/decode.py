@@ -22,7 +22,7 @@ from kvbus.errors import (
     RequestRefused,
 )
 from kvbus.geometry import BlockTable, EngineSpec
-from kvbus.protocol.engine import AgentRole, BlocksFreed, CancelFetch, Fetched, Outcome
+from kvbus.protocol.engine import AgentRole, BlocksFreed, CancelFetch, Fetched, Landed, Outcome
 from kvbus.protocol.engine import Fetch as FetchMessage
 from kvbus.protocol.envelope import Notice
 from kvbus.protocol.message import Empty, from_body
@@ -30,13 +30,17 @@ from kvbus.protocol.message import Empty, from_body
 BlockIds = Mapping[str, npt.ArrayLike]
 OnFetched = Callable[[Fetched], None]
 OnBlocksFreed = Callable[[BlocksFreed], None]
+OnLanded = Callable[[int], None]
 
 
 class Fetch:
     """One fetch of this engine."""
 
-    def __init__(self, session: "DecodeSession", fetch_id: str) -> None:
+    def __init__(
+        self, session: "DecodeSession", fetch_id: str, on_landed: OnLanded | None = None
+    ) -> None:
         self.fetch_id = fetch_id
+        self.on_landed = on_landed
         self._session = session
         self._ended = anyio.Event()
         self._settled = anyio.Event()
@@ -145,20 +149,24 @@ class DecodeSession(EngineSession):
         first_token: int = 0,
         timeout_s: float | None = None,
         zero_tail: bool = False,
+        piece_tokens: int = 0,
+        on_landed: OnLanded | None = None,
     ) -> Fetch:
         """Ask for tokens [first_token, num_tokens) into ``block_ids`` (by group, by position).
 
         Each group gives exactly the blocks of its `GroupSpec.positions`: of these tokens; with a
         window, of those among the last ``window`` of ``num_tokens``; of a state, its one block. A
         group that needs none may be left out. ``zero_tail`` zeroes the unused slots of the last
-        block, which else stay as they were.
+        block, which else stay as they were. With ``piece_tokens`` the tokens are read in pieces
+        that end at multiples of it, and ``on_landed`` is called with the end of each when it is in
+        the blocks, though valid only with the completion.
 
         Returns at once; `Fetch.completed` says how it ends, a refusal by the agent included (its
         stage is ``requested``). Raises `GeometryError` for ids that are none or of no group, and
         why the session ended when it did.
         """
         tables = _tables(self.engine, block_ids, first_token, num_tokens)
-        fetch = Fetch(self, uuid.uuid4().hex)
+        fetch = Fetch(self, uuid.uuid4().hex, on_landed)
         message = FetchMessage(
             fetch_id=fetch.fetch_id,
             ticket=dict(ticket),
@@ -167,6 +175,7 @@ class DecodeSession(EngineSession):
             first_token=first_token,
             timeout_s=timeout_s,
             zero_tail=zero_tail,
+            piece_tokens=piece_tokens,
         )
         self.send(message, Empty, lambda reply: self._on_taken(fetch, reply))
         self._fetches[fetch.fetch_id] = fetch
@@ -192,8 +201,15 @@ class DecodeSession(EngineSession):
     def _on_notice(self, notice: Notice) -> None:
         if notice.op == Fetched.op:
             self._end(from_body(Fetched, notice.body))
+        elif notice.op == Landed.op:
+            self._land(from_body(Landed, notice.body))
         elif notice.op == BlocksFreed.op:
             self._free(from_body(BlocksFreed, notice.body))
+
+    def _land(self, landed: Landed) -> None:
+        fetch = self._fetches.get(landed.fetch_id)
+        if fetch is not None and fetch.on_landed is not None:
+            fetch.on_landed(landed.num_tokens)
 
     def _end(self, fetched: Fetched) -> None:
         fetch = self._fetches.get(fetched.fetch_id)

@@ -179,7 +179,8 @@ class Fetch(Message, frozen=True):
     ``tables`` hold exactly the blocks of these tokens: of a group with a window those of its last
     ``window`` tokens, of a state the one block. With ``zero_tail`` the unused slots of the last
     block are zeroed, else they stay as they were. The reply says that the fetch was taken; the
-    notice `Fetched` says how it ended, within ``timeout_s``.
+    notice `Fetched` says how it ended, within ``timeout_s``. With ``piece_tokens`` the tokens are
+    read in pieces that end at multiples of it, and a notice `Landed` tells of each.
     """
 
     op: ClassVar[str] = "fetch"
@@ -192,6 +193,7 @@ class Fetch(Message, frozen=True):
     first_token: Tokens = 0
     timeout_s: Seconds | None = None
     zero_tail: bool = False
+    piece_tokens: Tokens = 0
 
 
 class CancelFetch(Message, frozen=True):
@@ -211,6 +213,18 @@ class StageTimes(msgspec.Struct, frozen=True):
     waiting: float = 0.0
     reading: float = 0.0
     confirming: float = 0.0
+
+
+class Landed(Message, frozen=True):
+    """Notice: tokens [first_token, num_tokens) of a fetch are in its blocks.
+
+    They are valid only when `Fetched` says ``completed``. An engine may copy them elsewhere before.
+    """
+
+    op: ClassVar[str] = "landed"
+
+    fetch_id: Id
+    num_tokens: Tokens
 
 
 class Fetched(Message, frozen=True):
@@ -269,4 +283,4 @@ ENGINE_REQUESTS: tuple[type[Message], ...] = (
 )
 PREFILL_REQUESTS: tuple[type[Message], ...] = (MakeOffer, ExtendOffer, SealOffer, WithdrawOffer)
 DECODE_REQUESTS: tuple[type[Message], ...] = (Fetch, CancelFetch)
-NOTICES: tuple[type[Message], ...] = (Released, Fetched, BlocksFreed)
+NOTICES: tuple[type[Message], ...] = (Released, Landed, Fetched, BlocksFreed)

@@ -135,6 +135,8 @@ class FetchWorld(RuleBasedStateMachine):
 
     def obey(self, command: ev.Command) -> None:
         match command:
+            case ev.ReportLanded(fetch_id, num_tokens):
+                self.seen[fetch_id].is_landed(num_tokens)
             case ev.ReportFetched() as report:
                 self.seen[report.fetch_id].end(report, self.now)
             case ev.SendRelease(ticket, epoch):

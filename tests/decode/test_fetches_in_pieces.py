@@ -31,11 +31,22 @@ def tables(start: int, stop: int) -> dict[str, BlockTable]:
 class Prefill:
     """One fetch at time ``now``, and the grants of an offer that grows by whole blocks."""
 
-    def __init__(self, *, first_token: int = 0, has_state: bool = False) -> None:
+    def __init__(
+        self, *, first_token: int = 0, has_state: bool = False, piece_tokens: int = 0
+    ) -> None:
         self.table = FetchTable(FetchLimits())
         self.known = 0
         requested = ev.Requested(
-            "f1", "engine-d", TICKET, first_token, NUM_TOKENS, {}, 60.0, "fetch", has_state
+            fetch_id="f1",
+            engine_id="engine-d",
+            ticket=TICKET,
+            first_token=first_token,
+            num_tokens=NUM_TOKENS,
+            tables={},
+            timeout_s=60.0,
+            reply_to="fetch",
+            has_state=has_state,
+            piece_tokens=piece_tokens,
         )
         self.tell(requested)
         self.tell(ev.PeerReady("f1"))
@@ -137,6 +148,42 @@ def test_a_sealed_offer_that_is_there_is_one_last_piece() -> None:
     commands = prefill.grant(32, sealed=True)
 
     assert commands == [piece(0, 32, last=True)]
+
+
+def test_pieces_of_the_wanted_size_are_told_of_as_they_land_after_what_follows_them() -> None:
+    prefill = Prefill(first_token=3, piece_tokens=8)
+
+    first = prefill.grant(32, sealed=True)
+    then = [prefill.tell(landed()) for _ in range(4)]
+
+    assert first == [piece(3, 8, ready=32)]
+    assert then == [
+        [piece(8, 16, ready=32), ev.ReportLanded("f1", 8)],
+        [piece(16, 24, ready=32), ev.ReportLanded("f1", 16)],
+        [piece(24, 32, last=True), ev.ReportLanded("f1", 24)],
+        [confirm(), ev.ReportLanded("f1", 32)],
+    ]
+
+
+def test_a_piece_ends_where_the_ready_tokens_do_though_the_engine_wants_larger_ones() -> None:
+    prefill = Prefill(piece_tokens=16)
+
+    first = prefill.grant(8)
+    at_rest = prefill.tell(landed())
+    second = prefill.news(32, sealed=True)
+
+    assert first == [piece(0, 8)]
+    assert at_rest == [ev.ReportLanded("f1", 8)]
+    assert second == [piece(8, 16, ready=32)]
+
+
+def test_a_piece_that_did_not_land_is_not_told_of() -> None:
+    prefill = Prefill(piece_tokens=8)
+    prefill.grant(32, sealed=True)
+
+    commands = prefill.tell(ev.ReadEnded("f1", 0, LOST))
+
+    assert [type(c) for c in commands] == [ev.SendRelease, ev.ReportFetched]
 
 
 def test_no_piece_goes_beyond_the_tokens_that_were_asked_for() -> None:

@@ -45,6 +45,7 @@ class FetchInterleavings(FetchWorld):
         boot=BOOTS,
         first_token=st.sampled_from([0, 0, 12, NUM_TOKENS]),
         has_state=st.booleans(),
+        piece_tokens=st.sampled_from([0, 8, 12]),
         num_ready=st.sampled_from([0, 8, 20, NUM_TOKENS]),
         sealed=st.booleans(),
         timeout_s=st.sampled_from([60.0, 60.0, 60.0, 3.0, 0.5]),
@@ -57,6 +58,7 @@ class FetchInterleavings(FetchWorld):
         boot: str,
         first_token: int,
         has_state: bool,
+        piece_tokens: int,
         num_ready: int,
         sealed: bool,
         timeout_s: float,
@@ -76,6 +78,7 @@ class FetchInterleavings(FetchWorld):
             timeout_s=timeout_s,
             reply_to=self.reply_to(),
             has_state=has_state,
+            piece_tokens=piece_tokens,
         )
         must_refuse = fetch_id in self.seen or self.is_full()
         if not must_refuse:

@@ -54,8 +54,9 @@ class Offered:
 class Watched:
     """What was seen of one fetch; ``granted`` and ``given_back`` are epochs.
 
-    ``told_*`` is what the last grant said. ``hinted`` is True from a hint until the next question
-    about the offer is asked; ``superseded`` are epochs that the prefill agent itself took back.
+    ``has_news`` while the engine was not told what landed. ``told_*`` is what the last grant said.
+    ``hinted`` is True from a hint until the next question about the offer is asked; ``superseded``
+    are epochs that the prefill agent itself took back.
     """
 
     requested: ev.Requested
@@ -76,6 +77,7 @@ class Watched:
     num_blocks_held: int = 0
     read_to: int = 0
     state_was_read: bool = False
+    has_news: bool = False
     num_bytes: int = 0
     path: str = ""
     reading_s: float = 0.0
@@ -117,7 +119,7 @@ class Watched:
         assert not self.confirm_asked
         assert piece.start == self.read_to, "every token once, and in order"
         assert piece.stop <= self.offer.num_ready, "read before it was ready"
-        assert piece.stop == min(self.told_ready, NUM_TOKENS), "not all that is ready"
+        assert piece.stop == self.next_stop(), "not all that is ready"
         assert piece.last == (self.told_sealed and piece.stop == NUM_TOKENS)
         assert not piece.last or self.offer.sealed, "the last piece before the seal"
         if piece.start == piece.stop:
@@ -128,6 +130,12 @@ class Watched:
         self.piece, self.piece_started_at = piece, now
         self.num_pieces += 1
         self.num_blocks_held = self.check_tables(piece)
+
+    def next_stop(self) -> int:
+        """All that is ready, or up to the end of a piece of the size that the engine wants."""
+        stop, size = min(self.told_ready, NUM_TOKENS), self.requested.piece_tokens
+        ends = range(0, NUM_TOKENS + 1, size) if size else []
+        return min([stop, *(end for end in ends if end > self.read_to)])
 
     def check_tables(self, piece: ev.StartRead) -> int:
         """The blocks of the offer, at least those of the piece; returns how many."""
@@ -147,6 +155,13 @@ class Watched:
             self.reading_s += now - self.piece_started_at
         if ended.error is None:
             self.read_to, self.state_was_read = piece.stop, piece.last
+            self.has_news = self.report is None and self.requested.piece_tokens > 0
+
+    def is_landed(self, num_tokens: int) -> None:
+        """The engine is told so; once for each piece."""
+        assert self.has_news, "told of what did not land"
+        assert num_tokens == self.read_to
+        self.has_news = False
 
     @property
     def nothing_is_left(self) -> bool:
@@ -189,6 +204,7 @@ class Watched:
 
         ``is_asking`` when a claim or a renewal is under way.
         """
+        assert not self.has_news, "a piece landed, and the engine was not told"
         if not (self.listens and self.granted):
             return
         if not self.in_flight:

@@ -141,6 +141,7 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
                 first_token=20,
                 timeout_s=2.5,
                 zero_tail=True,
+                piece_tokens=16,
             ),
             Empty(),
         ),
@@ -250,6 +251,7 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
 
 NOTICES: dict[type[Message], Message] = {
     e.Released: e.Released(offer_id="offer-1", request_id="request-1", outcome=e.Outcome.COMPLETED),
+    e.Landed: e.Landed(fetch_id="fetch-1", num_tokens=512),
     e.Fetched: e.Fetched(
         fetch_id="fetch-1",
         request_id="request-1",

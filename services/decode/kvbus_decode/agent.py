@@ -11,7 +11,7 @@ from kvbus.agent.local_engine import LocalEngine
 from kvbus.agent.refusals import refuse, unknown_op
 from kvbus.agent.service import Agent
 from kvbus.bus import Call
-from kvbus.protocol.engine import BlocksFreed, CancelFetch, Fetch, Fetched
+from kvbus.protocol.engine import BlocksFreed, CancelFetch, Fetch, Fetched, Landed
 from kvbus.protocol.message import from_body, to_body
 from kvbus.protocol.peer import FetchEvent
 from kvbus.protocol.sibling import AbortAssist, Assist
@@ -137,6 +137,8 @@ class DecodeService:
                 leases.confirm(command)
             case ev.SendRelease():
                 leases.give_back(command)
+            case ev.ReportLanded(fetch_id, num_tokens):
+                self._notify(Landed(fetch_id=fetch_id, num_tokens=num_tokens))
             case ev.ReportFetched():
                 self._report_fetched(command)
             case ev.ReportBlocksFreed():
@@ -171,7 +173,7 @@ class DecodeService:
         self._notify(BlocksFreed(fetch_id=freed.fetch_id))
         self._leases.end(freed.fetch_id)
 
-    def _notify(self, notice: Fetched | BlocksFreed) -> None:
+    def _notify(self, notice: Landed | Fetched | BlocksFreed) -> None:
         """Tell the engine that asked; one that came back under its id does not know the fetch."""
         work = self._works.find(notice.fetch_id)
         if work is not None:

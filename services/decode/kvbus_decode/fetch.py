@@ -119,10 +119,13 @@ class Fetch:
     def next_piece(self) -> ev.StartRead | None:
         """All that is ready and not read yet, or the state that came with the seal, or None.
 
-        None though the offer is sealed means that everything was read.
+        Less of it when the engine wants smaller pieces. None though the offer is sealed means that
+        everything was read.
         """
-        wanted = self.requested.num_tokens
+        wanted, piece_tokens = self.requested.num_tokens, self.requested.piece_tokens
         stop = min(self.num_ready, wanted)
+        if piece_tokens:
+            stop = min(stop, (self.read_to // piece_tokens + 1) * piece_tokens)
         if stop <= self.read_to and not (self.sealed and self._lacks_last()):
             return None
         last = self.sealed and stop == wanted

@@ -41,6 +41,7 @@ __all__ = [
     "Reply",
     "ReportBlocksFreed",
     "ReportFetched",
+    "ReportLanded",
     "Requested",
     "ResolvePeer",
     "SendClaim",
@@ -60,7 +61,8 @@ class Requested:
 
     ``has_state`` when the engine has groups of opaque state: theirs is that of the last token, so
     it is read once the offer is sealed. ``zero_tail`` when it wants the unused slots of its last
-    blocks zeroed.
+    blocks zeroed. With ``piece_tokens`` it wants pieces that end at multiples of it, and to be told
+    of each that has landed; 0 without.
     """
 
     fetch_id: str
@@ -73,6 +75,7 @@ class Requested:
     reply_to: object
     has_state: bool = False
     zero_tail: bool = False
+    piece_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -236,6 +239,14 @@ class SendRelease:
 
 
 @dataclass(frozen=True, slots=True)
+class ReportLanded:
+    """Tell the engine that tokens up to here are in its blocks; not yet that they are valid."""
+
+    fetch_id: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class ReportFetched:
     """Tell the engine how the fetch ended; ``stage`` is the state that it ended in.
 
@@ -272,6 +283,7 @@ Command = (
     | AbortRead
     | SendConfirm
     | SendRelease
+    | ReportLanded
     | ReportFetched
     | ReportBlocksFreed
 )

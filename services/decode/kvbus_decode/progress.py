@@ -62,7 +62,10 @@ def end_piece(fetch: Fetch, event: ev.ReadEnded, at: Moment) -> Commands:
     fetch.land(event)
     if event.error is not None:
         return fail(fetch, event.error, at)
-    return _go_on(fetch, at)
+    commands = _go_on(fetch, at)
+    if fetch.requested.piece_tokens:
+        commands.append(ev.ReportLanded(fetch.fetch_id, fetch.read_to))
+    return commands
 
 
 def complete(fetch: Fetch, _event: ev.LeaseConfirmed, at: Moment) -> Commands:
