@@ -46,6 +46,7 @@ class Fetch:
         self._settled = anyio.Event()
         self._fetched: Fetched | None = None
         self._blocks_free = False
+        self._on_end: list[Callable[[], None]] = []
 
     async def completed(self) -> Fetched:
         """The notice of success: the KV is in the blocks, and valid.
@@ -86,12 +87,19 @@ class Fetch:
         """Give up; `completed` raises with code ``cancelled``, unless it had ended before."""
         await self._session.request(CancelFetch(fetch_id=self.fetch_id), Empty)
 
+    def when_ended(self, call: Callable[[], None]) -> None:
+        """Have ``call`` called when the fetch has ended; at once when it has by now."""
+        if self._ended.is_set():
+            call()
+        else:
+            self._on_end.append(call)
+
     def end(self, fetched: Fetched) -> None:
         """Called by the session: the fetch ended."""
         self._fetched = self._fetched or fetched
         if fetched.blocks_free:
             self.settle(blocks_free=True)
-        self._ended.set()
+        self._set_ended()
 
     def settle(self, *, blocks_free: bool) -> None:
         """Called by the session: the blocks are the engine's again, or will never be."""
@@ -101,7 +109,13 @@ class Fetch:
     def lose(self, *, blocks_free: bool) -> None:
         """Called by the session: it ended before the fetch was over."""
         self.settle(blocks_free=blocks_free)
+        self._set_ended()
+
+    def _set_ended(self) -> None:
         self._ended.set()
+        calls, self._on_end = self._on_end, []
+        for call in calls:
+            call()
 
 
 class DecodeSession(EngineSession):

@@ -1,6 +1,6 @@
-"""The memory session of one rank: its KV cache, shared with the agent.
+"""The memory session of one rank: its KV cache, or its ring of host blocks, shared with the agent.
 
-Refuses memory that the agent cannot map; an engine on such a device uses another kind.
+Refuses memory that the agent cannot map: an engine on such a device copies through a ring.
 """
 
 from collections.abc import Mapping
@@ -8,6 +8,8 @@ from pathlib import Path
 
 import torch
 
+from kvbus.engine.host.buffer import HostBuffer
+from kvbus.engine.host.sizing import RING_LAYOUT
 from kvbus.engine.session import EngineSession
 from kvbus.errors import GeometryError
 from kvbus.geometry import AxisName, EngineSpec, KvLayout, RankSpec, Region, lay_out_rank
@@ -70,13 +72,14 @@ class MemorySession(EngineSession):
         ``num_blocks`` is that of every group, or by group.
         Raises `SegmentError` when there is not enough memory.
         """
-        rank = lay_out_rank(self.engine, self.rank, layout, num_blocks=num_blocks)
-        wanted = rank.segments[0]
-        segment = SharedSegment(wanted.size_bytes, name=f"kvbus-{self.engine.engine_id}")
-        self._exit.callback(segment.close)
-        await self._pass(wanted.segment_id, segment.fd, segment.size_bytes)
-        await self._register(rank)
-        return KvCache(self.engine, rank, segment)
+        return KvCache(self.engine, *await self._allocate(layout, num_blocks))
+
+    async def allocate_ring(self, num_blocks: Mapping[str, int]) -> HostBuffer:
+        """Allocate the rank's part of a ring of host blocks, and register it as its cache.
+
+        For an engine whose own cache no agent can map. Raises `SegmentError`, as `allocate` does.
+        """
+        return HostBuffer(self.engine, *await self._allocate(RING_LAYOUT, num_blocks))
 
     async def register(self, rank: RankSpec, storages: Mapping[str, SharedStorage]) -> None:
         """Register memory that the engine already had and moved with `share_tensor`.
@@ -88,6 +91,17 @@ class MemorySession(EngineSession):
         for segment_id, storage in storages.items():
             await self._pass(segment_id, storage.fd, storage.size_bytes)
         await self._register(rank)
+
+    async def _allocate(
+        self, layout: KvLayout, num_blocks: int | Mapping[str, int]
+    ) -> tuple[RankSpec, SharedSegment]:
+        rank = lay_out_rank(self.engine, self.rank, layout, num_blocks=num_blocks)
+        wanted = rank.segments[0]
+        segment = SharedSegment(wanted.size_bytes, name=f"kvbus-{self.engine.engine_id}")
+        self._exit.callback(segment.close)
+        await self._pass(wanted.segment_id, segment.fd, segment.size_bytes)
+        await self._register(rank)
+        return rank, segment
 
     async def _pass(self, segment_id: str, fd: int, size_bytes: int) -> None:
         message = PassSegment(segment_id=segment_id, size_bytes=size_bytes)

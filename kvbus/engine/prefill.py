@@ -42,6 +42,7 @@ class Offer:
         self._ends = ends
         self._ended = anyio.Event()
         self._outcome: Outcome | None = None
+        self._on_end: list[Callable[[], None]] = []
 
     async def extend(self, num_tokens: int, block_ids: BlockIds | None = None) -> None:
         """Say that ``num_tokens`` are ready in all; ``block_ids`` are the new blocks only.
@@ -73,10 +74,19 @@ class Offer:
             raise self._session.lost or KVBusError("the offer ended without an outcome")
         return self._outcome
 
+    def when_released(self, call: Callable[[], None]) -> None:
+        """Have ``call`` called once when the offer has ended; at once when it has by now."""
+        if self._ended.is_set():
+            call()
+        else:
+            self._on_end.append(call)
+
     def end(self, outcome: Outcome | None) -> None:
         """Called by the session: the offer ended, None when the session did."""
         self._outcome = outcome
         self._ended.set()
+        for call in self._on_end:
+            call()
 
 
 class PrefillSession(EngineSession):

@@ -16,6 +16,7 @@ from kvbus.protocol.engine import Fetched, Outcome
 from tests.agents import AgentProcess
 from tests.engines import Blocks, Engine, engine, expected_after, make_spec, same
 from tests.expected import num_moved_bytes
+from tests.host_engines import host_engine
 from tests.memories import Memory
 
 PATHS = ("direct", "packed", "reordered")
@@ -37,12 +38,13 @@ class ShapedAgents:
 
 @dataclass(frozen=True)
 class Side:
-    """What one engine has of its own."""
+    """What one engine has of its own; with ``host`` its cache goes through a ring."""
 
     tp: int = 1
     pp: int = 1
     block_size: int | None = None
     memory: Memory = PLAIN
+    host: bool = False
 
     def spec(self, groups: Sequence[GroupSpec]) -> EngineSpec:
         """An engine with these groups, in blocks of its own."""
@@ -73,8 +75,9 @@ async def two_engines(
     """A prefill engine and a decode engine, the latter at the agent for ``path``."""
     specs = [side.spec(groups) for side in (prefill, decode)]
     blocks = [_enough(spec, max_tokens) for spec in specs]
+    open_source, open_target = (host_engine if side.host else engine for side in (prefill, decode))
     async with (
-        engine(
+        open_source(
             PrefillSession,
             agents.prefill.attach,
             specs[0],
@@ -82,7 +85,7 @@ async def two_engines(
             num_blocks=blocks[0],
             seed=1,
         ) as source,
-        engine(
+        open_target(
             DecodeSession,
             agents.decode[path].attach,
             specs[1],

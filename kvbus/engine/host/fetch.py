@@ -1,0 +1,202 @@
+"""One fetch of an engine that goes through a ring: room, the agent's fetch, and the loads.
+
+Refuses to report an end while a load of it still writes into the engine's blocks.
+"""
+
+import contextlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+
+from kvbus.engine.decode import DecodeSession, Fetch
+from kvbus.engine.host.buffer import Direction
+from kvbus.engine.host.copier import Copier
+from kvbus.engine.host.request_blocks import RequestBlocks
+from kvbus.engine.host.ring import HostRing, RingTables
+from kvbus.errors import ErrorCode, FetchFailed, KVBusError
+from kvbus.geometry import BlockTable, GroupSpec
+from kvbus.planning import Spans
+from kvbus.protocol.engine import Fetched
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How an engine's fetches go: who reads, into what, and who copies from there."""
+
+    session: DecodeSession
+    ring: HostRing
+    copier: Copier
+    piece_tokens: int
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class FetchRequest:
+    """What the engine wants; ``spans`` are the positions of each group."""
+
+    ticket: Mapping[str, Any]
+    num_tokens: int
+    first_token: int
+    timeout_s: float | None
+    zero_tail: bool
+    spans: Spans
+
+
+class HostFetch:
+    """One fetch of this engine. ``over`` is set when nothing of it is held any more."""
+
+    def __init__(
+        self, way: Way, request: FetchRequest, device_tables: Mapping[str, BlockTable]
+    ) -> None:
+        self._way, self._request, self._device_tables = way, request, device_tables
+        self._loaded = {name: start for name, (start, _) in request.spans.items()}
+        self._landed = _Landed()
+        self._fetch: Fetch | None = None
+        self._ended = anyio.Event()
+        self._outcome: Fetched | FetchFailed | None = None
+        self._is_cancelled = False
+        self.over = anyio.Event()
+
+    async def completed(self) -> Fetched:
+        """The notice of success: the KV is in the engine's blocks, and valid.
+
+        Raises `FetchFailed`; nothing writes into the blocks then. Stage ``requested`` and code
+        ``busy`` mean that there was no room in the ring in time, stage ``loading`` that the
+        engine's copy function raised, which is the cause.
+        """
+        await self._ended.wait()
+        if isinstance(self._outcome, Fetched):
+            return self._outcome
+        raise self._outcome or _failed("the fetch ended without an outcome", ErrorCode.INTERNAL)
+
+    async def cancel(self) -> None:
+        """Give up; `completed` raises with code ``cancelled``, unless it had ended before."""
+        self._is_cancelled = True
+        if self._fetch is not None:
+            with contextlib.suppress(KVBusError):  # the session is lost, and so is the fetch
+                await self._fetch.cancel()
+
+    async def run(self) -> None:
+        """Called by the host decode: from the wait for room to the end of all that it held."""
+        try:
+            await self._run()
+        except FetchFailed as error:
+            self._end(error)
+        except KVBusError as error:
+            self._end(_failed(error.message, error.code, stage="requested"))
+        finally:
+            self._end(_failed("the host decode was closed", ErrorCode.CLOSED, stage="lost"))
+            self.over.set()
+
+    async def _run(self) -> None:
+        ring = self._way.ring
+        wanted = {name: len(table) for name, table in self._device_tables.items()}
+        tables = await ring.take(wanted, wait_s=self._way.wait_s)
+        try:
+            fetch = self._start(tables)
+        except BaseException:
+            ring.give(tables)
+            raise
+        try:
+            self._end(await self._follow(fetch, tables))
+        except FetchFailed as error:
+            self._end(error)
+        await fetch.blocks_freed()  # should nobody ever say so, nobody gets these of the ring
+        ring.give(tables)
+
+    def _start(self, tables: RingTables) -> Fetch:
+        if self._is_cancelled:
+            raise _failed("the engine cancelled the fetch", ErrorCode.CANCELLED, stage="requested")
+        request = self._request
+        fetch = self._fetch = self._way.session.fetch(
+            request.ticket,
+            num_tokens=request.num_tokens,
+            block_ids=tables,
+            first_token=request.first_token,
+            timeout_s=request.timeout_s,
+            zero_tail=request.zero_tail,
+            piece_tokens=self._way.piece_tokens,
+            on_landed=self._landed.land,
+        )
+        fetch.when_ended(self._landed.end)
+        return fetch
+
+    async def _follow(self, fetch: Fetch, tables: RingTables) -> Fetched:
+        """Load what has landed while the rest does, and the rest once it is confirmed."""
+        firsts = {name: table.first_block for name, table in self._device_tables.items()}
+        blocks = RequestBlocks(
+            self._way.session.engine,
+            firsts=firsts,
+            ring_tables=tables,
+            device_tables=self._device_tables,
+        )
+        failure: FetchFailed | None = None
+        while await self._landed.news():
+            if failure is None:
+                try:
+                    await self._load(blocks, self._landed.num_tokens, last=False)
+                except FetchFailed as error:
+                    failure = error
+                    await self.cancel()
+        if failure is not None:
+            raise failure
+        fetched = await fetch.completed()
+        await self._load(blocks, self._request.num_tokens, last=True)
+        return fetched
+
+    async def _load(self, blocks: RequestBlocks, num_tokens: int, *, last: bool) -> None:
+        spans = {}
+        for group in blocks.engine.groups:
+            start, stop = self._loaded[group.name], self._stop(group, num_tokens, last=last)
+            if start < stop:
+                spans[group.name] = start, stop
+                self._loaded[group.name] = stop
+        if not spans:
+            return
+        try:
+            with anyio.CancelScope(shield=True):
+                await self._way.copier(Direction.LOAD, blocks.copies(spans))
+        except Exception as error:  # the engine's own, of any kind
+            message = f"the engine's copy function failed: {error}"
+            raise _failed(message, ErrorCode.TRANSFER_FAILED, stage="loading") from error
+
+    def _stop(self, group: GroupSpec, num_tokens: int, *, last: bool) -> int:
+        """Whole blocks while more may land; in the end all, and the zeroed tail if wanted."""
+        (start, stop), size = self._request.spans[group.name], group.block_size
+        if not last:
+            return 0 if group.state else min(stop, num_tokens) // size * size
+        return -(-stop // size) * size if self._request.zero_tail and start < stop else stop
+
+    def _end(self, outcome: Fetched | FetchFailed) -> None:
+        """The first outcome counts."""
+        if not self._ended.is_set():
+            self._outcome = outcome
+            self._ended.set()
+
+
+class _Landed:
+    """News of an agent's fetch: how far its pieces have landed, and that it has ended."""
+
+    def __init__(self) -> None:
+        self.num_tokens, self._has_ended = 0, False
+        self._news = anyio.Event()
+
+    def land(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        self._news.set()
+
+    def end(self) -> None:
+        self._has_ended = True
+        self._news.set()
+
+    async def news(self) -> bool:
+        """Wait for some; False when the fetch has ended."""
+        await self._news.wait()
+        self._news = anyio.Event()
+        return not self._has_ended
+
+
+def _failed(message: str, code: ErrorCode, *, stage: str = "lost") -> FetchFailed:
+    return FetchFailed(message, code=code, stage=stage, blocks_free=True)

@@ -1,0 +1,72 @@
+"""What is copied between a device's blocks and the ring's: each slot of the span, once."""
+
+import numpy as np
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbus.engine.host.copies import cut_into_copies
+
+
+@st.composite
+def cases(draw):
+    """A span, and two tables that hold it, the ring's with runs."""
+    block_size = draw(st.sampled_from([1, 2, 5, 16]))
+    first_block = draw(st.integers(0, 3))
+    num_blocks = draw(st.integers(1, 12))
+    lowest, highest = first_block * block_size, (first_block + num_blocks) * block_size
+    start = draw(st.integers(lowest, highest))
+    stop = draw(st.integers(start, highest))
+    random = draw(st.randoms(use_true_random=False))
+    device = random.sample(range(50), num_blocks)
+    ring = sorted(random.sample(range(20), num_blocks))
+    if random.random() < 0.3:
+        random.shuffle(ring)
+    return block_size, first_block, device, ring, (start, stop)
+
+
+@given(cases())
+def test_every_position_goes_from_its_device_slot_to_its_ring_slot_once(case):
+    block_size, first_block, device, ring, (start, stop) = case
+
+    copies = _cut(case)
+
+    wanted = [
+        (device[position // block_size - first_block], position % block_size)
+        + (ring[position // block_size - first_block], position % block_size)
+        for position in range(start, stop)
+    ]
+    assert sorted(_slots(copies)) == sorted(wanted)
+
+
+@given(cases())
+def test_whole_blocks_that_follow_each_other_in_the_ring_are_one_copy(case):
+    block_size, *_ = case
+
+    copies = _cut(case)
+
+    whole = [copy for copy in copies if copy.slots == (0, block_size)]
+    for one, other in zip(whole, whole[1:], strict=False):
+        assert one.first_host_block + len(one.device_ids) != other.first_host_block
+
+
+def _cut(case):
+    block_size, first_block, device, ring, span = case
+    return list(
+        cut_into_copies(
+            "full",
+            np.array(device, dtype=np.uint32),
+            np.array(ring, dtype=np.uint32),
+            span=span,
+            block_size=block_size,
+            first_block=first_block,
+        )
+    )
+
+
+def _slots(copies):
+    return [
+        (int(device), slot, copy.first_host_block + number, slot)
+        for copy in copies
+        for number, device in enumerate(copy.device_ids)
+        for slot in range(*copy.slots)
+    ]

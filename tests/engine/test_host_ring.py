@@ -1,0 +1,152 @@
+"""The ring: how large it is, who gets blocks, and who waits."""
+
+from math import prod
+
+import anyio
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbus.engine.host import RING_LAYOUT, HostRing, ring_blocks
+from kvbus.engine.host.sizing import piece_tokens
+from kvbus.errors import ErrorCode, GeometryError, LocalError
+from kvbus.geometry import (
+    DTYPE_SIZES_BYTES,
+    EngineSpec,
+    GroupSpec,
+    StatePart,
+    lay_out_rank,
+    state_group,
+)
+
+pytestmark = pytest.mark.anyio
+
+FULL = GroupSpec("full", (0, 1), 16, 6, 8, "bfloat16")
+SMALL = GroupSpec("small", (2, 3), 4, 6, 8, "bfloat16", window=20)
+STATE = state_group("state", (4,), (StatePart("conv", 4, 96), StatePart("ssm", 2, 200)))
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """The ring is used by sessions, which need the asyncio backend."""
+    return "asyncio"
+
+
+@given(
+    ring_bytes=st.integers(0, 1 << 20),
+    tp=st.sampled_from([1, 2, 4]),
+    pp=st.sampled_from([1, 2]),
+    groups=st.sampled_from([(FULL,), (FULL, SMALL), (FULL, SMALL, STATE), (FULL, STATE)]),
+)
+def test_no_ranks_ring_is_larger_than_asked_for_and_one_token_more_would_be(
+    ring_bytes, tp, pp, groups
+):
+    spec = EngineSpec("e", "m", tp, groups, pp)
+    try:
+        blocks = ring_blocks(spec, ring_bytes=ring_bytes, num_states=2)
+    except GeometryError:
+        least = {g.name: 2 if g.state else -(-16 // g.block_size) for g in groups}
+        assert max(_ring_bytes(spec, least)) > ring_bytes - 16 * _largest_token_bytes(spec)
+        return
+
+    assert max(_ring_bytes(spec, blocks)) <= ring_bytes
+    more = {g.name: blocks[g.name] + (0 if g.state else 16 // g.block_size + 1) for g in groups}
+    assert sum(_ring_bytes(spec, more)) > ring_bytes
+    assert min(blocks.values()) >= 1
+
+
+def _ring_bytes(spec: EngineSpec, blocks: dict[str, int]) -> list[int]:
+    """Bytes of each rank's regions."""
+    sizes = []
+    for rank in range(spec.num_ranks):
+        regions = lay_out_rank(spec, rank, RING_LAYOUT, num_blocks=blocks).regions
+        sizes.append(
+            sum(
+                prod(axis.size for axis in region.axes)
+                * DTYPE_SIZES_BYTES[spec.group(region.group).dtype]
+                for region in regions
+            )
+        )
+    return sizes
+
+
+def _largest_token_bytes(spec: EngineSpec) -> int:
+    return max(_ring_bytes(spec, {group.name: 1 for group in spec.groups}))
+
+
+def test_a_piece_is_whole_blocks_of_every_group_and_at_least_one():
+    spec = EngineSpec("e", "m", 1, (FULL, SMALL))
+    token_bytes = 2 * 2 * 6 * 8 * 2 * 2
+
+    assert piece_tokens(spec, piece_bytes=1) == 16
+    assert piece_tokens(spec, piece_bytes=40 * token_bytes) == 32
+
+
+async def test_a_request_gets_blocks_of_every_group_or_none():
+    ring = HostRing({"full": 4, "small": 8})
+    await ring.take({"full": 3, "small": 1})
+
+    with pytest.raises(LocalError, match="the ring is full") as refused:
+        await ring.take({"full": 2, "small": 2})
+
+    assert refused.value.code is ErrorCode.BUSY
+    assert ring.num_held == 4
+
+
+async def test_a_request_that_is_larger_than_the_ring_does_not_wait():
+    ring = HostRing({"full": 4})
+
+    with pytest.raises(GeometryError, match="the whole ring has 4: make the ring larger"):
+        await ring.take({"full": 5}, wait_s=60.0)
+
+
+async def test_who_waits_gets_blocks_in_the_order_of_asking_and_is_not_overtaken():
+    ring, order = HostRing({"full": 4}), []
+    held = await ring.take({"full": 3})
+
+    async def take(name: str, number: int) -> None:
+        tables = await ring.take({"full": number}, wait_s=60.0)
+        order.append(name)
+        ring.give(tables)
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(take, "large", 4)
+        await anyio.wait_all_tasks_blocked()
+        tasks.start_soon(take, "small", 1)
+        await anyio.wait_all_tasks_blocked()
+        with pytest.raises(LocalError):
+            await ring.take({"full": 1})
+        ring.give(held)
+
+    assert order == ["large", "small"]
+    assert ring.num_held == 0
+
+
+async def test_a_wait_that_ends_without_room_is_busy_and_the_next_one_gets_its_turn():
+    ring = HostRing({"full": 4})
+    held = await ring.take({"full": 3})
+
+    with pytest.raises(LocalError) as refused:
+        await ring.take({"full": 2}, wait_s=0.01)
+    ring.give(held)
+
+    assert refused.value.code is ErrorCode.BUSY
+    assert ring.num_waiting == 0
+    assert len((await ring.take({"full": 4}))["full"]) == 4
+
+
+async def test_no_more_requests_wait_than_the_limit():
+    ring = HostRing({"full": 1}, max_waiting=1)
+    held = await ring.take({"full": 1})
+
+    async def wait() -> None:
+        ring.give(await ring.take({"full": 1}, wait_s=60.0))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(wait)
+        await anyio.wait_all_tasks_blocked()
+        with pytest.raises(LocalError, match="1 requests wait"):
+            await ring.take({"full": 1}, wait_s=60.0)
+        ring.give(held)
+
+    assert ring.num_held == 0

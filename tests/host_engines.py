@@ -1,0 +1,180 @@
+"""Engines whose cache is private memory, as a device's would be, and goes through a ring.
+
+They take the calls of engines whose memory is mapped, so that what is shown for one is shown for
+the other.
+"""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvbus.engine import DecodeSession, KvCache, MemorySession, PrefillSession
+from kvbus.engine.host import (
+    CopyBlocks,
+    Direction,
+    HostBlocks,
+    HostDecode,
+    HostOffer,
+    HostPrefill,
+    HostRing,
+    LocalCopier,
+)
+from kvbus.geometry import EngineSpec
+from tests.engines import Engine, NumBlocks, bits
+from tests.memories import Memory, rank_of
+
+PIECE_BYTES = 4096
+
+
+@dataclass
+class HostEngine(Engine):
+    """``caches`` are the device's; ``host`` goes between them and the ring."""
+
+    ring: HostRing
+    host: HostPrefill | HostDecode
+
+    @property
+    def prefill(self) -> Any:
+        """Takes the calls of a `PrefillSession`."""
+        assert isinstance(self.host, HostPrefill)
+        return Offering(self.host)
+
+    @property
+    def decode(self) -> Any:
+        """Takes the calls of a `DecodeSession`."""
+        assert isinstance(self.host, HostDecode)
+        return self.host
+
+
+@dataclass
+class Offering:
+    """`PrefillSession.offer` by way of the ring; an open offer will have ``total`` tokens."""
+
+    host: HostPrefill
+    total: int = 1000
+
+    async def offer(
+        self,
+        request_id: str,
+        *,
+        num_tokens: int,
+        block_ids: Mapping[str, list[int]],
+        sealed: bool = True,
+        first_blocks: Mapping[str, int] | None = None,
+        ttl_s: float | None = None,
+    ) -> "Offered":
+        """Save and offer: half of it before, half of it after."""
+        total = num_tokens if sealed else self.total
+        offer = await self.host.begin(
+            request_id, num_tokens=total, first_blocks=first_blocks, wait_s=20.0
+        )
+        if sealed:
+            await offer.save(num_tokens, block_ids)
+            ticket = await offer.offer(ttl_s=ttl_s)
+            await offer.seal()
+        else:
+            ticket = await offer.offer(ttl_s=ttl_s)
+            await offer.save(num_tokens, block_ids)
+        return Offered(offer, ticket)
+
+
+@dataclass
+class Offered:
+    """`Offer` by way of the ring."""
+
+    offer: HostOffer
+    ticket: dict[str, Any]
+
+    async def extend(self, num_tokens: int, block_ids: Mapping[str, list[int]]) -> None:
+        """Save what is new; of a state, only its last block says what it is."""
+        await self.offer.save(num_tokens, block_ids)
+
+    async def seal(self) -> None:
+        """All is saved."""
+        await self.offer.seal()
+
+    async def withdraw(self) -> None:
+        """It was aborted."""
+        await self.offer.abort()
+
+    async def released(self) -> Any:
+        """How it ended."""
+        return await self.offer.released()
+
+
+def device_copy(caches: Sequence[KvCache]) -> CopyBlocks:
+    """Copies between the caches and the ring, layer by layer."""
+
+    def copy(blocks: HostBlocks, view: Tensor, direction: Direction) -> None:
+        ids, (start, stop) = torch.from_numpy(blocks.ids.astype("int64")), blocks.slots
+        for number, layer in enumerate(blocks.layers):
+            for at, part in enumerate(blocks.parts):
+                device, ring = (
+                    bits(caches[blocks.rank].view(layer, part)),
+                    bits(view[:, number, at]),
+                )
+                if direction is Direction.SAVE:
+                    ring.copy_(device[ids, start:stop])
+                else:
+                    device[ids, start:stop] = ring
+
+    return copy
+
+
+def private_cache(spec: EngineSpec, rank: int, memory: Memory, num_blocks: NumBlocks) -> KvCache:
+    """A rank's cache that nobody else can map."""
+    if isinstance(num_blocks, int):
+        num_blocks = {group.name: num_blocks for group in spec.groups}
+    described = rank_of(spec, rank, memory, num_blocks)
+    tensor = torch.zeros(described.segments[0].size_bytes, dtype=torch.uint8)
+    return KvCache(spec, described, SimpleNamespace(tensor=tensor))
+
+
+@asynccontextmanager
+async def host_engine(
+    kind: type[PrefillSession] | type[DecodeSession],
+    attach: Path,
+    spec: EngineSpec,
+    *,
+    memory: Memory,
+    num_blocks: NumBlocks,
+    seed: int = 0,
+    ring_blocks: Mapping[str, int] | None = None,
+    piece_bytes: int = PIECE_BYTES,
+    wrap_copy: Any = lambda copy: copy,
+) -> AsyncIterator[HostEngine]:
+    """A registered engine, all of its sessions in this process, its cache full of random bits.
+
+    ``ring_blocks`` are as many as the cache has when not told otherwise.
+    """
+    if ring_blocks is None:
+        ring_blocks = {
+            group.name: num_blocks if isinstance(num_blocks, int) else num_blocks[group.name]
+            for group in spec.groups
+        }
+    async with AsyncExitStack() as stack:
+        control = await stack.enter_async_context(kind(attach, spec))
+        buffers = []
+        for rank in range(spec.num_ranks):
+            session = await stack.enter_async_context(MemorySession(attach, spec, rank))
+            buffers.append(await session.allocate_ring(ring_blocks))
+        await control.register()
+        await control.ready()
+        caches = [private_cache(spec, rank, memory, num_blocks) for rank in range(spec.num_ranks)]
+        ring, copier = HostRing(ring_blocks), LocalCopier(buffers, wrap_copy(device_copy(caches)))
+        if isinstance(control, PrefillSession):
+            host: Any = HostPrefill(control, ring, copier, piece_bytes=piece_bytes)
+        else:
+            host = HostDecode(control, ring, copier, piece_bytes=piece_bytes, wait_s=20.0)
+            await stack.enter_async_context(host)
+        made = HostEngine(spec, control, caches, num_blocks, ring, host)
+        if seed:
+            made.fill(seed)
+        yield made
+        assert ring.num_held == 0
