@@ -26,6 +26,7 @@ from kvbus.engine.host import (
     LocalCopier,
 )
 from kvbus.geometry import EngineSpec
+from tests.agents import until
 from tests.engines import Engine, NumBlocks, bits
 from tests.memories import Memory, rank_of
 
@@ -147,6 +148,7 @@ async def host_engine(
     seed: int = 0,
     ring_blocks: Mapping[str, int] | None = None,
     piece_bytes: int = PIECE_BYTES,
+    wait_s: float = 20.0,
     wrap_copy: Any = lambda copy: copy,
 ) -> AsyncIterator[HostEngine]:
     """A registered engine, all of its sessions in this process, its cache full of random bits.
@@ -171,10 +173,10 @@ async def host_engine(
         if isinstance(control, PrefillSession):
             host: Any = HostPrefill(control, ring, copier, piece_bytes=piece_bytes)
         else:
-            host = HostDecode(control, ring, copier, piece_bytes=piece_bytes, wait_s=20.0)
+            host = HostDecode(control, ring, copier, piece_bytes=piece_bytes, wait_s=wait_s)
             await stack.enter_async_context(host)
         made = HostEngine(spec, control, caches, num_blocks, ring, host)
         if seed:
             made.fill(seed)
         yield made
-        assert ring.num_held == 0
+        await until(lambda: ring.num_held == 0)

@@ -1,5 +1,7 @@
 """What is copied between a device's blocks and the ring's: each slot of the span, once."""
 
+from itertools import pairwise
+
 import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,11 +32,10 @@ def test_every_position_goes_from_its_device_slot_to_its_ring_slot_once(case):
 
     copies = _cut(case)
 
-    wanted = [
-        (device[position // block_size - first_block], position % block_size)
-        + (ring[position // block_size - first_block], position % block_size)
-        for position in range(start, stop)
-    ]
+    wanted = []
+    for position in range(start, stop):
+        block, slot = divmod(position, block_size)
+        wanted.append((device[block - first_block], slot, ring[block - first_block], slot))
     assert sorted(_slots(copies)) == sorted(wanted)
 
 
@@ -45,7 +46,7 @@ def test_whole_blocks_that_follow_each_other_in_the_ring_are_one_copy(case):
     copies = _cut(case)
 
     whole = [copy for copy in copies if copy.slots == (0, block_size)]
-    for one, other in zip(whole, whole[1:], strict=False):
+    for one, other in pairwise(whole):
         assert one.first_host_block + len(one.device_ids) != other.first_host_block
 
 

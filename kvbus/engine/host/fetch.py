@@ -56,7 +56,7 @@ class HostFetch:
         self._fetch: Fetch | None = None
         self._ended = anyio.Event()
         self._outcome: Fetched | FetchFailed | None = None
-        self._is_cancelled = False
+        self._waiting = anyio.CancelScope()
         self.over = anyio.Event()
 
     async def completed(self) -> Fetched:
@@ -73,7 +73,7 @@ class HostFetch:
 
     async def cancel(self) -> None:
         """Give up; `completed` raises with code ``cancelled``, unless it had ended before."""
-        self._is_cancelled = True
+        self._waiting.cancel()
         if self._fetch is not None:
             with contextlib.suppress(KVBusError):  # the session is lost, and so is the fetch
                 await self._fetch.cancel()
@@ -93,7 +93,9 @@ class HostFetch:
     async def _run(self) -> None:
         ring = self._way.ring
         wanted = {name: len(table) for name, table in self._device_tables.items()}
-        tables = await ring.take(wanted, wait_s=self._way.wait_s)
+        tables: RingTables = {}
+        with self._waiting:
+            tables = await ring.take(wanted, wait_s=self._way.wait_s)
         try:
             fetch = self._start(tables)
         except BaseException:
@@ -107,7 +109,7 @@ class HostFetch:
         ring.give(tables)
 
     def _start(self, tables: RingTables) -> Fetch:
-        if self._is_cancelled:
+        if self._waiting.cancel_called:
             raise _failed("the engine cancelled the fetch", ErrorCode.CANCELLED, stage="requested")
         request = self._request
         fetch = self._fetch = self._way.session.fetch(

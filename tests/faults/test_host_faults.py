@@ -1,0 +1,86 @@
+"""Engines that go through a ring, when an agent is gone: all ends, and the ring is free again."""
+
+import anyio
+import pytest
+
+from kvbus.engine import DecodeSession, PrefillSession
+from kvbus.errors import ErrorCode, KVBusError, PeerLost
+from tests.agents import until
+from tests.engines import LARGE, NUM_LARGE_BLOCKS, failure_of, make_spec
+from tests.faults.conftest import SLOW_READS
+from tests.host_engines import host_engine
+from tests.memories import Memory
+
+pytestmark = pytest.mark.anyio
+
+SHAPE = {
+    "memory": Memory(),
+    "num_blocks": NUM_LARGE_BLOCKS,
+    "ring_blocks": {"full": 64},
+    "piece_bytes": 1 << 20,
+}
+NUM_TOKENS = 64 * LARGE.block_size
+BLOCKS = {"full": list(range(64))}
+GONE = (
+    ErrorCode.PEER_LOST,
+    ErrorCode.TRANSFER_FAILED,
+    ErrorCode.LEASE_EXPIRED,
+    ErrorCode.TIMEOUT,
+)
+
+
+@pytest.mark.parametrize("killed", ["prefill", "decode"])
+async def test_a_killed_agent_ends_what_goes_through_the_ring(fresh, killed):
+    prefill, decode = agents = fresh.prefill(**SLOW_READS), fresh.decode(**SLOW_READS)
+    fresh.start(*agents)
+    specs = [make_spec(groups=(LARGE,)) for _ in range(2)]
+    async with (
+        host_engine(PrefillSession, prefill.attach, specs[0], seed=1, **SHAPE) as source,
+        host_engine(DecodeSession, decode.attach, specs[1], seed=2, **SHAPE) as target,
+    ):
+        before = target.views()[0, 0, "k"][0].clone()
+        offer = await source.host.begin("r", num_tokens=NUM_TOKENS)
+        await offer.save(NUM_TOKENS, BLOCKS)
+        ticket = await offer.offer()
+        await offer.seal()
+        fetch = target.decode.fetch(ticket, num_tokens=NUM_TOKENS, block_ids=BLOCKS, timeout_s=10.0)
+        await until(lambda: not target.views()[0, 0, "k"][0].equal(before))
+
+        agents[killed == "decode"].kill()
+        failure = await failure_of(fetch)
+        with anyio.fail_after(60):
+            if killed == "prefill":
+                with pytest.raises(PeerLost):
+                    await offer.released()
+                with pytest.raises(KVBusError):
+                    await source.host.session.ready()
+            else:
+                await offer.abort()
+                await offer.released()
+            await fetch.over.wait()
+
+        assert failure.code in GONE
+        assert failure.stage == ("lost" if killed == "decode" else failure.stage)
+        assert (source.ring.num_held, target.ring.num_held) == (0, 0)
+
+
+async def test_a_save_after_its_agent_has_gone_says_so_and_frees_the_ring(fresh):
+    prefill = fresh.prefill()
+    fresh.start(prefill)
+    spec = make_spec(groups=(LARGE,))
+    async with host_engine(PrefillSession, prefill.attach, spec, **SHAPE) as source:
+        offered, begun = [
+            await source.host.begin(name, num_tokens=NUM_TOKENS // 2) for name in "rs"
+        ]
+        await offered.offer()
+
+        prefill.kill()
+        with pytest.raises(PeerLost):
+            await offered.released()
+        with pytest.raises(KVBusError, match="its offer has ended"):
+            await offered.save(LARGE.block_size, {"full": [1]})
+        with pytest.raises(PeerLost):
+            await begun.offer()
+        await begun.abort()
+
+        assert source.ring.num_held == 0
