@@ -260,16 +260,17 @@ async def test_what_the_engines_copy_raises_comes_out_of_save(prefill, decode):
         assert source.ring.num_held == 0
 
 
-async def test_what_the_engines_copy_raises_fails_the_fetch_that_it_loads_for(prefill, decode):
+async def test_what_the_engines_copy_raises_ends_the_fetch_though_more_would_come(prefill, decode):
     gate = Gate(Direction.LOAD, fails=True)
     gate.open.set()
     async with two(prefill, decode, wraps=(lambda copy: copy, gate.wrap)) as (source, target):
-        offer = await saved(source, 3 * SIZE)
+        offer = await source.host.begin("r", num_tokens=3 * SIZE)
+        await offer.save(SIZE, {"full": [3]})
         ticket = await offer.offer()
-        await offer.seal()
         fetch = target.decode.fetch(ticket, num_tokens=3 * SIZE, block_ids={"full": [10, 11, 12]})
 
-        failure = await failure_of(fetch)
+        with anyio.fail_after(20):  # much sooner than the fetch's deadline
+            failure = await failure_of(fetch)
         await offer.abort()
 
         assert (failure.stage, failure.code) == ("loading", ErrorCode.TRANSFER_FAILED)

@@ -1,5 +1,7 @@
 """Engines that go through a ring, when an agent is gone: all ends, and the ring is free again."""
 
+import signal
+
 import anyio
 import pytest
 
@@ -62,6 +64,35 @@ async def test_a_killed_agent_ends_what_goes_through_the_ring(fresh, killed):
         assert failure.code in GONE
         assert failure.stage == ("lost" if killed == "decode" else failure.stage)
         assert (source.ring.num_held, target.ring.num_held) == (0, 0)
+
+
+async def test_the_ring_is_withheld_while_a_stopped_prefill_agent_may_still_be_read(slow):
+    prefill, decode = slow.all
+    specs = [make_spec(groups=(LARGE,)) for _ in range(2)]
+    async with (
+        host_engine(PrefillSession, prefill.attach, specs[0], seed=1, **SHAPE) as source,
+        host_engine(DecodeSession, decode.attach, specs[1], seed=2, **SHAPE) as target,
+    ):
+        before = target.views()[0, 0, "k"][0].clone()
+        offer = await source.host.begin("r", num_tokens=NUM_TOKENS)
+        await offer.save(NUM_TOKENS, BLOCKS)
+        ticket = await offer.offer()
+        await offer.seal()
+        fetch = target.decode.fetch(ticket, num_tokens=NUM_TOKENS, block_ids=BLOCKS)
+        await until(lambda: not target.views()[0, 0, "k"][0].equal(before))
+
+        prefill.signal(signal.SIGSTOP)
+        failure = await failure_of(fetch)
+        held, is_over = target.ring.num_held, fetch.over.is_set()
+        prefill.signal(signal.SIGCONT)
+        await fetch.over.wait()
+        await offer.abort()
+        await offer.released()
+
+        assert failure.code in GONE
+        assert failure.blocks_free, "the engine's own blocks are not written by the agent"
+        assert (held, is_over) == (64, False)
+        assert target.ring.num_held == 0
 
 
 async def test_a_save_after_its_agent_has_gone_says_so_and_frees_the_ring(fresh):

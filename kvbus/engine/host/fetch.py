@@ -144,7 +144,10 @@ class HostFetch:
                     await self.cancel()
         if failure is not None:
             raise failure
-        fetched = await fetch.completed()
+        try:
+            fetched = await fetch.completed()
+        except FetchFailed as error:  # the agent writes into the ring only
+            raise _failed(error.message, error.code, stage=error.stage) from error
         await self._load(blocks, self._request.num_tokens, last=True)
         return fetched
 
