@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
+from io import StringIO
 from pathlib import Path
 from typing import Annotated
 
@@ -37,7 +38,11 @@ def doctor(
         ),
     ] = None,
     only: Annotated[
-        list[Family] | None, typer.Option(help="Check this family only; may be repeated.")
+        list[Family] | None,
+        typer.Option(
+            metavar="FAMILY",
+            help=f"Check one family only: {', '.join(Family)}; may be repeated.",
+        ),
     ] = None,
     timeout: Annotated[
         float,
@@ -92,16 +97,22 @@ def _as_json(findings: list[Finding], *, strict: bool) -> str:
 
 
 def _as_text(findings: list[Finding]) -> str:
-    console = Console(highlight=False)
-    with console.capture() as captured:
-        print_report(findings, console)
-    return "".join(f"{line.rstrip()}\n" for line in captured.get().splitlines())
+    terminal, shown = Console(), StringIO()
+    console = Console(
+        file=shown, force_terminal=terminal.is_terminal, width=terminal.width, highlight=False
+    )
+    print_report(findings, console)
+    return "".join(f"{line.rstrip()}\n" for line in shown.getvalue().splitlines())
 
 
 def _write(text: str) -> None:
-    """Write, to a reader that may have gone: the exit status still says what was found."""
+    """Write, if anybody reads: the exit status says what was found in any case."""
+    if sys.stdout is None:  # Python found it closed
+        return
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
-    except BrokenPipeError:
+    except OSError as error:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the exit complains
+        if not isinstance(error, BrokenPipeError):
+            sys.stderr.write(f"error: cannot write to stdout: {error.strerror}\n")

@@ -23,7 +23,7 @@ class Way(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NixlFacts:
-    """``error`` is empty when an agent could be made.
+    """``error`` is empty when NIXL could be loaded and made an agent, one without a backend.
 
     ``backends`` has the memory types of each plugin, none for one that cannot be loaded.
     """
@@ -50,30 +50,36 @@ class ReadFacts:
 
 
 def judge_nixl(facts: NixlFacts) -> Iterator[Finding]:
-    """The agent and the backends."""
-    versions = f"NIXL {facts.nixl_version or '?'}, UCX {facts.ucx_version or '?'}"
-    if facts.error:
+    """NIXL itself, and the backends."""
+    has_needed = bool(facts.backends.get(NEEDED_BACKEND))
+    if facts.error or not has_needed:
+        reason = facts.error or f"it has no backend {NEEDED_BACKEND} that can be loaded"
         yield Finding(
-            name="nixl.agent",
+            name="nixl.installed",
             severity=Severity.ERROR,
-            found=f"NIXL makes no agent: {facts.error}",
+            found=f"NIXL does not work: {reason}",
             why="kvbus moves all bytes with NIXL and its backend UCX.",
-            mend="Install nixl as required; look at UCX_TLS and the other UCX_ settings of the "
-            "environment (UCX_TLS=sm,self alone cannot work: add tcp).",
-            command="env | grep -E '^(UCX|NIXL)_'",
-            values={"error": facts.error},
+            mend="Install nixl as required, see versions.nixl; of several installations of UCX, "
+            "LD_LIBRARY_PATH may have chosen another.",
+            command="python -c 'import nixl'",
+            values={"error": reason},
         )
-        return
-    yield Finding(
-        name="nixl.agent",
-        severity=Severity.OK,
-        found=f"{versions}: an agent starts",
-        values={"nixl_version": facts.nixl_version, "ucx_version": facts.ucx_version},
-    )
+    else:
+        yield Finding(
+            name="nixl.installed",
+            severity=Severity.OK,
+            found=f"NIXL {facts.nixl_version or '?'}, UCX {facts.ucx_version or '?'}",
+            values={"nixl_version": facts.nixl_version, "ucx_version": facts.ucx_version},
+        )
+    if not facts.error:
+        yield _backends(facts)
+
+
+def _backends(facts: NixlFacts) -> Finding:
     loaded = [name for name, kinds in facts.backends.items() if kinds]
     others = [name for name in facts.backends if name not in loaded]
     missing = f"; not loaded: {', '.join(others)}" if others else ""
-    yield Finding(
+    return Finding(
         name="nixl.backends",
         severity=Severity.OK,
         found=f"{', '.join(loaded)}{missing}; kvbus uses {NEEDED_BACKEND}",
@@ -179,7 +185,8 @@ _WHY = {
     Way.RDMA: "There are RDMA devices, and agents would not use them.",
 }
 _MEND = {
-    Way.CONFIGURED: "Look at the UCX_ settings of the environment; without any UCX chooses.",
+    Way.CONFIGURED: "Look at the UCX_ settings of the environment; without any UCX chooses. "
+    "UCX_TLS=sm,self cannot work, as shared memory alone cannot report a dead peer: add tcp.",
     Way.SHARED_MEMORY: "See memory.shared_folder, memory.segment and processes.read_memory.",
     Way.TCP: "See that a network interface is up (lo for agents of one machine) and that "
     "UCX_NET_DEVICES names one that is there.",

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import IO
 
 from kvbus.doctor.judge.logs import reason_in
@@ -64,8 +64,8 @@ def run_pair(module: str, *, env: Mapping[str, str], budget: Budget) -> Ended:
     ):
         _close(target.stdout)  # the reader has it
         ended = _result(reader, log, limit_s)
-        if ended.failure and target.poll() is not None:  # it ended first, unasked
-            return _with_failure(ended, _why(target.returncode, _text(target_log)))
+        if ended.failure and (status := _end(target)):
+            return replace(ended, failure=_why(status, _text(target_log)))
         return ended
 
 
@@ -73,14 +73,11 @@ def _result(process: Process, log: IO[bytes], limit_s: float) -> Ended:
     try:
         output, _ = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
+        process.kill()
         return Ended("", _text(log), f"no answer within {limit_s:.3g} s")
     text = _text(log)
     failure = _why(process.returncode, text) if process.returncode else ""
     return Ended(output.decode(errors="replace"), text, failure)
-
-
-def _with_failure(ended: Ended, failure: str) -> Ended:
-    return Ended(ended.output, ended.log, failure)
 
 
 def _why(status: int, log: str) -> str:
@@ -111,14 +108,18 @@ def _started(
         _end(process)
 
 
-def _end(process: Process) -> None:
-    """A process that is told by its stdin may clean up after itself; then it is killed."""
+def _end(process: Process) -> int | None:
+    """Its status; one that is told by its stdin may clean up. None: it had to be killed."""
     _close(process.stdin)
-    with contextlib.suppress(subprocess.TimeoutExpired):
+    try:
         process.wait(GENTLE_END_S)
-    process.kill()
-    process.wait()
-    _close(process.stdout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+        return None
+    finally:
+        _close(process.stdout)
+    return process.returncode
 
 
 def _close(pipe: IO[bytes] | None) -> None:

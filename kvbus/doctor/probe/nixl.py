@@ -22,7 +22,6 @@ _TELL = {
     "UCX_LOG_LEVEL": "error",
     "UCX_LOG_FILE": "stderr",
     "UCX_PROTO_INFO": "y",
-    "PYTHONWARNINGS": "ignore",
 }
 
 

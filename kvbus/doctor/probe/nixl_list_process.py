@@ -1,6 +1,6 @@
-"""A process that says what NIXL has here, and makes an agent as the environment tells UCX to.
+"""A process that says what NIXL has here.
 
-Refuses to read anything. What it prints is one line of JSON; what UCX tells goes to stderr.
+Refuses to use it: what it prints is one line of JSON, and what UCX tells goes to stderr.
 """
 
 import contextlib
@@ -17,9 +17,8 @@ from kvbus.transport.nixl_agent import NixlAgent
 
 
 def main() -> None:
-    """Try, then tell; exit status 1 when there is no agent to be had."""
+    """Tell; exit status 1 when NIXL does not work at all."""
     try:
-        NixlAgent(f"kvbus-doctor/{os.getpid()}")
         found = list_backends()
     except TransferFailed as error:
         sys.exit(str(error))
@@ -32,7 +31,7 @@ def _have_transports_listed() -> None:
     """Ask for a transport that UCX does not have: its complaint lists those that it has."""
     os.environ["UCX_TLS"] = "none-of-these"
     with contextlib.suppress(TransferFailed):
-        NixlAgent(f"kvbus-doctor/{os.getpid()}/list")
+        NixlAgent(f"kvbus-doctor/{os.getpid()}")
 
 
 if __name__ == "__main__":
