@@ -23,7 +23,8 @@ def list_backends() -> Backends:
     api, errors = nixl_api()
     try:
         agent = api.nixl_agent("kvbus/backends", api.nixl_agent_config(backends=[]))
-        types = {name: tuple(agent.get_plugin_mem_types(name)) for name in agent.get_plugin_list()}
+        names = sorted(agent.get_plugin_list())
+        types = {name: tuple(agent.get_plugin_mem_types(name)) for name in names}
     except errors as error:
         raise TransferFailed(f"NIXL lists no backends: {error}") from error
     return Backends(_version(), types)

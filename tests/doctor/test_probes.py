@@ -20,6 +20,7 @@ from kvbus.doctor.probe.children import Budget, run_alone, run_pair
 from kvbus.doctor.probe.cuda import IPC_MODULE, LIST_MODULE
 from kvbus.doctor.probe.cuda_ipc_process import decoded, encoded
 from kvbus.doctor.probe.memory import memory_facts
+from kvbus.doctor.probe.native import read_memory
 from kvbus.doctor.probe.nixl import nixl_facts, read_facts
 from kvbus.doctor.probe.processes import process_facts
 from kvbus.doctor.probe.versions import version_facts
@@ -84,6 +85,11 @@ def test_processes_are_tried_and_not_guessed() -> None:
 
     may = facts.may_trace or (facts.ptrace_scope or 0) <= 1
     assert (facts.read_error == "") == may
+
+
+def test_memory_that_cannot_be_read_is_an_error_of_the_system() -> None:
+    with pytest.raises(OSError, match="Bad address"):
+        read_memory(os.getpid(), 8, 16)
 
 
 def test_nixl_tells_versions_backends_and_transports() -> None:

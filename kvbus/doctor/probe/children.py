@@ -74,7 +74,7 @@ def _result(process: Process, log: IO[bytes], limit_s: float) -> Ended:
         output, _ = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
         process.kill()
-        return Ended("", _text(log), f"no answer within {limit_s:.3g} s")
+        return Ended("", _text(log), f"no answer within {limit_s:.3g} s; --timeout gives more")
     text = _text(log)
     failure = _why(process.returncode, text) if process.returncode else ""
     return Ended(output.decode(errors="replace"), text, failure)
