@@ -5,7 +5,6 @@ Refuses a wrong option or configuration with one line and exit status 2.
 
 import contextlib
 import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
@@ -113,6 +112,5 @@ def _write(text: str) -> None:
         sys.stdout.write(text)
         sys.stdout.flush()
     except OSError as error:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else the exit complains
         if not isinstance(error, BrokenPipeError):
             sys.stderr.write(f"error: cannot write to stdout: {error.strerror}\n")

@@ -120,6 +120,17 @@ def test_few_open_files_are_a_warning_that_fails_only_a_strict_one() -> None:
     assert "ulimit -n 65536" in plain.stdout
 
 
+def test_a_family_that_cannot_be_looked_at_does_not_end_the_others() -> None:
+    few = ["bash", "-c", 'ulimit -n 8; exec "$@"', "bash"]
+
+    ended = doctor("--only", "processes", "--only", "limits", before=few)
+
+    assert ended.returncode == 1
+    assert "processes.unchecked" in ended.stdout
+    assert "limits.open_files" in ended.stdout
+    assert "Traceback" not in ended.stderr
+
+
 def test_agents_that_could_not_start_with_this_ucx_are_an_error() -> None:
     ended = doctor("--only", "nixl", "--timeout", "60", "--json", env={"UCX_TLS": "sm,self"})
 
