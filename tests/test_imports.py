@@ -28,11 +28,13 @@ ROOMS = {
     "kvbus/demo": (*PLUMBING, "engine"),
     "kvbus/plan": (*PURE, "planning"),
     "kvbus/bench": (*PLUMBING, "engine"),
+    "kvbus/doctor": (*PLUMBING, "agent", "plan"),
     "services/prefill/kvbus_prefill": (*PLUMBING, "agent"),
     "services/decode/kvbus_decode": (*PLUMBING, "agent"),
 }
 
 PURE_FOLDERS = ("kvbus/errors", "kvbus/geometry", "kvbus/planning", "kvbus/protocol")
+PURE_FOLDERS += ("kvbus/doctor/finding", "kvbus/doctor/judge")
 PURE_MODULES = tuple(
     f"services/{side}/kvbus_{side}/{name}.py"
     for side, names in {

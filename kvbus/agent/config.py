@@ -116,13 +116,26 @@ C = TypeVar("C", bound=AgentConfig)
 
 def load_config(kind: type[C], path: Path) -> C:
     """Read ``path``; raises `ConfigError` that names the file and the key."""
+    return convert_config(kind, _read_fields(path), source=str(path))
+
+
+def load_shared_config(path: Path) -> AgentConfig:
+    """The keys of ``path`` that all agents have, of whatever role; the others are not looked at.
+
+    Raises `ConfigError` that names the file and the key.
+    """
+    shared = {field.encode_name for field in msgspec.structs.fields(AgentConfig)}
+    fields = {key: value for key, value in _read_fields(path).items() if key in shared}
+    return convert_config(AgentConfig, fields, source=str(path))
+
+
+def _read_fields(path: Path) -> dict[str, Any]:
     try:
-        fields = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"cannot read {path}: {error.strerror}") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path} is not TOML: {error}") from error
-    return convert_config(kind, fields, source=str(path))
 
 
 def convert_config(kind: type[C], fields: dict[str, Any], *, source: str) -> C:

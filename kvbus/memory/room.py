@@ -13,31 +13,37 @@ _USABLE_PERCENT = 95  # of the memory that is available: the last of it belongs 
 
 def check_memory(size_bytes: int) -> None:
     """Raise ``SegmentError`` for what cannot fit; a snapshot, another process may take it next."""
-    available_bytes = _available_bytes()
-    if size_bytes > available_bytes:
+    room_bytes = available_bytes()
+    if size_bytes > room_bytes:
         raise SegmentError(
-            f"a segment of {size_bytes} bytes does not fit: {available_bytes} bytes of memory are "
+            f"a segment of {size_bytes} bytes does not fit: {room_bytes} bytes of memory are "
             "available; make the KV cache smaller or free memory",
             size_bytes=size_bytes,
-            available_bytes=available_bytes,
+            available_bytes=room_bytes,
         )
 
 
-def _available_bytes() -> int:
+def available_bytes() -> int:
+    """How much may be asked for: what the machine and the control group leave, less a margin."""
     lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
     fields = dict(line.split(":", 1) for line in lines)
-    available_bytes = int(fields["MemAvailable"].split()[0]) * 1024
+    room_bytes = int(fields["MemAvailable"].split()[0]) * 1024
     headroom_bytes = _cgroup_headroom_bytes()
     if headroom_bytes is not None:
-        available_bytes = min(available_bytes, headroom_bytes)
-    return available_bytes * _USABLE_PERCENT // 100
+        room_bytes = min(room_bytes, headroom_bytes)
+    return room_bytes * _USABLE_PERCENT // 100
+
+
+def cgroup_folder() -> Path:
+    """Where the control group (version 2) of this process has its settings, if it has one."""
+    groups = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    own = next((line[len("0::/") :] for line in groups if line.startswith("0::/")), "")
+    return Path("/sys/fs/cgroup") / own
 
 
 def _cgroup_headroom_bytes() -> int | None:
     """What the control group (version 2) of this process still allows, None when unlimited."""
-    groups = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-    own = next((line[len("0::/") :] for line in groups if line.startswith("0::/")), "")
-    folder = Path("/sys/fs/cgroup") / own
+    folder = cgroup_folder()
     try:
         limit = (folder / "memory.max").read_text(encoding="ascii").strip()
         used_bytes = int((folder / "memory.current").read_text(encoding="ascii"))

@@ -43,6 +43,11 @@ Handle = Any
 """NIXL's transfer handle."""
 
 
+def nixl_api() -> tuple[Any, tuple[type[Exception], ...]]:
+    """The imported module of NIXL, and what it raises."""
+    return _api, _ERRORS
+
+
 class HandleForgotten(TransferFailed):
     """NIXL dropped the peer under a live handle: bytes can still land, and nothing will say so."""
 

@@ -26,7 +26,7 @@ def listening_socket(path: Path) -> Iterator[socket.socket]:
     file, which is replaced, from a living one's. Raises ``ConfigError``.
     """
     check_path_length(path)
-    _prepare_directory(path.parent)
+    prepare_directory(path.parent)
     with _lock(path), _bind(path) as listener:
         try:
             yield listener
@@ -44,7 +44,8 @@ def check_path_length(path: Path) -> None:
         )
 
 
-def _prepare_directory(directory: Path) -> None:
+def prepare_directory(directory: Path) -> None:
+    """Make the directory with mode 0700, or raise ``ConfigError`` when it is not ours alone."""
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = directory.lstat()

@@ -10,12 +10,6 @@ from msgspec import Meta
 from kvbus.agent.config import AgentConfig, Bound, Duration
 from kvbus_decode.fetch import FetchLimits
 
-DEFAULTS = {
-    "agent_id": "decode-0",
-    "peer_bind": "tcp://127.0.0.1:7711",
-    "events_bind": "tcp://127.0.0.1:7712",
-}
-
 
 class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Configuration of `kvbus-decode`; every key but three has a default."""

@@ -1,12 +1,17 @@
 """The command ``kvbus-prefill``: runs a prefill agent until it is told to stop."""
 
 from kvbus.agent.command import agent_command
+from kvbus.agent.defaults import PREFILL_DEFAULTS
 from kvbus.protocol.engine import AgentRole
 from kvbus_prefill.agent import PrefillService
-from kvbus_prefill.config import DEFAULTS, PrefillConfig
+from kvbus_prefill.config import PrefillConfig
 
 main = agent_command(
-    AgentRole.PREFILL, PrefillConfig, PrefillService, defaults=DEFAULTS, name="kvbus-prefill"
+    AgentRole.PREFILL,
+    PrefillConfig,
+    PrefillService,
+    defaults=PREFILL_DEFAULTS,
+    name="kvbus-prefill",
 )
 
 if __name__ == "__main__":

@@ -11,12 +11,6 @@ from kvbus.agent.config import AgentConfig, Bound, Duration
 from kvbus_prefill.offer import OfferLimits
 from kvbus_prefill.slots import SlotLimits
 
-DEFAULTS = {
-    "agent_id": "prefill-0",
-    "peer_bind": "tcp://127.0.0.1:7701",
-    "events_bind": "tcp://127.0.0.1:7702",
-}
-
 
 class PrefillConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Configuration of `kvbus-prefill`; every key but three has a default."""

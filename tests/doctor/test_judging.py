@@ -1,0 +1,338 @@
+"""What is said of machines: each family's judge on good ones, bad ones and drawn ones."""
+
+import json
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbus.doctor.finding import Finding, Severity
+from kvbus.doctor.judge.agents import AgentFacts, Bind, judge_agents
+from kvbus.doctor.judge.cuda import judge_cuda
+from kvbus.doctor.judge.limits import judge_limits
+from kvbus.doctor.judge.memory import judge_memory
+from kvbus.doctor.judge.nixl import ReadFacts, Way, judge_nixl, judge_reads, shown_rate
+from kvbus.doctor.judge.processes import judge_processes
+from kvbus.doctor.judge.versions import judge_versions
+from tests.doctor import drawn
+
+MIB, GIB = 1 << 20, 1 << 30
+OK, NOTE, WARNING, ERROR = Severity
+REFUSED = "Operation not permitted"
+
+
+def judge_one_agent(agent: AgentFacts) -> Iterable[Finding]:
+    return judge_agents([agent], available_bytes=GIB)
+
+
+JUDGES: list[tuple[Callable[[Any], Iterable[Finding]], st.SearchStrategy[Any]]] = [
+    (judge_versions, drawn.version_facts),
+    (judge_memory, drawn.memories),
+    (judge_limits, drawn.limits),
+    (judge_processes, drawn.processes),
+    (judge_nixl, drawn.nixls),
+    (judge_reads, drawn.reads),
+    (judge_cuda, drawn.cudas),
+    (judge_one_agent, drawn.agents),
+]
+
+
+@pytest.mark.parametrize(("judge", "facts"), JUDGES)
+@given(data=st.data())
+def test_whatever_the_machine_complaints_have_a_mend_and_names_are_unique(
+    judge: Callable[[Any], Iterable[Finding]], facts: st.SearchStrategy[Any], data: st.DataObject
+) -> None:
+    found = list(judge(data.draw(facts)))
+
+    assert all(one.found for one in found)
+    assert all(one.why and one.mend for one in found if one.is_complaint)
+    assert not any(one.mend or one.command for one in found if one.severity is OK)
+    assert len({one.name for one in found}) == len(found)
+    assert json.loads(json.dumps([dict(one.values) for one in found])) if found else True
+
+
+def severities(found: Iterable[Finding]) -> dict[str, Severity]:
+    return {one.name: one.severity for one in found}
+
+
+def one_of(found: Iterable[Finding], name: str) -> Finding:
+    return next(one for one in found if one.name == name)
+
+
+@pytest.mark.parametrize(
+    "found",
+    [
+        judge_versions(drawn.GOOD_VERSIONS),
+        judge_memory(drawn.GOOD_MEMORY),
+        judge_limits(drawn.GOOD_LIMITS),
+        judge_processes(drawn.GOOD_PROCESSES),
+        judge_nixl(drawn.GOOD_NIXL),
+        judge_cuda(drawn.GOOD_CUDA),
+    ],
+)
+def test_a_good_machine_is_all_right(found: Iterable[Finding]) -> None:
+    assert set(severities(found).values()) == {OK}
+
+
+def test_a_package_that_is_too_new_or_missing_is_an_error_with_its_command() -> None:
+    facts = replace(drawn.GOOD_VERSIONS, installed={"nixl": "2.0.0"})
+
+    found = list(judge_versions(facts))
+
+    assert severities(found) == {
+        "versions.python": OK,
+        "versions.nixl": ERROR,
+        "versions.torch": ERROR,
+        "versions.packages": OK,
+    }
+    assert one_of(found, "versions.nixl").command == "pip install 'nixl>=1.5.1,<2'"
+    assert "torch is not installed" in one_of(found, "versions.torch").found
+
+
+def test_an_old_python_is_an_error() -> None:
+    found = judge_versions(replace(drawn.GOOD_VERSIONS, python="3.10.9"))
+
+    assert severities(found)["versions.python"] is ERROR
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "expected"),
+    [
+        ({"available_bytes": 2 * GIB}, "memory.room", OK),
+        ({"available_bytes": 2 * GIB - 1}, "memory.room", WARNING),
+        ({"available_bytes": 256 * MIB - 1}, "memory.room", ERROR),
+        ({"folder_free_bytes": 64 * MIB}, "memory.shared_folder", WARNING),
+        ({"folder_bytes": None, "folder_free_bytes": None}, "memory.shared_folder", WARNING),
+        ({"segment_error": REFUSED}, "memory.segment", ERROR),
+        ({"shmem_huge": "never"}, "memory.huge_pages", NOTE),
+        ({"shmem_huge": "never", "num_free_huge_pages": 1}, "memory.huge_pages", OK),
+        ({"num_cores": 1}, "memory.cores", WARNING),
+        ({"cpu_quota": 1.5}, "memory.cores", WARNING),
+        ({"cpu_quota": 2.0}, "memory.cores", OK),
+    ],
+)
+def test_memory_is_complained_of_by_what_it_costs(
+    change: dict[str, Any], name: str, expected: Severity
+) -> None:
+    found = judge_memory(replace(drawn.GOOD_MEMORY, **change))
+
+    assert severities(found)[name] is expected
+
+
+@pytest.mark.parametrize(
+    ("change", "name", "expected"),
+    [
+        ({"open_files": 4096}, "limits.open_files", OK),
+        ({"open_files": 1024}, "limits.open_files", NOTE),
+        ({"open_files": 1023}, "limits.open_files", WARNING),
+        ({"open_files": 63}, "limits.open_files", ERROR),
+        ({"open_files": None}, "limits.open_files", OK),
+        ({"locked_bytes": 8 * MIB}, "limits.locked_memory", OK),
+        ({"file_bytes": GIB}, "limits.file_size", WARNING),
+    ],
+)
+def test_limits_are_complained_of_by_what_they_allow(
+    change: dict[str, Any], name: str, expected: Severity
+) -> None:
+    found = judge_limits(replace(drawn.GOOD_LIMITS, **change))
+
+    assert severities(found)[name] is expected
+
+
+@pytest.mark.parametrize(
+    ("locked_bytes", "may_lock", "expected"),
+    [
+        (8 * MIB, False, ERROR),
+        (8 * GIB, False, WARNING),
+        (8 * MIB, True, OK),
+        (None, False, OK),
+    ],
+)
+def test_locked_memory_matters_where_there_is_rdma(
+    locked_bytes: int | None, may_lock: bool, expected: Severity
+) -> None:
+    facts = replace(
+        drawn.GOOD_LIMITS, locked_bytes=locked_bytes, may_lock=may_lock, rdma_devices=("mlx5_0",)
+    )
+
+    assert severities(judge_limits(facts))["limits.locked_memory"] is expected
+
+
+@pytest.mark.parametrize(("scope", "told"), [(2, "sysctl"), (1, ""), (None, "")])
+def test_who_may_not_read_others_is_told_whether_yama_is_why(scope: int | None, told: str) -> None:
+    facts = replace(drawn.GOOD_PROCESSES, read_error=REFUSED, ptrace_scope=scope)
+
+    (found,) = judge_processes(facts)
+
+    assert found.severity is WARNING
+    assert found.command.startswith(told)
+    assert ("SYS_PTRACE" in found.mend) == (not told)
+
+
+def test_nixl_that_does_not_load_is_an_error_with_its_reason() -> None:
+    found = list(judge_nixl(replace(drawn.GOOD_NIXL, error="No module named 'nixl'")))
+
+    assert severities(found) == {"nixl.installed": ERROR}
+    assert "No module named 'nixl'" in found[0].found
+
+
+def test_nixl_without_ucx_is_an_error() -> None:
+    found = judge_nixl(replace(drawn.GOOD_NIXL, backends={"UCX": (), "POSIX": ("DRAM_SEG",)}))
+
+    assert severities(found)["nixl.installed"] is ERROR
+
+
+def read(way: Way, rate: float | None, wire: str = "", tls: str = "") -> ReadFacts:
+    error = "" if rate else "it hung"
+    return ReadFacts(way=way, ucx_tls=tls, bytes_per_s=rate, wire=wire, error=error)
+
+
+FAST = read(Way.CONFIGURED, 9e9, "cma/memory")
+TCP = read(Way.TCP, 1.3e9, "tcp/lo", "tcp")
+
+
+def test_without_rdma_other_machines_are_reached_by_tcp_only() -> None:
+    found = list(judge_reads([FAST, TCP]))
+
+    assert severities(found) == {
+        "nixl.read.configured": OK,
+        "nixl.read.tcp": OK,
+        "nixl.one_machine": OK,
+        "nixl.two_machines": NOTE,
+    }
+    assert "cma/memory, 9 GB/s" in one_of(found, "nixl.one_machine").found
+    assert "TCP only: 1.3 GB/s" in one_of(found, "nixl.two_machines").found
+
+
+def test_with_rdma_that_is_the_way_to_other_machines() -> None:
+    found = judge_reads([FAST, TCP, read(Way.RDMA, 40e9, "rc_mlx5/mlx5_0:1", "ib")])
+
+    assert severities(found)["nixl.two_machines"] is OK
+
+
+def test_agents_of_one_machine_that_read_over_tcp_are_a_limit() -> None:
+    found = list(judge_reads([read(Way.CONFIGURED, 1.3e9, "tcp/lo", "tcp"), TCP]))
+
+    assert severities(found)["nixl.one_machine"] is WARNING
+    assert one_of(found, "nixl.one_machine").command == "unset UCX_TLS"
+
+
+@pytest.mark.parametrize(
+    ("way", "expected"), [(Way.CONFIGURED, ERROR), (Way.TCP, WARNING), (Way.RDMA, WARNING)]
+)
+def test_a_way_that_fails_is_fatal_only_if_agents_are_told_to_go_it(
+    way: Way, expected: Severity
+) -> None:
+    others = [one for one in (FAST, TCP) if one.way is not way]
+
+    found = list(judge_reads([*others, read(way, None)]))
+
+    assert one_of(found, f"nixl.read.{way}").severity is expected
+    assert "it hung" in one_of(found, f"nixl.read.{way}").found
+
+
+def test_without_tcp_and_rdma_other_machines_are_out_of_reach() -> None:
+    found = judge_reads([FAST, read(Way.TCP, None)])
+
+    assert severities(found)["nixl.two_machines"] is WARNING
+
+
+def test_without_any_read_nothing_is_summed_up() -> None:
+    assert set(severities(judge_reads([read(Way.CONFIGURED, None)]))) == {"nixl.read.configured"}
+
+
+@pytest.mark.parametrize(
+    ("rate", "text"), [(9.314e9, "9.31 GB/s"), (1e9, "1 GB/s"), (85e7, "850 MB/s")]
+)
+def test_rates_are_written_in_three_digits(rate: float, text: str) -> None:
+    assert shown_rate(rate) == text
+
+
+def test_without_a_gpu_there_is_one_note() -> None:
+    (found,) = judge_cuda(replace(drawn.GOOD_CUDA, num_devices=0, gpus=()))
+
+    assert found.severity is NOTE
+    assert "CUDA was not checked" in found.found
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        ({"gpus": (), "survey_error": "torch is built without CUDA"}, "cuda.gpus"),
+        ({"ipc_error": "invalid device context"}, "cuda.ipc"),
+        ({"ipc_error": None}, "cuda.ipc"),
+        ({"allocator": "a:1, expandable_segments: True"}, "cuda.allocator"),
+    ],
+)
+def test_a_gpu_that_cannot_be_shared_is_a_limit(change: dict[str, Any], name: str) -> None:
+    found = judge_cuda(replace(drawn.GOOD_CUDA, **change))
+
+    assert severities(found)[name] is WARNING
+
+
+def agent(name: str = "one", port: int = 7701, **changes: Any) -> AgentFacts:
+    bind = Bind(
+        key="peer_bind",
+        address=f"tcp://127.0.0.1:{port}",
+        error=changes.pop("error", ""),
+        held_by=changes.pop("held_by", ""),
+    )
+    made = AgentFacts(
+        source="one.toml",
+        agent_id=name,
+        binds=(bind,),
+        folder="/run/kvbus/one",
+        folder_error="",
+        staging_bytes=128 * MIB,
+    )
+    return replace(made, **changes)
+
+
+def test_a_port_that_is_taken_is_an_error_that_says_by_whom() -> None:
+    found = list(judge_one_agent(agent(error="Address already in use", held_by="other")))
+
+    taken = one_of(found, "agents.one.peer_bind")
+    assert taken.severity is ERROR
+    assert "by the agent 'other'" in taken.found
+    assert taken.command == "ss -ltnp 'sport = :7701'"
+
+
+def test_ports_that_the_very_agent_has_are_none() -> None:
+    running = agent(error="Address already in use", held_by="one", staging_bytes=2 * GIB)
+
+    found = judge_one_agent(running)
+
+    assert severities(found) == {
+        "agents.one.ports": NOTE,
+        "agents.one.runtime_dir": OK,
+        "agents.staging": OK,
+    }
+
+
+def test_agents_cannot_have_one_address_or_one_name() -> None:
+    same_port = judge_agents([agent("one"), agent("two")], available_bytes=GIB)
+    same_name = judge_agents([agent("one"), agent("one", port=7702)], available_bytes=GIB)
+    any_port = judge_agents([agent("one", 0), agent("two", 0)], available_bytes=GIB)
+
+    assert one_of(same_port, "agents.clash").values == {"wanted_twice": ["127.0.0.1:7701"]}
+    assert one_of(same_name, "agents.clash").values == {"wanted_twice": ["one"]}
+    assert "agents.clash" not in severities(any_port)
+
+
+def test_staging_of_all_must_fit() -> None:
+    agents = [agent("one"), agent("two", port=7702)]
+
+    enough = judge_agents(agents, available_bytes=256 * MIB)
+    less = judge_agents(agents, available_bytes=256 * MIB - 1)
+
+    assert severities(enough)["agents.staging"] is OK
+    assert severities(less)["agents.staging"] is ERROR
+
+
+def test_a_folder_that_cannot_be_is_an_error() -> None:
+    found = judge_one_agent(agent(folder_error="the path is too long"))
+
+    assert severities(found)["agents.one.runtime_dir"] is ERROR

@@ -1,0 +1,262 @@
+"""What the probes find here: real memory, real limits, real processes, real ports and folders."""
+
+import json
+import os
+import resource
+import socket
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvbus.agent.config import AgentConfig, convert_config, load_shared_config
+from kvbus.agent.defaults import DECODE_DEFAULTS, PREFILL_DEFAULTS
+from kvbus.doctor.judge.nixl import Way
+from kvbus.doctor.probe.agents import agent_facts, wanted_agents
+from kvbus.doctor.probe.children import Budget, run_alone, run_pair
+from kvbus.doctor.probe.cuda import IPC_MODULE, LIST_MODULE
+from kvbus.doctor.probe.cuda_ipc_process import decoded, encoded
+from kvbus.doctor.probe.memory import memory_facts
+from kvbus.doctor.probe.native import read_memory
+from kvbus.doctor.probe.nixl import nixl_facts, read_facts
+from kvbus.doctor.probe.processes import process_facts
+from kvbus.doctor.probe.versions import version_facts
+from kvbus.errors import ConfigError
+from kvbus_decode.config import DecodeConfig
+from kvbus_prefill.config import PrefillConfig
+from tests.agents import AgentProcess
+from tests.plain_sockets import free_port
+
+LIMITS = """
+import json, resource, dataclasses
+resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
+resource.setrlimit(resource.RLIMIT_MEMLOCK, (8192, 8192))
+from kvbus.doctor.probe.limits import limit_facts
+print(json.dumps(dataclasses.asdict(limit_facts())))
+"""
+
+
+def budget() -> Budget:
+    return Budget(60, 30)
+
+
+def config(tmp_path: Path, **keys: object) -> AgentConfig:
+    fields = {
+        "agent_id": "here",
+        "peer_bind": "tcp://127.0.0.1:0",
+        "events_bind": "tcp://127.0.0.1:0",
+        "runtime_dir": str(tmp_path / "run"),
+        **keys,
+    }
+    return convert_config(AgentConfig, fields, source="a test")
+
+
+def test_the_versions_of_this_environment_are_found() -> None:
+    facts = version_facts()
+
+    assert facts.installed.keys() == {one.name for one in facts.requirements}
+    assert "nixl" in facts.installed
+    assert "pytest" not in facts.installed
+
+
+def test_memory_of_this_machine_makes_sense() -> None:
+    facts = memory_facts()
+
+    assert 0 < facts.available_bytes <= facts.total_bytes
+    assert facts.segment_error == ""
+    assert facts.num_cores >= 1
+
+
+def test_limits_are_those_of_the_process() -> None:
+    printed = subprocess.run([sys.executable, "-c", LIMITS], stdout=subprocess.PIPE, check=True)
+
+    facts = json.loads(printed.stdout)
+
+    assert (facts["open_files"], facts["locked_bytes"]) == (100, 8192)
+    soft, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+    assert facts["file_bytes"] == (None if soft == resource.RLIM_INFINITY else soft)
+
+
+def test_processes_are_tried_and_not_guessed() -> None:
+    facts = process_facts(budget())
+
+    may = facts.may_trace or (facts.ptrace_scope or 0) <= 1
+    assert (facts.read_error == "") == may
+
+
+def test_memory_that_cannot_be_read_is_an_error_of_the_system() -> None:
+    with pytest.raises(OSError, match="Bad address"):
+        read_memory(os.getpid(), 8, 16)
+
+
+def test_nixl_tells_versions_backends_and_transports() -> None:
+    facts = nixl_facts(budget())
+
+    assert facts.error == ""
+    assert "DRAM_SEG" in facts.backends["UCX"]
+    assert "tcp" in facts.ucx_transports
+    assert facts.ucx_version
+
+
+def test_a_transport_that_does_not_work_has_a_reason_and_the_others_go_on() -> None:
+    said: list[str] = []
+
+    found = list(read_facts("sm,self", has_rdma=False, budget=budget(), say=said.append))
+
+    by_way = {one.way: one for one in found}
+    assert by_way.keys() == {Way.CONFIGURED, Way.SHARED_MEMORY, Way.TCP}
+    assert by_way[Way.CONFIGURED].bytes_per_s is None
+    assert "no peer failure handler" in by_way[Way.CONFIGURED].error
+    assert by_way[Way.TCP].wire.startswith("tcp/")
+    assert all((by_way[way].bytes_per_s or 0) > 1e6 for way in (Way.SHARED_MEMORY, Way.TCP))
+    assert said == ["a NIXL READ, configured", "a NIXL READ, shared memory", "a NIXL READ, tcp"]
+
+
+def test_nixl_that_takes_too_long_is_given_up() -> None:
+    found = list(read_facts("", has_rdma=False, budget=Budget(0.2, 0.1), say=lambda _: None))
+
+    assert all("no answer within" in one.error for one in found)
+    assert "no answer within" in nixl_facts(Budget(0.1, 0.1)).error
+
+
+@pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="this is about machines without a GPU")
+def test_torch_without_a_gpu_says_so_in_the_end() -> None:
+    listed = run_alone(LIST_MODULE, env={}, budget=budget())
+    shared = run_pair(IPC_MODULE, env={}, budget=budget())
+
+    assert "CUDA" in listed.failure or "NVIDIA" in listed.failure
+    assert "CUDA" in shared.failure or "NVIDIA" in shared.failure
+
+
+def test_handles_of_cuda_travel_as_text() -> None:
+    fields = [0, b"\x00\xff", 1 << 40, True, 3]
+
+    assert decoded(encoded(fields)) == fields
+
+
+def test_a_port_that_is_taken_is_found(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        facts = agent_facts(
+            "a test",
+            config(
+                tmp_path,
+                events_bind=f"tcp://127.0.0.1:{port}",
+                metrics_bind=f"127.0.0.1:{free_port()}",
+            ),
+        )
+
+    errors = {bind.key: bind.error for bind in facts.binds}
+    assert errors == {
+        "peer_bind": "",
+        "events_bind": os.strerror(98),
+        "metrics_bind": "",
+    }
+
+
+@pytest.mark.parametrize("address", ["tcp://*:0", "tcp://0.0.0.0:0", "tcp://lo:0"])
+def test_every_form_of_an_address_can_be_tried(tmp_path: Path, address: str) -> None:
+    facts = agent_facts("a test", config(tmp_path, peer_bind=address, advertise_host="here"))
+
+    assert facts.binds[0].error == ""
+
+
+def test_a_host_that_is_not_ours_cannot_be_bound(tmp_path: Path) -> None:
+    facts = agent_facts("a test", config(tmp_path, peer_bind="tcp://192.0.2.1:7701"))
+
+    assert facts.binds[0].error == os.strerror(99)
+
+
+def test_a_port_that_is_none_cannot_be_bound(tmp_path: Path) -> None:
+    facts = agent_facts("a test", config(tmp_path, metrics_bind="127.0.0.1"))
+
+    assert facts.binds[-1].error
+
+
+def test_an_agent_that_runs_already_is_known(tmp_path: Path) -> None:
+    settings = {
+        "agent_id": "here",
+        "peer_bind": "tcp://127.0.0.1:0",
+        "events_bind": "tcp://127.0.0.1:0",
+        "runtime_dir": str(tmp_path / "run"),
+        "log_format": "json",
+    }
+    agent = AgentProcess("prefill", tmp_path, settings)
+    try:
+        agent.start()
+        facts = agent_facts("a test", config(tmp_path, peer_bind=agent.peer))
+    finally:
+        agent.ask_to_end()
+        agent.end()
+
+    assert facts.is_running
+    assert facts.folder_error == ""
+    assert agent.exit_status() == 0
+
+
+def test_trying_a_folder_leaves_nothing(tmp_path: Path) -> None:
+    facts = agent_facts("a test", config(tmp_path, runtime_dir=str(tmp_path / "deep" / "run")))
+
+    assert facts.folder_error == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_that_is_there_stays(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir(mode=0o700)
+
+    facts = agent_facts("a test", config(tmp_path))
+
+    assert facts.folder_error == ""
+    assert stat.S_IMODE((tmp_path / "run").stat().st_mode) == 0o700
+
+
+def test_a_folder_that_others_can_enter_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir(mode=0o755)
+
+    facts = agent_facts("a test", config(tmp_path))
+
+    assert "mode 0755" in facts.folder_error
+
+
+def test_a_path_that_is_too_long_is_refused(tmp_path: Path) -> None:
+    facts = agent_facts("a test", config(tmp_path, runtime_dir=str(tmp_path / ("x" * 100))))
+
+    assert "Linux allows 107" in facts.folder_error
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("kind", [PrefillConfig, DecodeConfig])
+def test_the_shared_keys_of_each_role_are_read_from_its_file(
+    tmp_path: Path, kind: type[AgentConfig]
+) -> None:
+    path = tmp_path / "agent.toml"
+    own = msgspec.structs.fields(kind)[-1]
+    path.write_text(
+        'agent_id = "a"\npeer_bind = "tcp://h:1"\nevents_bind = "tcp://h:2"\nstaging_bytes = 0\n'
+        f"{own.encode_name} = 1\n"
+    )
+
+    found = load_shared_config(path)
+
+    assert (found.agent_id, found.peer_bind, found.staging_bytes) == ("a", "tcp://h:1", 0)
+
+
+def test_shared_keys_that_are_wrong_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "agent.toml"
+    path.write_text('agent_id = "a"\npeer_bind = 7\nevents_bind = "tcp://h:2"\n')
+
+    with pytest.raises(ConfigError, match="key 'peer_bind'"):
+        load_shared_config(path)
+
+
+def test_without_a_file_the_defaults_of_both_services_are_wanted() -> None:
+    wanted = [found for _, found in wanted_agents([])]
+
+    assert [one.agent_id for one in wanted] == ["prefill-0", "decode-0"]
+    assert [one.peer_bind for one in wanted] == [
+        PREFILL_DEFAULTS["peer_bind"],
+        DECODE_DEFAULTS["peer_bind"],
+    ]
