@@ -10,7 +10,6 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -90,7 +89,7 @@ class Engine:
         """As `views`, of a copy."""
         return _views(
             [
-                KvCache(self.spec, cache.rank, SimpleNamespace(tensor=snapshot[rank]))
+                KvCache(self.spec, cache.rank, snapshot[rank])
                 for rank, cache in enumerate(self.caches)
             ]
         )
@@ -208,7 +207,7 @@ async def _cache(
     tensor = torch.zeros(rank.segments[0].size_bytes, dtype=torch.uint8)
     storage = stack.enter_context(share_tensor(tensor))
     await session.register(rank, {"kv": storage})
-    return KvCache(spec, rank, SimpleNamespace(tensor=tensor))
+    return KvCache(spec, rank, tensor)
 
 
 @asynccontextmanager

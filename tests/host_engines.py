@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -134,7 +133,7 @@ def private_cache(spec: EngineSpec, rank: int, memory: Memory, num_blocks: NumBl
         num_blocks = {group.name: num_blocks for group in spec.groups}
     described = rank_of(spec, rank, memory, num_blocks)
     tensor = torch.zeros(described.segments[0].size_bytes, dtype=torch.uint8)
-    return KvCache(spec, described, SimpleNamespace(tensor=tensor))
+    return KvCache(spec, described, tensor)
 
 
 @asynccontextmanager

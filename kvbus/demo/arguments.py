@@ -16,6 +16,7 @@ from kvbus.demo.shape import (
     NUM_LAYERS,
     Attention,
     Layout,
+    Memory,
     ModelShape,
     ReadPath,
     Side,
@@ -52,6 +53,11 @@ def _cross_layer(panel: str, *names: str) -> Any:
     return typer.Option(*names, help="One region of all layers.", rich_help_panel=panel)
 
 
+def _memory(panel: str) -> Any:
+    text = "Shared with the agent, or the engine's own, copied through a ring of host blocks."
+    return typer.Option(case_sensitive=False, help=text, rich_help_panel=panel)
+
+
 def _run(text: str, metavar: str) -> Any:
     return typer.Option(metavar=metavar, help=text, rich_help_panel=RUN)
 
@@ -60,11 +66,22 @@ BlockSize = Annotated[int, _block_size(BOTH, "Tokens in a block of the KV caches
 BlockLayout = Annotated[Layout, _layout(BOTH, "Order of the axes within a block.")]
 CrossLayer = Annotated[bool, _cross_layer(BOTH, "--cross-layer/--per-layer")]
 
+RingShare = Annotated[
+    float | None,
+    typer.Option(
+        min=0.01,
+        max=1.0,
+        help="Size of a ring of host blocks, as a part of the engine's cache; half, or a request.",
+        rich_help_panel=BOTH,
+    ),
+]
+
 PrefillTp = Annotated[int, _tp(PREFILL)]
 PrefillPp = Annotated[int, _pp(PREFILL)]
 PrefillBlockSize = Annotated[int | None, _block_size(PREFILL)]
 PrefillLayout = Annotated[Layout | None, _layout(PREFILL)]
 PrefillCrossLayer = Annotated[bool, _cross_layer(PREFILL, "--prefill-cross-layer")]
+PrefillMemory = Annotated[Memory, _memory(PREFILL)]
 PrefillChunk = Annotated[
     int | None,
     _number(PREFILL, 1, MAX_TOKENS, "Compute N tokens at a time; what is done is read meanwhile."),
@@ -75,6 +92,7 @@ DecodePp = Annotated[int, _pp(DECODE)]
 DecodeBlockSize = Annotated[int | None, _block_size(DECODE)]
 DecodeLayout = Annotated[Layout | None, _layout(DECODE)]
 DecodeCrossLayer = Annotated[bool, _cross_layer(DECODE, "--decode-cross-layer")]
+DecodeMemory = Annotated[Memory, _memory(DECODE)]
 Path_ = Annotated[
     ReadPath,
     typer.Option(
@@ -131,6 +149,7 @@ def demo_options(given: Mapping[str, Any]) -> DemoOptions:
         decode=_side(given, "decode"),
         path=given["path"],
         prefill_chunk=given["prefill_chunk"],
+        ring_share=given["ring_share"] or max(0.5, 1 / given["concurrency"]),
         max_new_tokens=given["max_new_tokens"],
         keep_logs=_made(given["keep_logs"]),
         flip_one_byte=given["flip_one_byte"],
@@ -149,6 +168,7 @@ def _side(given: Mapping[str, Any], role: str) -> Side:
         layout=option("layout"),
         block_size=option("block_size"),
         cross_layer=option("cross_layer"),
+        memory=given[f"{role}_memory"],
     )
 
 

@@ -19,7 +19,7 @@ from kvbus.demo.folder import private_folder
 from kvbus.demo.options import DemoOptions
 from kvbus.demo.outcome import DemoReport
 from kvbus.demo.run import OnProgress, run_demo
-from kvbus.demo.shape import Attention, Layout, ReadPath
+from kvbus.demo.shape import Attention, Layout, Memory, ReadPath
 from kvbus.demo.table import print_report
 from kvbus.errors import ConfigError, KVBusError, leaves
 
@@ -35,17 +35,20 @@ def demo(
     layout: args.BlockLayout = Layout.NHD,
     block_size: args.BlockSize = 16,
     cross_layer: args.CrossLayer = False,
+    ring_share: args.RingShare = None,
     prefill_tp: args.PrefillTp = 1,
     prefill_pp: args.PrefillPp = 1,
     prefill_layout: args.PrefillLayout = None,
     prefill_block_size: args.PrefillBlockSize = None,
     prefill_cross_layer: args.PrefillCrossLayer = False,
+    prefill_memory: args.PrefillMemory = Memory.SHARED,
     prefill_chunk: args.PrefillChunk = None,
     decode_tp: args.DecodeTp = 1,
     decode_pp: args.DecodePp = 1,
     decode_layout: args.DecodeLayout = None,
     decode_block_size: args.DecodeBlockSize = None,
     decode_cross_layer: args.DecodeCrossLayer = False,
+    decode_memory: args.DecodeMemory = Memory.SHARED,
     path: args.Path_ = ReadPath.AUTO,
     attention: args.AttentionKind = Attention.GQA,
     kv_heads: args.KvHeads = None,

@@ -5,6 +5,7 @@ the agent says that nothing can write into them any more.
 """
 
 import asyncio
+import contextlib
 import time
 from functools import partial
 from random import Random
@@ -20,14 +21,24 @@ from kvbus.demo.serving import answer, run_engine, serve
 from kvbus.demo.step import Step
 from kvbus.demo.work import Decode, Decoded, EngineSetup, Failed, FirstToken
 from kvbus.engine import DecodeSession, Fetch
+from kvbus.engine.host import HostDecode, HostFetch
 from kvbus.errors import FetchFailed
 from kvbus.geometry import num_blocks_for
+
+RING_WAIT_S = 60.0
+Fetcher = DecodeSession | HostDecode
 
 
 async def main(setup: EngineSetup) -> None:
     """Attach, and serve until the driver closes the pipe."""
-    async with attached_engine(setup, DecodeSession, most_decode_blocks) as (engine, session):
-        requests = DecodeRequests(engine, session)
+    async with contextlib.AsyncExitStack() as stack:
+        attached = attached_engine(setup, DecodeSession, most_decode_blocks)
+        engine, session = await stack.enter_async_context(attached)
+        fetcher: Fetcher = session
+        if engine.ring is not None and engine.copier is not None:
+            through_ring = HostDecode(session, engine.ring, engine.copier, wait_s=RING_WAIT_S)
+            fetcher = await stack.enter_async_context(through_ring)
+        requests = DecodeRequests(engine, fetcher)
         await serve(
             engine,
             session.agent.peer_endpoint,
@@ -38,8 +49,8 @@ async def main(setup: EngineSetup) -> None:
 class DecodeRequests:
     """The requests of one decode engine."""
 
-    def __init__(self, engine: Engine, session: DecodeSession) -> None:
-        self._engine, self._session = engine, session
+    def __init__(self, engine: Engine, fetcher: Fetcher) -> None:
+        self._engine, self._fetcher = engine, fetcher
         self._first_tokens: dict[str, asyncio.Future[int]] = {}
         self._flips_left = int(engine.setup.flip_one_byte)
 
@@ -81,14 +92,14 @@ class DecodeRequests:
         del self._first_tokens[work.request_id]
         engine.pools.give(tables)
 
-    def _fetch(self, work: Decode, tables: Tables) -> Fetch:
+    def _fetch(self, work: Decode, tables: Tables) -> Fetch | HostFetch:
         """Ask for the prompt's blocks; the others are for the new tokens."""
         num_blocks = num_blocks_for(work.num_tokens, self._engine.setup.side.block_size)
         block_ids = {
             group: table.array()[: num_blocks - table.first_block]
             for group, table in tables.items()
         }
-        return self._session.fetch(work.ticket, num_tokens=work.num_tokens, block_ids=block_ids)
+        return self._fetcher.fetch(work.ticket, num_tokens=work.num_tokens, block_ids=block_ids)
 
     async def _go_on(self, work: Decode, tables: Tables, token: int) -> list[Step]:
         """Step by step, so that the requests in flight take turns on the device."""

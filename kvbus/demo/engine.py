@@ -1,4 +1,4 @@
-"""What both demo engines are: a model, its paged cache in shared memory, a thread that computes.
+"""What both demo engines are: a model, its paged cache, a thread that computes.
 
 Refuses to compute two requests at once, as one device would, and to know agents but by the SDK.
 """
@@ -12,12 +12,15 @@ import anyio
 from anyio import CapacityLimiter
 
 from kvbus.demo.block_pool import BlockPools
+from kvbus.demo.device import device_copy, private_cache, ring_blocks
 from kvbus.demo.model import Transformer
 from kvbus.demo.model_config import ModelConfig
 from kvbus.demo.paged_cache import LayerViews, PagedKV
 from kvbus.demo.request_blocks import MostBlocks
+from kvbus.demo.shape import Memory
 from kvbus.demo.work import EngineSetup, Settled
 from kvbus.engine import DecodeSession, KvCache, MemorySession, PrefillSession
+from kvbus.engine.host import Copier, HostRing, LocalCopier
 from kvbus.geometry import EngineSpec, GroupSpec, KvLayout, KvPart
 
 ATTACH_TIMEOUT_S = 60.0
@@ -36,6 +39,8 @@ class Engine:
     model: Transformer
     kv: PagedKV
     pools: BlockPools
+    ring: HostRing | None = None
+    copier: Copier | None = None
     _device: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(1))
 
     async def compute(self, step: Callable[[], T]) -> T:
@@ -46,7 +51,9 @@ class Engine:
         """Wait, for a while, for blocks that are on their way back."""
         with anyio.move_on_after(SETTLE_TIMEOUT_S):
             await self.pools.all_free()
-        return Settled(self.pools.num_held)
+            if self.ring is not None:
+                await self.ring.all_free()
+        return Settled(self.pools.num_held + (self.ring.num_held if self.ring else 0))
 
 
 @contextlib.asynccontextmanager
@@ -64,17 +71,26 @@ async def attached_engine(
     }
     layout = KvLayout.parse(setup.side.layout, cross_layer=setup.side.cross_layer)
     async with contextlib.AsyncExitStack() as stack:
-        views: list[dict[int, LayerViews]] = []
-        for rank in range(spec.num_ranks):
-            memory = await stack.enter_async_context(
+        ranks = [
+            await stack.enter_async_context(
                 MemorySession(setup.attach_path, spec, rank, attach_timeout_s=ATTACH_TIMEOUT_S)
             )
-            views.append(layer_views(await memory.allocate(layout, num_blocks=num_blocks)))
+            for rank in range(spec.num_ranks)
+        ]
+        ring, copier = None, None
+        if setup.side.memory is Memory.SHARED:
+            caches = [await rank.allocate(layout, num_blocks=num_blocks) for rank in ranks]
+        else:
+            caches = [private_cache(spec, rank.rank, layout, num_blocks) for rank in ranks]
+            ring = HostRing(ring_blocks(num_blocks, share=setup.ring_share))
+            buffers = [await rank.allocate_ring(ring.num_blocks) for rank in ranks]
+            copier = LocalCopier(buffers, device_copy(caches))
         session = await stack.enter_async_context(control(setup.attach_path, spec))
         await session.register()
         await session.ready()
         pools = BlockPools(num_blocks, seed=setup.engine_id)
-        yield Engine(setup, spec, model, PagedKV(views), pools), session
+        kv = PagedKV([layer_views(cache) for cache in caches])
+        yield Engine(setup, spec, model, kv, pools, ring, copier), session
 
 
 def engine_spec(setup: EngineSetup, config: ModelConfig) -> EngineSpec:

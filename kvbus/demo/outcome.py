@@ -106,6 +106,7 @@ class DemoReport:
             "model": asdict(self.options.model),
             "path": self.options.path,
             "prefill_chunk": self.options.prefill_chunk,
+            "ring_share": self.options.ring_share,
         }
 
 

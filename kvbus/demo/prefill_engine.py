@@ -1,118 +1,25 @@
 """The demo's prefill engine, a process: computes prompts and offers their KV.
 
-Refuses to reuse the blocks of an offer before the agent says that it is released.
+Refuses to know how an offer comes about: that depends on where the cache is.
 """
 
-import time
-from collections.abc import Iterator
-from contextlib import suppress
-
-from kvbus.demo.engine import Engine, attached_engine
-from kvbus.demo.generate import encode, prefill_passes
-from kvbus.demo.paged_cache import Tables
-from kvbus.demo.request_blocks import most_prefill_blocks, prefill_blocks
-from kvbus.demo.serving import answer, run_engine, serve
-from kvbus.demo.step import Step
-from kvbus.demo.work import EngineSetup, Failed, Offered, Prefill, Prefilled
-from kvbus.engine import Offer, PrefillSession
-from kvbus.errors import RequestRefused
-from kvbus.geometry import num_blocks_for
-
-Passes = Iterator[tuple[int, Step]]
+from kvbus.demo.engine import attached_engine
+from kvbus.demo.host_requests import HostRequests
+from kvbus.demo.prefill_requests import PrefillRequests
+from kvbus.demo.request_blocks import most_prefill_blocks
+from kvbus.demo.serving import run_engine, serve
+from kvbus.demo.work import EngineSetup, Prefill
+from kvbus.engine import PrefillSession
+from kvbus.engine.host import HostPrefill
 
 
 async def main(setup: EngineSetup) -> None:
     """Attach, and serve until the driver closes the pipe."""
     async with attached_engine(setup, PrefillSession, most_prefill_blocks) as (engine, session):
-        requests = PrefillRequests(engine, session)
+        requests: PrefillRequests | HostRequests = PrefillRequests(engine, session)
+        if engine.ring is not None and engine.copier is not None:
+            requests = HostRequests(engine, HostPrefill(session, engine.ring, engine.copier))
         await serve(engine, session.agent.peer_endpoint, {Prefill: requests.handle})
-
-
-class PrefillRequests:
-    """The requests of one prefill engine."""
-
-    def __init__(self, engine: Engine, session: PrefillSession) -> None:
-        self._engine, self._session = engine, session
-
-    async def handle(self, work: Prefill) -> None:
-        """One request, from its prompt to the release of its blocks."""
-        engine, prompt = self._engine, encode(work.prompt)
-        wanted = {group.name: prefill_blocks(group, len(prompt)) for group in engine.spec.groups}
-        tables = await engine.pools.take(wanted)
-        chunk = engine.setup.prefill_chunk
-        passes = prefill_passes(
-            engine.model, engine.kv, tables, prompt=prompt, tokens_per_pass=chunk
-        )
-        offering = self._compute_and_offer if chunk is None else self._offer_and_compute
-        offer = await offering(work, tables, passes)
-        if offer is not None:
-            await offer.released()
-        engine.pools.give(tables)
-
-    async def _compute_and_offer(
-        self, work: Prefill, tables: Tables, passes: Passes
-    ) -> Offer | None:
-        """The sealed offer of a whole prompt; None when the agent refused it."""
-        num_tokens, step = await self._engine.compute(lambda: next(passes))
-        computed_at_s = time.monotonic()
-        try:
-            offer = await self._session.offer(
-                work.request_id,
-                num_tokens=num_tokens,
-                block_ids={group: table.array() for group, table in tables.items()},
-            )
-        except RequestRefused as error:
-            answer(Failed(work.request_id, error.code, error.message))
-            return None
-        answer(Offered(work.request_id, offer.ticket))
-        answer(Prefilled(work.request_id, step, _num_blocks(tables), computed_at_s))
-        return offer
-
-    async def _offer_and_compute(
-        self, work: Prefill, tables: Tables, passes: Passes
-    ) -> Offer | None:
-        """The offer, open from before the first pass, so that it is read while this computes."""
-        try:
-            offer = await self._session.offer(
-                work.request_id,
-                num_tokens=0,
-                block_ids={group: [] for group in tables},
-                sealed=False,
-            )
-        except RequestRefused as error:
-            answer(Failed(work.request_id, error.code, error.message))
-            return None
-        answer(Offered(work.request_id, offer.ticket))
-        try:
-            step, computed_at_s = await self._extend(offer, tables, passes)
-            await offer.seal()
-        except RequestRefused as error:
-            answer(Failed(work.request_id, error.code, error.message))
-            with suppress(RequestRefused):  # it has ended already
-                await offer.withdraw()
-            return offer
-        answer(Prefilled(work.request_id, step, _num_blocks(tables), computed_at_s))
-        return offer
-
-    async def _extend(self, offer: Offer, tables: Tables, passes: Passes) -> tuple[Step, float]:
-        """Add what each pass computed to the offer; the token after the last pass, and its time."""
-        num_before = 0
-        while (computed := await self._engine.compute(lambda: next(passes, None))) is not None:
-            num_tokens, step = computed
-            computed_at_s = time.monotonic()
-            await offer.extend(num_tokens, self._new_blocks(tables, num_before, num_tokens))
-            num_before = num_tokens
-        return step, computed_at_s
-
-    def _new_blocks(self, tables: Tables, start: int, stop: int) -> dict[str, list[int]]:
-        """By group, the blocks of tokens up to ``stop`` that those up to ``start`` do not need."""
-        size = self._engine.setup.side.block_size
-        new = slice(num_blocks_for(start, size), num_blocks_for(stop, size))
-        return {group: table.array()[new].tolist() for group, table in tables.items()}
-
-
-def _num_blocks(tables: Tables) -> int:
-    return sum(map(len, tables.values()))
 
 
 if __name__ == "__main__":

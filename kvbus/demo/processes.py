@@ -110,5 +110,6 @@ def engine_setup(role: str, options: DemoOptions, folder: Path) -> EngineSetup:
         max_prompt_tokens=options.max_prompt_tokens,
         max_new_tokens=options.max_new_tokens,
         prefill_chunk=options.prefill_chunk,
+        ring_share=options.ring_share,
         flip_one_byte=options.flip_one_byte and role == "decode",
     )

@@ -5,6 +5,7 @@ Refuses to keep what a sliding window has left behind: the decode side has the t
 
 from collections.abc import Callable
 
+from kvbus.demo.paged_cache import Tables
 from kvbus.demo.work import EngineSetup
 from kvbus.geometry import GroupSpec, num_blocks_for
 
@@ -21,6 +22,17 @@ def decode_blocks(group: GroupSpec, num_tokens: int, num_new: int) -> range:
     first, _ = group.positions(0, num_tokens)
     size = group.block_size
     return range(first // size, num_blocks_for(num_tokens + num_new, size))
+
+
+def new_blocks(tables: Tables, block_size: int, start: int, stop: int) -> dict[str, list[int]]:
+    """By group, the blocks of tokens up to ``stop`` that those up to ``start`` do not need."""
+    new = slice(num_blocks_for(start, block_size), num_blocks_for(stop, block_size))
+    return {group: table.array()[new].tolist() for group, table in tables.items()}
+
+
+def num_blocks(tables: Tables) -> int:
+    """Blocks of all groups."""
+    return sum(map(len, tables.values()))
 
 
 def most_prefill_blocks(group: GroupSpec, setup: EngineSetup) -> int:

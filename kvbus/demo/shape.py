@@ -24,6 +24,16 @@ class Attention(StrEnum):
     MLA = "mla"
 
 
+class Memory(StrEnum):
+    """Where an engine's cache is, and so how its agent comes at it."""
+
+    SHARED = "shared"
+    """In memory that the agent maps."""
+
+    HOST = "host"
+    """In memory of the engine's own, as on a device; it copies through a ring of host blocks."""
+
+
 class ReadPath(StrEnum):
     """How bytes are moved: as the agent thinks best, or always in one way."""
 
@@ -41,10 +51,12 @@ class Side:
     layout: Layout = Layout.NHD
     block_size: int = 16
     cross_layer: bool = False
+    memory: Memory = Memory.SHARED
 
     def __str__(self) -> str:
         blocks = f"{self.layout} {self.block_size}" + " cross-layer" * self.cross_layer
-        return f"tp={self.tp} pp={self.pp} {blocks}"
+        host = " host" * (self.memory is Memory.HOST)
+        return f"tp={self.tp} pp={self.pp} {blocks}{host}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,8 @@ class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine is told when it starts; ``flip_one_byte`` is a fault, for a negative control.
 
     The caches are as large as ``concurrency`` requests need, each of ``max_prompt_tokens`` and
-    ``max_new_tokens`` at most, so that all blocks are reused.
+    ``max_new_tokens`` at most, so that all blocks are reused. A ring of host blocks, if the side
+    has one, is ``ring_share`` of that.
     """
 
     engine_id: str
@@ -29,6 +30,7 @@ class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
     max_prompt_tokens: int
     max_new_tokens: int
     prefill_chunk: int | None = None
+    ring_share: float = 0.5
     flip_one_byte: bool = False
 
 

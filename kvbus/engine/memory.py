@@ -22,15 +22,16 @@ VIEW_AXES = (AxisName.BLOCK, AxisName.TOKEN, AxisName.HEAD, AxisName.DIM)
 
 
 class KvCache:
-    """A rank's KV cache in shared memory: a torch view for each layer and part.
+    """A rank's KV cache: a torch view for each layer and part.
 
-    The views share the memory that the agent reads and writes, whatever its layout is.
+    The views share the memory that the agent reads and writes, whatever its layout is. ``buffer``
+    is all of it, one row of uint8.
     """
 
-    def __init__(self, engine: EngineSpec, rank: RankSpec, segment: SharedSegment) -> None:
+    def __init__(self, engine: EngineSpec, rank: RankSpec, buffer: torch.Tensor) -> None:
         self.rank = rank
         self._views = {
-            (layer, part): _view(engine, region, segment.tensor, layer, part)
+            (layer, part): _view(engine, region, buffer, layer, part)
             for region in rank.regions
             for layer in region.layers
             for part in region.parts
@@ -72,7 +73,8 @@ class MemorySession(EngineSession):
         ``num_blocks`` is that of every group, or by group.
         Raises `SegmentError` when there is not enough memory.
         """
-        return KvCache(self.engine, *await self._allocate(layout, num_blocks))
+        rank, segment = await self._allocate(layout, num_blocks)
+        return KvCache(self.engine, rank, segment.tensor)
 
     async def allocate_ring(self, num_blocks: Mapping[str, int]) -> HostBuffer:
         """Allocate the rank's part of a ring of host blocks, and register it as its cache.

@@ -21,7 +21,7 @@ def copied() -> Iterator[KvCache]:
     spec, (rank,) = LAYERED.spec("engine"), LAYERED.ranks(NUM_BLOCKS)
     size_bytes = rank.segments[0].size_bytes
     with SharedSegment(size_bytes) as ours, SharedSegment(size_bytes) as theirs:
-        source, target = KvCache(spec, rank, ours), KvCache(spec, rank, theirs)
+        source, target = (KvCache(spec, rank, memory.tensor) for memory in (ours, theirs))
         fill_ranks([source], LAYERED)
         wipe([target])
         for region in rank.regions:

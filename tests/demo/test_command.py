@@ -40,6 +40,9 @@ def kvbus(*arguments: str) -> Result:
         (["--path", "fast"], "'packed'"),
         (["--attention", "mha"], "'mla'"),
         (["--attention", "mla", "--kv-heads", "4"], "--kv-heads is for --attention gqa"),
+        (["--prefill-memory", "disk"], "'shared'"),
+        (["--ring-share", "0"], "--ring-share"),
+        (["--decode-memory", "host", "--ring-share", "0.2"], "raise --ring-share or --concurrency"),
     ],
 )
 def test_a_wrong_option_is_refused_by_name(arguments: list[str], told: str) -> None:
@@ -129,7 +132,7 @@ def test_the_json_says_what_was_run(asked: list[DemoOptions]) -> None:
     result = kvbus("demo", "--json", "--decode-tp", "2", "--attention", "mla", "--path", "direct")
 
     figures = json.loads(result.output.splitlines()[-1])
-    shape = {"pp": 1, "layout": "NHD", "block_size": 16, "cross_layer": False}
+    shape = {"pp": 1, "layout": "NHD", "block_size": 16, "cross_layer": False, "memory": "shared"}
     assert figures["prefill"] == {"tp": 1, **shape}
     assert figures["decode"] == {"tp": 2, **shape}
     assert figures["model"] == {"seed": 0, "attention": "mla", "kv_heads": 4, "window": None}

@@ -40,6 +40,9 @@ def test_every_output_equals_that_of_the_model_run_alone(demo: Demo) -> None:
         ("tp=2 block-size=16", "tp=3 block-size=48", "attention=mla window=40", ANY),
         ("tp=3 chunk=32", "tp=2 pp=3 block-size=5", "window=50", ANY),
         ("tp=8 pp=4 chunk=50", "tp=1 layout=HND", "kv-heads=2 path=packed", PACKED),
+        ("memory=host", "memory=shared", "ring-share=0.3", {"direct"}),
+        ("tp=2 layout=HND", "tp=1 memory=host block-size=10", "window=50", ANY),
+        ("tp=2 memory=host chunk=32", "tp=3 memory=host layout=HND", "attention=mla", ANY),
     ],
 )
 def test_engines_of_other_shapes_give_the_output_of_the_model_run_alone(
@@ -51,6 +54,18 @@ def test_engines_of_other_shapes_give_the_output_of_the_model_run_alone(
 
     assert (status, figures["matched"], figures["leaked_blocks"]) == (0, 5, 0), table
     assert set(figures["paths"]) <= paths
+
+
+def test_caches_of_which_only_a_tenth_fits_the_rings_are_moved_all_the_same(demo: Demo) -> None:
+    status, figures, table = demo.run(
+        *("--requests", "20", "--max-new-tokens", "4", "--concurrency", "10"),
+        *options("memory=host", "prefill-"),
+        *options("memory=host", "decode-"),
+        *options("ring-share=0.1"),
+    )
+
+    assert (status, figures["matched"], figures["leaked_blocks"]) == (0, 20, 0), table
+    assert figures["ring_share"] == 0.1
 
 
 def test_one_flipped_byte_of_moved_kv_fails_the_run(demo: Demo) -> None:

@@ -22,7 +22,7 @@ def test_a_state_is_seen_as_bytes_of_units_by_block(segment: SharedSegment) -> N
     rank = lay_out_rank(engine, 1, KvLayout.parse("NHD"), num_blocks=3)
     segment.tensor[: rank.segments[0].size_bytes].random_(0, 256)
 
-    cache = KvCache(engine, rank, segment)
+    cache = KvCache(engine, rank, segment.tensor)
 
     conv, norm = cache.view(2, "conv"), cache.view(2, "norm")
     assert (conv.dtype, norm.dtype) == (torch.uint8, torch.uint8)
@@ -40,7 +40,7 @@ def test_a_pipeline_stage_has_views_of_its_own_layers_only(
     layout = KvLayout.parse("HND", cross_layer=cross_layer)
     rank = lay_out_rank(engine, 1, layout, num_blocks={"full": 2, "window": 4, "state": 2})
 
-    cache = KvCache(engine, rank, segment)
+    cache = KvCache(engine, rank, segment.tensor)
 
     assert tuple(cache.view(1, "k").shape) == (4, 4, 2, 8)
     for layer, part in ((0, "k"), (2, "conv"), (1, "latent")):
@@ -50,7 +50,7 @@ def test_a_pipeline_stage_has_views_of_its_own_layers_only(
 
 def test_views_of_all_groups_of_a_rank_share_no_byte(segment: SharedSegment) -> None:
     rank = lay_out_rank(SPEC, 0, KvLayout.parse("NHD"), num_blocks=2)
-    cache = KvCache(SPEC, rank, segment)
+    cache = KvCache(SPEC, rank, segment.tensor)
     places = [(0, "k"), (0, "v"), (1, "k"), (1, "v"), (2, "conv"), (2, "norm")]
     for number, place in enumerate(places, start=1):
         view = cache.view(*place)

@@ -71,6 +71,10 @@ class HostFetch:
             return self._outcome
         raise self._outcome or _failed("the fetch ended without an outcome", ErrorCode.INTERNAL)
 
+    async def blocks_freed(self) -> None:
+        """Return when nothing can write into the engine's blocks: when the fetch has ended."""
+        await self._ended.wait()
+
     async def cancel(self) -> None:
         """Give up; `completed` raises with code ``cancelled``, unless it had ended before."""
         self._waiting.cancel()

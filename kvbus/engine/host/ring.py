@@ -81,6 +81,11 @@ class HostRing:
         self._given.set()
         self._given = anyio.Event()
 
+    async def all_free(self) -> None:
+        """Return when no request holds a block."""
+        while self.num_held:
+            await self._given.wait()
+
     def _take(self, wanted: Mapping[str, int]) -> RingTables:
         return {group: self._free[group].take(number) for group, number in wanted.items()}
 
