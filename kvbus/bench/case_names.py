@@ -23,3 +23,4 @@ class CaseName(StrEnum):
     BLOCK_64_TO_16 = "block-64-to-16"
     MLA = "mla-2-to-1"
     CHUNKED = "chunked"
+    HOST = "host"

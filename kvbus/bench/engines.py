@@ -20,6 +20,7 @@ from kvbus.bench.ranks import ATTACH_TIMEOUT_S, open_ranks
 from kvbus.bench.shapes import GROUP, Shape, Tables
 from kvbus.bus import BusContext, RequestClient, new_boot_id, new_context
 from kvbus.engine import DecodeSession, KvCache
+from kvbus.engine.host import HostDecode
 from kvbus.errors import KVBusError
 from kvbus.protocol.engine import Fetched
 
@@ -45,9 +46,14 @@ class EnginePair:
     num_source_blocks: int
     engine_id: str
     caches: Sequence[KvCache]
-    decode: DecodeSession
+    decode: DecodeSession | HostDecode
     _line: RequestClient
     _requests: "count[int]" = field(default_factory=count)
+
+    @property
+    def decode_session(self) -> DecodeSession:
+        """The session with the decode agent."""
+        return self.decode.session if isinstance(self.decode, HostDecode) else self.decode
 
     async def offer_all(self, tables: list[Tables]) -> list[Ticket]:
         """Have the prefill engine offer each of ``tables`` as a request of its own."""
@@ -68,8 +74,23 @@ class EnginePair:
 
     async def hand_off(self, tables: Tables) -> Handoff:
         """Offer and fetch; only the fetch is timed."""
-        (ticket,) = await self.offer_all([tables])
-        return await self.fetch(ticket, tables)
+        return await self.fetch(await self.publish(tables), tables)
+
+    async def publish(self, tables: Tables) -> Ticket:
+        """Have the prefill engine offer what it has computed, by way of its ring if it has one.
+
+        Answers once the offer is made; what goes through a ring is saved meanwhile.
+        """
+        if not self.source.host:
+            (ticket,) = await self.offer_all([tables])
+            return ticket
+        body = {
+            "engine_id": self.engine_id,
+            "request_id": f"request-{next(self._requests)}",
+            "blocks": tables.prefill.tolist(),
+            "num_tokens": tables.num_tokens,
+        }
+        return await self._line.request("save", body, timeout_s=COMMAND_TIMEOUT_S)
 
     async def compute(self, tables: Tables, num_chunks: int, chunk_s: float) -> Ticket:
         """Start a prefill in chunks, offered while it goes on."""
@@ -157,10 +178,14 @@ class Bench:
         decode = DecodeSession(path, spec, attach_timeout_s=ATTACH_TIMEOUT_S)
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(decode)
-            caches = await open_ranks(stack, path, spec, shape, num_blocks)
+            ranks = await open_ranks(stack, path, spec, shape, num_blocks)
             await decode.register()
             await decode.ready()
-            yield EnginePair(shape, *source, engine_id, caches, decode, self._line)
+            reader: DecodeSession | HostDecode = decode
+            if ranks.ring is not None:
+                host = HostDecode(decode, ranks.ring.blocks, ranks.ring.copier)
+                reader = await stack.enter_async_context(host)
+            yield EnginePair(shape, *source, engine_id, ranks.caches, reader, self._line)
 
     def cpu_s(self) -> dict[str, float]:
         """CPU seconds so far of each process, this one as the decode engine."""

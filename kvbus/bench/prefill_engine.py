@@ -18,7 +18,8 @@ from kvbus.bench.ranks import ATTACH_TIMEOUT_S, open_ranks
 from kvbus.bench.shapes import GROUP, SHAPES
 from kvbus.bus import Call, RequestServer, new_boot_id, new_context
 from kvbus.engine import Offer, PrefillSession
-from kvbus.errors import KVBusError
+from kvbus.engine.host import HostOffer, HostPrefill
+from kvbus.errors import KVBusError, LocalError
 from kvbus.protocol.engine import Released
 from kvbus.protocol.envelope import Body
 
@@ -35,6 +36,7 @@ class Engine:
     engine_id: str
     num_blocks: int
     control: PrefillSession = field(init=False)
+    host: HostPrefill | None = None
     offered_at: dict[str, float] = field(default_factory=dict)
     ended: dict[str, tuple[float, float]] = field(default_factory=dict)
     settled: anyio.Event = field(default_factory=anyio.Event)
@@ -54,8 +56,10 @@ class Engine:
         try:
             async with AsyncExitStack() as stack:
                 await stack.enter_async_context(self.control)
-                caches = await open_ranks(stack, self.attach_path, spec, shape, self.num_blocks)
-                fill_ranks(caches, shape)
+                ranks = await open_ranks(stack, self.attach_path, spec, shape, self.num_blocks)
+                fill_ranks(ranks.caches, shape)
+                if ranks.ring is not None:
+                    self.host = HostPrefill(self.control, ranks.ring.blocks, ranks.ring.copier)
                 await self.control.register()
                 await self.control.ready()
                 task_status.started()
@@ -72,6 +76,20 @@ class Engine:
         )
         self.offered_at[offer.offer_id] = began
         return offer.ticket
+
+    async def begin_save(self, request_id: str, num_tokens: int) -> HostOffer:
+        """An open offer of what the ring will hold; raises `LocalError` without one."""
+        if self.host is None:
+            raise LocalError(f"engine '{self.engine_id}' has no ring")
+        offer = await self.host.begin(request_id, num_tokens=num_tokens)
+        await offer.offer()
+        self.offered_at[offer.offer_id] = time.perf_counter()
+        return offer
+
+    async def save(self, offer: HostOffer, num_tokens: int, blocks: list[int]) -> None:
+        """Copy all of it, piece by piece."""
+        await offer.save(num_tokens, {GROUP: blocks})
+        await offer.seal()
 
     async def open(self, request_id: str, blocks: list[int]) -> Offer:
         """An open offer of no tokens yet."""
@@ -120,6 +138,7 @@ class Commands:
             "open": self._open,
             "offer": self._offer,
             "compute": self._compute,
+            "save": self._save,
             "settle": self._settle,
             "close": self._close,
         }
@@ -159,6 +178,13 @@ class Commands:
         chunks = body["num_tokens"], body["num_chunks"], body["chunk_s"]
         self._tasks.start_soon(engine.compute, offer, *chunks)
         return dict(offer.ticket)
+
+    async def _save(self, body: Body) -> dict[str, Any]:
+        """An offer that is saved into the ring meanwhile; answers at once, with the ticket."""
+        engine, num_tokens = self._engines[body["engine_id"]], body["num_tokens"]
+        offer = await engine.begin_save(body["request_id"], num_tokens)
+        self._tasks.start_soon(engine.save, offer, num_tokens, body["blocks"])
+        return offer.ticket
 
     async def _settle(self, body: Body) -> dict[str, Any]:
         return await self._engines[body["engine_id"]].settle()

@@ -4,7 +4,7 @@ Refuses memory: both sides derive the same shape from its name.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -30,7 +30,10 @@ KV = (KvPart.KEY, KvPart.VALUE)
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The cache of an engine; two of equal layers, heads and parts can exchange KV."""
+    """The cache of an engine; two of equal layers, heads and parts can exchange KV.
+
+    With ``host`` it is memory of the engine's own, which goes through a ring of host blocks.
+    """
 
     name: str
     num_layers: int
@@ -40,6 +43,7 @@ class Shape:
     block_size: int = 16
     head_dim: int = 128
     parts: tuple[KvPart, ...] = KV
+    host: bool = False
 
     @property
     def token_bytes(self) -> int:
@@ -72,6 +76,9 @@ class Shape:
 BIG = Shape("big", 4, 8, KvLayout.parse("NHD", cross_layer=True))
 """One run of 256 KiB a block."""
 
+BIG_HOST = replace(BIG, name="big-host", host=True)
+"""The same, on a device that no agent maps."""
+
 LAYERED = Shape("layered", 16, 2, KvLayout.parse("NHD"))
 """16 runs of 16 KiB a block."""
 
@@ -86,9 +93,9 @@ NHD_64 = Shape("nhd-64", 16, 8, NHD, block_size=64)
 MLA_1 = Shape("mla-1", 32, 1, NHD, head_dim=512, parts=(KvPart.LATENT,))
 MLA_2 = Shape("mla-2", 32, 1, NHD, head_dim=512, parts=(KvPart.LATENT,), tp_size=2)
 
-SHAPES: Mapping[str, Shape] = {
-    shape.name: shape for shape in (BIG, LAYERED, SMALL, NHD_1, NHD_2, HND_1, NHD_64, MLA_1, MLA_2)
-}
+EQUAL = BIG, BIG_HOST, LAYERED, SMALL
+OTHER = NHD_1, NHD_2, HND_1, NHD_64, MLA_1, MLA_2
+SHAPES: Mapping[str, Shape] = {shape.name: shape for shape in (*EQUAL, *OTHER)}
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from kvbus.bench.case_names import CaseName
 from kvbus.bench.cases.chunked import measure_chunked
 from kvbus.bench.cases.fixed import measure_fixed
+from kvbus.bench.cases.host import measure_host
 from kvbus.bench.cases.idle import measure_idle
 from kvbus.bench.cases.load import measure_load
 from kvbus.bench.cases.rate import measure_rate
@@ -27,4 +28,5 @@ CASES: Mapping[CaseName, Case] = {
     CaseName.RATE: measure_rate,
     **{CaseName(reshape.name): measure_reshape(reshape) for reshape in RESHAPES},
     CaseName.CHUNKED: measure_chunked,
+    CaseName.HOST: measure_host,
 }

@@ -92,7 +92,7 @@ class _Load:
         await small.fetch(ticket, contiguous(1))
         return {
             "prefill agent": ticket["endpoint"],
-            "decode agent": small.decode.agent.peer_endpoint,
+            "decode agent": small.decode_session.agent.peer_endpoint,
         }
 
     async def _repeat(self, part: int) -> None:
