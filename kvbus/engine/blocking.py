@@ -7,6 +7,8 @@ look-up that never waits.
 
 import contextlib
 from collections.abc import Awaitable, Callable, Mapping
+from concurrent.futures import Future
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
@@ -14,6 +16,7 @@ from typing import Any, Generic, Self, TypeVar
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from kvbus.engine.decode import BlockIds, DecodeSession, Fetch
+from kvbus.engine.host.buffer import HostBuffer
 from kvbus.engine.memory import KvCache, MemorySession
 from kvbus.engine.prefill import Offer, PrefillSession
 from kvbus.engine.session import EngineSession, Others
@@ -51,7 +54,7 @@ class Blocking(Generic[S]):
 
     def ready(self) -> None:
         """`EngineSession.ready`."""
-        self._run(self.session.ready)
+        self.run(self.session.ready)
 
     def _take(self, ended: dict[str, T]) -> list[T]:
         """Empty ``ended`` while the session's thread may add to it."""
@@ -59,10 +62,22 @@ class Blocking(Generic[S]):
             raise self.session.lost
         return [ended.pop(key) for key in list(ended)]
 
-    def _run(self, call: Callable[[], Awaitable[T]]) -> T:
+    def run(self, call: Callable[[], Awaitable[T]]) -> T:
+        """What ``call`` returns in the session's thread, where all of its async calls belong."""
+        return self._open_portal().call(call)
+
+    def start(self, call: Callable[[], Awaitable[T]]) -> Future[T]:
+        """As `run`, without waiting."""
+        return self._open_portal().start_task_soon(call)
+
+    def opened(self, part: AbstractAsyncContextManager[T]) -> AbstractContextManager[T]:
+        """``part`` of the session, entered and left in the session's thread."""
+        return self._open_portal().wrap_async_context_manager(part)
+
+    def _open_portal(self) -> BlockingPortal:
         if self._portal is None:
             raise ClosedError("the session is not open")
-        return self._portal.call(call)
+        return self._portal
 
 
 class BlockingMemory(Blocking[MemorySession]):
@@ -82,11 +97,15 @@ class BlockingMemory(Blocking[MemorySession]):
 
     def allocate(self, layout: KvLayout, *, num_blocks: int | Mapping[str, int]) -> KvCache:
         """`MemorySession.allocate`."""
-        return self._run(lambda: self.session.allocate(layout, num_blocks=num_blocks))
+        return self.run(lambda: self.session.allocate(layout, num_blocks=num_blocks))
+
+    def allocate_ring(self, num_blocks: Mapping[str, int]) -> HostBuffer:
+        """`MemorySession.allocate_ring`."""
+        return self.run(lambda: self.session.allocate_ring(num_blocks))
 
     def register(self, rank: RankSpec, storages: Mapping[str, SharedStorage]) -> None:
         """`MemorySession.register`."""
-        self._run(lambda: self.session.register(rank, storages))
+        self.run(lambda: self.session.register(rank, storages))
 
 
 class BlockingPrefill(Blocking[PrefillSession]):
@@ -110,7 +129,7 @@ class BlockingPrefill(Blocking[PrefillSession]):
 
     def register(self, *, others: Others = ()) -> None:
         """`PrefillSession.register`."""
-        self._run(lambda: self.session.register(others=others))
+        self.run(lambda: self.session.register(others=others))
 
     def offer(
         self,
@@ -123,7 +142,7 @@ class BlockingPrefill(Blocking[PrefillSession]):
         first_blocks: Mapping[str, int] | None = None,
     ) -> Offer:
         """`PrefillSession.offer`; use the other methods here, not those of the offer."""
-        return self._run(
+        return self.run(
             lambda: self.session.offer(
                 request_id,
                 num_tokens=num_tokens,
@@ -136,19 +155,19 @@ class BlockingPrefill(Blocking[PrefillSession]):
 
     def extend(self, offer: Offer, num_tokens: int, block_ids: BlockIds | None = None) -> None:
         """`Offer.extend`."""
-        self._run(lambda: offer.extend(num_tokens, block_ids))
+        self.run(lambda: offer.extend(num_tokens, block_ids))
 
     def seal(self, offer: Offer) -> None:
         """`Offer.seal`."""
-        self._run(offer.seal)
+        self.run(offer.seal)
 
     def withdraw(self, offer: Offer) -> None:
         """`Offer.withdraw`."""
-        self._run(offer.withdraw)
+        self.run(offer.withdraw)
 
     def wait_released(self, offer: Offer) -> Outcome:
         """`Offer.released`; `take_released` does not return this offer any more."""
-        outcome = self._run(offer.released)
+        outcome = self.run(offer.released)
         self._released.pop(offer.offer_id, None)
         return outcome
 
@@ -186,7 +205,7 @@ class BlockingDecode(Blocking[DecodeSession]):
 
     def register(self, *, others: Others = ()) -> None:
         """`DecodeSession.register`."""
-        self._run(lambda: self.session.register(others=others))
+        self.run(lambda: self.session.register(others=others))
 
     def fetch(
         self,
@@ -210,22 +229,22 @@ class BlockingDecode(Blocking[DecodeSession]):
                 zero_tail=zero_tail,
             )
 
-        return self._run(start)
+        return self.run(start)
 
     def cancel(self, fetch: Fetch) -> None:
         """`Fetch.cancel`."""
-        self._run(fetch.cancel)
+        self.run(fetch.cancel)
 
     def wait_completed(self, fetch: Fetch) -> Fetched:
         """`Fetch.completed`; `take_fetched` does not return this fetch any more."""
         try:
-            return self._run(fetch.completed)
+            return self.run(fetch.completed)
         finally:
             self._fetched.pop(fetch.fetch_id, None)
 
     def wait_blocks_freed(self, fetch: Fetch) -> None:
         """`Fetch.blocks_freed`; `take_blocks_freed` does not return this fetch any more."""
-        self._run(fetch.blocks_freed)
+        self.run(fetch.blocks_freed)
         self._freed.pop(fetch.fetch_id, None)
 
     def take_fetched(self) -> list[Fetched]:

@@ -14,6 +14,7 @@ host blocks, which an agent serves like any other KV cache.
     fetch     HostFetch: one of its fetches
 
     request_blocks    RequestBlocks: the blocks of one request in both places
+    blocking          the same for engines without an event loop; import it by its name
 """
 
 from kvbus.engine.host.buffer import CopyBlocks, Direction, HostBlocks, HostBuffer

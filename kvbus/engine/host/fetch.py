@@ -4,7 +4,7 @@ Refuses to report an end while a load of it still writes into the engine's block
 """
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +55,7 @@ class HostFetch:
         self._landed = _Landed()
         self._fetch: Fetch | None = None
         self._ended = anyio.Event()
+        self._on_end: list[Callable[[], None]] = []
         self._outcome: Fetched | FetchFailed | None = None
         self._waiting = anyio.CancelScope()
         self.over = anyio.Event()
@@ -74,6 +75,13 @@ class HostFetch:
     async def blocks_freed(self) -> None:
         """Return when nothing can write into the engine's blocks: when the fetch has ended."""
         await self._ended.wait()
+
+    def when_ended(self, call: Callable[[], None]) -> None:
+        """Have ``call`` called when the fetch has ended; at once when it has by now."""
+        if self._ended.is_set():
+            call()
+        else:
+            self._on_end.append(call)
 
     async def cancel(self) -> None:
         """Give up; `completed` raises with code ``cancelled``, unless it had ended before."""
@@ -183,6 +191,8 @@ class HostFetch:
         if not self._ended.is_set():
             self._outcome = outcome
             self._ended.set()
+            for call in self._on_end:
+                call()
 
 
 class _Landed:

@@ -1,0 +1,128 @@
+"""Engines without an event loop go through a ring by the same calls, and their steps never wait."""
+
+from concurrent.futures import Future
+from contextlib import ExitStack
+from threading import Event
+
+import pytest
+import torch
+
+from kvbus.engine import BlockingDecode, BlockingMemory, BlockingPrefill, KvCache
+from kvbus.engine.host import HostRing, LocalCopier, ring_blocks
+from kvbus.engine.host.blocking import BlockingHostDecode, BlockingHostPrefill
+from kvbus.errors import ErrorCode, FetchFailed, LocalError
+from kvbus.geometry import EngineSpec
+from kvbus.protocol.engine import Outcome
+from tests.agents import wait_until
+from tests.engines import FULL, make_spec
+from tests.host_engines import device_copy, private_cache
+from tests.memories import Memory
+
+SIZE = FULL.block_size
+RING_BYTES = 8 * SIZE * 2 * 2 * 6 * 8 * 2
+
+
+class Sides:
+    """A prefill and a decode engine in this thread; copies wait while ``gate`` is shut."""
+
+    def __init__(self, stack: ExitStack, prefill, decode) -> None:
+        self.gate = Event()
+        self.gate.set()
+        self._stack = stack
+        specs = [make_spec(groups=(FULL,)) for _ in range(2)]
+        self.source, prefill_ring = self._ring(prefill, specs[0])
+        self.target, decode_ring = self._ring(decode, specs[1])
+        self.control = stack.enter_context(BlockingPrefill(prefill.attach, specs[0]))
+        reader = stack.enter_context(BlockingDecode(decode.attach, specs[1]))
+        for session in (self.control, reader):
+            session.register()
+            session.ready()
+        self.rings = prefill_ring[0], decode_ring[0]
+        self.prefill = BlockingHostPrefill(self.control, *prefill_ring)
+        self.decode = stack.enter_context(BlockingHostDecode(reader, *decode_ring))
+
+    def _ring(self, agent, spec: EngineSpec) -> tuple[KvCache, tuple[HostRing, LocalCopier]]:
+        ring = HostRing(ring_blocks(spec, ring_bytes=RING_BYTES))
+        memory = self._stack.enter_context(BlockingMemory(agent.attach, spec, 0))
+        buffer = memory.allocate_ring(ring.num_blocks)
+        cache = private_cache(spec, 0, Memory(), 40)
+        copy = device_copy([cache])
+
+        def gated(*args) -> None:
+            assert self.gate.wait(60)
+            copy(*args)
+
+        for place in ((0, "k"), (0, "v"), (1, "k"), (1, "v")):
+            cache.view(*place).normal_()
+        return cache, (ring, LocalCopier([buffer], gated))
+
+
+@pytest.fixture
+def sides(prefill, decode):
+    """Both engines, their rings empty after each test."""
+    with ExitStack() as stack:
+        made = Sides(stack, prefill, decode)
+        yield made
+        made.gate.set()
+        for ring in made.rings:
+            wait_until(lambda ring=ring: not ring.num_held, "an empty ring")
+
+
+def test_a_request_goes_from_device_to_device_step_by_step(sides):
+    assert {ring.num_blocks["full"] for ring in sides.rings} == {8}
+    offer = sides.prefill.begin("r", num_tokens=2 * SIZE + 3)
+    ticket = sides.prefill.offer(offer)
+    fetch = sides.decode.fetch(ticket, num_tokens=2 * SIZE + 3, block_ids={"full": [7, 9, 8]})
+    saves = [
+        sides.prefill.save(offer, SIZE, {"full": [3]}),
+        sides.prefill.save(offer, 2 * SIZE + 3, {"full": [4, 1]}),
+    ]
+    for save in saves:
+        save.result(timeout=60)
+    sides.prefill.seal(offer)
+
+    fetched = sides.decode.wait_completed(fetch)
+    outcome = sides.prefill.wait_released(offer)
+
+    assert (fetched.outcome, outcome) == (Outcome.COMPLETED, Outcome.COMPLETED)
+    for place in ((0, "k"), (1, "v")):
+        sent, got = sides.source.view(*place), sides.target.view(*place)
+        assert torch.equal(got[[7, 9]], sent[[3, 4]])
+        assert torch.equal(got[8, :3], sent[1, :3])
+    assert sides.decode.take_ended() == []
+
+
+def test_a_step_neither_waits_for_a_save_nor_for_a_fetch(sides):
+    sides.gate.clear()
+    offer = sides.prefill.begin("r", num_tokens=SIZE)
+    ticket = sides.prefill.offer(offer)
+
+    save: Future[None] = sides.prefill.save(offer, SIZE, {"full": [3]})
+    fetch = sides.decode.fetch(ticket, num_tokens=SIZE, block_ids={"full": [7]})
+    early = save.done(), sides.decode.take_ended()
+    sides.gate.set()
+    save.result(timeout=60)
+    sides.prefill.seal(offer)
+    ended: list[object] = []
+    wait_until(lambda: ended.extend(sides.decode.take_ended()) or ended, "the end of the fetch")
+
+    assert early == (False, [])
+    assert ended == [fetch]
+    assert sides.decode.wait_completed(fetch).outcome is Outcome.COMPLETED
+    assert [one.offer_id for one in sides.control.take_released()] == [offer.offer_id]
+
+
+def test_requests_are_given_up_and_full_rings_are_busy(sides):
+    first = sides.prefill.begin("r", num_tokens=8 * SIZE)
+    with pytest.raises(LocalError) as refused:
+        sides.prefill.begin("s", num_tokens=1)
+    ticket = sides.prefill.offer(first)
+    fetch = sides.decode.fetch(ticket, num_tokens=8 * SIZE, block_ids={"full": list(range(8))})
+
+    sides.decode.cancel(fetch)
+    with pytest.raises(FetchFailed) as failed:
+        sides.decode.wait_completed(fetch)
+    sides.prefill.abort(first)
+
+    assert (refused.value.code, failed.value.code) == (ErrorCode.BUSY, ErrorCode.CANCELLED)
+    assert sides.prefill.wait_released(first) is Outcome.WITHDRAWN
