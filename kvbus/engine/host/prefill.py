@@ -180,10 +180,13 @@ class HostOffer:
 
     async def _copy(self, spans: Mapping[str, tuple[int, int]]) -> None:
         """The ring's blocks are not given back while anything is copied into them."""
+        copies = self._blocks.copies(spans)
+        if not copies:
+            return
         self._is_copying = True
         try:
             with anyio.CancelScope(shield=True):
-                await self._host.copier(Direction.SAVE, self._blocks.copies(spans))
+                await self._host.copier(Direction.SAVE, copies)
         finally:
             self._is_copying = False
             if self._is_over:
