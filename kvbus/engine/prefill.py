@@ -6,6 +6,7 @@ the session is lost, as nobody can complete a read of them then.
 
 import asyncio
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -154,21 +155,23 @@ class PrefillSession(EngineSession):
             sealed=sealed,
             ttl_s=ttl_s,
         )
-        ends = _ends(tables)
         future: asyncio.Future[Offer] = asyncio.get_running_loop().create_future()
+        self.send(message, OfferMade, partial(self._on_made, future, _ends(tables)))
+        return await future
 
-        def settle(made: OfferMade | KVBusError) -> None:
-            """Known before its notice can come, and also when the caller was cancelled."""
-            if isinstance(made, KVBusError):
-                if not future.done():
-                    future.set_exception(made)
-                return
+    def _on_made(
+        self,
+        future: "asyncio.Future[Offer]",
+        ends: dict[str, int],
+        made: OfferMade | KVBusError,
+    ) -> None:
+        """Known before its notice can come, and also when the caller was cancelled."""
+        if isinstance(made, OfferMade):
             offer = self._offers[made.offer_id] = Offer(self, made, ends)
             if not future.done():
                 future.set_result(offer)
-
-        self.send(message, OfferMade, settle)
-        return await future
+        elif not future.done():
+            future.set_exception(made)
 
     def _on_notice(self, notice: Notice) -> None:
         if notice.op != Released.op:

@@ -87,15 +87,15 @@ def lay_out_rank(
     for group, layers, parts in _tensors(engine, rank, layout):
         shape = group.part_shape(parts[0])
         heads = held_heads(rank % engine.tp_size, engine.tp_size, shape.num_heads)
-        blocks = num_blocks if isinstance(num_blocks, int) else num_blocks[group.name]
         sizes = {
-            AxisName.BLOCK: blocks,
+            AxisName.BLOCK: num_blocks if isinstance(num_blocks, int) else num_blocks[group.name],
             AxisName.LAYER: len(layers),
             AxisName.KV: len(parts),
             AxisName.TOKEN: group.block_size,
             AxisName.HEAD: len(heads),
             AxisName.DIM: shape.head_dim,
         }
+        axes = packed_axes(layout.axes, sizes, DTYPE_SIZES_BYTES[group.dtype])
         region = Region(
             segment_id=segment_id,
             offset_bytes=end,
@@ -104,17 +104,21 @@ def lay_out_rank(
             parts=parts,
             first_head=heads.start,
             num_heads=len(heads),
-            axes=packed_axes(layout.axes, sizes, DTYPE_SIZES_BYTES[group.dtype]),
+            axes=axes,
         )
         regions.append(region)
-        size_bytes = region.stride_bytes(layout.axes[0]) * region.size(layout.axes[0])
+        size_bytes = axes[0].stride_bytes * axes[0].size
         end += -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+    _require_layers(regions, engine, rank)
+    return RankSpec(rank=rank, segments=(Segment(segment_id, end),), regions=tuple(regions))
+
+
+def _require_layers(regions: list[Region], engine: EngineSpec, rank: int) -> None:
     if not regions:
         raise GeometryError(
             f"rank {rank} holds no layer: {engine.pp_size} stages are more than there are layers",
             field="pp_size",
         )
-    return RankSpec(rank=rank, segments=(Segment(segment_id, end),), regions=tuple(regions))
 
 
 def held_heads(tp_rank: int, tp_size: int, num_kv_heads: int) -> range:

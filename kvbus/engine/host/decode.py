@@ -18,8 +18,8 @@ from kvbus.engine.host.request_blocks import check_groups
 from kvbus.engine.host.ring import HostRing
 from kvbus.engine.host.sizing import PIECE_BYTES, piece_tokens
 from kvbus.errors import ClosedError
-from kvbus.geometry import BlockTable
-from kvbus.planning import whole_spans
+from kvbus.geometry import BlockTable, EngineSpec
+from kvbus.planning import Spans, whole_spans
 
 CLOSE_TIMEOUT_S = 1.0
 
@@ -97,13 +97,7 @@ class HostDecode:
             zero_tail=zero_tail,
             spans=whole_spans(engine.groups, first_token, num_tokens),
         )
-        tables = {}
-        for group in engine.groups:
-            start, stop = request.spans[group.name]
-            ids = block_ids.get(group.name, ())
-            table = BlockTable.of(ids, first_block=start // group.block_size)
-            table.check_covers(start, stop, group.block_size)
-            tables[group.name] = table
+        tables = _device_tables(engine, request.spans, block_ids)
         self.ring.check_fits({name: len(table) for name, table in tables.items()})
         fetch = HostFetch(self._way, request, tables)
         self._fetches.add(fetch)
@@ -115,3 +109,15 @@ class HostDecode:
             await fetch.run()
         finally:
             self._fetches.discard(fetch)
+
+
+def _device_tables(engine: EngineSpec, spans: Spans, block_ids: BlockIds) -> dict[str, BlockTable]:
+    """Of every group exactly the blocks of its span; raises `GeometryError`."""
+    tables = {}
+    for group in engine.groups:
+        start, stop = spans[group.name]
+        ids = block_ids.get(group.name, ())
+        table = BlockTable.of(ids, first_block=start // group.block_size)
+        table.check_covers(start, stop, group.block_size)
+        tables[group.name] = table
+    return tables
