@@ -4,20 +4,17 @@ They take the calls of engines whose memory is mapped, so that what is shown for
 the other.
 """
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from kvbus.demo.device import device_copy
 from kvbus.engine import DecodeSession, KvCache, MemorySession, PrefillSession
 from kvbus.engine.host import (
-    CopyBlocks,
-    Direction,
-    HostBlocks,
     HostDecode,
     HostOffer,
     HostPrefill,
@@ -26,7 +23,7 @@ from kvbus.engine.host import (
 )
 from kvbus.geometry import EngineSpec
 from tests.agents import until
-from tests.engines import Engine, NumBlocks, bits
+from tests.engines import Engine, NumBlocks
 from tests.memories import Memory, rank_of
 
 PIECE_BYTES = 4096
@@ -38,12 +35,14 @@ class HostEngine(Engine):
 
     ring: HostRing
     host: HostPrefill | HostDecode
+    total: int = 1000
+    """Tokens that an open offer will have."""
 
     @property
     def prefill(self) -> Any:
         """Takes the calls of a `PrefillSession`."""
         assert isinstance(self.host, HostPrefill)
-        return Offering(self.host)
+        return Offering(self.host, self.total)
 
     @property
     def decode(self) -> Any:
@@ -57,7 +56,7 @@ class Offering:
     """`PrefillSession.offer` by way of the ring; an open offer will have ``total`` tokens."""
 
     host: HostPrefill
-    total: int = 1000
+    total: int
 
     async def offer(
         self,
@@ -69,7 +68,7 @@ class Offering:
         first_blocks: Mapping[str, int] | None = None,
         ttl_s: float | None = None,
     ) -> "Offered":
-        """Save and offer: half of it before, half of it after."""
+        """Save before it is offered what is all, and after it what is not."""
         total = num_tokens if sealed else self.total
         offer = await self.host.begin(
             request_id, num_tokens=total, first_blocks=first_blocks, wait_s=20.0
@@ -81,7 +80,9 @@ class Offering:
         else:
             ticket = await offer.offer(ttl_s=ttl_s)
             await offer.save(num_tokens, block_ids)
-        return Offered(offer, ticket)
+        groups = self.host.session.engine.groups
+        states = {group.name: block_ids.get(group.name, []) for group in groups if group.state}
+        return Offered(offer, ticket, states)
 
 
 @dataclass
@@ -90,10 +91,12 @@ class Offered:
 
     offer: HostOffer
     ticket: dict[str, Any]
+    states: dict[str, list[int]]
 
     async def extend(self, num_tokens: int, block_ids: Mapping[str, list[int]]) -> None:
-        """Save what is new; of a state, only its last block says what it is."""
-        await self.offer.save(num_tokens, block_ids)
+        """Save what is new, and the states as they are by then."""
+        self.states |= {name: block_ids[name] for name in self.states if block_ids.get(name)}
+        await self.offer.save(num_tokens, {**block_ids, **self.states})
 
     async def seal(self) -> None:
         """All is saved."""
@@ -106,25 +109,6 @@ class Offered:
     async def released(self) -> Any:
         """How it ended."""
         return await self.offer.released()
-
-
-def device_copy(caches: Sequence[KvCache]) -> CopyBlocks:
-    """Copies between the caches and the ring, layer by layer."""
-
-    def copy(blocks: HostBlocks, view: Tensor, direction: Direction) -> None:
-        ids, (start, stop) = torch.from_numpy(blocks.ids.astype("int64")), blocks.slots
-        for number, layer in enumerate(blocks.layers):
-            for at, part in enumerate(blocks.parts):
-                device, ring = (
-                    bits(caches[blocks.rank].view(layer, part)),
-                    bits(view[:, number, at]),
-                )
-                if direction is Direction.SAVE:
-                    ring.copy_(device[ids, start:stop])
-                else:
-                    device[ids, start:stop] = ring
-
-    return copy
 
 
 def private_cache(spec: EngineSpec, rank: int, memory: Memory, num_blocks: NumBlocks) -> KvCache:

@@ -22,8 +22,8 @@ def private_cache(
     return KvCache(spec, described, torch.zeros(size_bytes, dtype=torch.uint8))
 
 
-def ring_blocks(num_blocks: Mapping[str, int], *, share: float) -> dict[str, int]:
-    """Blocks of a ring that is a part of a cache of ``num_blocks``, by group."""
+def share_of(num_blocks: Mapping[str, int], *, share: float) -> dict[str, int]:
+    """Blocks of a ring that is ``share`` of a cache of ``num_blocks``, by group."""
     return {group: max(1, round(share * number)) for group, number in num_blocks.items()}
 
 

@@ -12,7 +12,7 @@ import anyio
 from anyio import CapacityLimiter
 
 from kvbus.demo.block_pool import BlockPools
-from kvbus.demo.device import device_copy, private_cache, ring_blocks
+from kvbus.demo.device import device_copy, private_cache, share_of
 from kvbus.demo.model import Transformer
 from kvbus.demo.model_config import ModelConfig
 from kvbus.demo.paged_cache import LayerViews, PagedKV
@@ -82,7 +82,7 @@ async def attached_engine(
             caches = [await rank.allocate(layout, num_blocks=num_blocks) for rank in ranks]
         else:
             caches = [private_cache(spec, rank.rank, layout, num_blocks) for rank in ranks]
-            ring = HostRing(ring_blocks(num_blocks, share=setup.ring_share))
+            ring = HostRing(share_of(num_blocks, share=setup.ring_share))
             buffers = [await rank.allocate_ring(ring.num_blocks) for rank in ranks]
             copier = LocalCopier(buffers, device_copy(caches))
         session = await stack.enter_async_context(control(setup.attach_path, spec))

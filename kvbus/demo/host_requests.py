@@ -17,7 +17,7 @@ from kvbus.demo.serving import answer
 from kvbus.demo.step import Step
 from kvbus.demo.work import Failed, Offered, Prefill, Prefilled
 from kvbus.engine.host import HostOffer, HostPrefill
-from kvbus.errors import KVBusError, RequestRefused
+from kvbus.errors import KVBusError
 
 RING_WAIT_S = 60.0
 
@@ -56,7 +56,7 @@ class HostRequests:
         except KVBusError as error:
             answer(Failed(work.request_id, error.code, error.message))
             if offer is not None:
-                with suppress(RequestRefused):  # it has ended already
+                with suppress(KVBusError):  # the agent is gone
                     await offer.abort()
         engine.pools.give(tables)
 

@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Generic, Self, TypeVar
+from typing import Any, Generic, Protocol, Self, TypeVar
 
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
@@ -27,6 +27,15 @@ from kvbus.protocol.engine import BlocksFreed, Fetched, Outcome, Released
 
 S = TypeVar("S", bound=EngineSession)
 T = TypeVar("T")
+
+
+class Releasable(Protocol):
+    """An `Offer`, or what has one."""
+
+    @property
+    def offer_id(self) -> str: ...
+
+    async def released(self) -> Outcome: ...
 
 
 class Blocking(Generic[S]):
@@ -165,7 +174,7 @@ class BlockingPrefill(Blocking[PrefillSession]):
         """`Offer.withdraw`."""
         self.run(offer.withdraw)
 
-    def wait_released(self, offer: Offer) -> Outcome:
+    def wait_released(self, offer: Releasable) -> Outcome:
         """`Offer.released`; `take_released` does not return this offer any more."""
         outcome = self.run(offer.released)
         self._released.pop(offer.offer_id, None)

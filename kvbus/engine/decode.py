@@ -47,6 +47,8 @@ class Fetch:
         self._fetched: Fetched | None = None
         self._blocks_free = False
         self._on_end: list[Callable[[], None]] = []
+        self._on_freed: list[Callable[[], None]] = []
+        self.is_observed = False
 
     async def completed(self) -> Fetched:
         """The notice of success: the KV is in the blocks, and valid.
@@ -88,11 +90,25 @@ class Fetch:
         await self._session.request(CancelFetch(fetch_id=self.fetch_id), Empty)
 
     def when_ended(self, call: Callable[[], None]) -> None:
-        """Have ``call`` called when the fetch has ended; at once when it has by now."""
+        """Have ``call`` called when the fetch has ended; at once when it has by now.
+
+        The session's own callbacks are not told of this fetch any more.
+        """
+        self.is_observed = True
         if self._ended.is_set():
             call()
         else:
             self._on_end.append(call)
+
+    def when_freed(self, call: Callable[[], None]) -> None:
+        """Have ``call`` called when nothing can write into the blocks any more; or at once.
+
+        Never called when nobody will say so, see `blocks_freed`.
+        """
+        if self._blocks_free:
+            call()
+        else:
+            self._on_freed.append(call)
 
     def end(self, fetched: Fetched) -> None:
         """Called by the session: the fetch ended."""
@@ -105,6 +121,9 @@ class Fetch:
         """Called by the session: the blocks are the engine's again, or will never be."""
         self._blocks_free = blocks_free
         self._settled.set()
+        calls, self._on_freed = self._on_freed, []
+        for call in calls if blocks_free else ():
+            call()
 
     def lose(self, *, blocks_free: bool) -> None:
         """Called by the session: it ended before the fetch was over."""
@@ -121,7 +140,8 @@ class Fetch:
 class DecodeSession(EngineSession):
     """Registers a decode engine and fetches the KV of its requests.
 
-    The callbacks are for engines that do not wait for each fetch.
+    The callbacks are for engines that do not wait for each fetch. They are not told of fetches that
+    are observed one by one, see `Fetch.when_ended`.
     """
 
     serves = AgentRole.DECODE
@@ -231,14 +251,16 @@ class DecodeSession(EngineSession):
             self._fetches.pop(fetched.fetch_id, None)
         if fetch is not None:
             fetch.end(fetched)
-        if self._on_fetched is not None:
+        is_observed = fetch is not None and fetch.is_observed
+        if self._on_fetched is not None and not is_observed:
             self._on_fetched(fetched)
 
     def _free(self, freed: BlocksFreed) -> None:
         fetch = self._fetches.pop(freed.fetch_id, None)
         if fetch is not None:
             fetch.settle(blocks_free=True)
-        if self._on_blocks_freed is not None:
+        is_observed = fetch is not None and fetch.is_observed
+        if self._on_blocks_freed is not None and not is_observed:
             self._on_blocks_freed(freed)
 
     def _on_lost(self, error: KVBusError) -> None:

@@ -10,15 +10,13 @@ import torch
 
 from kvbus.engine.host.buffer import HostBuffer
 from kvbus.engine.host.sizing import RING_LAYOUT
+from kvbus.engine.region_tensor import region_tensor
 from kvbus.engine.session import EngineSession
 from kvbus.errors import GeometryError
-from kvbus.geometry import AxisName, EngineSpec, KvLayout, RankSpec, Region, lay_out_rank
+from kvbus.geometry import EngineSpec, KvLayout, RankSpec, lay_out_rank
 from kvbus.memory.segment import SharedSegment
 from kvbus.memory.storage import SharedStorage
-from kvbus.memory.views import dtype_from_name, region_view
 from kvbus.protocol.engine import PassSegment, SegmentPassed
-
-VIEW_AXES = (AxisName.BLOCK, AxisName.TOKEN, AxisName.HEAD, AxisName.DIM)
 
 
 class KvCache:
@@ -30,12 +28,12 @@ class KvCache:
 
     def __init__(self, engine: EngineSpec, rank: RankSpec, buffer: torch.Tensor) -> None:
         self.rank = rank
-        self._views = {
-            (layer, part): _view(engine, region, buffer, layer, part)
-            for region in rank.regions
-            for layer in region.layers
-            for part in region.parts
-        }
+        self._views: dict[tuple[int, str], torch.Tensor] = {}
+        for region in rank.regions:
+            tensor = region_tensor(engine, region, buffer)
+            for number, layer in enumerate(region.layers):
+                for at, part in enumerate(region.parts):
+                    self._views[layer, part] = tensor[:, number, at]
 
     def view(self, layer: int, part: str) -> torch.Tensor:
         """One part of one layer, as K: [block, token, head, dim] with the layout's strides.
@@ -108,20 +106,3 @@ class MemorySession(EngineSession):
     async def _pass(self, segment_id: str, fd: int, size_bytes: int) -> None:
         message = PassSegment(segment_id=segment_id, size_bytes=size_bytes)
         await self._call(message, SegmentPassed, (fd,))
-
-
-def _view(
-    engine: EngineSpec, region: Region, buffer: torch.Tensor, layer: int, part: str
-) -> torch.Tensor:
-    offset_bytes = (
-        region.offset_bytes
-        + region.layers.index(layer) * region.stride_bytes(AxisName.LAYER)
-        + region.parts.index(part) * region.stride_bytes(AxisName.KV)
-    )
-    return region_view(
-        buffer,
-        offset_bytes=offset_bytes,
-        shape=[region.size(axis) for axis in VIEW_AXES],
-        strides_bytes=[region.stride_bytes(axis) for axis in VIEW_AXES],
-        dtype=dtype_from_name(engine.group(region.group).dtype),
-    )

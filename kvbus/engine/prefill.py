@@ -86,7 +86,8 @@ class Offer:
         """Called by the session: the offer ended, None when the session did."""
         self._outcome = outcome
         self._ended.set()
-        for call in self._on_end:
+        calls, self._on_end = self._on_end, []
+        for call in calls:
             call()
 
 

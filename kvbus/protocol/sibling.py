@@ -59,7 +59,7 @@ class Assist(Message, frozen=True):
     engine_id: Id
     ranks: Ranks
     ticket: dict[str, Any]
-    memory_ids: tuple[Id, ...]
+    memory_ids: Annotated[tuple[Id, ...], msgspec.Meta(min_length=1, max_length=1024)]
     epoch: Epoch
     source: Tables
     target: Tables

@@ -16,7 +16,7 @@ from kvbus.protocol.engine import Fetched, Outcome
 from tests.agents import AgentProcess
 from tests.engines import Blocks, Engine, engine, expected_after, make_spec, same
 from tests.expected import num_moved_bytes
-from tests.host_engines import host_engine
+from tests.host_engines import HostEngine, host_engine
 from tests.memories import Memory
 
 PATHS = ("direct", "packed", "reordered")
@@ -131,6 +131,8 @@ async def hand_over(
         zero_tail=zero_tail,
     )
     ready = steps[0] if steps else offered
+    if isinstance(source, HostEngine):
+        source.total = offered
     offer = await source.prefill.offer(
         "r",
         num_tokens=ready,

@@ -91,3 +91,13 @@ async def test_a_window_of_which_only_the_tail_was_kept_is_saved_from_there(shap
     groups = (GROUP, WINDOW)
     async with two_engines(shapes, "auto", prefill, decode, groups=groups) as (source, target):
         await hand_over(source, target, 90, only_tails=True)
+
+
+@pytest.mark.parametrize("first_token", [0, 5, 37])
+@pytest.mark.parametrize("steps", [(0, 7, 24), (25, 26, 55)], ids=str)
+async def test_what_is_saved_in_chunks_of_any_size_arrives_like_the_rest(
+    shapes, who, steps, first_token
+):
+    prefill, decode, groups = sides("all", who)
+    async with two_engines(shapes, "auto", prefill, decode, groups=groups) as (source, target):
+        await hand_over(source, target, 71, first_token=first_token, steps=steps)

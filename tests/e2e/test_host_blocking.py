@@ -7,6 +7,7 @@ from threading import Event
 import pytest
 import torch
 
+from kvbus.demo.device import device_copy
 from kvbus.engine import BlockingDecode, BlockingMemory, BlockingPrefill, KvCache
 from kvbus.engine.host import HostRing, LocalCopier, ring_blocks
 from kvbus.engine.host.blocking import BlockingHostDecode, BlockingHostPrefill
@@ -15,11 +16,12 @@ from kvbus.geometry import EngineSpec
 from kvbus.protocol.engine import Outcome
 from tests.agents import wait_until
 from tests.engines import FULL, make_spec
-from tests.host_engines import device_copy, private_cache
+from tests.host_engines import private_cache
 from tests.memories import Memory
 
 SIZE = FULL.block_size
-RING_BYTES = 8 * SIZE * 2 * 2 * 6 * 8 * 2
+RING_BYTES = 8 * SIZE * 2 * 2 * 6 * 8 * 2 + 4096
+"""Eight blocks, and the gap that may lie behind them."""
 
 
 class Sides:
@@ -33,13 +35,13 @@ class Sides:
         self.source, prefill_ring = self._ring(prefill, specs[0])
         self.target, decode_ring = self._ring(decode, specs[1])
         self.control = stack.enter_context(BlockingPrefill(prefill.attach, specs[0]))
-        reader = stack.enter_context(BlockingDecode(decode.attach, specs[1]))
-        for session in (self.control, reader):
+        self.reader = stack.enter_context(BlockingDecode(decode.attach, specs[1]))
+        for session in (self.control, self.reader):
             session.register()
             session.ready()
         self.rings = prefill_ring[0], decode_ring[0]
         self.prefill = BlockingHostPrefill(self.control, *prefill_ring)
-        self.decode = stack.enter_context(BlockingHostDecode(reader, *decode_ring))
+        self.decode = stack.enter_context(BlockingHostDecode(self.reader, *decode_ring))
 
     def _ring(self, agent, spec: EngineSpec) -> tuple[KvCache, tuple[HostRing, LocalCopier]]:
         ring = HostRing(ring_blocks(spec, ring_bytes=RING_BYTES))
@@ -110,6 +112,31 @@ def test_a_step_neither_waits_for_a_save_nor_for_a_fetch(sides):
     assert ended == [fetch]
     assert sides.decode.wait_completed(fetch).outcome is Outcome.COMPLETED
     assert [one.offer_id for one in sides.control.take_released()] == [offer.offer_id]
+
+
+def test_a_save_cannot_be_cancelled_and_reads_the_block_ids_when_it_is_called(sides):
+    sides.gate.clear()
+    offer = sides.prefill.begin("r", num_tokens=2 * SIZE)
+    blocks = [3]
+
+    saves = [sides.prefill.save(offer, SIZE, {"full": blocks})]
+    blocks[0] = 4
+    saves.append(sides.prefill.save(offer, 2 * SIZE, {"full": blocks}))
+    blocks[0] = 9
+    cancelled = [save.cancel() for save in saves]
+    sides.gate.set()
+    for save in saves:
+        save.result(timeout=60)
+    ticket = sides.prefill.offer(offer)
+    sides.prefill.seal(offer)
+    fetch = sides.decode.fetch(ticket, num_tokens=2 * SIZE, block_ids={"full": [7, 8]})
+    sides.decode.wait_completed(fetch)
+    sides.prefill.wait_released(offer)
+
+    assert cancelled == [False, False]
+    assert torch.equal(sides.target.view(0, "k")[7:9], sides.source.view(0, "k")[3:5])
+    assert sides.control.take_released() == []
+    assert sides.reader.take_fetched() == []
 
 
 def test_requests_are_given_up_and_full_rings_are_busy(sides):

@@ -1,7 +1,5 @@
 """The ring: how large it is, who gets blocks, and who waits."""
 
-from math import prod
-
 import anyio
 import pytest
 from hypothesis import given
@@ -10,19 +8,14 @@ from hypothesis import strategies as st
 from kvbus.engine.host import RING_LAYOUT, HostRing, ring_blocks
 from kvbus.engine.host.sizing import piece_tokens
 from kvbus.errors import ErrorCode, GeometryError, LocalError
-from kvbus.geometry import (
-    DTYPE_SIZES_BYTES,
-    EngineSpec,
-    GroupSpec,
-    StatePart,
-    lay_out_rank,
-    state_group,
-)
+from kvbus.geometry import EngineSpec, GroupSpec, StatePart, lay_out_rank, state_group
 
 pytestmark = pytest.mark.anyio
 
 FULL = GroupSpec("full", (0, 1), 16, 6, 8, "bfloat16")
 SMALL = GroupSpec("small", (2, 3), 4, 6, 8, "bfloat16", window=20)
+GAPS_BYTES = 16 * 4096
+"""More than lies behind the regions of a rank."""
 STATE = state_group("state", (4,), (StatePart("conv", 4, 96), StatePart("ssm", 2, 200)))
 
 
@@ -38,40 +31,27 @@ def anyio_backend() -> str:
     pp=st.sampled_from([1, 2]),
     groups=st.sampled_from([(FULL,), (FULL, SMALL), (FULL, SMALL, STATE), (FULL, STATE)]),
 )
-def test_no_ranks_ring_is_larger_than_asked_for_and_one_token_more_would_be(
+def test_no_ranks_ring_is_larger_than_asked_for_and_with_some_tokens_more_one_would_be(
     ring_bytes, tp, pp, groups
 ):
     spec = EngineSpec("e", "m", tp, groups, pp)
+    least = {group.name: 2 if group.state else -(-16 // group.block_size) for group in groups}
     try:
         blocks = ring_blocks(spec, ring_bytes=ring_bytes, num_states=2)
     except GeometryError:
-        least = {g.name: 2 if g.state else -(-16 // g.block_size) for g in groups}
-        assert max(_ring_bytes(spec, least)) > ring_bytes - 16 * _largest_token_bytes(spec)
+        assert ring_bytes < max(_ring_bytes(spec, least)) + spec.num_ranks * GAPS_BYTES
         return
 
     assert max(_ring_bytes(spec, blocks)) <= ring_bytes
+    assert all(blocks[name] >= number for name, number in least.items())
     more = {g.name: blocks[g.name] + (0 if g.state else 16 // g.block_size + 1) for g in groups}
-    assert sum(_ring_bytes(spec, more)) > ring_bytes
-    assert min(blocks.values()) >= 1
+    assert sum(_ring_bytes(spec, more)) + spec.num_ranks * GAPS_BYTES > ring_bytes
 
 
 def _ring_bytes(spec: EngineSpec, blocks: dict[str, int]) -> list[int]:
-    """Bytes of each rank's regions."""
-    sizes = []
-    for rank in range(spec.num_ranks):
-        regions = lay_out_rank(spec, rank, RING_LAYOUT, num_blocks=blocks).regions
-        sizes.append(
-            sum(
-                prod(axis.size for axis in region.axes)
-                * DTYPE_SIZES_BYTES[spec.group(region.group).dtype]
-                for region in regions
-            )
-        )
-    return sizes
-
-
-def _largest_token_bytes(spec: EngineSpec) -> int:
-    return max(_ring_bytes(spec, {group.name: 1 for group in spec.groups}))
+    """Bytes of each rank's segment."""
+    ranks = (lay_out_rank(spec, n, RING_LAYOUT, num_blocks=blocks) for n in range(spec.num_ranks))
+    return [rank.segments[0].size_bytes for rank in ranks]
 
 
 def test_a_piece_is_whole_blocks_of_every_group_and_at_least_one():
@@ -80,6 +60,7 @@ def test_a_piece_is_whole_blocks_of_every_group_and_at_least_one():
 
     assert piece_tokens(spec, piece_bytes=1) == 16
     assert piece_tokens(spec, piece_bytes=40 * token_bytes) == 32
+    assert piece_tokens(EngineSpec("e", "m", 1, (STATE,)), piece_bytes=1 << 20) == 0
 
 
 async def test_a_request_gets_blocks_of_every_group_or_none():
@@ -91,6 +72,22 @@ async def test_a_request_gets_blocks_of_every_group_or_none():
 
     assert refused.value.code is ErrorCode.BUSY
     assert ring.num_held == 4
+
+
+async def test_a_request_of_nothing_does_not_wait_behind_others():
+    ring = HostRing({"full": 1})
+    held = await ring.take({"full": 1})
+
+    async def wait() -> None:
+        ring.give(await ring.take({"full": 1}, wait_s=60.0))
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(wait)
+        await anyio.wait_all_tasks_blocked()
+        nothing = await ring.take({"full": 0})
+        ring.give(held)
+
+    assert len(nothing["full"]) == 0
 
 
 async def test_a_request_that_is_larger_than_the_ring_does_not_wait():

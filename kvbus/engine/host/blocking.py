@@ -1,7 +1,8 @@
 """Host staging for engines without an event loop: the same calls, from any thread.
 
-Refuses to make a step of the engine wait: `save` and `fetch` return at once, and what ended since
-is a look-up.
+Refuses to make a step of the engine wait for bytes: `save` and `fetch` return at once, and what
+ended since is a look-up. The other calls are requests to the agent, and wait for the piece that is
+being copied, at most.
 """
 
 from collections.abc import Mapping
@@ -16,6 +17,7 @@ from kvbus.engine.host.copier import Copier
 from kvbus.engine.host.decode import HostDecode
 from kvbus.engine.host.fetch import HostFetch
 from kvbus.engine.host.prefill import HostOffer, HostPrefill
+from kvbus.engine.host.request_blocks import block_arrays
 from kvbus.engine.host.ring import HostRing
 from kvbus.engine.host.sizing import PIECE_BYTES
 from kvbus.protocol.engine import Fetched, Outcome
@@ -53,9 +55,22 @@ class BlockingHostPrefill:
     def save(self, offer: HostOffer, num_tokens: int, block_ids: BlockIds) -> Future[None]:
         """Start `HostOffer.save`; keep the blocks until the future is done.
 
-        Saves of one offer follow each other in the order of the calls.
+        It cannot be cancelled; `abort` ends it. Saves of one offer follow each other in the order
+        of the calls.
         """
-        return self._session.start(lambda: offer.save(num_tokens, block_ids))
+        given = block_arrays(block_ids)
+        saved: Future[None] = Future()
+        saved.set_running_or_notify_cancel()
+
+        def settle(started: Future[None]) -> None:
+            error = started.exception()
+            if error is not None:
+                saved.set_exception(error)
+            else:
+                saved.set_result(None)
+
+        self._session.start(lambda: offer.save(num_tokens, given)).add_done_callback(settle)
+        return saved
 
     def offer(self, offer: HostOffer, *, ttl_s: float | None = None) -> dict[str, Any]:
         """`HostOffer.offer`."""
@@ -70,8 +85,8 @@ class BlockingHostPrefill:
         self._session.run(offer.abort)
 
     def wait_released(self, offer: HostOffer) -> Outcome:
-        """`HostOffer.released`."""
-        return self._session.run(offer.released)
+        """`HostOffer.released`; `take_released` does not return this offer any more."""
+        return self._session.wait_released(offer)
 
 
 class BlockingHostDecode:
@@ -90,7 +105,7 @@ class BlockingHostDecode:
         self._host = HostDecode(
             session.session, ring, copier, piece_bytes=piece_bytes, wait_s=wait_s
         )
-        self._ended: dict[HostFetch, None] = {}
+        self._ended: dict[HostFetch, bool] = {}
         self._stack = ExitStack()
 
     def __enter__(self) -> Self:
@@ -126,7 +141,7 @@ class BlockingHostDecode:
                 timeout_s=timeout_s,
                 zero_tail=zero_tail,
             )
-            fetch.when_ended(lambda: self._ended.update({fetch: None}))
+            fetch.when_ended(lambda: self._ended.update({fetch: True}))
             return fetch
 
         return self._session.run(start)
@@ -147,4 +162,4 @@ class BlockingHostDecode:
 
         `wait_completed` says how each did, and does not wait for these.
         """
-        return [fetch for fetch in list(self._ended) if self._ended.pop(fetch, self) is None]
+        return [fetch for fetch in list(self._ended) if self._ended.pop(fetch, False)]

@@ -10,10 +10,10 @@ from enum import StrEnum
 import torch
 
 from kvbus.engine.host.copies import BlockCopy
-from kvbus.geometry import AxisName, EngineSpec, RankSpec, Region
+from kvbus.engine.region_tensor import region_tensor
+from kvbus.geometry import EngineSpec, RankSpec
 from kvbus.geometry.blocks import BlockIds
 from kvbus.memory.segment import SharedSegment
-from kvbus.memory.views import dtype_from_name, region_view
 
 
 class Direction(StrEnum):
@@ -56,7 +56,9 @@ class HostBuffer:
     def __init__(self, engine: EngineSpec, rank: RankSpec, segment: SharedSegment) -> None:
         self.rank = rank
         self._segment = segment
-        self._views = [(region, _view(engine, region, segment)) for region in rank.regions]
+        self._regions = [
+            (region, region_tensor(engine, region, segment.tensor)) for region in rank.regions
+        ]
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -67,7 +69,7 @@ class HostBuffer:
         """Call ``copy`` for each of ``copies`` that this rank has a part of; in this thread."""
         for one in copies:
             stop = one.first_host_block + len(one.device_ids)
-            for region, view in self._views:
+            for region, tensor in self._regions:
                 if region.group != one.group:
                     continue
                 blocks = HostBlocks(
@@ -79,24 +81,4 @@ class HostBuffer:
                     slots=one.slots,
                 )
                 start, end = one.slots
-                copy(blocks, view[one.first_host_block : stop, :, :, start:end], direction)
-
-
-VIEW_AXES = (
-    AxisName.BLOCK,
-    AxisName.LAYER,
-    AxisName.KV,
-    AxisName.TOKEN,
-    AxisName.HEAD,
-    AxisName.DIM,
-)
-
-
-def _view(engine: EngineSpec, region: Region, segment: SharedSegment) -> torch.Tensor:
-    return region_view(
-        segment.tensor,
-        offset_bytes=region.offset_bytes,
-        shape=[region.size(axis) for axis in VIEW_AXES],
-        strides_bytes=[region.stride_bytes(axis) for axis in VIEW_AXES],
-        dtype=dtype_from_name(engine.group(region.group).dtype),
-    )
+                copy(blocks, tensor[one.first_host_block : stop, :, :, start:end], direction)

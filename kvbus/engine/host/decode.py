@@ -56,6 +56,10 @@ class HostDecode:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Cancel what is left, and end; what is loaded is waited for. Idempotent."""
         tasks, self._tasks = self._tasks, None
         if tasks is None:
             return
@@ -63,7 +67,7 @@ class HostDecode:
             for fetch in list(self._fetches):
                 await fetch.cancel()
             for fetch in list(self._fetches):
-                await fetch.over.wait()
+                await fetch.blocks_freed()
         tasks.cancel_scope.cancel()
         # told of no exception, it does not wrap the caller's into an ExceptionGroup
         await tasks.__aexit__(None, None, None)

@@ -45,7 +45,7 @@ class FetchRequest:
 
 
 class HostFetch:
-    """One fetch of this engine. ``over`` is set when nothing of it is held any more."""
+    """One fetch of this engine; ``fetch_id`` is the agent's, empty while there is no room."""
 
     def __init__(
         self, way: Way, request: FetchRequest, device_tables: Mapping[str, BlockTable]
@@ -58,7 +58,11 @@ class HostFetch:
         self._on_end: list[Callable[[], None]] = []
         self._outcome: Fetched | FetchFailed | None = None
         self._waiting = anyio.CancelScope()
-        self.over = anyio.Event()
+
+    @property
+    def fetch_id(self) -> str:
+        """As in the agent's log."""
+        return self._fetch.fetch_id if self._fetch is not None else ""
 
     async def completed(self) -> Fetched:
         """The notice of success: the KV is in the engine's blocks, and valid.
@@ -84,41 +88,47 @@ class HostFetch:
             self._on_end.append(call)
 
     async def cancel(self) -> None:
-        """Give up; `completed` raises with code ``cancelled``, unless it had ended before."""
+        """Give up; `completed` raises with code ``cancelled``, unless the KV is confirmed by then.
+
+        What is being loaded is loaded first.
+        """
         self._waiting.cancel()
         if self._fetch is not None:
             with contextlib.suppress(KVBusError):  # the session is lost, and so is the fetch
                 await self._fetch.cancel()
 
     async def run(self) -> None:
-        """Called by the host decode: from the wait for room to the end of all that it held."""
+        """Called by the host decode: from the wait for room to the end."""
         try:
-            await self._run()
+            self._end(await self._run())
         except FetchFailed as error:
             self._end(error)
         except KVBusError as error:
             self._end(_failed(error.message, error.code, stage="requested"))
+        except Exception as error:  # such as a ticket that is none: this fetch fails alone
+            failure = _failed(f"the fetch cannot be asked for: {error}", ErrorCode.INVALID)
+            failure.__cause__ = error
+            self._end(failure)
         finally:
-            self._end(_failed("the host decode was closed", ErrorCode.CLOSED, stage="lost"))
-            self.over.set()
+            self._end(_failed("the host decode was closed", ErrorCode.CLOSED))
 
-    async def _run(self) -> None:
+    async def _run(self) -> Fetched:
         ring = self._way.ring
         wanted = {name: len(table) for name, table in self._device_tables.items()}
         tables: RingTables = {}
         with self._waiting:
             tables = await ring.take(wanted, wait_s=self._way.wait_s)
+        held = _Held(ring, tables)
         try:
             fetch = self._start(tables)
         except BaseException:
             ring.give(tables)
             raise
+        fetch.when_freed(held.free)
         try:
-            self._end(await self._follow(fetch, tables))
-        except FetchFailed as error:
-            self._end(error)
-        await fetch.blocks_freed()  # should nobody ever say so, nobody gets these of the ring
-        ring.give(tables)
+            return await self._follow(fetch, tables)
+        finally:
+            held.free()
 
     def _start(self, tables: RingTables) -> Fetch:
         if self._waiting.cancel_called:
@@ -159,7 +169,8 @@ class HostFetch:
         try:
             fetched = await fetch.completed()
         except FetchFailed as error:  # the agent writes into the ring only
-            raise _failed(error.message, error.code, stage=error.stage) from error
+            failure = _failed(error.message, error.code, stage=error.stage, fetch_id=fetch.fetch_id)
+            raise failure from error
         await self._load(blocks, self._request.num_tokens, last=True)
         return fetched
 
@@ -177,7 +188,8 @@ class HostFetch:
                 await self._way.copier(Direction.LOAD, blocks.copies(spans))
         except Exception as error:  # the engine's own, of any kind
             message = f"the engine's copy function failed: {error}"
-            raise _failed(message, ErrorCode.TRANSFER_FAILED, stage="loading") from error
+            code = ErrorCode.TRANSFER_FAILED
+            raise _failed(message, code, stage="loading", fetch_id=self.fetch_id) from error
 
     def _stop(self, group: GroupSpec, num_tokens: int, *, last: bool) -> int:
         """Whole blocks while more may land; in the end all, and the zeroed tail if wanted."""
@@ -188,11 +200,26 @@ class HostFetch:
 
     def _end(self, outcome: Fetched | FetchFailed) -> None:
         """The first outcome counts."""
-        if not self._ended.is_set():
-            self._outcome = outcome
-            self._ended.set()
-            for call in self._on_end:
-                call()
+        if self._ended.is_set():
+            return
+        self._outcome = outcome
+        self._ended.set()
+        for call in self._on_end:
+            call()
+
+
+class _Held:
+    """Blocks of the ring that the agent writes into, and that are loaded from: free after both."""
+
+    def __init__(self, ring: HostRing, tables: RingTables) -> None:
+        self._ring, self._tables = ring, tables
+        self._num_users = 2
+
+    def free(self) -> None:
+        """One of the two is done with them."""
+        self._num_users -= 1
+        if not self._num_users:
+            self._ring.give(self._tables)
 
 
 class _Landed:
@@ -217,5 +244,7 @@ class _Landed:
         return not self._has_ended
 
 
-def _failed(message: str, code: ErrorCode, *, stage: str = "lost") -> FetchFailed:
-    return FetchFailed(message, code=code, stage=stage, blocks_free=True)
+def _failed(
+    message: str, code: ErrorCode, *, stage: str = "lost", fetch_id: str = ""
+) -> FetchFailed:
+    return FetchFailed(message, code=code, stage=stage, blocks_free=True, fetch_id=fetch_id)

@@ -8,15 +8,19 @@ from collections.abc import Mapping
 from typing import Any
 
 import anyio
-import numpy as np
 
 from kvbus.engine.host.buffer import Direction
 from kvbus.engine.host.copier import Copier
-from kvbus.engine.host.request_blocks import RequestBlocks, blocks_of, check_groups
+from kvbus.engine.host.request_blocks import (
+    RequestBlocks,
+    block_arrays,
+    blocks_of,
+    check_groups,
+)
 from kvbus.engine.host.ring import HostRing
 from kvbus.engine.host.sizing import PIECE_BYTES, piece_tokens
 from kvbus.engine.prefill import BlockIds, Offer, PrefillSession
-from kvbus.errors import ClosedError, GeometryError, LocalError
+from kvbus.errors import ClosedError, GeometryError, KVBusError, LocalError
 from kvbus.protocol.engine import Outcome
 
 
@@ -77,7 +81,7 @@ class HostOffer:
         self._host, self._blocks = host, blocks
         self._states_at: dict[str, int] = {}
         self._offer: Offer | None = None
-        self._saving = anyio.Lock()
+        self._saves, self._step = anyio.Lock(), anyio.Lock()
         self._is_copying = self._is_over = False
         self._closed = ""
 
@@ -98,22 +102,31 @@ class HostOffer:
         filled partly is gone on with. Of a state, its block as it is after these tokens. Returns
         when the copies are done; the engine may then use the blocks for something else. What is
         saved is offered piece by piece when `offer` was called before.
-        Raises `GeometryError` for blocks that do not fit the tokens, `ClosedError` after the end,
-        `RequestRefused` when the offer has ended, and what the engine's copy function raised.
+        Raises `GeometryError` for blocks that do not fit the tokens, `ClosedError` after the end
+        and after `seal`, `RequestRefused` when the offer has ended, and what the engine's copy
+        function raised.
         """
-        async with self._saving:
+        given = block_arrays(block_ids)
+        async with self._saves:
             self._check_open()
             self._check_progress(num_tokens)
-            self._blocks.add(num_tokens, block_ids)
+            self._blocks.add(num_tokens, given)
+            states = [name for name in given if self._blocks.engine.group(name).state]
             try:
-                await self._save(num_tokens, block_ids)
+                for stop in self._ends_of_pieces(num_tokens):
+                    await self._save_piece(stop, states=[])
+                with_state = [name for name in states if len(given[name])]
+                await self._save_piece(num_tokens, states=with_state)
             except BaseException:
                 self._closed = self._closed or "a save of it did not end well"
                 raise
 
     async def offer(self, *, ttl_s: float | None = None) -> dict[str, Any]:
-        """Offer what is saved, and what will be; returns the ticket. Raises `RequestRefused`."""
-        async with self._saving:
+        """Offer what is saved, and what will be; returns the ticket. Raises `RequestRefused`.
+
+        Waits for the piece that is being saved, if one is.
+        """
+        async with self._step:
             self._check_open()
             if self._offer is not None:
                 raise LocalError(f"request '{self.request_id}' is offered already")
@@ -132,51 +145,57 @@ class HostOffer:
 
     async def seal(self) -> None:
         """Say that all is saved; raises `GeometryError` when something is not."""
-        lacking = [
-            group.name
-            for group in self._blocks.engine.groups
-            if group.state and self._states_at.get(group.name, 0) != self.num_tokens
-        ]
-        if self.num_saved < self.num_tokens or lacking:
-            raise GeometryError(
-                f"{self.num_saved} of {self.num_tokens} tokens of request '{self.request_id}' are "
-                f"saved{', not the last state of ' + ', '.join(lacking) if lacking else ''}: save "
-                "the rest first",
-                num_tokens=self.num_saved,
-            )
-        await self._offered().seal()
+        async with self._step:
+            self._check_open()
+            self._check_complete()
+            offer = self._offered()
+            self._closed = "it is sealed"
+            await offer.seal()
 
     async def abort(self) -> None:
-        """Give the request up, once what is being copied is; an offer of it is withdrawn."""
+        """Give the request up, once the piece that is being saved is; an offer is withdrawn.
+
+        One that has ended is ok. Raises what a request to the agent can: `RequestTimeout`.
+        """
         self._closed = self._closed or "it was aborted"
-        async with self._saving:
+        async with self._step:
             if self._offer is None:
                 self._end()
-            else:
-                await self._offer.withdraw()
+            elif not self._is_over:
+                await self._withdraw(self._offer)
 
     async def released(self) -> Outcome:
-        """How the offer ended, see `Offer.released`; the ring's blocks are free by then."""
+        """How the offer ended, see `Offer.released`.
+
+        The ring's blocks are free then, or as soon as the piece that is being saved is.
+        """
         return await self._offered().released()
 
-    async def _save(self, num_tokens: int, block_ids: BlockIds) -> None:
+    async def _withdraw(self, offer: Offer) -> None:
+        try:
+            await offer.withdraw()
+        except KVBusError:
+            if not self._is_over:
+                raise
+
+    def _ends_of_pieces(self, num_tokens: int) -> range:
+        """Those in front of the last one, which ends at ``num_tokens``."""
         size = self._host.piece_tokens
-        ends = range((self.num_saved // size + 1) * size, num_tokens, size)
-        for stop in ends:
-            await self._save_piece(stop, states=[])
-        states = [name for name in block_ids if self._blocks.engine.group(name).state]
-        await self._save_piece(num_tokens, states=[n for n in states if np.size(block_ids[n])])
+        return range((self.num_saved // size + 1) * size, num_tokens, size) if size else range(0)
 
     async def _save_piece(self, stop: int, *, states: list[str]) -> None:
-        start = self.num_saved
-        groups = [group for group in self._blocks.engine.groups if not group.state]
-        spans = {group.name: (start, stop) for group in groups} | dict.fromkeys(states, (0, 1))
-        await self._copy(spans)
-        self._check_open()
-        self.num_saved = stop
-        self._states_at |= dict.fromkeys(states, stop)
-        if self._offer is not None:
-            await self._offer.extend(stop, self._ring_blocks(start, stop))
+        async with self._step:
+            self._check_open()
+            start = self.num_saved
+            groups = [group for group in self._blocks.engine.groups if not group.state]
+            spans = {group.name: (start, stop) for group in groups} | dict.fromkeys(states, (0, 1))
+            await self._copy(spans)
+            await anyio.lowlevel.checkpoint()  # who was cancelled meanwhile has nothing offered
+            self._check_open()
+            self.num_saved = stop
+            self._states_at |= dict.fromkeys(states, stop)
+            if self._offer is not None:
+                await self._offer.extend(stop, self._ring_blocks(start, stop))
 
     async def _copy(self, spans: Mapping[str, tuple[int, int]]) -> None:
         """The ring's blocks are not given back while anything is copied into them."""
@@ -203,6 +222,20 @@ class HostOffer:
                 field="num_tokens",
             )
 
+    def _check_complete(self) -> None:
+        lacking = [
+            group.name
+            for group in self._blocks.engine.groups
+            if group.state and self._states_at.get(group.name, 0) != self.num_tokens
+        ]
+        if self.num_saved < self.num_tokens or lacking:
+            raise GeometryError(
+                f"{self.num_saved} of {self.num_tokens} tokens of request '{self.request_id}' are "
+                f"saved{', not the last state of ' + ', '.join(lacking) if lacking else ''}: save "
+                "the rest first",
+                num_tokens=self.num_saved,
+            )
+
     def _check_open(self) -> None:
         if self._closed:
             raise ClosedError(f"request '{self.request_id}' is over: {self._closed}")
@@ -221,4 +254,5 @@ class HostOffer:
                 self._give_back()
 
     def _give_back(self) -> None:
+        """Of `_end` and the end of a copy, the later one comes here, once."""
         self._host.ring.give(self._blocks.ring_tables)

@@ -36,13 +36,12 @@ class RequestBlocks:
             group: known.get(group, np.empty(0, dtype=np.uint32)) for group in ring_tables
         }
 
-    def add(self, num_tokens: int, block_ids: Mapping[str, npt.ArrayLike]) -> None:
+    def add(self, num_tokens: int, given: Mapping[str, BlockIds]) -> None:
         """More blocks of the device, by group: with them there are those of ``num_tokens`` tokens.
 
         Of a state, its block, in place of what it was. Raises `GeometryError`, and adds none.
         """
-        check_groups(self.engine, block_ids)
-        given = {name: BlockTable.of(ids).array() for name, ids in block_ids.items()}
+        check_groups(self.engine, given)
         merged = {
             group.name: self._with(group, given.get(group.name), num_tokens)
             for group in self.engine.groups
@@ -90,6 +89,11 @@ class RequestBlocks:
                 needed=needed,
             )
         return np.concatenate([known, new])
+
+
+def block_arrays(block_ids: Mapping[str, npt.ArrayLike]) -> dict[str, BlockIds]:
+    """Copies of the ids; raises `GeometryError` for ids that are none."""
+    return {name: BlockTable.of(ids).array() for name, ids in block_ids.items()}
 
 
 def blocks_of(group: GroupSpec, num_tokens: int) -> int:

@@ -59,7 +59,7 @@ class HostRing:
         Raises `GeometryError` as `check_fits` does, and `LocalError` (``busy``).
         """
         self.check_fits(wanted)
-        if not self._num_waiting and self._has(wanted):
+        if not any(wanted.values()) or (not self._num_waiting and self._has(wanted)):
             return self._take(wanted)
         if wait_s <= 0 or self._num_waiting >= self._max_waiting:
             raise self._busy(wanted)

@@ -7,7 +7,8 @@ from collections import Counter
 from math import lcm, prod
 
 from kvbus.errors import GeometryError
-from kvbus.geometry import DTYPE_SIZES_BYTES, EngineSpec, KvLayout, lay_out_rank
+from kvbus.geometry import DTYPE_SIZES_BYTES, EngineSpec, KvLayout, Region, lay_out_rank
+from kvbus.geometry.layouts import ALIGNMENT_BYTES
 
 RING_LAYOUT = KvLayout.parse("block,layer,kv,token,head,dim")
 """The canonical form: a block of all layers is one piece, whatever the engine's device has."""
@@ -23,11 +24,11 @@ def ring_blocks(engine: EngineSpec, *, ring_bytes: int, num_states: int = 16) ->
     one for each request that is in the ring. Raises `GeometryError`.
     """
     sizes = [_block_bytes(engine, rank) for rank in range(engine.num_ranks)]
+    gaps_bytes = ALIGNMENT_BYTES * max(len(_regions(engine, n)) for n in range(engine.num_ranks))
     states = {group.name: num_states for group in engine.groups if group.state}
     paged = {group.name: group.block_size for group in engine.groups if not group.state}
-    left_bytes = min(
-        ring_bytes - sum(size[name] * states[name] for name in states) for size in sizes
-    )
+    state_bytes = max(sum(size[name] * states[name] for name in states) for size in sizes)
+    left_bytes = ring_bytes - state_bytes - gaps_bytes
     largest_bytes = max(
         sum(size[name] / block_size for name, block_size in paged.items()) for size in sizes
     )
@@ -48,17 +49,25 @@ def token_bytes(engine: EngineSpec) -> float:
     return sum(sizes[group.name] / group.block_size for group in engine.groups if not group.state)
 
 
+def _regions(engine: EngineSpec, rank: int) -> tuple[Region, ...]:
+    """Of a ring of one block of each group."""
+    return lay_out_rank(engine, rank, RING_LAYOUT, num_blocks=1).regions
+
+
 def _block_bytes(engine: EngineSpec, rank: int) -> Counter[str]:
     """Bytes of one block of each group on a rank."""
     size_bytes = Counter[str]()
-    for region in lay_out_rank(engine, rank, RING_LAYOUT, num_blocks=1).regions:
+    for region in _regions(engine, rank):
         itemsize = DTYPE_SIZES_BYTES[engine.group(region.group).dtype]
         size_bytes[region.group] += itemsize * prod(axis.size for axis in region.axes)
     return size_bytes
 
 
 def piece_tokens(engine: EngineSpec, *, piece_bytes: int) -> int:
-    """Tokens that are about ``piece_bytes`` over all ranks, in whole blocks of every group."""
+    """Tokens that are about ``piece_bytes`` over all ranks, in whole blocks of every group.
+
+    0 when all groups are states: they are one piece.
+    """
     sizes = [group.block_size for group in engine.groups if not group.state]
     whole = lcm(*sizes)
-    return max(1, int(piece_bytes / token_bytes(engine)) // whole) * whole if sizes else 1
+    return max(1, int(piece_bytes / token_bytes(engine)) // whole) * whole if sizes else 0

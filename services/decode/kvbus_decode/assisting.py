@@ -121,7 +121,8 @@ class Assistant:
         route = await self._routes.route(home, ticket, engine, timeout_s=asked.timeout_s)
         if route.memory_ids != asked.memory_ids:
             self._routes.forget(route)
-            route = await self._routes.route(home, ticket, engine, timeout_s=asked.timeout_s)
+            left_s = max(1e-3, assisting.deadline - self._agent.loop.time())
+            route = await self._routes.route(home, ticket, engine, timeout_s=left_s)
         for source in route.sources[1:]:
             assisting.peers.append(self._peers.acquire(source.peer.endpoint))
         return route
