@@ -88,8 +88,15 @@ def test_a_package_that_is_too_new_or_missing_is_an_error_with_its_command() -> 
         "versions.torch": ERROR,
         "versions.packages": OK,
     }
-    assert one_of(found, "versions.nixl").command == "pip install 'nixl>=1.5.1,<2'"
+    assert one_of(found, "versions.nixl").command == "pip install 'nixl<2,>=1.5.1'"
     assert "torch is not installed" in one_of(found, "versions.torch").found
+
+
+@pytest.mark.parametrize("torch", ["2.7.0a0+7c8ec84dab.nv25.03", "2.13.0+cpu"])
+def test_builds_of_a_vendor_are_what_is_required(torch: str) -> None:
+    facts = replace(drawn.GOOD_VERSIONS, installed={"nixl": "1.5.1", "torch": torch})
+
+    assert set(severities(judge_versions(facts)).values()) == {OK}
 
 
 def test_an_old_python_is_an_error() -> None:
