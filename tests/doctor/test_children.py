@@ -98,6 +98,12 @@ def test_of_a_pair_the_target_that_failed_first_is_told() -> None:
     assert ended.failure == "the target has no memory"
 
 
+def test_of_a_pair_a_reader_that_hangs_is_told_whatever_its_target_says_of_its_end() -> None:
+    ended = run_pair(MODULE, env={"MISBEHAVE": "complain"}, budget=Budget(PLENTY, 1.5))
+
+    assert ended.failure == "no answer within 1.5 s; --timeout gives more"
+
+
 def test_a_target_that_does_not_end_when_told_is_killed(told: Path, heard: int) -> None:
     env = {"MISBEHAVE": "stay", "MISBEHAVE_AT": str(told)}
 

@@ -67,7 +67,8 @@ def run_pair(module: str, *, env: Mapping[str, str], budget: Budget) -> Ended:
     ):
         _close(target.stdout)  # the reader has it
         ended = _result(reader, log, limit_s)
-        if ended.failure and (status := _end(target)):
+        # A reader that was too slow has no status yet; its target then fails for want of it.
+        if reader.returncode and (status := _end(target)):
             return replace(ended, failure=_why(status, _text(target_log)))
         return ended
 
