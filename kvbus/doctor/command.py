@@ -23,7 +23,7 @@ from kvbus.doctor.probe.children import Budget
 from kvbus.doctor.report import print_report
 from kvbus.errors import ConfigError
 
-EACH_SHARE = 0.4
+EACH_SHARE = 0.25
 """The part of the whole time that one probe may take."""
 
 
@@ -48,7 +48,7 @@ def doctor(
         typer.Option(
             min=0.1, max=3600, metavar="SECONDS", help="How long all measurements may take."
         ),
-    ] = 20.0,
+    ] = 60.0,
     strict: Annotated[bool, typer.Option("--strict", help="Let warnings fail, too.")] = False,
     as_one_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
@@ -56,7 +56,7 @@ def doctor(
 
     Run it as the user, in the container and with the environment of the agents: limits, `UCX_TLS`
     and what may be read of other processes are those of this command. It measures NIXL between
-    processes of its own, for some ten seconds, and leaves nothing behind.
+    processes of its own, in some ten seconds, and leaves nothing behind.
 
     * `ok`: as it should be; `note`: worth knowing, nothing to do
     * `warning`: kvbus works, but slower or less of it than it could

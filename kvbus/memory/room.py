@@ -43,8 +43,8 @@ def cgroup_folder() -> Path:
 
 def _cgroup_headroom_bytes() -> int | None:
     """What the control group (version 2) of this process still allows, None when unlimited."""
-    folder = cgroup_folder()
     try:
+        folder = cgroup_folder()
         limit = (folder / "memory.max").read_text(encoding="ascii").strip()
         used_bytes = int((folder / "memory.current").read_text(encoding="ascii"))
         lines = (folder / "memory.stat").read_text(encoding="ascii").splitlines()

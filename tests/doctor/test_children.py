@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvbus.doctor.probe.children import Budget, run_alone, run_pair
+from kvbus.doctor.probe.native import PARENT_KEY
 
 MODULE = "tests.doctor.processes.misbehaving"
 PLENTY = 30.0
@@ -97,6 +98,12 @@ def test_of_a_pair_the_target_that_failed_first_is_told() -> None:
     assert ended.failure == "the target has no memory"
 
 
+def test_of_a_pair_a_reader_that_hangs_is_told_whatever_its_target_says_of_its_end() -> None:
+    ended = run_pair(MODULE, env={"MISBEHAVE": "complain"}, budget=Budget(PLENTY, 1.5))
+
+    assert ended.failure == "no answer within 1.5 s; --timeout gives more"
+
+
 def test_a_target_that_does_not_end_when_told_is_killed(told: Path, heard: int) -> None:
     env = {"MISBEHAVE": "stay", "MISBEHAVE_AT": str(told)}
 
@@ -119,6 +126,21 @@ def test_a_process_ends_with_its_parent(number: int, told: Path, heard: int) -> 
 
     assert parent.wait(PLENTY) != 0
     assert has_ended(child)
+
+
+def test_a_process_whose_parent_ended_before_it_could_ask_to_end_with_it_ends(told: Path) -> None:
+    another = str(os.getppid())
+
+    ended = subprocess.run(
+        [sys.executable, "-m", MODULE, "hang"],
+        env={**os.environ, PARENT_KEY: another, "MISBEHAVE_AT": str(told)},
+        stderr=subprocess.PIPE,
+        timeout=PLENTY,
+        check=False,
+    )
+
+    assert ended.returncode == 1
+    assert ended.stderr == b"who started this process has ended\n"
 
 
 def test_a_budget_is_shared_and_never_nothing() -> None:

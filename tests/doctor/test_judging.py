@@ -88,8 +88,15 @@ def test_a_package_that_is_too_new_or_missing_is_an_error_with_its_command() -> 
         "versions.torch": ERROR,
         "versions.packages": OK,
     }
-    assert one_of(found, "versions.nixl").command == "pip install 'nixl>=1.5.1,<2'"
+    assert one_of(found, "versions.nixl").command == "pip install 'nixl<2,>=1.5.1'"
     assert "torch is not installed" in one_of(found, "versions.torch").found
+
+
+@pytest.mark.parametrize("torch", ["2.7.0a0+7c8ec84dab.nv25.03", "2.13.0+cpu"])
+def test_builds_of_a_vendor_are_what_is_required(torch: str) -> None:
+    facts = replace(drawn.GOOD_VERSIONS, installed={"nixl": "1.5.1", "torch": torch})
+
+    assert set(severities(judge_versions(facts)).values()) == {OK}
 
 
 def test_an_old_python_is_an_error() -> None:
@@ -103,9 +110,8 @@ def test_an_old_python_is_an_error() -> None:
     [
         ({"available_bytes": 2 * GIB}, "memory.room", OK),
         ({"available_bytes": 2 * GIB - 1}, "memory.room", WARNING),
-        ({"available_bytes": 256 * MIB - 1}, "memory.room", ERROR),
-        ({"folder_free_bytes": 64 * MIB}, "memory.shared_folder", WARNING),
-        ({"folder_bytes": None, "folder_free_bytes": None}, "memory.shared_folder", WARNING),
+        ({"folder_free_bytes": 64 * MIB}, "memory.shared_folder", NOTE),
+        ({"folder_bytes": None, "folder_free_bytes": None}, "memory.shared_folder", NOTE),
         ({"segment_error": REFUSED}, "memory.segment", ERROR),
         ({"shmem_huge": "never"}, "memory.huge_pages", NOTE),
         ({"shmem_huge": "never", "num_free_huge_pages": 1}, "memory.huge_pages", OK),
@@ -145,8 +151,7 @@ def test_limits_are_complained_of_by_what_they_allow(
 @pytest.mark.parametrize(
     ("locked_bytes", "may_lock", "expected"),
     [
-        (8 * MIB, False, ERROR),
-        (8 * GIB, False, WARNING),
+        (8 * MIB, False, WARNING),
         (8 * MIB, True, OK),
         (None, False, OK),
     ],
@@ -213,8 +218,9 @@ def test_with_rdma_that_is_the_way_to_other_machines() -> None:
     assert severities(found)["nixl.two_machines"] is OK
 
 
-def test_agents_of_one_machine_that_read_over_tcp_are_a_limit() -> None:
-    found = list(judge_reads([read(Way.CONFIGURED, 1.3e9, "tcp/lo", "tcp"), TCP]))
+@pytest.mark.parametrize("wire", ["tcp/lo", "52% on tcp/eth0 and 48% on tcp/lo"])
+def test_agents_of_one_machine_that_read_over_tcp_are_a_limit(wire: str) -> None:
+    found = list(judge_reads([read(Way.CONFIGURED, 1.3e9, wire, "tcp"), TCP]))
 
     assert severities(found)["nixl.one_machine"] is WARNING
     assert one_of(found, "nixl.one_machine").command == "unset UCX_TLS"
@@ -263,7 +269,6 @@ def test_without_a_gpu_there_is_one_note() -> None:
     [
         ({"gpus": (), "survey_error": "torch is built without CUDA"}, "cuda.gpus"),
         ({"ipc_error": "invalid device context"}, "cuda.ipc"),
-        ({"ipc_error": None}, "cuda.ipc"),
         ({"allocator": "a:1, expandable_segments: True"}, "cuda.allocator"),
     ],
 )
@@ -284,7 +289,7 @@ def agent(name: str = "one", port: int = 7701, **changes: Any) -> AgentFacts:
         source="one.toml",
         agent_id=name,
         binds=(bind,),
-        folder="/run/kvbus/one",
+        folder=f"/run/kvbus/{name}-{port}",
         folder_error="",
         staging_bytes=128 * MIB,
     )
@@ -312,13 +317,18 @@ def test_ports_that_the_very_agent_has_are_none() -> None:
     }
 
 
-def test_agents_cannot_have_one_address_or_one_name() -> None:
+def test_agents_cannot_have_one_address_or_one_name_or_one_folder() -> None:
     same_port = judge_agents([agent("one"), agent("two")], available_bytes=GIB)
     same_name = judge_agents([agent("one"), agent("one", port=7702)], available_bytes=GIB)
+    same_folder = judge_agents(
+        [agent("one", folder="/run/a"), agent("two", port=7702, folder="/run/a")],
+        available_bytes=GIB,
+    )
     any_port = judge_agents([agent("one", 0), agent("two", 0)], available_bytes=GIB)
 
     assert one_of(same_port, "agents.clash").values == {"wanted_twice": ["127.0.0.1:7701"]}
     assert one_of(same_name, "agents.clash").values == {"wanted_twice": ["one"]}
+    assert one_of(same_folder, "agents.clash").values == {"wanted_twice": ["/run/a"]}
     assert "agents.clash" not in severities(any_port)
 
 

@@ -164,6 +164,21 @@ def test_every_form_of_an_address_can_be_tried(tmp_path: Path, address: str) -> 
     assert facts.binds[0].error == ""
 
 
+@pytest.mark.parametrize("host", ["*", "lo", "localhost"])
+def test_a_port_that_is_taken_is_found_by_every_form(tmp_path: Path, host: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"tcp://{host}:{taken.getsockname()[1]}"
+        facts = agent_facts("a test", config(tmp_path, events_bind=address, advertise_host="here"))
+
+    assert facts.binds[1].error == os.strerror(98)
+
+
+def test_what_zeromq_cannot_bind_is_an_error(tmp_path: Path) -> None:
+    facts = agent_facts("a test", config(tmp_path, peer_bind="tcp://[::1]:0"))
+
+    assert facts.binds[0].error
+
+
 def test_a_host_that_is_not_ours_cannot_be_bound(tmp_path: Path) -> None:
     facts = agent_facts("a test", config(tmp_path, peer_bind="tcp://192.0.2.1:7701"))
 

@@ -112,14 +112,14 @@ def _clashes(agents: Sequence[AgentFacts]) -> Iterator[Finding]:
     places = Counter(
         bind.place for agent in agents for bind in agent.binds if not bind.takes_any_port
     )
-    ids = Counter(agent.agent_id for agent in agents)
-    twice = [wanted for wanted, count in (places + ids).items() if count > 1]
+    own = Counter(one for agent in agents for one in (agent.agent_id, agent.folder))
+    twice = [wanted for wanted, count in (places + own).items() if count > 1]
     if twice:
         yield Finding(
             name="agents.clash",
             severity=Severity.ERROR,
             found=f"wanted more than once: {', '.join(twice)}",
-            why="Each address and each agent_id can be had once.",
+            why="Each address, agent_id and runtime_dir can be had once.",
             mend="Choose another in one of the files.",
             values={"wanted_twice": twice},
         )

@@ -25,7 +25,7 @@ class CudaFacts:
     """``num_devices`` counts what the driver has, visible to torch or not.
 
     ``survey_error`` says why torch saw no GPU; ``ipc_error`` why another process could not open
-    memory, empty when it could, None when it was not tried. ``allocator`` is torch's setting.
+    memory, empty when it could. ``allocator`` is torch's setting.
     """
 
     num_devices: int
@@ -34,7 +34,7 @@ class CudaFacts:
     cuda_version: str
     gpus: tuple[Gpu, ...]
     survey_error: str
-    ipc_error: str | None
+    ipc_error: str
     allocator: str
 
 
@@ -83,13 +83,13 @@ def _gpus(facts: CudaFacts) -> Finding:
 
 def _ipc(facts: CudaFacts) -> Finding:
     values = {"error": facts.ipc_error}
-    if facts.ipc_error == "":
+    if not facts.ipc_error:
         found = "memory of one process was opened and read by another"
         return Finding(name="cuda.ipc", severity=Severity.OK, found=found, values=values)
     return Finding(
         name="cuda.ipc",
         severity=Severity.WARNING,
-        found=f"CUDA IPC between two processes fails: {facts.ipc_error or 'it was not tried'}",
+        found=f"CUDA IPC between two processes fails: {facts.ipc_error}",
         why=_WHY,
         mend="Run engine and agent where both see the GPU and each other: one IPC and PID "
         "namespace (docker --ipc=host --pid=host), and no expandable segments.",
@@ -107,7 +107,6 @@ def _allocator(facts: CudaFacts) -> Finding:
         severity=Severity.WARNING,
         found=f"expandable segments are on ({facts.allocator})",
         why="Memory in expandable segments cannot be exported as plain CUDA IPC handles.",
-        mend="Turn them off for engines whose KV cache is in GPU memory.",
-        command="export PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False",
+        mend="Turn them off (expandable_segments:False) for engines with KV in GPU memory.",
         values=values,
     )

@@ -9,8 +9,6 @@ from dataclasses import dataclass
 from kvbus.doctor.finding import Finding, Severity
 from kvbus.plan.shown import shown_bytes
 
-LEAST_ROOM_BYTES = 256 << 20
-"""Staging of two agents, by default."""
 GOOD_ROOM_BYTES = 2 << 30
 GOOD_FOLDER_BYTES = 1 << 30
 """Containers have 64 MiB if they are not told otherwise."""
@@ -70,15 +68,10 @@ def _room(facts: MemoryFacts) -> Finding:
     limit = facts.group_limit_bytes
     of = f"{shown_bytes(facts.available_bytes)} available of {shown_bytes(facts.total_bytes)}"
     found = of if limit is None else f"{of}; the control group allows {shown_bytes(limit)}"
-    severity = Severity.OK
-    if facts.available_bytes < GOOD_ROOM_BYTES:
-        severity = Severity.WARNING
-    if facts.available_bytes < LEAST_ROOM_BYTES:
-        severity = Severity.ERROR
-    is_good = severity is Severity.OK
+    is_good = facts.available_bytes >= GOOD_ROOM_BYTES
     return Finding(
         name="memory.room",
-        severity=severity,
+        severity=Severity.OK if is_good else Severity.WARNING,
         found=found,
         why="" if is_good else "KV caches and staging are reserved when they are made.",
         mend="" if is_good else "Free memory, or raise the limit of the container.",
@@ -92,24 +85,21 @@ def _room(facts: MemoryFacts) -> Finding:
 
 def _folder(facts: MemoryFacts) -> Finding:
     size_bytes, free_bytes = facts.folder_bytes, facts.folder_free_bytes
-    values = {"size_bytes": size_bytes, "free_bytes": free_bytes}
     if size_bytes is None or free_bytes is None:
-        found = f"there is no {FOLDER}"
+        found, is_good = f"there is no {FOLDER}", False
     else:
         found = f"{FOLDER} has {shown_bytes(free_bytes)} free of {shown_bytes(size_bytes)}"
-        if free_bytes >= GOOD_FOLDER_BYTES:
-            return Finding(
-                name="memory.shared_folder", severity=Severity.OK, found=found, values=values
-            )
+        is_good = free_bytes >= GOOD_FOLDER_BYTES
     return Finding(
         name="memory.shared_folder",
-        severity=Severity.WARNING,
+        severity=Severity.OK if is_good else Severity.NOTE,
         found=found,
-        why="Torch tensors that an engine shares in place (share_tensor) go there; the segments "
-        "that kvbus allocates do not.",
-        mend="Enlarge it; of a container with --shm-size.",
-        command=f"mount -o remount,size=50% {FOLDER}",
-        values=values,
+        why=""
+        if is_good
+        else "Only torch tensors that an engine shares in place (share_tensor) go there; the "
+        "segments that kvbus allocates do not.",
+        mend="" if is_good else "Where an engine does, enlarge it; of a container with --shm-size.",
+        values={"size_bytes": size_bytes, "free_bytes": free_bytes},
     )
 
 
@@ -122,7 +112,7 @@ def _huge_pages(facts: MemoryFacts) -> Finding:
         name="memory.huge_pages",
         severity=Severity.OK if is_good else Severity.NOTE,
         found=f"{shown_bytes(free_bytes)} reserved and free; shmem_enabled is {word}",
-        why="" if is_good else "Segments lie in pages of 4 KiB; larger ones can be read faster.",
+        why="" if is_good else "Segments lie in small pages; large ones can be read faster.",
         mend="" if is_good else "Let memfds use huge pages, or reserve some (vm.nr_hugepages).",
         command=""
         if is_good

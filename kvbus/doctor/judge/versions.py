@@ -6,8 +6,10 @@ Refuses to look for newer ones.
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
+
 from kvbus.doctor.finding import Finding, Severity
-from kvbus.doctor.judge.requirements import Requirement, allows
 
 _SHOWN = ("nixl", "torch", "pyzmq", "numpy")
 
@@ -34,7 +36,7 @@ def judge_versions(facts: VersionFacts) -> Iterator[Finding]:
 def _python(facts: VersionFacts) -> Finding:
     found = f"Python {facts.python}, {facts.system}"
     values = {"version": facts.python, "required": facts.python_bounds, "system": facts.system}
-    if allows(facts.python_bounds, facts.python):
+    if SpecifierSet(facts.python_bounds).contains(facts.python, prereleases=True):
         return Finding(name="versions.python", severity=Severity.OK, found=found, values=values)
     return Finding(
         name="versions.python",
@@ -48,7 +50,7 @@ def _python(facts: VersionFacts) -> Finding:
 
 def _is_met(one: Requirement, facts: VersionFacts) -> bool:
     version = facts.installed.get(one.name)
-    return version is not None and allows(one.bounds, version)
+    return version is not None and one.specifier.contains(version, prereleases=True)
 
 
 def _package(one: Requirement, facts: VersionFacts) -> Finding:
@@ -57,11 +59,11 @@ def _package(one: Requirement, facts: VersionFacts) -> Finding:
     return Finding(
         name=f"versions.{one.name}",
         severity=Severity.ERROR,
-        found=f"{have}; required is {one.name}{one.bounds}",
+        found=f"{have}; required is {one.name}{one.specifier}",
         why="kvbus was tested with other versions, and relies on what they do.",
         mend="Install what is required.",
-        command=f"pip install '{one.name}{one.bounds}'",
-        values={"version": version, "required": one.bounds},
+        command=f"pip install '{one.name}{one.specifier}'",
+        values={"version": version, "required": str(one.specifier)},
     )
 
 

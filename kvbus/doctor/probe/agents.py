@@ -4,6 +4,8 @@ Refuses to listen: a port is bound and let go, so nobody can connect to a probe.
 """
 
 import contextlib
+import errno
+import fcntl
 import os
 import socket
 from collections.abc import Iterator
@@ -19,7 +21,9 @@ from kvbus.errors import ConfigError, KVBusError
 from kvbus.memory.attach.path import check_path_length, prepare_directory
 from kvbus.protocol.peer import AgentStatus, Status
 
-ASK_S = 0.5
+ASK_S = 2.0
+_SIOCGIFADDR = 0x8915
+_ADDRESS_BYTES = slice(20, 24)  # of a struct ifreq that has an IPv4 address
 
 Sourced = tuple[str, AgentConfig]
 
@@ -50,19 +54,20 @@ def agent_facts(source: str, config: AgentConfig) -> AgentFacts:
 
 def _bind(key: str, address: str) -> Bind:
     error = _bind_error(address)
-    held_by = _agent_at(address) if error and key == "peer_bind" else ""
+    asks = key == "peer_bind" and error == os.strerror(errno.EADDRINUSE)
+    held_by = _agent_at(address) if asks else ""
     return Bind(key=key, address=address, error=error, held_by=held_by)
 
 
 def _bind_error(address: str) -> str:
     host, _, port = address.removeprefix("tcp://").rpartition(":")
-    host = host.strip("[]")
-    if host in {name for _, name in socket.if_nameindex()}:
-        return ""  # ZeroMQ takes names of interfaces, too: only it knows which address that is
+    by_bus = address.startswith("tcp://")  # ZeroMQ: of IPv4, and takes names of interfaces
     try:
+        host = (_interface_address(host) if by_bus else "") or host or "127.0.0.1"
         places = socket.getaddrinfo(
-            None if host in ("*", "") else host,
+            None if host == "*" else host.strip("[]"),
             int(port),
+            family=socket.AF_INET if by_bus else socket.AF_UNSPEC,
             type=socket.SOCK_STREAM,
             flags=socket.AI_PASSIVE,
         )
@@ -73,6 +78,15 @@ def _bind_error(address: str) -> str:
     except (OSError, ValueError, OverflowError) as error:
         return getattr(error, "strerror", "") or str(error)
     return ""
+
+
+def _interface_address(name: str) -> str:
+    """The IPv4 address of an interface; empty when there is none of this name."""
+    if name not in {found for _, found in socket.if_nameindex()}:
+        return ""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        request = name.encode().ljust(40, b"\0")
+        return socket.inet_ntoa(fcntl.ioctl(any_socket, _SIOCGIFADDR, request)[_ADDRESS_BYTES])
 
 
 def _agent_at(address: str) -> str:

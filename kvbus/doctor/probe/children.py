@@ -1,6 +1,7 @@
 """Runs probe processes: alone, or a pair of which one writes into the other's stdin.
 
 Refuses to wait longer than the budget, and to leave a process behind: who does not end is killed.
+Only one that the kernel cannot end, as a driver holds it, is left to the kernel.
 """
 
 import contextlib
@@ -15,8 +16,10 @@ from dataclasses import dataclass, replace
 from typing import IO
 
 from kvbus.doctor.judge.logs import reason_in
+from kvbus.doctor.probe.native import PARENT_KEY
 
 GENTLE_END_S = 1.0
+KILLED_END_S = 1.0
 LEAST_S = 0.05
 
 Process = subprocess.Popen[bytes]
@@ -64,7 +67,8 @@ def run_pair(module: str, *, env: Mapping[str, str], budget: Budget) -> Ended:
     ):
         _close(target.stdout)  # the reader has it
         ended = _result(reader, log, limit_s)
-        if ended.failure and (status := _end(target)):
+        # A reader that was too slow has no status yet; its target then fails for want of it.
+        if reader.returncode and (status := _end(target)):
             return replace(ended, failure=_why(status, _text(target_log)))
         return ended
 
@@ -97,7 +101,7 @@ def _started(
         stdin=stdin,
         stdout=subprocess.PIPE,
         stderr=log,
-        env={**os.environ, **env},
+        env={**os.environ, **env, PARENT_KEY: str(os.getpid())},
     )
     try:
         yield process
@@ -115,7 +119,8 @@ def _end(process: Process) -> int | None:
         process.wait(GENTLE_END_S)
     except subprocess.TimeoutExpired:
         process.kill()
-        process.wait()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in a driver: it ends with it
+            process.wait(KILLED_END_S)
         return None
     finally:
         _close(process.stdout)

@@ -28,8 +28,7 @@ class Seen(msgspec.Struct, frozen=True):
 def cuda_facts(budget: Budget) -> CudaFacts:
     """The GPUs, and whether two processes can share the memory of the first."""
     num_devices = _num_devices()
-    seen, ipc_error = Seen("", []), None
-    error = "" if num_devices == 0 else "torch was not asked"
+    seen, error, ipc_error = Seen("", []), "", ""
     if num_devices:
         seen, error = _seen(run_alone(LIST_MODULE, env={}, budget=budget))
     if seen.gpus:

@@ -6,7 +6,10 @@ Refuses to keep state: each function is one call, and a failure is an ``OSError`
 import ctypes
 import os
 import signal
+import sys
 
+PARENT_KEY = "KVBUS_DOCTOR_PID"
+"""Who started a probe process, in its environment."""
 _PR_SET_PDEATHSIG = 1
 _PR_SET_PTRACER = 0x59616D61
 _ANY_PROCESS = ctypes.c_ulong(-1)
@@ -22,8 +25,13 @@ class _Piece(ctypes.Structure):
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent ends, however that ends."""
+    """Have the kernel kill this process when its parent ends, however that ends.
+
+    A parent that ended before, while this process imported, is gone for the kernel: we end.
+    """
     _libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
+    if os.environ.get(PARENT_KEY) != str(os.getppid()):
+        sys.exit("who started this process has ended")
 
 
 def let_others_read() -> None:

@@ -9,6 +9,7 @@ import sys
 
 import msgspec
 
+from kvbus.doctor.probe import without_torch  # noqa: F401  # before NIXL
 from kvbus.doctor.probe.native import die_with_parent
 from kvbus.doctor.probe.nixl import Listed
 from kvbus.errors import TransferFailed

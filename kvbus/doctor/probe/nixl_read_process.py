@@ -15,6 +15,7 @@ import time
 import msgspec
 import numpy as np
 
+from kvbus.doctor.probe import without_torch  # noqa: F401  # before NIXL
 from kvbus.doctor.probe.native import die_with_parent
 from kvbus.doctor.probe.nixl import Measured
 from kvbus.errors import KVBusError

@@ -6,7 +6,8 @@ Refuses to import any of them.
 import platform
 from importlib.metadata import PackageNotFoundError, metadata, requires, version
 
-from kvbus.doctor.judge.requirements import requirement
+from packaging.requirements import Requirement
+
 from kvbus.doctor.judge.versions import VersionFacts
 
 PROJECT = "kvbus"
@@ -22,8 +23,10 @@ def installed_version(name: str) -> str | None:
 
 def version_facts() -> VersionFacts:
     """What is required, and what is there."""
-    found = [requirement(text) for text in requires(PROJECT) or []]
-    requirements = tuple(one for one in found if one is not None)
+    found = [Requirement(text) for text in requires(PROJECT) or []]
+    requirements = tuple(
+        one for one in found if one.marker is None or one.marker.evaluate({"extra": ""})
+    )
     versions = {one.name: installed_version(one.name) for one in requirements}
     return VersionFacts(
         system=f"{platform.system()} {platform.release()} {platform.machine()}",

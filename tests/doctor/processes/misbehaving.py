@@ -29,10 +29,14 @@ def target() -> None:
     if how == "stay":
         hang()
     sys.stdin.read()
+    if how == "complain":
+        sys.exit("the reader went away")
 
 
 def reader() -> None:
     line = sys.stdin.readline()
+    while os.environ.get("MISBEHAVE") == "complain":
+        signal.pause()
     if not line or os.environ.get("MISBEHAVE") == "stay":
         sys.exit("the reader has no line")
     sys.stdout.write(f"read {line}")
