@@ -1,4 +1,4 @@
-"""Requests through a ring that abort, are cancelled or fail: what ends when, and who has what then."""
+"""Requests through a ring that abort, are cancelled or fail: what ends, and who has what then."""
 
 import asyncio
 
