@@ -201,13 +201,13 @@ async def _cache(
 ) -> KvCache:
     spec = session.engine
     if memory.is_plain:
-        return await session.allocate(memory.layout, num_blocks=num_blocks)
+        return await session.allocate(memory.layout, num_blocks=num_blocks, direct=memory.direct)
     if isinstance(num_blocks, int):
         num_blocks = {group.name: num_blocks for group in spec.groups}
     rank = rank_of(spec, session.rank, memory, num_blocks)
     tensor = torch.zeros(rank.segments[0].size_bytes, dtype=torch.uint8)
     storage = stack.enter_context(share_tensor(tensor))
-    await session.register(rank, {"kv": storage})
+    await session.register(rank, {"kv": storage}, direct=memory.direct)
     return KvCache(spec, rank, SimpleNamespace(tensor=tensor))
 
 

@@ -31,12 +31,13 @@ class Memory:
     """The order of a cache's axes; K and V in tensors of their own when ``apart``.
 
     ``padding`` elements that belong to nothing lie behind each index of every axis but the
-    innermost, and bytes between the tensors.
+    innermost, and bytes between the tensors. It is staged only unless ``direct``.
     """
 
     layout: KvLayout = NHD
     apart: bool = False
     padding: int = 0
+    direct: bool = True
 
     @property
     def is_plain(self) -> bool:

@@ -13,12 +13,13 @@ from kvbus.errors import ErrorCode, LocalError
 from kvbus.geometry import AxisName, EngineSpec, RankSpec
 from kvbus.memory.mapping import SegmentMapping
 from kvbus.planning import PlacedRank
+from kvbus.protocol.engine import PassSegment
 from kvbus.transport import Registration, Transport
 
 
 @dataclass(slots=True, eq=False)
 class RankMemory:
-    """One rank: its spec, and its segments, mapped and registered with NIXL."""
+    """One rank: its spec, and its segments, mapped; registered with NIXL unless staged only."""
 
     rank: RankSpec
     mappings: Mapping[str, SegmentMapping]
@@ -34,8 +35,15 @@ class RankMemory:
             self.num_blocks[region.group] = size if known is None else min(size, known)
 
     @property
+    def direct(self) -> bool:
+        """Whether NIXL reads and writes its blocks; else its KV goes through slots."""
+        return bool(self.registrations)
+
+    @property
     def addresses(self) -> dict[str, int]:
-        """Where each segment begins in this process."""
+        """Where each segment begins in this process; empty when peers cannot use that."""
+        if not self.direct:
+            return {}
         return {name: mapping.address for name, mapping in self.mappings.items()}
 
     def placed(self, engine: EngineSpec) -> PlacedRank:
@@ -47,16 +55,19 @@ class RankMemory:
 class Segments:
     """The segments that one engine process has passed, until it registers them or dies.
 
+    ``direct`` is False when one of them is staged only: then NIXL is told of none.
     `register` and `unmap` take turns, so that neither finds the other half done.
     """
 
     mappings: dict[str, SegmentMapping] = field(default_factory=dict)
     registrations: dict[str, Registration] = field(default_factory=dict)
+    direct: bool = True
     unmapped: bool = False
     turn: anyio.Lock = field(default_factory=anyio.Lock)
 
-    async def add(self, segment_id: str, fd: int, size_bytes: int) -> SegmentMapping:
+    async def add(self, segment: PassSegment, fd: int) -> SegmentMapping:
         """Map a passed descriptor, in a thread, as reserving its pages can take long."""
+        segment_id, size_bytes = segment.segment_id, segment.size_bytes
         if segment_id in self.mappings:
             raise LocalError(f"segment '{segment_id}' was passed already", segment_id=segment_id)
         mapping = await anyio.to_thread.run_sync(lambda: SegmentMapping(fd, size_bytes=size_bytes))
@@ -64,16 +75,20 @@ class Segments:
             mapping.unmap()
             raise _ended()
         self.mappings[segment_id] = mapping
+        self.direct &= segment.direct
         return mapping
 
     async def register(self, rank: RankSpec, transport: Transport) -> RankMemory:
-        """Register every segment of ``rank``; raises `LocalError` when one was not passed."""
+        """Register every segment of ``rank``, unless it is staged only.
+
+        Raises `LocalError` when a segment was not passed.
+        """
         async with self.turn:
             if self.unmapped:
                 raise _ended()
             self._check_passed(rank)
             for name, mapping in list(self.mappings.items()):  # more may be passed meanwhile
-                if name not in self.registrations:
+                if self.direct and name not in self.registrations:
                     future = transport.register(mapping.address, mapping.size_bytes)
                     self.registrations[name] = await asyncio.wrap_future(future)
             return RankMemory(rank, self.mappings, tuple(self.registrations.values()))

@@ -51,6 +51,10 @@ class Service(Protocol):
         """The engine is gone; what it asked for ends."""
         ...
 
+    async def copied(self, engine: LocalEngine) -> None:
+        """Return when no copy can touch the memory of a lost engine any more."""
+        ...
+
     async def quiesce(self, engine: LocalEngine) -> None:
         """Return when no transfer can touch the memory of a lost engine any more."""
         ...

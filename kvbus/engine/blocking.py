@@ -80,13 +80,19 @@ class BlockingMemory(Blocking[MemorySession]):
             MemorySession(attach_path, engine, rank, attach_timeout_s=attach_timeout_s)
         )
 
-    def allocate(self, layout: KvLayout, *, num_blocks: int | Mapping[str, int]) -> KvCache:
+    def allocate(
+        self, layout: KvLayout, *, num_blocks: int | Mapping[str, int], direct: bool = True
+    ) -> KvCache:
         """`MemorySession.allocate`."""
-        return self._run(lambda: self.session.allocate(layout, num_blocks=num_blocks))
+        return self._run(
+            lambda: self.session.allocate(layout, num_blocks=num_blocks, direct=direct)
+        )
 
-    def register(self, rank: RankSpec, storages: Mapping[str, SharedStorage]) -> None:
+    def register(
+        self, rank: RankSpec, storages: Mapping[str, SharedStorage], *, direct: bool = True
+    ) -> None:
         """`MemorySession.register`."""
-        self._run(lambda: self.session.register(rank, storages))
+        self._run(lambda: self.session.register(rank, storages, direct=direct))
 
 
 class BlockingPrefill(Blocking[PrefillSession]):

@@ -64,33 +64,39 @@ class MemorySession(EngineSession):
         self.rank = rank
         self._segments: list[SharedSegment] = []
 
-    async def allocate(self, layout: KvLayout, *, num_blocks: int | Mapping[str, int]) -> KvCache:
+    async def allocate(
+        self, layout: KvLayout, *, num_blocks: int | Mapping[str, int], direct: bool = True
+    ) -> KvCache:
         """Allocate the rank's whole KV cache, zeroed, and register it.
 
-        ``num_blocks`` is that of every group, or by group.
+        ``num_blocks`` is that of every group, or by group. With ``direct`` False the memory is
+        staged only: NIXL, and so a NIC, never pins it, and its KV goes through the agent's slots.
         Raises `SegmentError` when there is not enough memory.
         """
         rank = lay_out_rank(self.engine, self.rank, layout, num_blocks=num_blocks)
         wanted = rank.segments[0]
         segment = SharedSegment(wanted.size_bytes, name=f"kvbus-{self.engine.engine_id}")
         self._exit.callback(segment.close)
-        await self._pass(wanted.segment_id, segment.fd, segment.size_bytes)
+        await self._pass(wanted.segment_id, segment.fd, segment.size_bytes, direct=direct)
         await self._register(rank)
         return KvCache(self.engine, rank, segment)
 
-    async def register(self, rank: RankSpec, storages: Mapping[str, SharedStorage]) -> None:
+    async def register(
+        self, rank: RankSpec, storages: Mapping[str, SharedStorage], *, direct: bool = True
+    ) -> None:
         """Register memory that the engine already had and moved with `share_tensor`.
 
-        ``storages`` are by segment id, as the regions of ``rank`` name them.
+        ``storages`` are by segment id, as the regions of ``rank`` name them; ``direct`` as for
+        `allocate`.
         """
         if {segment.segment_id for segment in rank.segments} != storages.keys():
             raise GeometryError("storages and the rank's segments have different ids")
         for segment_id, storage in storages.items():
-            await self._pass(segment_id, storage.fd, storage.size_bytes)
+            await self._pass(segment_id, storage.fd, storage.size_bytes, direct=direct)
         await self._register(rank)
 
-    async def _pass(self, segment_id: str, fd: int, size_bytes: int) -> None:
-        message = PassSegment(segment_id=segment_id, size_bytes=size_bytes)
+    async def _pass(self, segment_id: str, fd: int, size_bytes: int, *, direct: bool) -> None:
+        message = PassSegment(segment_id=segment_id, size_bytes=size_bytes, direct=direct)
         await self._call(message, SegmentPassed, (fd,))
 
 

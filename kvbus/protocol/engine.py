@@ -62,13 +62,18 @@ class SegmentPassed(Message, frozen=True):
 
 
 class PassSegment(Message, frozen=True):
-    """Passes one file descriptor of shared memory, of at least ``size_bytes``."""
+    """Passes one file descriptor of shared memory, of at least ``size_bytes``.
+
+    With ``direct`` False no peer and no NIC reads or writes it: a rank with such a segment is
+    *staged only*, its KV goes through the agent's slots.
+    """
 
     op: ClassVar[str] = "segment"
     reply: ClassVar[type[Message]] = SegmentPassed
 
     segment_id: Id
     size_bytes: Annotated[int, msgspec.Meta(ge=1, le=2**62)]
+    direct: bool = True
 
 
 class AgentRanks(msgspec.Struct, frozen=True):

@@ -106,7 +106,7 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
             ),
         ),
         e.PassSegment: (
-            e.PassSegment(segment_id="kv", size_bytes=128 * 16_384),
+            e.PassSegment(segment_id="kv", size_bytes=128 * 16_384, direct=True),
             e.SegmentPassed(sealed=True),
         ),
     },

@@ -38,7 +38,7 @@ class NixlMemory:
         extents = frozenset(
             (addresses[segment.segment_id], addresses[segment.segment_id] + segment.size_bytes)
             for rank, addresses in zip(memory.ranks, memory.addresses, strict=True)
-            for segment in rank.segments
+            for segment in (rank.segments if addresses else ())
         )
         return cls(done.nixl_agent, done.nixl_metadata, extents)
 
