@@ -20,7 +20,7 @@ from kvbus.bus import Call, RequestServer
 from kvbus.errors import ErrorCode, KVBusError, LocalError, ProtocolError
 from kvbus.geometry import validate_engine, validate_rank
 from kvbus.memory.attach import AttachConnection
-from kvbus.protocol.engine import Hello, PassSegment, Register
+from kvbus.protocol.engine import Hello, PassCuda, PassSegment, Register
 from kvbus.protocol.message import Message, from_body, to_body
 from kvbus.transport import Transport
 
@@ -72,6 +72,9 @@ class EngineDirectory:
         if op == PassSegment.op:
             segment, process = from_body(PassSegment, body), self._greeted(connection)
             return to_body(await self._intake.take_segment(process, segment, fds))
+        if op == PassCuda.op:
+            cuda, process = from_body(PassCuda, body), self._greeted(connection)
+            return to_body(await self._intake.take_cuda(process, cuda))
         raise ProtocolError(f"no attach message '{op}'", code=ErrorCode.UNKNOWN_OP)
 
     def on_attach_closed(self, connection: AttachConnection) -> None:

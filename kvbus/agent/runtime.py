@@ -21,9 +21,9 @@ from kvbus.agent.intake import MemoryIntake
 from kvbus.agent.lag import watch_loop_lag
 from kvbus.agent.local_engine import LocalEngine
 from kvbus.agent.metrics import AgentMetrics
+from kvbus.agent.places import StagingPlaces
 from kvbus.agent.refusals import note_refusal, refuse
 from kvbus.agent.service import Agent, Service
-from kvbus.agent.staging import StagingMemory
 from kvbus.bus import (
     BusContext,
     Call,
@@ -62,7 +62,7 @@ class Runtime:
     boot: str
     transport: Transport
     tasks: TaskGroup
-    staging: StagingMemory | None = None
+    staging: StagingPlaces
     metrics: AgentMetrics = field(default_factory=AgentMetrics)
     draining: bool = False
     _service: Service | None = None

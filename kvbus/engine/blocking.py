@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
+import torch
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from kvbus.engine.decode import BlockIds, DecodeSession, Fetch
@@ -19,6 +20,7 @@ from kvbus.engine.prefill import Offer, PrefillSession
 from kvbus.engine.session import EngineSession, Others
 from kvbus.errors import ClosedError
 from kvbus.geometry import EngineSpec, KvLayout, RankSpec
+from kvbus.memory.cuda import CudaStorage
 from kvbus.memory.storage import SharedStorage
 from kvbus.protocol.engine import BlocksFreed, Fetched, Outcome, Released
 
@@ -81,18 +83,33 @@ class BlockingMemory(Blocking[MemorySession]):
         )
 
     def allocate(
-        self, layout: KvLayout, *, num_blocks: int | Mapping[str, int], direct: bool = True
+        self,
+        layout: KvLayout,
+        *,
+        num_blocks: int | Mapping[str, int],
+        device: torch.device | str = "cpu",
+        direct: bool = True,
     ) -> KvCache:
         """`MemorySession.allocate`."""
         return self._run(
-            lambda: self.session.allocate(layout, num_blocks=num_blocks, direct=direct)
+            lambda: self.session.allocate(
+                layout, num_blocks=num_blocks, device=device, direct=direct
+            )
         )
 
     def register(
-        self, rank: RankSpec, storages: Mapping[str, SharedStorage], *, direct: bool = True
+        self,
+        rank: RankSpec,
+        storages: Mapping[str, SharedStorage | CudaStorage],
+        *,
+        direct: bool = True,
     ) -> None:
         """`MemorySession.register`."""
         self._run(lambda: self.session.register(rank, storages, direct=direct))
+
+    def record(self, stream: torch.cuda.Stream | None = None) -> None:
+        """`MemorySession.record`, for the stream of the thread that calls it."""
+        self.session.record(stream)
 
 
 class BlockingPrefill(Blocking[PrefillSession]):

@@ -11,6 +11,7 @@ import msgspec
 from kvbus.geometry import BlockTable, EngineSpec, RankSpec
 from kvbus.protocol.message import Empty, Id, Message, Seconds, Size, Text, Tokens
 
+CudaHandle = Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
 Tables = Annotated[dict[Id, BlockTable], msgspec.Meta(max_length=64)]
 
 
@@ -74,6 +75,24 @@ class PassSegment(Message, frozen=True):
     segment_id: Id
     size_bytes: Annotated[int, msgspec.Meta(ge=1, le=2**62)]
     direct: bool = True
+
+
+class PassCuda(Message, frozen=True):
+    """Passes memory of a GPU, by the handles of CUDA's driver; the rank is staged only.
+
+    ``event`` is one that the engine records before it says that KV is ready, or that its blocks
+    may be written; None when it waits for its GPU work before it says so.
+    """
+
+    op: ClassVar[str] = "cuda"
+    reply: ClassVar[type[Message]] = Empty
+
+    segment_id: Id
+    device: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+    handle: CudaHandle
+    offset_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+    size_bytes: Annotated[int, msgspec.Meta(ge=1, le=2**62)]
+    event: CudaHandle | None = None
 
 
 class AgentRanks(msgspec.Struct, frozen=True):
@@ -264,7 +283,7 @@ class Ping(Message, frozen=True):
     reply: ClassVar[type[Message]] = Empty
 
 
-ATTACH_REQUESTS: tuple[type[Message], ...] = (Hello, PassSegment)
+ATTACH_REQUESTS: tuple[type[Message], ...] = (Hello, PassSegment, PassCuda)
 ENGINE_REQUESTS: tuple[type[Message], ...] = (
     Register,
     AwaitReady,

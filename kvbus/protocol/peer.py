@@ -34,6 +34,7 @@ class HandshakeDone(Message, frozen=True):
 
     ``memory_id`` stands for the processes of these ranks. ``others`` are the agents that have the
     rest, each to be shaken hands with. ``slot_bytes`` is the largest box of a `Pack`.
+    ``nixl_metadata`` has one blob for each kind of memory.
     """
 
     protocol: int
@@ -41,7 +42,7 @@ class HandshakeDone(Message, frozen=True):
     memory: EngineMemory
     memory_id: Id
     nixl_agent: Id
-    nixl_metadata: bytes
+    nixl_metadata: Annotated[tuple[bytes, ...], msgspec.Meta(min_length=1, max_length=8)]
     events_endpoint: Id
     max_lease_s: Seconds
     slot_bytes: Size = 0

@@ -37,9 +37,8 @@ class PathChooser:
         `cut_into_boxes` to refuse. Raises `ConfigError` when no path is open.
         """
         piece = read.piece
-        paths = open_paths(
-            piece.route, self._config.path, packs_here=self._agent.staging is not None
-        )
+        packs_here = self._agent.staging.packs
+        paths = open_paths(piece.route, self._config.path, packs_here=packs_here)
         if paths == DIRECT_ONLY or _moves_nothing(piece):
             return paths[0], 0
         if Path.DIRECT in paths and self._is_plain(piece):
@@ -88,7 +87,7 @@ class PathChooser:
     def _slot_bytes(self, route: Route) -> int:
         """The smallest slot on the way."""
         slots = [source.slot_bytes for source in route.sources]
-        if self._agent.staging is not None:
+        if self._agent.staging.packs:
             slots.append(self._agent.staging.slot_bytes)
         return min(slots)
 
