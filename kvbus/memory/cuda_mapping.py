@@ -35,6 +35,12 @@ class CudaMapping:
         try:
             self._check_extent(base, offset_bytes)
             self._tensor = _bytes_at(base + offset_bytes, size_bytes, self.ordinal)
+        except RuntimeError as error:
+            self.unmap()
+            raise SegmentError(
+                f"{size_bytes} bytes from byte {offset_bytes} on were claimed of a CUDA "
+                f"allocation, and torch cannot use them: {error}"
+            ) from error
         except BaseException:
             self.unmap()
             raise

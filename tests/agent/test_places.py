@@ -6,7 +6,10 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+import torch
+from structlog.testing import capture_logs
 
+from kvbus.agent import gpu_ring
 from kvbus.agent.config import AgentConfig, convert_config
 from kvbus.agent.gpu_ring import preferred
 from kvbus.agent.places import HOST, StagingPlaces
@@ -112,3 +115,36 @@ def test_memory_that_nixl_does_not_take_has_no_speed():
 
     with pytest.raises(SegmentError, match="NIXL cannot register"):
         measure_wire(f"agent/{uuid.uuid4().hex}", nowhere, nowhere, timeout_s=30)
+
+
+@pytest.mark.anyio
+async def test_where_nixl_takes_no_gpu_memory_the_slots_are_pinned_and_the_log_says_so(
+    transport: Transport, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(gpu_ring, "_ordinal", lambda gpu: 3)
+    monkeypatch.setattr(gpu_ring, "_make", lambda size, memory, ordinal: HostSlots(size))
+    places = await StagingPlaces.open(config(), transport)
+    with capture_logs() as logs:
+        for _ in range(2):
+            await places.make("GPU-0")
+    ring = places.at("GPU-0")
+    shape = ring.memory, ring.device, ring.num_slots, ring.slot_bytes
+    await places.close()
+
+    (placed,) = (line for line in logs if line["event"] == "staging.placed")
+    assert shape == ("DRAM", 0, 3, 4096)
+    assert (placed["gpu"], placed["memory"], placed["vram_bytes_per_s"]) == ("GPU-0", "DRAM", 0)
+    assert placed["pinned_bytes_per_s"] > 1e6
+    assert [line["memory"] for line in logs if line["event"] == "staging.unmeasured"] == ["VRAM"]
+    assert transport.stats().registered_bytes == 0
+
+
+class HostSlots:
+    """Ordinary memory, which NIXL takes as the host's but not as a GPU's."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.tensor = torch.ones(size_bytes, dtype=torch.uint8)
+        self.address = self.tensor.data_ptr()
+
+    def close(self) -> None:
+        """It goes by itself."""
