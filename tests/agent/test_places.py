@@ -121,8 +121,8 @@ def test_memory_that_nixl_does_not_take_has_no_speed():
 async def test_where_nixl_takes_no_gpu_memory_the_slots_are_pinned_and_the_log_says_so(
     transport: Transport, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(gpu_ring, "_ordinal", lambda gpu: 3)
-    monkeypatch.setattr(gpu_ring, "_make", lambda size, memory, ordinal: HostSlots(size))
+    monkeypatch.setattr(gpu_ring, "_ordinal", lambda _gpu: 3)
+    monkeypatch.setattr(gpu_ring, "_make", lambda size, *_: HostSlots(size))
     places = await StagingPlaces.open(config(), transport)
     with capture_logs() as logs:
         for _ in range(2):
