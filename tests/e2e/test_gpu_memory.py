@@ -9,10 +9,11 @@ import pytest
 
 from kvbus.agent.local_engine import EngineProcess
 from kvbus.engine import DecodeSession, PrefillSession
+from kvbus.errors import ErrorCode
 from tests.agents import until
 from tests.decode.inside import decode_agent
 from tests.e2e.shapes import SLOT_BYTES, hand_over
-from tests.engines import engine
+from tests.engines import engine, failure_of
 from tests.gpu_stand_in import engine_on, gpu
 from tests.prefill.inside import prefill_agent
 
@@ -67,3 +68,23 @@ async def test_every_byte_arrives_through_the_slots_of_each_sides_place(folders,
 def unmapped(process: EngineProcess) -> bool:
     """Whether nothing of the process's shared memory is mapped here any more."""
     return all(getattr(one, "_pages", None) is None for one in process.segments.mappings.values())
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+async def test_a_slot_is_read_as_the_kind_of_memory_that_it_is_of(folders, gpu, side):
+    async with (
+        prefill_agent(folders[0], **SLOTS) as prefill,
+        decode_agent(folders[1], path="packed", **SLOTS) as decode,
+    ):
+        async with (
+            engine_on(gpu, PrefillSession, prefill.attach, seed=1) as source,
+            engine_on(gpu, DecodeSession, decode.config.attach_path, seed=2) as target,
+        ):
+            gpu.rings[side == "decode"].memory = "VRAM"  # which NIXL was not told
+            offer = await source.prefill.offer("r", num_tokens=16, block_ids={"full": [1]})
+            fetch = target.decode.fetch(offer.ticket, num_tokens=16, block_ids={"full": [2]})
+            failure = await failure_of(fetch)
+            await offer.withdraw()
+        await until(lambda: not gpu.num_open)
+
+    assert failure.code is ErrorCode.TRANSFER_FAILED

@@ -49,6 +49,7 @@ async def test_boxes_of_a_place_lie_in_the_slots_of_that_place(
     shape = {"num_slots": places.num_slots, "slot_bytes": places.slot_bytes}
     there = await StagingMemory.open(agent.runtime.transport, **shape)
     monkeypatch.setitem(places._rings, "there", there)
+    there.memory, there.device = "VRAM", 5
     async with (
         agent.engine(memory=STAGED) as source,
         agent.engine() as other,
@@ -78,6 +79,8 @@ async def test_boxes_of_a_place_lie_in_the_slots_of_that_place(
                 there.tensor(slots.index(packed[2].address))[: packed[2].num_bytes], case.wanted()
             )
             assert len({one.slot_id for one in packed}) == 3
+            kinds = [(one.memory, one.device) for one in packed]
+            assert kinds == [("VRAM", 5), ("DRAM", 0), ("VRAM", 5)]
             assert (in_use, left, agent.counts["slots"]) == (3, 1, 0)
             assert [there.registration in _registrations(agent, one) for one in (case, here)] == [
                 True,
