@@ -167,6 +167,8 @@ def type_name(of: types.Type) -> str:  # noqa: PLR0911  one return a kind of typ
             if cls is ErrorCode:
                 return "an [error code](#error-codes)"
             return "one of " + ", ".join(f'"{word.value}"' for word in cls)
+        case types.LiteralType(values):
+            return "one of " + ", ".join(f'"{value}"' for value in values)
         case types.DictType(key, value):
             most = f", at most {of.max_length}" if of.max_length else ""
             return f"map of {type_name(key)} to {type_name(value)}{most}"

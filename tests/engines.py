@@ -71,7 +71,8 @@ class Engine:
         """Random bits everywhere, NaNs included; replicas of a head are equal."""
         generator = torch.Generator().manual_seed(seed)
         for memory in self.memories().values():
-            memory.random_(generator=generator)
+            here = memory if memory.device.type == "cpu" else torch.empty_like(memory, device="cpu")
+            memory.copy_(here.random_(generator=generator))
         values: dict[tuple[int, str, int], Tensor] = {}
         for (rank, layer, part), view in self.views().items():
             for at, head in enumerate(self.heads(rank, layer, part)):
@@ -82,8 +83,8 @@ class Engine:
         return {rank: all_bytes(_any_view(cache)) for rank, cache in enumerate(self.caches)}
 
     def snapshot(self) -> Snapshot:
-        """A copy of the whole memory."""
-        return {rank: memory.clone() for rank, memory in self.memories().items()}
+        """A copy of the whole memory, in the host's."""
+        return {rank: memory.cpu().clone() for rank, memory in self.memories().items()}
 
     def views_of(self, snapshot: Snapshot) -> Views:
         """As `views`, of a copy."""
@@ -200,13 +201,15 @@ async def _cache(
 ) -> KvCache:
     spec = session.engine
     if memory.is_plain:
-        return await session.allocate(memory.layout, num_blocks=num_blocks)
+        return await session.allocate(
+            memory.layout, num_blocks=num_blocks, device=memory.device, direct=memory.direct
+        )
     if isinstance(num_blocks, int):
         num_blocks = {group.name: num_blocks for group in spec.groups}
     rank = rank_of(spec, session.rank, memory, num_blocks)
-    tensor = torch.zeros(rank.segments[0].size_bytes, dtype=torch.uint8)
+    tensor = torch.zeros(rank.segments[0].size_bytes, dtype=torch.uint8, device=memory.device)
     storage = stack.enter_context(share_tensor(tensor))
-    await session.register(rank, {"kv": storage})
+    await session.register(rank, {"kv": storage}, direct=memory.direct)
     return KvCache(spec, rank, tensor)
 
 

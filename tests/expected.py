@@ -81,7 +81,7 @@ def _slots(
 def _one_holder_each(source: "Engine") -> dict[tuple[int, str, int], Tensor]:
     """Each head of each layer and part, as [block, token, dim]; replicas are equal."""
     return {
-        (layer, part, head): view[:, :, at]
+        (layer, part, head): view[:, :, at].cpu()
         for (rank, layer, part), view in source.views().items()
         for at, head in enumerate(source.heads(rank, layer, part))
     }

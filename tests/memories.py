@@ -31,12 +31,14 @@ class Memory:
     """The order of a cache's axes; K and V in tensors of their own when ``apart``.
 
     ``padding`` elements that belong to nothing lie behind each index of every axis but the
-    innermost, and bytes between the tensors.
+    innermost, and bytes between the tensors. It is staged only unless ``direct``, and on a GPU.
     """
 
     layout: KvLayout = NHD
     apart: bool = False
     padding: int = 0
+    direct: bool = True
+    device: str = "cpu"
 
     @property
     def is_plain(self) -> bool:
@@ -92,7 +94,8 @@ def own_layers(spec: EngineSpec, rank: int) -> set[int]:
 def all_bytes(view: Tensor) -> Tensor:
     """Every byte of the memory in which a view lies, padding included; not a copy."""
     storage = view.untyped_storage()
-    return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),))
+    every = torch.empty(0, dtype=torch.uint8, device=view.device)
+    return every.set_(storage, 0, (storage.nbytes(),))
 
 
 def _tensors(

@@ -52,11 +52,13 @@ class Copiers:
         if engine.lost:
             raise LocalError("a process of the engine ended", code=ErrorCode.ENGINE_LOST)
         key = memory, group.name
-        known = self._paged.get(key)
+        known, stream = self._paged.get(key), memory.stream
 
         def in_thread() -> tuple[PagedMemory, T]:
             paged = known or _paged_memory(memory, group)
-            return paged, copy(paged)
+            if stream is None:
+                return paged, copy(paged)
+            return paged, stream.run(lambda: copy(paged), gone=lambda: engine.lost)
 
         ended = anyio.Event()
         self._running[engine].add(ended)

@@ -12,6 +12,7 @@ from anyio.abc import TaskGroup
 
 from kvbus.agent.guard import guarded
 from kvbus.agent.identity import AgentIdentity
+from kvbus.agent.intake import MemoryIntake
 from kvbus.agent.local_engine import EngineProcess, LocalEngine
 from kvbus.agent.metrics import AgentMetrics
 from kvbus.agent.refusals import refuse
@@ -19,7 +20,7 @@ from kvbus.bus import Call, RequestServer
 from kvbus.errors import ErrorCode, KVBusError, LocalError, ProtocolError
 from kvbus.geometry import validate_engine, validate_rank
 from kvbus.memory.attach import AttachConnection
-from kvbus.protocol.engine import Hello, PassSegment, Register, SegmentPassed
+from kvbus.protocol.engine import Hello, PassCuda, PassSegment, Register
 from kvbus.protocol.message import Message, from_body, to_body
 from kvbus.transport import Transport
 
@@ -33,25 +34,29 @@ Quiesce = Callable[[LocalEngine], Awaitable[None]]
 class EngineDirectory:
     """All local engines; the agent's attach handler, and the handler of registration requests.
 
-    ``on_ready`` and ``on_lost`` are told of engines. ``quiesce`` returns when no transfer can touch
-    the memory of a lost engine any more.
+    ``on_ready`` and ``on_lost`` are told of engines. ``copied`` returns when no copy can touch the
+    memory of a lost engine any more, ``quiesce`` when no transfer can either.
     """
 
     def __init__(
         self,
         *,
         transport: Transport,
+        intake: MemoryIntake,
         metrics: AgentMetrics,
         tasks: TaskGroup,
         on_ready: EngineHook,
         on_lost: EngineHook,
+        copied: Quiesce,
         quiesce: Quiesce,
     ) -> None:
         self.engines: dict[str, LocalEngine] = {}
         self.identity: AgentIdentity | None = None
         self.server: RequestServer | None = None
         self._transport, self._metrics, self._tasks = transport, metrics, tasks
-        self._on_ready, self._on_lost, self._quiesce = on_ready, on_lost, quiesce
+        self._intake = intake
+        self._on_ready, self._on_lost = on_ready, on_lost
+        self._copied, self._quiesce = copied, quiesce
         self._by_connection: dict[AttachConnection, EngineProcess] = {}
         self._by_boot: dict[str, EngineProcess] = {}
 
@@ -65,7 +70,11 @@ class EngineDirectory:
         if op == Hello.op:
             return to_body(self._greet(connection, from_body(Hello, body)))
         if op == PassSegment.op:
-            return to_body(await self._map(connection, from_body(PassSegment, body), fds))
+            segment, process = from_body(PassSegment, body), self._greeted(connection)
+            return to_body(await self._intake.take_segment(process, segment, fds))
+        if op == PassCuda.op:
+            cuda, process = from_body(PassCuda, body), self._greeted(connection)
+            return to_body(await self._intake.take_cuda(process, cuda))
         raise ProtocolError(f"no attach message '{op}'", code=ErrorCode.UNKNOWN_OP)
 
     def on_attach_closed(self, connection: AttachConnection) -> None:
@@ -171,20 +180,11 @@ class EngineDirectory:
         )
         return welcome
 
-    async def _map(
-        self, connection: AttachConnection, passed: PassSegment, fds: list[int]
-    ) -> SegmentPassed:
+    def _greeted(self, connection: AttachConnection) -> EngineProcess:
         process = self._by_connection.get(connection)
         if process is None:
             raise LocalError("say hello first", code=ErrorCode.NOT_REGISTERED)
-        if len(fds) != 1:
-            raise ProtocolError(f"a segment comes with 1 descriptor, not {len(fds)}")
-        mapping = await process.segments.add(passed.segment_id, fds.pop(), passed.size_bytes)
-        if not mapping.sealed:
-            log.warning(
-                "segment.unsealed", engine_id=process.engine_id, segment_id=passed.segment_id
-            )
-        return SegmentPassed(sealed=mapping.sealed)
+        return process
 
     def _join(self, process: EngineProcess, wanted: Register) -> LocalEngine:
         spec = wanted.engine
@@ -269,8 +269,16 @@ class EngineDirectory:
         self._tasks.start_soon(self._free, list(engine.processes), engine)
 
     async def _free(self, processes: list[EngineProcess], engine: LocalEngine | None) -> None:
+        """Nothing but copies of ours touches what is staged only: that goes first."""
         if engine is not None:
+            await self._copied(engine)
+        staged = [process for process in processes if not process.segments.direct]
+        await self._unmap(staged)
+        if engine is not None and len(staged) < len(processes):
             await self._quiesce(engine)
+        await self._unmap([process for process in processes if process.segments.direct])
+
+    async def _unmap(self, processes: list[EngineProcess]) -> None:
         for process in processes:
             try:
                 await process.segments.unmap(self._transport)

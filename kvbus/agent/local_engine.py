@@ -85,6 +85,11 @@ class LocalEngine:
         return self.spec.num_ranks - len(known)
 
     @property
+    def places(self) -> set[str]:
+        """Where the memory of the ranks here is."""
+        return {rank.place for rank in self.ranks.values()}
+
+    @property
     def registrations(self) -> list[Registration]:
         """All memory of the engine, as NIXL knows it."""
         return [reg for rank in self.ordered_ranks() for reg in rank.registrations]

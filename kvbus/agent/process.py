@@ -14,8 +14,8 @@ import anyio
 import structlog
 
 from kvbus.agent.config import AgentConfig
+from kvbus.agent.places import StagingPlaces
 from kvbus.agent.runtime import Runtime, ServiceFactory
-from kvbus.agent.staging import StagingMemory
 from kvbus.bus import new_context
 from kvbus.protocol.engine import AgentRole
 from kvbus.transport import Transport, TransportLimits
@@ -39,13 +39,13 @@ async def run_agent(
         on_broken=_end_broken,
     )
     await asyncio.wrap_future(transport.start())
-    staging: StagingMemory | None = None
+    staging: StagingPlaces | None = None
     try:
         with (
             anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals,
             new_context() as context,
         ):
-            staging = await StagingMemory.of(config, transport)
+            staging = await StagingPlaces.open(config, transport)
             async with anyio.create_task_group() as tasks:
                 runtime = Runtime(role, config, boot, transport, tasks, staging)
                 await runtime.start(context, make_service)

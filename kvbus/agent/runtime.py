@@ -17,12 +17,13 @@ from kvbus.agent.bus_readings import BUS_READINGS, bus_readings
 from kvbus.agent.config import AgentConfig, advertised
 from kvbus.agent.engines import EngineDirectory
 from kvbus.agent.identity import AgentIdentity
+from kvbus.agent.intake import MemoryIntake
 from kvbus.agent.lag import watch_loop_lag
 from kvbus.agent.local_engine import LocalEngine
 from kvbus.agent.metrics import AgentMetrics
+from kvbus.agent.places import StagingPlaces
 from kvbus.agent.refusals import note_refusal, refuse
 from kvbus.agent.service import Agent, Service
-from kvbus.agent.staging import StagingMemory
 from kvbus.bus import (
     BusContext,
     Call,
@@ -61,7 +62,7 @@ class Runtime:
     boot: str
     transport: Transport
     tasks: TaskGroup
-    staging: StagingMemory | None = None
+    staging: StagingPlaces
     metrics: AgentMetrics = field(default_factory=AgentMetrics)
     draining: bool = False
     _service: Service | None = None
@@ -86,10 +87,12 @@ class Runtime:
         """Bind every socket, then let engines in."""
         engines = EngineDirectory(
             transport=self.transport,
+            intake=MemoryIntake(self.staging),
             metrics=self.metrics,
             tasks=self.tasks,
             on_ready=self._on_engine_ready,
             on_lost=self._on_engine_lost,
+            copied=self._copied,
             quiesce=self._quiesce,
         )
         attach = await self._listen(engines)
@@ -247,6 +250,9 @@ class Runtime:
     def _on_engine_lost(self, engine: LocalEngine) -> None:
         self._publish_engine("engine.lost", engine)
         self.service.on_engine_lost(engine)
+
+    async def _copied(self, engine: LocalEngine) -> None:
+        await self.service.copied(engine)
 
     async def _quiesce(self, engine: LocalEngine) -> None:
         await self.service.quiesce(engine)

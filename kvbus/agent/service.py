@@ -13,7 +13,7 @@ from kvbus.agent.engines import EngineDirectory
 from kvbus.agent.identity import AgentIdentity
 from kvbus.agent.local_engine import LocalEngine
 from kvbus.agent.metrics import AgentMetrics
-from kvbus.agent.staging import StagingMemory
+from kvbus.agent.places import StagingPlaces
 from kvbus.bus import BusContext, Call, EventPublisher
 from kvbus.transport import Transport
 
@@ -30,7 +30,7 @@ class Agent:
     context: BusContext
     tasks: TaskGroup
     loop: asyncio.AbstractEventLoop
-    staging: StagingMemory | None = None
+    staging: StagingPlaces
 
 
 class Service(Protocol):
@@ -49,6 +49,10 @@ class Service(Protocol):
 
     def on_engine_lost(self, engine: LocalEngine) -> None:
         """The engine is gone; what it asked for ends."""
+        ...
+
+    async def copied(self, engine: LocalEngine) -> None:
+        """Return when no copy can touch the memory of a lost engine any more."""
         ...
 
     async def quiesce(self, engine: LocalEngine) -> None:

@@ -5,14 +5,31 @@ which is only passed on here: `kvbus.memory` knows what to do with it.
 """
 
 import asyncio
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import anyio
 
-from kvbus.agent.config import AgentConfig
-from kvbus.errors import ErrorCode, GeometryError, LocalError
+from kvbus.errors import GeometryError
 from kvbus.memory.segment import SharedSegment
-from kvbus.transport import Registration, Transport
+from kvbus.transport import MemoryKind, Registration, Transport
+
+
+class SlotMemory(Protocol):
+    """What the slots are cut from."""
+
+    @property
+    def address(self) -> int:
+        """Where the first byte is in this process."""
+        ...
+
+    @property
+    def tensor(self) -> Any:
+        """All bytes, as a uint8 tensor."""
+        ...
+
+    def close(self) -> None:
+        """Give the memory back."""
+        ...
 
 
 class StagingMemory:
@@ -20,7 +37,7 @@ class StagingMemory:
 
     def __init__(
         self,
-        segment: SharedSegment,
+        segment: SlotMemory,
         registration: Registration,
         transport: Transport,
         *,
@@ -28,6 +45,8 @@ class StagingMemory:
     ) -> None:
         self.registration, self.slot_bytes = registration, slot_bytes
         self.num_slots = registration.size_bytes // slot_bytes
+        self.memory: MemoryKind = registration.memory
+        self.device = registration.device
         self._segment, self._transport = segment, transport
         self._tensor: Any = segment.tensor
 
@@ -46,14 +65,6 @@ class StagingMemory:
             segment.close()
             raise
         return cls(segment, registration, transport, slot_bytes=slot_bytes)
-
-    @classmethod
-    async def of(cls, config: AgentConfig, transport: Transport) -> Self | None:
-        """The memory that the configuration asks for, or None when it turns packing off."""
-        num_slots = config.staging_bytes // config.slot_bytes
-        if not num_slots:
-            return None
-        return await cls.open(transport, num_slots=num_slots, slot_bytes=config.slot_bytes)
 
     def address(self, slot: int) -> int:
         """Where slot number ``slot`` begins in this process."""
@@ -81,16 +92,6 @@ class StagingMemory:
         if not 0 <= slot < self.num_slots:
             raise GeometryError(f"slot {slot} of {self.num_slots} slots", slot=slot)
         return slot * self.slot_bytes
-
-
-def staging_of(staging: StagingMemory | None) -> StagingMemory:
-    """The memory; raises `LocalError` when the configuration turned packing off."""
-    if staging is None:
-        raise LocalError(
-            "this agent packs nothing: key 'staging_bytes' of its configuration is 0",
-            code=ErrorCode.CONFIG,
-        )
-    return staging
 
 
 def _make(size_bytes: int) -> SharedSegment:

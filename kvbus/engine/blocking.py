@@ -13,6 +13,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Generic, Protocol, Self, TypeVar
 
+import torch
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from kvbus.engine.decode import BlockIds, DecodeSession, Fetch
@@ -22,6 +23,7 @@ from kvbus.engine.prefill import Offer, PrefillSession
 from kvbus.engine.session import EngineSession, Others
 from kvbus.errors import ClosedError
 from kvbus.geometry import EngineSpec, KvLayout, RankSpec
+from kvbus.memory.cuda import CudaStorage
 from kvbus.memory.storage import SharedStorage
 from kvbus.protocol.engine import BlocksFreed, Fetched, Outcome, Released
 
@@ -104,17 +106,38 @@ class BlockingMemory(Blocking[MemorySession]):
             MemorySession(attach_path, engine, rank, attach_timeout_s=attach_timeout_s)
         )
 
-    def allocate(self, layout: KvLayout, *, num_blocks: int | Mapping[str, int]) -> KvCache:
+    def allocate(
+        self,
+        layout: KvLayout,
+        *,
+        num_blocks: int | Mapping[str, int],
+        device: torch.device | str = "cpu",
+        direct: bool = True,
+    ) -> KvCache:
         """`MemorySession.allocate`."""
-        return self.run(lambda: self.session.allocate(layout, num_blocks=num_blocks))
+        return self.run(
+            lambda: self.session.allocate(
+                layout, num_blocks=num_blocks, device=device, direct=direct
+            )
+        )
 
     def allocate_ring(self, num_blocks: Mapping[str, int]) -> HostBuffer:
         """`MemorySession.allocate_ring`."""
         return self.run(lambda: self.session.allocate_ring(num_blocks))
 
-    def register(self, rank: RankSpec, storages: Mapping[str, SharedStorage]) -> None:
+    def register(
+        self,
+        rank: RankSpec,
+        storages: Mapping[str, SharedStorage | CudaStorage],
+        *,
+        direct: bool = True,
+    ) -> None:
         """`MemorySession.register`."""
-        self.run(lambda: self.session.register(rank, storages))
+        self.run(lambda: self.session.register(rank, storages, direct=direct))
+
+    def record(self, stream: torch.cuda.Stream | None = None) -> None:
+        """`MemorySession.record`, for the stream of the thread that calls it."""
+        self.session.record(stream)
 
 
 class BlockingPrefill(Blocking[PrefillSession]):

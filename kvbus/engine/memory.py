@@ -12,11 +12,13 @@ from kvbus.engine.host.buffer import HostBuffer
 from kvbus.engine.host.sizing import RING_LAYOUT
 from kvbus.engine.region_tensor import region_tensor
 from kvbus.engine.session import EngineSession
-from kvbus.errors import GeometryError
+from kvbus.errors import GeometryError, LocalError, SegmentError
 from kvbus.geometry import EngineSpec, KvLayout, RankSpec, lay_out_rank
+from kvbus.memory.cuda import CudaStorage, EngineEvent, allocate_cuda
 from kvbus.memory.segment import SharedSegment
 from kvbus.memory.storage import SharedStorage
-from kvbus.protocol.engine import PassSegment, SegmentPassed
+from kvbus.protocol.engine import PassCuda, PassSegment, SegmentPassed
+from kvbus.protocol.message import Empty
 
 
 class KvCache:
@@ -63,15 +65,35 @@ class MemorySession(EngineSession):
             request_timeout_s=request_timeout_s,
         )
         self.rank = rank
-        self._segments: list[SharedSegment] = []
+        self._event: EngineEvent | None = None
 
-    async def allocate(self, layout: KvLayout, *, num_blocks: int | Mapping[str, int]) -> KvCache:
+    async def allocate(
+        self,
+        layout: KvLayout,
+        *,
+        num_blocks: int | Mapping[str, int],
+        device: torch.device | str = "cpu",
+        direct: bool = True,
+    ) -> KvCache:
         """Allocate the rank's whole KV cache, zeroed, and register it.
 
-        ``num_blocks`` is that of every group, or by group.
-        Raises `SegmentError` when there is not enough memory.
+        ``num_blocks`` is that of every group, or by group. With ``direct`` False the memory is
+        staged only: NIXL, and so a NIC, never pins it, and its KV goes through the agent's slots.
+        That of a CUDA ``device`` always is; see `record`. Raises `SegmentError` when there is not
+        enough memory, or no such device.
         """
-        rank, segment = await self._allocate(layout, num_blocks)
+        rank = lay_out_rank(self.engine, self.rank, layout, num_blocks=num_blocks)
+        where = torch.device(device)
+        if where.type == "cuda":
+            storage = allocate_cuda(rank.segments[0].size_bytes, where)
+            await self.register(rank, {rank.segments[0].segment_id: storage})
+            return KvCache(self.engine, rank, storage.tensor)
+        if where.type != "cpu":
+            raise SegmentError(
+                f"no agent can open memory of {where}: use cpu, a cuda device, or a ring of host "
+                "blocks"
+            )
+        segment = await self._share(rank, direct=direct)
         return KvCache(self.engine, rank, segment.tensor)
 
     async def allocate_ring(self, num_blocks: Mapping[str, int]) -> HostBuffer:
@@ -79,30 +101,64 @@ class MemorySession(EngineSession):
 
         For an engine whose own cache no agent can map. Raises `SegmentError`, as `allocate` does.
         """
-        return HostBuffer(self.engine, *await self._allocate(RING_LAYOUT, num_blocks))
+        rank = lay_out_rank(self.engine, self.rank, RING_LAYOUT, num_blocks=num_blocks)
+        return HostBuffer(self.engine, rank, await self._share(rank, direct=True))
 
-    async def register(self, rank: RankSpec, storages: Mapping[str, SharedStorage]) -> None:
-        """Register memory that the engine already had and moved with `share_tensor`.
+    async def register(
+        self,
+        rank: RankSpec,
+        storages: Mapping[str, SharedStorage | CudaStorage],
+        *,
+        direct: bool = True,
+    ) -> None:
+        """Register memory that the engine already had, and shared with `share_tensor`.
 
-        ``storages`` are by segment id, as the regions of ``rank`` name them.
+        ``storages`` are by segment id, as the regions of ``rank`` name them; ``direct`` as for
+        `allocate`. Those of a GPU are kept until the session is closed.
         """
         if {segment.segment_id for segment in rank.segments} != storages.keys():
             raise GeometryError("storages and the rank's segments have different ids")
         for segment_id, storage in storages.items():
-            await self._pass(segment_id, storage.fd, storage.size_bytes)
+            if isinstance(storage, CudaStorage):
+                await self._pass_cuda(segment_id, storage)
+            else:
+                await self._pass(segment_id, storage.fd, storage.size_bytes, direct=direct)
         await self._register(rank)
 
-    async def _allocate(
-        self, layout: KvLayout, num_blocks: int | Mapping[str, int]
-    ) -> tuple[RankSpec, SharedSegment]:
-        rank = lay_out_rank(self.engine, self.rank, layout, num_blocks=num_blocks)
+    def record(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Mark what ``stream``, or the current one, of the rank's GPU was given so far.
+
+        Call it before each `offer`, `extend`, `seal` and `fetch` that is about this rank's blocks:
+        the agent copies after that work, so the engine need not wait for its GPU. It returns at
+        once. Raises `LocalError` for a rank without CUDA memory.
+        """
+        if self._event is None:
+            raise LocalError("record() is for a rank with CUDA memory, which this session has not")
+        self._event.record(stream)
+
+    async def _share(self, rank: RankSpec, *, direct: bool) -> SharedSegment:
+        """New shared memory for all of the rank, registered."""
         wanted = rank.segments[0]
         segment = SharedSegment(wanted.size_bytes, name=f"kvbus-{self.engine.engine_id}")
         self._exit.callback(segment.close)
-        await self._pass(wanted.segment_id, segment.fd, segment.size_bytes)
+        await self._pass(wanted.segment_id, segment.fd, segment.size_bytes, direct=direct)
         await self._register(rank)
-        return rank, segment
+        return segment
 
-    async def _pass(self, segment_id: str, fd: int, size_bytes: int) -> None:
-        message = PassSegment(segment_id=segment_id, size_bytes=size_bytes)
+    async def _pass_cuda(self, segment_id: str, storage: CudaStorage) -> None:
+        if self._event is None:
+            self._event = EngineEvent(storage.ordinal)
+        message = PassCuda(
+            segment_id=segment_id,
+            device=storage.device,
+            handle=storage.handle,
+            offset_bytes=storage.offset_bytes,
+            size_bytes=storage.size_bytes,
+            event=self._event.handle,
+        )
+        self._exit.callback(storage.close)
+        await self._call(message, Empty)
+
+    async def _pass(self, segment_id: str, fd: int, size_bytes: int, *, direct: bool) -> None:
+        message = PassSegment(segment_id=segment_id, size_bytes=size_bytes, direct=direct)
         await self._call(message, SegmentPassed, (fd,))

@@ -26,7 +26,7 @@ from kvbus.geometry import (
 from kvbus.memory.grids import Grid
 from kvbus.memory.paged import PagedMemory
 from kvbus.memory.tiles import WIDEST_BYTES, TileAxis, units_view, words_of
-from kvbus.memory.units import SlotSteps, Starts, Units, cut_into_units
+from kvbus.memory.units import Numbers, SlotSteps, Starts, Units, cut_into_units
 
 LARGE_UNIT_BYTES = 128 << 10
 """Units from here on are scattered one by one; `index_copy_` moves all word by word."""
@@ -49,23 +49,33 @@ class _Move(NamedTuple):
 
     rank: torch.Tensor
     slot: torch.Tensor
-    chosen: torch.Tensor | None
+    chosen: Numbers | None
 
 
 def gather(memory: PagedMemory, table: BlockTable, box: Box, slot: Slot) -> int:
     """Copy ``box`` from the rank's blocks into ``slot``; returns the number of bytes.
 
+    A slot on another device than the rank's is filled in one piece, from one beside the rank.
     Raises `GeometryError` when the rank, the table or the slot does not have all of the box.
     """
-    return _copy(_gather, memory, table, box=box, slot=slot)
+    if slot.buffer.device == memory.device:
+        return _copy(_gather, memory, table, box=box, slot=slot)
+    near = _near(memory, box, slot)
+    num_bytes = _copy(_gather, memory, table, box=box, slot=near)
+    slot.buffer[: near.buffer.numel()].copy_(near.buffer, non_blocking=True)
+    return num_bytes
 
 
 def scatter(memory: PagedMemory, table: BlockTable, box: Box, slot: Slot) -> int:
     """Copy ``box`` from ``slot`` into the rank's blocks; returns the number of bytes.
 
-    Nothing else in the blocks changes. Raises `GeometryError` as `gather` does.
+    Nothing else in the blocks changes. Slots and errors are as for `gather`.
     """
-    return _copy(_scatter, memory, table, box=box, slot=slot)
+    if slot.buffer.device == memory.device:
+        return _copy(_scatter, memory, table, box=box, slot=slot)
+    near = _near(memory, box, slot)
+    near.buffer.copy_(slot.buffer[: near.buffer.numel()], non_blocking=True)
+    return _copy(_scatter, memory, table, box=box, slot=near)
 
 
 def zero_positions(memory: PagedMemory, table: BlockTable, start: int, stop: int) -> None:
@@ -89,7 +99,7 @@ def zero_positions(memory: PagedMemory, table: BlockTable, start: int, stop: int
             if starts.chosen is None:
                 view.zero_()
             else:
-                view.index_fill_(0, torch.from_numpy(starts.chosen), 0)
+                view.index_fill_(0, _index(starts.chosen, view), 0)
 
 
 def _copy(
@@ -110,7 +120,7 @@ def _gather(move: _Move) -> None:
     if move.chosen is None:
         move.slot.copy_(move.rank)
     else:
-        torch.index_select(move.rank, 0, move.chosen, out=move.slot)
+        torch.index_select(move.rank, 0, _index(move.chosen, move.rank), out=move.slot)
 
 
 def _scatter(move: _Move) -> None:
@@ -120,7 +130,20 @@ def _scatter(move: _Move) -> None:
         targets = [move.rank[unit] for unit in move.chosen.tolist()]
         torch._foreach_copy_(targets, list(move.slot.unbind(0)))
     else:
-        move.rank.index_copy_(0, move.chosen, move.slot)
+        move.rank.index_copy_(0, _index(move.chosen, move.rank), move.slot)
+
+
+def _index(chosen: Numbers, of: torch.Tensor) -> torch.Tensor:
+    """Indices for a tensor, on its device."""
+    index = torch.from_numpy(chosen)
+    return index if of.device.type == "cpu" else index.to(of.device)
+
+
+def _near(memory: PagedMemory, box: Box, slot: Slot) -> Slot:
+    """A slot for the box on the rank's device; raises `GeometryError` when it has no room there."""
+    needed = _check_room(memory, box, slot)
+    buffer = torch.empty(needed, dtype=torch.uint8, device=memory.device)
+    return Slot(buffer, slot.order)
 
 
 def _moves(memory: PagedMemory, table: BlockTable, box: Box, slot: Slot) -> Iterator[_Move]:
@@ -156,13 +179,7 @@ class _Placed(NamedTuple):
 
 def _place(memory: PagedMemory, box: Box, slot: Slot) -> _Placed:
     region = slot_region(memory.group, box, slot.order)
-    needed = slot_bytes(memory.group, box, slot.order)
-    if needed > slot.buffer.numel():
-        raise GeometryError(
-            f"box takes {needed} bytes, its staging slot has {slot.buffer.numel()}",
-            needed_bytes=needed,
-            given_bytes=slot.buffer.numel(),
-        )
+    _check_room(memory, box, slot)
     steps = {axis.name: axis.stride_bytes for axis in region.axes}
     positions = SlotSteps(
         block_bytes=steps[AxisName.BLOCK],
@@ -186,6 +203,18 @@ def _place(memory: PagedMemory, box: Box, slot: Slot) -> _Placed:
         ),
         positions=positions,
     )
+
+
+def _check_room(memory: PagedMemory, box: Box, slot: Slot) -> int:
+    """How many bytes of the slot the box takes; raises `GeometryError` when they are not there."""
+    needed = slot_bytes(memory.group, box, slot.order)
+    if needed > slot.buffer.numel():
+        raise GeometryError(
+            f"box takes {needed} bytes, its staging slot has {slot.buffer.numel()}",
+            needed_bytes=needed,
+            given_bytes=slot.buffer.numel(),
+        )
+    return needed
 
 
 def _move(
@@ -216,5 +245,5 @@ def _move(
             shape=tile.shape,
             strides=tile.slot_strides,
         ),
-        None if starts.chosen is None else torch.from_numpy(starts.chosen),
+        starts.chosen,
     )

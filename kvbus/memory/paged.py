@@ -33,6 +33,10 @@ class PagedMemory:
             _check_extent(region, DTYPE_SIZES_BYTES[group.dtype], buffers)
         places = places_of(own)
         self.group = group
+        self.device = next(
+            (buffers[region.segment_id].device for region in own), torch.device("cpu")
+        )
+        """Where the memory is; all of it is in one place."""
         self._buffers = dict(buffers)
         self._num_blocks = min((region.size(AxisName.BLOCK) for region in own), default=0)
         self._layers = tuple(sorted({layer for layer, _ in places}))

@@ -1,4 +1,4 @@
-"""Moves a CPU tensor that an engine already owns into shared memory, in place.
+"""Moves a CPU tensor that an engine already owns into shared memory, in place; a GPU's stays.
 
 Refuses memory that torch does not own alone: moving it would silently cut it from numpy, from a
 library or from other processes.
@@ -15,6 +15,7 @@ from typing import Self
 import torch
 
 from kvbus.errors import ClosedError, GeometryError, SegmentError
+from kvbus.memory.cuda import CudaStorage, share_cuda_tensor
 from kvbus.memory.room import check_memory
 
 _SHARED_MEMORY_FOLDER = Path("/dev/shm")  # noqa: S108 - where shm_open, and so torch, puts files
@@ -70,9 +71,10 @@ class SharedStorage:
             self.close()
 
 
-def share_tensor(tensor: torch.Tensor) -> SharedStorage:
+def share_tensor(tensor: torch.Tensor) -> SharedStorage | CudaStorage:
     """Move the tensor's whole storage to shared memory; every view of it follows.
 
+    One on a GPU stays where it is: what is returned says how the agent opens it.
     Values, shapes, strides and Python identities stay, and so do parameters and gradients.
     ``data_ptr()`` changes: read it again afterwards, and share before anything keeps the raw
     address (a DLPack export, a compiled graph, a pinned registration) and while nobody writes. The
@@ -80,6 +82,8 @@ def share_tensor(tensor: torch.Tensor) -> SharedStorage:
     A storage that this function shared before is not moved again: its views get the same segment.
     Raises ``SegmentError``.
     """
+    if tensor.device.type == "cuda":
+        return share_cuda_tensor(tensor)
     storage = _movable_storage(tensor)
     try:
         fd, _ = storage._share_fd_cpu_()  # torch keeps this descriptor for itself
@@ -91,12 +95,12 @@ def share_tensor(tensor: torch.Tensor) -> SharedStorage:
         ) from error
 
 
-def share_tensors(tensors: Iterable[torch.Tensor]) -> list[SharedStorage]:
+def share_tensors(tensors: Iterable[torch.Tensor]) -> list[SharedStorage | CudaStorage]:
     """Share all, one entry for each distinct storage in order of appearance; all or none is open.
 
     Raises ``SegmentError``; what was moved by then stays moved.
     """
-    shared: dict[int, SharedStorage] = {}
+    shared: dict[int, SharedStorage | CudaStorage] = {}
     try:
         for tensor in tensors:
             if _storage_of(tensor).data_ptr() not in shared:
@@ -110,9 +114,10 @@ def share_tensors(tensors: Iterable[torch.Tensor]) -> list[SharedStorage]:
 
 
 def _storage_of(tensor: torch.Tensor) -> torch.UntypedStorage:
-    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+    if tensor.device.type not in ("cpu", "cuda") or tensor.layout is not torch.strided:
         raise SegmentError(
-            f"only dense CPU tensors can be shared, not {tensor.layout} on {tensor.device}"
+            f"only dense tensors of a CPU or a CUDA GPU can be shared, not {tensor.layout} on "
+            f"{tensor.device}"
         )
     return tensor.untyped_storage()
 

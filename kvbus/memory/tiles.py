@@ -62,7 +62,8 @@ def words_of(buffer: torch.Tensor, word_bytes: int) -> torch.Tensor:
     """All of the buffer's storage as words, what lies before the buffer included."""
     storage = buffer.untyped_storage()
     num_words = storage.nbytes() // word_bytes
-    return torch.empty(0, dtype=WORDS[word_bytes]).set_(storage, 0, (num_words,), (1,))
+    words = torch.empty(0, dtype=WORDS[word_bytes], device=storage.device)
+    return words.set_(storage, 0, (num_words,), (1,))
 
 
 def units_view(

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 
 from kvbus.errors import GeometryError
+from kvbus.memory.cuda_mapping import CudaMapping
 from kvbus.memory.mapping import SegmentMapping
 
 _DTYPES = {
@@ -39,8 +40,10 @@ def dtype_name(dtype: torch.dtype) -> str:
         raise GeometryError(f"{dtype} is none of {', '.join(_DTYPES)}") from None
 
 
-def mapping_tensor(mapping: SegmentMapping) -> torch.Tensor:
+def mapping_tensor(mapping: SegmentMapping | CudaMapping) -> torch.Tensor:
     """Return all bytes of the mapping as a writable uint8 tensor."""
+    if isinstance(mapping, CudaMapping):
+        return mapping.tensor
     return torch.from_numpy(mapping.view())
 
 
@@ -67,7 +70,7 @@ def region_view(
         )
     start_bytes = int(buffer.storage_offset()) + offset_bytes
     _check_alignment([start_bytes, buffer.data_ptr() + offset_bytes, *strides_bytes], dtype)
-    return torch.empty(0, dtype=dtype).set_(
+    return torch.empty(0, dtype=dtype, device=buffer.device).set_(
         buffer.untyped_storage(),
         start_bytes // dtype.itemsize,
         tuple(shape),

@@ -36,17 +36,20 @@ class FetchWork:
     """What fetches of ``shares`` are, between ranks that are given by number.
 
     Made once for each peer, as shapes are constant; `shape` is called for each fetch. Addresses of
-    the ranks do not matter.
+    the ranks do not matter, but for whether there are any.
     """
 
     def __init__(self, prefill: Ranks, decode: Ranks, shares: Iterable[Share]) -> None:
         self._sizes = Counter[_Size]()
         self._least_box_bytes = {Path.PACKED: 1, Path.REORDERED: 1}
-        self._can_reorder = True
+        self._can_direct = self._can_reorder = True
         self._direct, self._gather, self._scatter = _Runs(), _Runs(), _Runs()
         self._reordered_gather, self._reordered_read = _Runs(), _Runs()
         for share in shares:
-            self._add(prefill[share.holder], decode[share.reader], share)
+            holder, reader = prefill[share.holder], decode[share.reader]
+            self._can_direct &= holder.direct and reader.direct
+            self._can_reorder &= reader.direct
+            self._add(holder.somewhere(), reader.somewhere(), share)
 
     def least_box_bytes(self, path: Path) -> int:
         """The smallest box that `cut_into_boxes` can make of every share; 1 when there is none."""
@@ -56,7 +59,8 @@ class FetchWork:
         """What a fetch of these positions is on each path.
 
         None for paths in boxes when nothing is moved, or when their least box is larger than
-        ``slot_bytes``; for the reordered path also when a reader's regions have different orders.
+        ``slot_bytes``; for the reordered path also when a reader's regions have different orders or
+        it is staged only; for the direct path when either side is.
         """
         num_bytes = sum(size.num_bytes(spans) * times for size, times in self._sizes.items())
         num_shares = sum(n for size, n in self._sizes.items() if size.num_bytes(spans))
@@ -65,7 +69,9 @@ class FetchWork:
             for least in self._least_box_bytes.values()
         )
         return FetchShape(
-            direct=DirectWork(num_bytes=num_bytes, num_descriptors=self._direct.count(spans)),
+            direct=DirectWork(num_bytes=num_bytes, num_descriptors=self._direct.count(spans))
+            if self._can_direct
+            else None,
             packed=self._packed(spans, num_bytes, num_shares) if packed else None,
             reordered=self._reordered(spans, num_bytes, num_shares)
             if reordered and self._can_reorder

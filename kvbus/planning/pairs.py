@@ -22,11 +22,26 @@ Offsets = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class PlacedRank:
-    """A rank of an engine, and the address at which its agent has mapped each segment."""
+    """A rank of an engine, and the address at which its agent has mapped each segment.
+
+    Without addresses it is staged only: no READ can start or end in its blocks.
+    """
 
     engine: EngineSpec
     rank: RankSpec
     addresses: Mapping[str, int]
+
+    @property
+    def direct(self) -> bool:
+        """Whether READs can start or end in its blocks."""
+        return bool(self.addresses)
+
+    def somewhere(self) -> "PlacedRank":
+        """The rank with addresses, be they made up: for questions where these do not matter."""
+        if self.direct:
+            return self
+        at_zero = {segment.segment_id: 0 for segment in self.rank.segments}
+        return PlacedRank(self.engine, self.rank, at_zero)
 
 
 class Strides(NamedTuple):

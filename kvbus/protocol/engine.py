@@ -11,6 +11,7 @@ import msgspec
 from kvbus.geometry import BlockTable, EngineSpec, RankSpec
 from kvbus.protocol.message import Empty, Id, Message, Seconds, Size, Text, Tokens
 
+CudaHandle = Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
 Tables = Annotated[dict[Id, BlockTable], msgspec.Meta(max_length=64)]
 
 
@@ -62,13 +63,36 @@ class SegmentPassed(Message, frozen=True):
 
 
 class PassSegment(Message, frozen=True):
-    """Passes one file descriptor of shared memory, of at least ``size_bytes``."""
+    """Passes one file descriptor of shared memory, of at least ``size_bytes``.
+
+    With ``direct`` False no peer and no NIC reads or writes it: a rank with such a segment is
+    *staged only*, its KV goes through the agent's slots.
+    """
 
     op: ClassVar[str] = "segment"
     reply: ClassVar[type[Message]] = SegmentPassed
 
     segment_id: Id
     size_bytes: Annotated[int, msgspec.Meta(ge=1, le=2**62)]
+    direct: bool = True
+
+
+class PassCuda(Message, frozen=True):
+    """Passes memory of a GPU, by the handles of CUDA's driver; the rank is staged only.
+
+    ``event`` is one that the engine records before it says that KV is ready, or that its blocks
+    may be written; None when it waits for its GPU work before it says so.
+    """
+
+    op: ClassVar[str] = "cuda"
+    reply: ClassVar[type[Message]] = Empty
+
+    segment_id: Id
+    device: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+    handle: CudaHandle
+    offset_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+    size_bytes: Annotated[int, msgspec.Meta(ge=1, le=2**62)]
+    event: CudaHandle | None = None
 
 
 class AgentRanks(msgspec.Struct, frozen=True):
@@ -273,7 +297,7 @@ class Ping(Message, frozen=True):
     reply: ClassVar[type[Message]] = Empty
 
 
-ATTACH_REQUESTS: tuple[type[Message], ...] = (Hello, PassSegment)
+ATTACH_REQUESTS: tuple[type[Message], ...] = (Hello, PassSegment, PassCuda)
 ENGINE_REQUESTS: tuple[type[Message], ...] = (
     Register,
     AwaitReady,

@@ -20,7 +20,8 @@ from kvbus.protocol.staging import Pack, Unpack
 class EngineMemory(msgspec.Struct, frozen=True):
     """The ranks of one engine that an agent has, and where each segment lies in its addresses.
 
-    ``addresses[r][segment_id]`` belongs to ``ranks[r]``; empty on the side that only describes.
+    ``addresses[r][segment_id]`` belongs to ``ranks[r]``; empty on the side that only describes. A
+    rank without addresses is staged only: it can be read in boxes, with `Pack`, and no other way.
     """
 
     engine: EngineSpec
@@ -33,6 +34,7 @@ class HandshakeDone(Message, frozen=True):
 
     ``memory_id`` stands for the processes of these ranks. ``others`` are the agents that have the
     rest, each to be shaken hands with. ``slot_bytes`` is the largest box of a `Pack`.
+    ``nixl_metadata`` has one blob for each kind of memory.
     """
 
     protocol: int
@@ -40,7 +42,7 @@ class HandshakeDone(Message, frozen=True):
     memory: EngineMemory
     memory_id: Id
     nixl_agent: Id
-    nixl_metadata: bytes
+    nixl_metadata: Annotated[tuple[bytes, ...], msgspec.Meta(min_length=1, max_length=8)]
     events_endpoint: Id
     max_lease_s: Seconds
     slot_bytes: Size = 0

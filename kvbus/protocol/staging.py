@@ -3,7 +3,7 @@
 Refuses nothing itself; types and ranges are in the annotations, meaning is the agent's to check.
 """
 
-from typing import Annotated, ClassVar
+from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
@@ -17,6 +17,7 @@ SlotIds = Annotated[tuple[SlotId, ...], msgspec.Meta(max_length=1024)]
 class Packed(Message, frozen=True):
     """Reply to `Pack`: the box lies at ``address`` of the prefill agent, in the order asked for.
 
+    ``memory`` and ``device`` are what NIXL calls the kind of memory, and the device that it is of.
     The slot is the reader's until ``slot_lease_s`` after the request was received, or until the
     lease of the offer ends; what is read from it later is not valid.
     """
@@ -25,6 +26,8 @@ class Packed(Message, frozen=True):
     address: Address
     num_bytes: Size
     slot_lease_s: Seconds
+    memory: Literal["DRAM", "VRAM"] = "DRAM"
+    device: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 0
 
 
 class Pack(Message, frozen=True):

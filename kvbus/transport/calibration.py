@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbus.errors import ErrorCode, LocalError, TransferFailed
-from kvbus.transport.facts import ReadOutcome, ReadStatus
+from kvbus.transport.facts import MemoryKind, ReadOutcome, ReadStatus
 from kvbus.transport.slicing import Rows
 from kvbus.transport.transport import Transport
 
@@ -34,7 +34,23 @@ ROUNDS = 5
 CLOSE_TIMEOUT_S = 0.2
 
 Result = TypeVar("Result")
-Memory = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Area:
+    """Memory of `NUM_PLACES` x `LONG_BYTES` to measure with; ``owner`` keeps it alive."""
+
+    address: int
+    size_bytes: int
+    device: int
+    memory: MemoryKind
+    owner: object
+
+    @classmethod
+    def in_host(cls) -> "Area":
+        """Ones: untouched zeros would all be one page, which the cache holds."""
+        ones: npt.NDArray[np.uint8] = np.ones(NUM_PLACES * LONG_BYTES, np.uint8)
+        return cls(ones.ctypes.data, ones.size, 0, "DRAM", ones)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +69,7 @@ def measure_reads(name: str, *, timeout_s: float = 1.0, budget_s: float = 0.2) -
     counts. Raises `LocalError` (timeout) after ``timeout_s``, `TransferFailed`, `SegmentError`.
     """
     deadline = time.perf_counter() + timeout_s
-    with _pair(name, deadline) as pair:
+    with _pair(name, deadline, Area.in_host(), Area.in_host()) as pair:
         pair.measure()  # connects, and takes the faults of pages
         stop_at = time.perf_counter() + budget_s
         best = pair.measure()
@@ -62,6 +78,16 @@ def measure_reads(name: str, *, timeout_s: float = 1.0, budget_s: float = 0.2) -
                 break
             best = [min(times) for times in zip(best, pair.measure(), strict=True)]
     return fit_reads(few_s=best[0], many_s=best[1], long_s=best[2])
+
+
+def measure_wire(name: str, to: Area, at: Area, *, timeout_s: float = 10.0) -> float:
+    """Bytes per second of long READs between two areas: the best of a few rounds.
+
+    Raises `LocalError` (timeout) after ``timeout_s``, `TransferFailed`, `SegmentError`.
+    """
+    with _pair(name, time.perf_counter() + timeout_s, to, at) as pair:
+        pair.long_s()  # connects, and takes the faults of pages
+        return LONG_BYTES / min(pair.long_s() for _ in range(ROUNDS))
 
 
 def fit_reads(*, few_s: float, many_s: float, long_s: float) -> ReadRates:
@@ -82,24 +108,31 @@ def fit_reads(*, few_s: float, many_s: float, long_s: float) -> ReadRates:
 class _Pair:
     """A reader, the peer that it reads from, and memory of both."""
 
-    def __init__(self, reader: Transport, target: Transport, deadline: float) -> None:
+    def __init__(
+        self, reader: Transport, target: Transport, deadline: float, areas: tuple[Area, Area]
+    ) -> None:
         self._reader, self._target, self._deadline = reader, target, deadline
-        # Ones: untouched zeros would all be one page, which the cache holds.
-        self._to = np.ones(NUM_PLACES * LONG_BYTES, np.uint8)
-        self._at = np.ones(NUM_PLACES * LONG_BYTES, np.uint8)
+        self._to, self._at = areas
 
     def connect(self) -> None:
-        for transport, memory in ((self._reader, self._to), (self._target, self._at)):
-            self._wait(transport.register(memory.ctypes.data, memory.size))
+        for transport, area in ((self._reader, self._to), (self._target, self._at)):
+            future = transport.register(
+                area.address, area.size_bytes, device=area.device, memory=area.memory
+            )
+            self._wait(future)
         metadata = self._wait(self._target.metadata())
         self._peer = self._wait(self._reader.add_peer(metadata))
 
     def measure(self) -> list[float]:
         """Seconds of one short descriptor, of `MANY`, and of a long one, the mean of all places."""
         few, many = _rows(1, 1, 1), _rows(MANY, MANY_BYTES, MANY_STRIDE_BYTES)
+        long_s = self.long_s()
+        return [self.read_s(few), self.read_s(many), long_s]
+
+    def long_s(self) -> float:
+        """Seconds of one long descriptor, the mean of all places."""
         long = _rows(NUM_PLACES, LONG_BYTES, LONG_BYTES)
-        long_s = [self.read_s(long[place : place + 1]) for place in range(NUM_PLACES)]
-        return [self.read_s(few), self.read_s(many), sum(long_s) / NUM_PLACES]
+        return sum(self.read_s(long[n : n + 1]) for n in range(NUM_PLACES)) / NUM_PLACES
 
     def read_s(self, rows: Rows) -> float:
         """Seconds of one READ of ``rows``, whose addresses are offsets, from here to its end."""
@@ -108,7 +141,14 @@ class _Pair:
         # The callback keeps the memory for as long as a handle may write into it.
         on_end: Callable[[ReadOutcome], None] = partial(_end, ended, (self._to, self._at))
         started_at = time.perf_counter()
-        self._reader.read(self._peer, local, remote, on_end=on_end)
+        self._reader.read(
+            self._peer,
+            local,
+            remote,
+            on_end=on_end,
+            local_memory=self._to.memory,
+            remote_memory=self._at.memory,
+        )
         outcome = self._wait(ended)
         if outcome.status is not ReadStatus.DONE:
             raise TransferFailed(f"a calibration read {outcome.status.value}: {outcome.error}")
@@ -119,14 +159,14 @@ class _Pair:
 
 
 @contextlib.contextmanager
-def _pair(name: str, deadline: float) -> Iterator[_Pair]:
+def _pair(name: str, deadline: float, to: Area, at: Area) -> Iterator[_Pair]:
     with (
         _transport(f"{name}/calibration/reader", deadline) as reader,
         _transport(f"{name}/calibration/target", deadline) as target,
         reader.demand_progress(),
         target.demand_progress(),
     ):
-        pair = _Pair(reader, target, deadline)
+        pair = _Pair(reader, target, deadline, (to, at))
         pair.connect()
         yield pair
 
@@ -151,7 +191,7 @@ def _wait(future: Future[Result], deadline: float) -> Result:
         raise LocalError("NIXL was not measured in time", code=ErrorCode.TIMEOUT) from error
 
 
-def _end(ended: Future[ReadOutcome], _: tuple[Memory, Memory], outcome: ReadOutcome) -> None:
+def _end(ended: Future[ReadOutcome], _: tuple[Area, Area], outcome: ReadOutcome) -> None:
     ended.set_result(outcome)
 
 
@@ -162,7 +202,8 @@ def _rows(num: int, size_bytes: int, stride_bytes: int) -> Rows:
     return rows
 
 
-def _moved(rows: Rows, memory: Memory) -> Rows:
+def _moved(rows: Rows, area: Area) -> Rows:
     moved = rows.copy()
-    moved[:, 0] += np.uint64(memory.ctypes.data)
+    moved[:, 0] += np.uint64(area.address)
+    moved[:, 2] = area.device
     return moved

@@ -3,7 +3,7 @@
 Refuses to share sessions between tasks, as what they hold is given back by the task that took it.
 """
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 
@@ -28,6 +28,7 @@ class RankSession:
     rank: int
     layout: KvLayout
     num_blocks: int
+    direct: bool = True
     cache: KvCache | None = None
     leave: anyio.Event = field(default_factory=anyio.Event)
     left: anyio.Event = field(default_factory=anyio.Event)
@@ -35,7 +36,10 @@ class RankSession:
     async def run(self, *, task_status: TaskStatus[KvCache] = anyio.TASK_STATUS_IGNORED) -> None:
         """Attach and register, then stay until told to leave; the agent may be gone by then."""
         async with MemorySession(self.agent.attach, self.spec, self.rank) as memory:
-            task_status.started(await memory.allocate(self.layout, num_blocks=self.num_blocks))
+            cache = await memory.allocate(
+                self.layout, num_blocks=self.num_blocks, direct=self.direct
+            )
+            task_status.started(cache)
             await self.leave.wait()
         self.left.set()
 
@@ -56,7 +60,7 @@ class SpreadEngine(Engine):
     async def bring_back(self, rank: int) -> None:
         """Attach a lost last rank again, with new memory."""
         old = self.sessions[rank]
-        new = RankSession(old.agent, old.spec, rank, old.layout, old.num_blocks)
+        new = RankSession(old.agent, old.spec, rank, old.layout, old.num_blocks, old.direct)
         self.sessions[rank] = new
         self.caches.append(await self.tasks.start(new.run))
 
@@ -69,14 +73,19 @@ async def spread_engine(
     *,
     layout: KvLayout = NHD,
     num_blocks: int = NUM_BLOCKS,
+    staged: Collection[int] = (),
     seed: int = 0,
 ) -> AsyncIterator[SpreadEngine]:
-    """A registered engine; ``agents`` are those of its ranks, the first of all is its home."""
+    """A registered engine; ``agents`` are those of its ranks, the first of all is its home.
+
+    The ranks in ``staged`` are staged only.
+    """
     spec = spec or make_spec(tp=len(agents))
     home = agents[0]
     async with kind(home.attach, spec) as control, anyio.create_task_group() as tasks:
         sessions = [
-            RankSession(agent, spec, rank, layout, num_blocks) for rank, agent in enumerate(agents)
+            RankSession(agent, spec, rank, layout, num_blocks, rank not in staged)
+            for rank, agent in enumerate(agents)
         ]
         caches = [await tasks.start(session.run) for session in sessions]
         await control.register(others=others_of(agents))

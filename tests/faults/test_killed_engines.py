@@ -84,13 +84,16 @@ def num_mappings_of(engine_id: str) -> int:
     return found
 
 
-async def test_a_killed_prefill_engine_fails_its_reader_and_its_memory_is_gone(slow, start_engine):
+@pytest.mark.parametrize("role", ["prefill", "staged-prefill"])
+async def test_a_killed_prefill_engine_fails_its_reader_and_its_memory_is_gone(
+    slow, start_engine, role
+):
     prefill, decode = slow.all
     spec = make_spec(groups=(LARGE,))
     async with engine(
         DecodeSession, decode.attach, make_spec(groups=(LARGE,)), num_blocks=NUM_LARGE_BLOCKS
     ) as target:
-        doomed = start_engine(prefill, spec.engine_id, "prefill")
+        doomed = start_engine(prefill, spec.engine_id, role)
         ticket = doomed.said()
         num_tokens = ticket["num_tokens"]
         ours = target.some_blocks(6, num_tokens)
@@ -115,8 +118,9 @@ async def test_a_killed_prefill_engine_fails_its_reader_and_its_memory_is_gone(s
         assert (await failure_of(old)).code in (ErrorCode.STALE, ErrorCode.ENGINE_UNKNOWN)
 
 
+@pytest.mark.parametrize("role", ["decode", "staged-decode"])
 async def test_a_killed_decode_engine_gives_the_offer_back_and_its_memory_is_gone(
-    slow, start_engine
+    slow, start_engine, role
 ):
     prefill, decode = slow.all
     spec = make_spec(groups=(LARGE,))
@@ -126,7 +130,7 @@ async def test_a_killed_decode_engine_gives_the_offer_back_and_its_memory_is_gon
         num_tokens = NUM_LARGE_BLOCKS * LARGE.block_size
         theirs = source.some_blocks(5, num_tokens)
         offer = await source.prefill.offer("r", num_tokens=num_tokens, block_ids=theirs)
-        doomed = start_engine(decode, spec.engine_id, "decode", json.dumps(offer.ticket))
+        doomed = start_engine(decode, spec.engine_id, role, json.dumps(offer.ticket))
         doomed.said()
         await until(lambda: decode.metric("outstanding_handles") > 0)
         mapped_before = num_mappings_of(spec.engine_id)

@@ -109,8 +109,8 @@ def refused_tensors() -> dict[str, tuple[Callable[[], torch.Tensor], str]]:
         return tensor
 
     return {
-        "meta": (lambda: torch.zeros(8, device="meta"), "only dense CPU"),
-        "sparse": (lambda: torch.eye(4).to_sparse(), "only dense CPU"),
+        "meta": (lambda: torch.zeros(8, device="meta"), "only dense tensors of a CPU"),
+        "sparse": (lambda: torch.eye(4).to_sparse(), "only dense tensors of a CPU"),
         "empty": (lambda: torch.zeros(0), "empty"),
         "of numpy": (lambda: torch.from_numpy(np.zeros(8)), "does not own"),
         "seen by numpy": (seen_by_numpy, "does not own"),

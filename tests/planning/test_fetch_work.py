@@ -285,6 +285,26 @@ def test_a_fetch_of_nothing_has_no_boxes() -> None:
     assert (shape.packed, shape.reordered) == (None, None)
 
 
+@pytest.mark.parametrize(
+    ("prefill", "decode", "closed"),
+    [(True, False, {"direct", "reordered"}), (False, True, {"direct"}), (True, True, set())],
+)
+def test_ranks_without_addresses_are_read_in_boxes_that_are_as_large_as_ever(
+    prefill: bool, decode: bool, closed: set[str]
+) -> None:
+    sides = [placed(GROUP, NHD, 2, 1), placed(GROUP, HND, 1, 1)]
+    usual = of_sides(*sides, 0, 40).work().shape({"group": (0, 40)})
+    for side, direct in zip(sides, (prefill, decode), strict=True):
+        if not direct:
+            last = max(side)
+            side[last] = replace(side[last], addresses={})
+
+    shape = of_sides(*sides, 0, 40).work().shape({"group": (0, 40)})
+
+    for path in Path:
+        assert shape.work(path) == (None if path in closed else usual.work(path))
+
+
 def test_a_reader_whose_regions_differ_in_order_cannot_have_it_in_its_order() -> None:
     mixed = placed(GROUP, NHD, 1, 1)
     other = placed(GROUP, HND, 1, 1)[0].rank.regions[1]

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from kvbus.agent.local_engine import LocalEngine
+from kvbus.agent.places import HOST
 from kvbus.engine import Offer
 from kvbus.errors import RequestRefused
 from kvbus.geometry import BlockTable, Box, KvPart, canonical_order
@@ -64,8 +65,7 @@ class Case:
 
     def slot(self, packed: Packed) -> torch.Tensor:
         """The bytes of the box."""
-        staging = self.agent.runtime.agent.staging
-        assert staging is not None
+        staging = self.agent.runtime.agent.staging.at(HOST)
         slots = range(staging.num_slots)
         (number,) = (slot for slot in slots if staging.address(slot) == packed.address)
         content: torch.Tensor = staging.tensor(number)[: packed.num_bytes]

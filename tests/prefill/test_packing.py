@@ -155,7 +155,7 @@ async def test_a_box_is_read_with_nixl_from_the_address_that_the_reader_was_told
     try:
         at = landed.ctypes.data
         await asyncio.wrap_future(transport.register(at, landed.size))
-        peer = await asyncio.wrap_future(transport.add_peer(done.nixl_metadata))
+        peer = await asyncio.wrap_future(transport.add_peer(done.nixl_metadata[0]))
         rows = [np.array([[a, landed.size, 0]], np.uint64) for a in (at, packed.address)]
         ended: Future[ReadOutcome] = Future()
         transport.read(peer, *rows, on_end=ended.set_result)

@@ -15,6 +15,7 @@ from kvbus.errors import ErrorCode, RequestRefused
 from kvbus_prefill import packing
 from tests.agents import until
 from tests.engines import engine
+from tests.memories import Memory
 from tests.prefill.inside import WITHIN_S, PrefillAgent, given_back
 from tests.prefill.leases import Case, lease
 
@@ -77,8 +78,9 @@ async def test_a_lease_that_ends_while_its_box_is_copied_refuses_it_at_once(
     assert in_use == 1
 
 
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "staged only"])
 async def test_the_memory_of_a_dead_engine_stays_while_a_copy_reads_it(
-    agent: PrefillAgent, held_up: HeldUp, monkeypatch: pytest.MonkeyPatch
+    agent: PrefillAgent, held_up: HeldUp, monkeypatch: pytest.MonkeyPatch, direct: bool
 ) -> None:
     retiring, quiesce = anyio.Event(), Copiers.quiesce
 
@@ -88,7 +90,8 @@ async def test_the_memory_of_a_dead_engine_stays_while_a_copy_reads_it(
 
     monkeypatch.setattr(Copiers, "quiesce", noted_quiesce)
     async with agent.reader() as reader, anyio.create_task_group() as tasks:
-        async with engine(PrefillSession, agent.attach, seed=1) as source:
+        memory = Memory(direct=direct)
+        async with engine(PrefillSession, agent.attach, memory=memory, seed=1) as source:
             _, case = await lease(agent, source, reader)
             processes = list(case.local.processes)
             refusals: list[RequestRefused] = []

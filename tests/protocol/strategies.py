@@ -58,9 +58,12 @@ def _values(of: types.Type) -> st.SearchStrategy[Any]:  # noqa: PLR0911  one ret
             text = TEXT if not of.min_length else TEXT.filter(bool)
             return text | st.just("x" * (of.max_length or 4096))
         case types.BytesType():
-            return st.binary(max_size=16)
+            least = of.min_length or 0
+            return st.binary(min_size=least, max_size=of.max_length or max(16, least))
         case types.EnumType(cls):
             return st.sampled_from(list(cls))
+        case types.LiteralType(values):
+            return st.sampled_from(values)
         case types.DictType(key, value):
             return st.dictionaries(_values(key), _values(value), max_size=2)
         case types.VarTupleType(item):

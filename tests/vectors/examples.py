@@ -106,8 +106,19 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
             ),
         ),
         e.PassSegment: (
-            e.PassSegment(segment_id="kv", size_bytes=128 * 16_384),
+            e.PassSegment(segment_id="kv", size_bytes=128 * 16_384, direct=True),
             e.SegmentPassed(sealed=True),
+        ),
+        e.PassCuda: (
+            e.PassCuda(
+                segment_id="kv",
+                device="GPU-8f7d1a52-0b3c-4e6d-9a1f-2c5b7e904d36",
+                handle=bytes(range(64)),
+                offset_bytes=512,
+                size_bytes=128 * 16_384,
+                event=bytes(range(64, 128)),
+            ),
+            Empty(),
         ),
     },
     "engine": {
@@ -165,7 +176,7 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
                 memory=MEMORY,
                 memory_id=MEMORY_ID,
                 nixl_agent="prefill-agent-0",
-                nixl_metadata=b"\x00nixl\xff",
+                nixl_metadata=(b"\x00nixl\xff", b"\x01nixl\xfe"),
                 events_endpoint=EVENTS_ENDPOINT,
                 max_lease_s=30.0,
                 slot_bytes=4 << 20,
@@ -208,7 +219,14 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
                 slot_lease_s=10.0,
                 done=(16, 17),
             ),
-            g.Packed(slot_id=18, address=0x7F00_4000_0000, num_bytes=16_384, slot_lease_s=10.0),
+            g.Packed(
+                slot_id=18,
+                address=0x7F00_4000_0000,
+                num_bytes=16_384,
+                slot_lease_s=10.0,
+                memory="VRAM",
+                device=1,
+            ),
         ),
         g.Unpack: (g.Unpack(agent_boot=PREFILL_BOOT, slot_ids=(18,)), Empty()),
         s.CheckMemory: (

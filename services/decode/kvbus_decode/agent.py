@@ -87,6 +87,10 @@ class DecodeService:
         self._siblings.forget(engine)
         self._leases.routes.forget_engine(engine)
 
+    async def copied(self, engine: LocalEngine) -> None:
+        """Return when nothing scatters into the engine's memory any more."""
+        await self._pieces.copies_done(engine)
+
     async def quiesce(self, engine: LocalEngine) -> None:
         """Return when no transfer can write into the engine's memory any more."""
         await self._pieces.reads_done(engine)

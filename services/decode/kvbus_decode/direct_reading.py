@@ -27,7 +27,7 @@ class DirectReader:
         piece = read.piece
         for plan in piece.route.plans(piece.spread):
             read.begin()
-            if plan.direct.num_descriptors(piece.spans) > MAX_INLINE_DESCRIPTORS:
+            if plan.direct and plan.direct.num_descriptors(piece.spans) > MAX_INLINE_DESCRIPTORS:
                 self._agent.tasks.start_soon(self._plan_aside, read, plan)
                 continue
             try:
@@ -69,6 +69,8 @@ def read_error(outcome: ReadOutcome) -> KVBusError | None:
 
 
 def _descriptors(piece: Piece, plan: SourcePlan) -> Descriptors:
+    if plan.direct is None:
+        raise LocalError("the memory of one side is staged only", code=ErrorCode.CONFIG)
     try:
         return plan.direct.descriptors(piece.source, piece.target, piece.spans)
     except (IndexError, KeyError) as error:

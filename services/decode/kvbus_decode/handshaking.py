@@ -236,7 +236,8 @@ def _placed(memory: EngineMemory) -> dict[int, PlacedRank]:
     placed: dict[int, PlacedRank] = {}
     for rank, addresses in zip(memory.ranks, memory.addresses, strict=True):
         validate_rank(memory.engine, rank)
-        if not {segment.segment_id for segment in rank.segments} <= addresses.keys():
+        named = {segment.segment_id for segment in rank.segments}
+        if addresses and not named <= addresses.keys():
             raise GeometryError(f"rank {rank.rank} has segments without an address")
         placed[rank.rank] = PlacedRank(memory.engine, rank, addresses)
     return placed

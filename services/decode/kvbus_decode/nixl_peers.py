@@ -28,7 +28,7 @@ class NixlMemory:
     """Memory of an engine at a peer: NIXL's agent, what loads it there, and where it is."""
 
     agent: str
-    metadata: bytes
+    metadata: tuple[bytes, ...]
     extents: frozenset[Extent]
 
     @classmethod
@@ -38,7 +38,7 @@ class NixlMemory:
         extents = frozenset(
             (addresses[segment.segment_id], addresses[segment.segment_id] + segment.size_bytes)
             for rank, addresses in zip(memory.ranks, memory.addresses, strict=True)
-            for segment in rank.segments
+            for segment in (rank.segments if addresses else ())
         )
         return cls(done.nixl_agent, done.nixl_metadata, extents)
 
@@ -93,13 +93,14 @@ class NixlPeers:
                 log.warning("peer.kept", peer=peer.endpoint, nixl_agent=name, reason=error.message)
 
     async def _load(self, peer: Peer, memory: NixlMemory) -> None:
-        name = await asyncio.wrap_future(self._transport.add_peer(memory.metadata))
-        if name != memory.agent:
-            raise LocalError(
-                f"metadata of NIXL agent '{name}' came as that of '{memory.agent}'",
-                code=ErrorCode.INVALID,
-            )
-        peer.nixl_agents.setdefault(name, set()).update(memory.extents)
+        for blob in memory.metadata:
+            name = await asyncio.wrap_future(self._transport.add_peer(blob))
+            if name != memory.agent:
+                raise LocalError(
+                    f"metadata of NIXL agent '{name}' came as that of '{memory.agent}'",
+                    code=ErrorCode.INVALID,
+                )
+        peer.nixl_agents.setdefault(memory.agent, set()).update(memory.extents)
 
     async def _remove(self, peer: Peer, name: str, deadline: float) -> None:
         """Remove one, once what was posted to it has ended."""

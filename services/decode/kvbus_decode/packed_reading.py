@@ -11,12 +11,11 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from kvbus.agent.copiers import Copiers
 from kvbus.agent.guard import guarded
 from kvbus.agent.service import Agent
-from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError, RemoteError
+from kvbus.agent.staging import StagingMemory
+from kvbus.errors import ErrorCode, GeometryError, KVBusError, RemoteError
 from kvbus.geometry import (
     BlockTable,
     Box,
@@ -30,12 +29,12 @@ from kvbus.planning import Descriptors, Path, Share, cut_into_boxes, reader_orde
 from kvbus.protocol.envelope import Body
 from kvbus.protocol.message import from_body, to_body
 from kvbus.protocol.staging import Pack, Packed, Unpack
-from kvbus.transport import ReadOutcome
+from kvbus.transport import MemoryKind, ReadOutcome
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.direct_reading import read_error
 from kvbus_decode.piece import Piece, PieceRead
 from kvbus_decode.routes import Source, SourcePlan
-from kvbus_decode.slot_reads import whole_slot
+from kvbus_decode.slot_reads import from_slot, whole_slot
 from kvbus_decode.slot_ring import SlotRing
 
 if TYPE_CHECKING:
@@ -69,12 +68,12 @@ class PackedReader:
 
     def __init__(self, agent: Agent, config: DecodeConfig, copiers: Copiers) -> None:
         self._agent, self._config, self._copiers = agent, config, copiers
-        self._ring = SlotRing(agent.staging) if agent.staging is not None else None
+        self._rings: dict[str, SlotRing] = {}
 
     @property
     def num_slots_in_use(self) -> int:
         """Slots of ours that boxes are read into, or scattered from."""
-        return self._ring.num_in_use if self._ring is not None else 0
+        return sum(ring.num_in_use for ring in self._rings.values())
 
     def start(self, read: PieceRead, jobs: Jobs) -> None:
         """Read a piece that `cut` made jobs of."""
@@ -109,11 +108,16 @@ class PackedReader:
         with ExitStack() as taken:
             try:
                 _check_size(packed, job)
+                local: MemoryKind = "DRAM"
+                content = None
                 if blocks is not None:
-                    rows, content = _moved(blocks, packed.address), None
+                    rows = from_slot(blocks, packed)
                 else:
-                    rows, content = await self._own_slot(read, job, packed, taken)
-                num_bytes = await self._read(read, job.source, rows)
+                    staging, slot = await self._own_slot(read, job, taken)
+                    rows, local = whole_slot(packed, staging, slot), staging.memory
+                    content = staging.tensor(slot)
+                kinds = local, packed.memory
+                num_bytes = await self._read(read, job.source, rows, kinds)
             finally:
                 jobs.read.setdefault(job.source, []).append(packed.slot_id)
             self._check_lease(packed, sent_at)
@@ -135,14 +139,13 @@ class PackedReader:
             raise
 
     async def _own_slot(
-        self, read: PieceRead, job: Job, packed: Packed, taken: ExitStack
-    ) -> tuple[Descriptors, Any]:
-        """The READ of a box, and the slot of ours that it fills, which ``taken`` gives back."""
-        ring = self._slots()
+        self, read: PieceRead, job: Job, taken: ExitStack
+    ) -> tuple[StagingMemory, int]:
+        """A slot of ours beside the rank that the box is for, which ``taken`` gives back."""
+        ring = self._slots(read.piece.route.engine.ranks[job.share.reader].place)
         slot = await read.unless_stopped(ring.take(job.source.peer))
         taken.callback(ring.give, slot)
-        rows = whole_slot(ring.staging.address(slot), packed.address, packed.num_bytes)
-        return rows, ring.staging.tensor(slot)
+        return ring.staging, slot
 
     def _check_lease(self, packed: Packed, sent_at: float) -> None:
         """What was read later may be of another box."""
@@ -165,10 +168,12 @@ class PackedReader:
         rank = engine.ranks[job.share.reader]
         await self._copiers.run(copy, engine=engine, memory=rank, group=job.group)
 
-    def _slots(self) -> SlotRing:
-        if self._ring is None:
-            raise LocalError("staging_bytes is 0", code=ErrorCode.CONFIG)
-        return self._ring
+    def _slots(self, place: str) -> SlotRing:
+        """The slots of a place; raises `LocalError` when it has none."""
+        ring = self._rings.get(place)
+        if ring is None:
+            ring = self._rings[place] = SlotRing(self._agent.staging.at(place))
+        return ring
 
     def _pack(self, read: PieceRead, jobs: Jobs, job: Job) -> "asyncio.Future[Packed]":
         """Ask for a box; a reply that comes when nobody waits any more is given back."""
@@ -207,11 +212,25 @@ class PackedReader:
         client.send(message.op, to_body(message), timeout_s=timeout_s, on_reply=on_reply)
         return future
 
-    async def _read(self, read: PieceRead, source: Source, rows: Descriptors) -> int:
-        """Bytes that were read; returns only when nothing of the READ is in flight."""
+    async def _read(
+        self,
+        read: PieceRead,
+        source: Source,
+        rows: Descriptors,
+        kinds: tuple[MemoryKind, MemoryKind],
+    ) -> int:
+        """Bytes that were read; returns only when nothing of the READ is in flight.
+
+        ``kinds`` of memory are ours and theirs.
+        """
         ended: asyncio.Future[ReadOutcome] = self._agent.loop.create_future()
         transfer = self._agent.transport.read(
-            source.nixl_agent, rows.local, rows.remote, on_end=ended.set_result
+            source.nixl_agent,
+            rows.local,
+            rows.remote,
+            on_end=ended.set_result,
+            local_memory=kinds[0],
+            remote_memory=kinds[1],
         )
         forget = read.on_stop(transfer.abort)
         outcome = await ended
@@ -271,11 +290,6 @@ def _blocks_of(piece: Piece, box: Box) -> BlockTable:
     first, end = box.start // size, num_blocks_for(box.stop, size)
     at = first - table.first_block
     return BlockTable(ids=table.ids[4 * at : 4 * (at + end - first)], first_block=first)
-
-
-def _moved(reads: Descriptors, address: int) -> Descriptors:
-    reads.remote[:, 0] += np.uint64(address)
-    return reads
 
 
 def _check_size(packed: Packed, job: Job) -> None:

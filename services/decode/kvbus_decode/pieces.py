@@ -89,6 +89,10 @@ class PieceReader:
             read.abort()
         self._copiers.forget(engine)
 
+    async def copies_done(self, engine: LocalEngine) -> None:
+        """Return when no scatter writes into ``engine``, of which none starts once it is lost."""
+        await self._copiers.quiesce(engine)
+
     async def reads_done(self, engine: LocalEngine) -> None:
         """Return when nothing can write into ``engine`` any more."""
         in_flight = self._in_flight.get(engine)

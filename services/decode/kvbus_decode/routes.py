@@ -48,11 +48,11 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class SourcePlan:
-    """What is read from one source, on either path."""
+    """What is read from one source, on any path; ``direct`` is None when that one is not open."""
 
     source: Source
     shares: tuple[Share, ...]
-    direct: DirectPlan
+    direct: DirectPlan | None
 
 
 class Route:
@@ -68,11 +68,16 @@ class Route:
     ) -> None:
         self.prefill, self.sources, self.engine = prefill, sources, engine
         self._holders = {rank: source for source in sources for rank in source.ranks}
-        ranks = [placed.rank for source in sources for placed in source.ranks.values()]
+        placed_there = [placed for source in sources for placed in source.ranks.values()]
+        ranks = [placed.rank for placed in placed_there]
         validate_ranks(prefill, ranks)
         self.readers = {placed.rank.rank: placed for placed in engine.placed()}
         """The ranks of the decode engine that are here, by number."""
-        self.slot_reads = {number: SlotReads(reader) for number, reader in self.readers.items()}
+        self.slot_reads = {n: SlotReads(reader) for n, reader in self.readers.items()}
+        self.prefill_direct = all(placed.direct for placed in placed_there)
+        """Whether READs can start in the blocks of every rank of the prefill engine."""
+        self.decode_direct = all(placed.direct for placed in self.readers.values())
+        """Whether READs can end in the blocks of every rank of ours that is here."""
         self._map = ReadMap(ranks, [placed.rank for placed in self.readers.values()])
         self._num_blocks = _num_blocks(ranks)
         self._position_bytes = _position_bytes(self.readers.values())
@@ -146,9 +151,14 @@ class Route:
         for share in self._map.shares(spread):
             by_source[self._holders[share.holder]].append(share)
         return [
-            SourcePlan(source, tuple(shares), DirectPlan(source.ranks, self.readers, shares))
+            SourcePlan(source, tuple(shares), self._direct_plan(source, shares))
             for source, shares in by_source.items()
         ]
+
+    def _direct_plan(self, source: Source, shares: list[Share]) -> DirectPlan | None:
+        if not (self.prefill_direct and self.decode_direct):
+            return None
+        return DirectPlan(source.ranks, self.readers, shares)
 
 
 def _num_blocks(ranks: list[RankSpec]) -> dict[str, int]:

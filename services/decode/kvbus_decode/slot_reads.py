@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
+from kvbus.agent.staging import StagingMemory
 from kvbus.geometry import (
     BlockTable,
     Box,
@@ -21,16 +22,25 @@ from kvbus.geometry import (
     slot_table,
 )
 from kvbus.planning import Descriptors, DirectPlan, PlacedRank, Share
+from kvbus.protocol.staging import Packed
 
 MAX_PLANS = 1024
 
 
-def whole_slot(local: int, remote: int, num_bytes: int) -> Descriptors:
-    """One READ from slot to slot."""
+def whole_slot(packed: Packed, staging: StagingMemory, slot: int) -> Descriptors:
+    """One READ from their slot to ours."""
+    local, num_bytes = staging.address(slot), packed.num_bytes
     return Descriptors(
-        local=np.array([[local, num_bytes, 0]], dtype=np.uint64),
-        remote=np.array([[remote, num_bytes, 0]], dtype=np.uint64),
+        local=np.array([[local, num_bytes, staging.device]], dtype=np.uint64),
+        remote=np.array([[packed.address, num_bytes, packed.device]], dtype=np.uint64),
     )
+
+
+def from_slot(reads: Descriptors, packed: Packed) -> Descriptors:
+    """READs of a slot at address 0, which are changed, as READs of the slot where it is."""
+    reads.remote[:, 0] += np.uint64(packed.address)
+    reads.remote[:, 2] = packed.device
+    return reads
 
 
 @dataclass(slots=True)

@@ -85,6 +85,10 @@ class PrefillService:
         self._packing.end_engine(engine)
         self._driver.dispatch(ev.EngineLost(engine.engine_id))
 
+    async def copied(self, engine: LocalEngine) -> None:
+        """Return when nothing gathers from the engine's memory any more."""
+        await self._packing.quiesce(engine)
+
     async def quiesce(self, engine: LocalEngine) -> None:
         """A reader may still be served late reads; its agent aborts them when its lease is over."""
         log.debug("engine.retiring", engine_id=engine.engine_id)

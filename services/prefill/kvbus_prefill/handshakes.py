@@ -45,9 +45,7 @@ async def _shake_hands(agent: Agent, config: PrefillConfig, handshake: Handshake
     engine, memory_id = _engine(agent, handshake)
     memory = engine.memory()
     check_compatible(memory.engine, handshake.reader.engine)
-    staging = [agent.staging.registration] if agent.staging else []
-    registrations = [*engine.registrations, *staging]
-    metadata = await asyncio.wrap_future(agent.transport.metadata(registrations))
+    metadata = await _metadata(agent, engine)
     return HandshakeDone(
         protocol=PROTOCOL_VERSION,
         agent_id=agent.identity.agent_id,
@@ -57,9 +55,20 @@ async def _shake_hands(agent: Agent, config: PrefillConfig, handshake: Handshake
         nixl_metadata=metadata,
         events_endpoint=agent.identity.events_endpoint,
         max_lease_s=config.max_lease_s,
-        slot_bytes=agent.staging.slot_bytes if agent.staging else 0,
+        slot_bytes=agent.staging.slot_bytes,
         others=engine.others,
     )
+
+
+async def _metadata(agent: Agent, engine: LocalEngine) -> tuple[bytes, ...]:
+    """What NIXL needs to read the engine, or slots for it: a blob for each kind of memory."""
+    registrations = [*engine.registrations, *agent.staging.registrations(engine.places)]
+    kinds = sorted({registration.memory for registration in registrations})
+    futures = [
+        agent.transport.metadata([one for one in registrations if one.memory == kind])
+        for kind in kinds
+    ]
+    return tuple([await asyncio.wrap_future(future) for future in futures])
 
 
 def _engine(agent: Agent, handshake: Handshake) -> tuple[LocalEngine, str]:

@@ -9,12 +9,11 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from kvbus.agent.copiers import Copiers
-from kvbus.agent.driver import Driver
 from kvbus.agent.guard import guarded
 from kvbus.agent.local_engine import LocalEngine
 from kvbus.agent.refusals import refuse, unknown_op
 from kvbus.agent.service import Agent
-from kvbus.agent.staging import staging_of
+from kvbus.agent.staging import StagingMemory
 from kvbus.bus import Call
 from kvbus.errors import ErrorCode, KVBusError, LocalError
 from kvbus.protocol.message import from_body, to_body
@@ -27,7 +26,7 @@ from kvbus_prefill.boxes import Gather, check_box
 from kvbus_prefill.config import PrefillConfig
 from kvbus_prefill.metrics import PrefillMetrics
 from kvbus_prefill.requests import refuse_stale_boot
-from kvbus_prefill.slots import SlotTable
+from kvbus_prefill.slot_places import SlotPlaces
 
 if TYPE_CHECKING:
     from kvbus.memory.paged import PagedMemory
@@ -50,15 +49,7 @@ class Packing:
         ask_offer: Callable[[offers.PackAsked], None],
     ) -> None:
         self._agent, self._metrics, self._ask_offer = agent, metrics, ask_offer
-        num_slots = agent.staging.num_slots if agent.staging else 0
-        self._table = SlotTable(config.slot_limits(num_slots=num_slots))
-        self._driver: Driver[ev.Event, ev.Command] = Driver(
-            self._table,
-            self._execute,
-            deadline_passed=ev.DeadlinePassed(),
-            on_settled=lambda: None,
-            loop=agent.loop,
-        )
+        self._slots = SlotPlaces(agent, config, self._execute)
         self._copiers = Copiers(num_threads=config.pack_threads)
         self._late_read_s = config.late_read_s
         self._attendance = Attendance(agent.transport, agent.loop, max_readers=config.max_offers)
@@ -71,7 +62,7 @@ class Packing:
             case Unpack.op:
                 unpack = from_body(Unpack, call.body)
                 refuse_stale_boot(unpack.agent_boot, self._agent.identity.boot)
-                self._driver.dispatch(ev.GivenBack(unpack.slot_ids, call.session.boot))
+                self._slots.dispatch_all(ev.GivenBack(unpack.slot_ids, call.session.boot))
                 call.reply({})
             case CheckMemory.op:
                 self._check(from_body(CheckMemory, call.body), call)
@@ -80,15 +71,16 @@ class Packing:
 
     def admit(self, asked: ev.Asked) -> None:
         """The offer has the box, and its lease is live."""
-        self._driver.dispatch(asked)
+        if isinstance(asked.work, Gather):
+            self._slots.dispatch(asked.work.memory.place, asked)
 
     def end_lease(self, offer_id: str, epoch: int) -> None:
         """Nothing that was gathered under this lease is valid any more."""
-        self._driver.dispatch(ev.LeaseEnded((offer_id, epoch)))
+        self._slots.dispatch_all(ev.LeaseEnded((offer_id, epoch)))
 
     def end_engine(self, engine: LocalEngine) -> None:
         """Its slots are free, but those that are gathered into."""
-        self._driver.dispatch(ev.EngineLost(engine.engine_id))
+        self._slots.dispatch_all(ev.EngineLost(engine.engine_id))
         self._copiers.forget(engine)
 
     async def quiesce(self, engine: LocalEngine) -> None:
@@ -97,12 +89,11 @@ class Packing:
 
     def stop(self) -> None:
         """Refuse what waits."""
-        self._driver.dispatch(ev.Stopped())
-        self._driver.stop()
+        self._slots.stop()
 
     def counts(self) -> dict[str, int]:
         """Boxes that wait, and slots in use."""
-        return {"packs": self._table.num_waiting, "slots": self._table.num_slots_in_use}
+        return self._slots.counts()
 
     def _check(self, check: CheckMemory, call: Call) -> None:
         """A reader is about to read, goes on reading, or has read what is offered elsewhere."""
@@ -118,8 +109,9 @@ class Packing:
     def _pack(self, pack: Pack, call: Call) -> None:
         refuse_stale_boot(pack.agent_boot, self._agent.identity.boot)
         reader = call.session.boot
-        self._driver.dispatch(ev.GivenBack(pack.done, reader))
-        staging = staging_of(self._agent.staging)
+        self._slots.dispatch_all(ev.GivenBack(pack.done, reader))
+        staging = self._agent.staging
+        staging.check_packs()
         engine = self._engine(pack.engine_id, pack.memory_id)
         gather = check_box(engine, pack, max_bytes=staging.slot_bytes)
         at_home = engine.control is not None
@@ -134,7 +126,7 @@ class Packing:
             reply_to=call,
         )
         if not at_home:
-            self._driver.dispatch(asked)
+            self.admit(asked)
             return
         self._ask_offer(
             offers.PackAsked(
@@ -162,25 +154,27 @@ class Packing:
             )
         return engine
 
-    def _execute(self, command: ev.Command) -> None:
+    def _execute(self, memory: StagingMemory, command: ev.Command) -> None:
         match command:
             case ev.StartGather(slot_id, slot, Gather() as gather):
-                self._agent.tasks.start_soon(self._gather, slot_id, slot, gather)
+                buffer = memory.tensor(slot)
+                self._agent.tasks.start_soon(self._gather, slot_id, buffer, gather)
             case ev.ReplyPacked(Call() as call, slot_id, slot, num_bytes, slot_lease_s):
                 self._metrics.packed_bytes.inc(num_bytes)
                 packed = Packed(
                     slot_id=slot_id,
-                    address=staging_of(self._agent.staging).address(slot),
+                    address=memory.address(slot),
                     num_bytes=num_bytes,
                     slot_lease_s=slot_lease_s,
+                    memory=memory.memory,
+                    device=memory.device,
                 )
                 call.reply(to_body(packed))
             case ev.Refuse(Call() as call, error):
                 refuse(self._agent.metrics, call, error)
 
-    async def _gather(self, slot_id: int, slot: int, gather: Gather) -> None:
+    async def _gather(self, slot_id: int, buffer: Any, gather: Gather) -> None:
         failures: list[KVBusError] = []
-        buffer = staging_of(self._agent.staging).tensor(slot)
 
         async def copy() -> None:
             taken_s = await self._copiers.run(
@@ -192,7 +186,8 @@ class Packing:
             self._metrics.gather_s.observe(taken_s)
 
         await guarded(copy, failures.append)
-        self._driver.dispatch(ev.GatherEnded(slot_id, failures[0] if failures else None))
+        ended = ev.GatherEnded(slot_id, failures[0] if failures else None)
+        self._slots.dispatch(gather.memory.place, ended)
 
 
 def _timed_gather(paged: "PagedMemory", work: Gather, buffer: Any) -> float:

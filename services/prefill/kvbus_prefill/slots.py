@@ -1,12 +1,13 @@
-"""All staging slots of one prefill agent: admission, turns, leases and their end (sans-IO).
+"""All staging slots of a prefill agent in one place: admission, turns, leases, ends (sans-IO).
 
 Refuses clocks, sockets, tensors, logs and random numbers: events and times come in, commands come
 out. Refuses a box that is larger than a slot, and more waiting boxes than the limit.
 """
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import dataclass, field
+from itertools import count
 
 from kvbus.agent.deadlines import Deadlines
 from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError
@@ -33,17 +34,18 @@ class SlotLimits:
 
 @dataclass(slots=True)
 class SlotTable:
-    """All slots of one agent, and who waits for one; `handle` is the only way to change anything.
+    """All slots of one place, and who waits for one; `handle` is the only way to change anything.
 
-    ``packs`` holds every box that is not over, by slot id.
+    ``packs`` holds every box that is not over, by slot id; ``ids`` gives those, for all tables of
+    an agent.
     """
 
     limits: SlotLimits = field(default_factory=SlotLimits)
+    ids: Iterator[int] = field(default_factory=lambda: count(1))
     packs: dict[int, Pack] = field(default_factory=dict)
     stopped: bool = False
     _free: list[int] = field(init=False)
     _num_gathers: int = 0
-    _last_id: int = 0
     _turns: Turns = field(default_factory=Turns)
     _leases: defaultdict[Hashable, dict[int, Pack]] = field(
         default_factory=lambda: defaultdict(dict)
@@ -97,9 +99,9 @@ class SlotTable:
             self._check_admission(asked)
         except KVBusError as error:
             return [ev.Refuse(asked.reply_to, error)]
-        self._last_id += 1
+        slot_id = next(self.ids)
         slot_lease_s = min(asked.slot_lease_s, self.limits.max_slot_lease_s)
-        pack = Pack(self._last_id, asked, slot_lease_s, expires_at=now + slot_lease_s)
+        pack = Pack(slot_id, asked, slot_lease_s, expires_at=now + slot_lease_s)
         self.packs[pack.slot_id] = self._leases[asked.lease][pack.slot_id] = pack
         self._turns.join(asked.lease, pack.slot_id)
         self._deadlines.set(pack.slot_id, pack.expires_at)

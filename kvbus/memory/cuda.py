@@ -1,0 +1,110 @@
+"""Owns what an engine passes of its CUDA memory: a handle of the allocation, and of one event.
+
+Refuses memory that the driver cannot hand to another process. Nothing is moved: the agent copies
+between this memory and slots of its own on the same GPU.
+"""
+
+from types import TracebackType
+from typing import Self
+
+import torch
+
+from kvbus.errors import ClosedError, GeometryError, SegmentError
+from kvbus.memory import cuda_driver
+from kvbus.memory.gpus import gpu_of, gpu_uuid
+
+
+class CudaStorage:
+    """A torch storage on a GPU, as its agent can open it; made by `share_tensor`.
+
+    It keeps the storage alive, so that torch does not free memory that the agent has open.
+    ``offset_bytes`` is where the storage begins in the allocation that ``handle`` stands for.
+    """
+
+    def __init__(self, storage: torch.UntypedStorage, *, handle: bytes, offset_bytes: int) -> None:
+        self._storage: torch.UntypedStorage | None = storage
+        self.ordinal = gpu_of(storage.device)
+        self.device = gpu_uuid(self.ordinal)
+        self.address = storage.data_ptr()
+        self.size_bytes = storage.nbytes()
+        self.handle, self.offset_bytes = handle, offset_bytes
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """All bytes as one uint8 tensor on the GPU."""
+        storage = self._storage
+        if storage is None:
+            raise ClosedError("the CUDA storage was closed")
+        whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        return whole.set_(storage, 0, (self.size_bytes,), (1,))
+
+    def offset_bytes_of(self, tensor: torch.Tensor) -> int:
+        """Return where the tensor's first element is; `GeometryError` if it lies elsewhere."""
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() != self.address or storage.nbytes() != self.size_bytes:
+            raise GeometryError("the tensor does not lie in this CUDA storage")
+        return tensor.data_ptr() - self.address
+
+    def close(self) -> None:
+        """Let the storage go; idempotent. The agent must not have it open any more."""
+        self._storage = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        exc_type: type[BaseException] | None,
+        exc: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+
+class EngineEvent:
+    """The event of one memory session: what the engine had done when it last recorded it."""
+
+    def __init__(self, ordinal: int) -> None:
+        self._ordinal = ordinal
+        with torch.cuda.device(ordinal):
+            self._event = torch.cuda.Event(interprocess=True)  # type: ignore[no-untyped-call]  # torch's
+            self.handle: bytes = self._event.ipc_handle()  # type: ignore[no-untyped-call]  # torch's
+
+    def record(self, stream: torch.cuda.Stream | None = None) -> None:
+        """Mark what ``stream``, or the current one of the GPU, was given so far."""
+        self._event.record(stream or torch.cuda.current_stream(self._ordinal))
+
+
+def share_cuda_tensor(tensor: torch.Tensor) -> CudaStorage:
+    """The tensor's whole storage, to be passed; raises `SegmentError` for what cannot be."""
+    ordinal, storage = gpu_of(tensor.device), tensor.untyped_storage()
+    if storage.nbytes() == 0:
+        raise SegmentError("an empty tensor has no memory to share")
+    with cuda_driver.on_gpu(ordinal):
+        allocation = cuda_driver.allocation_of(storage.data_ptr())
+        try:
+            if allocation is None:
+                raise SegmentError("CUDA does not know the allocation")
+            handle = cuda_driver.export_memory(allocation[0])
+        except SegmentError as error:
+            raise SegmentError(
+                f"a tensor of {storage.nbytes()} bytes on {tensor.device} cannot be opened by "
+                f"another process: {error.message}. Memory of expandable segments cannot, nor that "
+                "of the asynchronous allocator: start the engine with "
+                "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:False,backend:native",
+                size_bytes=storage.nbytes(),
+            ) from error
+    return CudaStorage(storage, handle=handle, offset_bytes=storage.data_ptr() - allocation[0])
+
+
+def allocate_cuda(size_bytes: int, device: torch.device) -> CudaStorage:
+    """Zeroed memory of a GPU, to be passed; raises `SegmentError`."""
+    ordinal = gpu_of(device)
+    try:
+        tensor = torch.zeros(size_bytes, dtype=torch.uint8, device=f"cuda:{ordinal}")
+        torch.cuda.synchronize(ordinal)  # zero before anybody else may write
+    except RuntimeError as error:
+        raise SegmentError(
+            f"cannot allocate {size_bytes} bytes on {device}: {error}", size_bytes=size_bytes
+        ) from error
+    return share_cuda_tensor(tensor)

@@ -1,0 +1,150 @@
+"""The rings of slots of an agent, place by place, and how the one of a GPU is chosen."""
+
+import asyncio
+import uuid
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+import torch
+from structlog.testing import capture_logs
+
+from kvbus.agent import gpu_ring
+from kvbus.agent.config import AgentConfig, convert_config
+from kvbus.agent.gpu_ring import preferred
+from kvbus.agent.places import HOST, StagingPlaces
+from kvbus.agent.staging import StagingMemory
+from kvbus.errors import ConfigError, LocalError, SegmentError
+from kvbus.transport import Transport
+from kvbus.transport.calibration import Area, measure_wire
+
+SETTINGS: dict[str, Any] = {
+    "agent_id": "agent",
+    "peer_bind": "tcp://127.0.0.1:0",
+    "events_bind": "tcp://127.0.0.1:0",
+    "staging_bytes": 3 * 4096,
+    "slot_bytes": 4096,
+}
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """Futures of the transport are awaited on asyncio."""
+    return "asyncio"
+
+
+@pytest.fixture
+async def transport() -> AsyncIterator[Transport]:
+    """A transport that is started, and closed after the test."""
+    made = Transport(f"prefill/{uuid.uuid4().hex}")
+    await asyncio.wrap_future(made.start())
+    yield made
+    await asyncio.wrap_future(made.close(timeout_s=2.0))
+
+
+def config(**changes: Any) -> AgentConfig:
+    return convert_config(AgentConfig, SETTINGS | changes, source="the test")
+
+
+@pytest.mark.anyio
+async def test_the_host_has_slots_from_the_start_and_other_places_have_not(transport: Transport):
+    places = await StagingPlaces.open(config(), transport)
+    with pytest.raises(LocalError, match="no staging slots in GPU-0"):
+        places.at("GPU-0")
+    found = places.at(HOST).num_slots, places.num_slots, places.slot_bytes, places.packs
+    known = places.registrations({HOST, "GPU-0"}), places.registrations({"GPU-0"})
+    await places.close()
+
+    assert found == (3, 3, 4096, True)
+    assert [len(registrations) for registrations in known] == [1, 0]
+    assert transport.stats().registered_bytes == 0
+
+
+@pytest.mark.anyio
+async def test_each_place_is_registered_for_those_who_read_there(transport: Transport):
+    places = await StagingPlaces.open(config(), transport)
+    places._rings["GPU-0"] = await StagingMemory.open(transport, num_slots=3, slot_bytes=4096)
+    here, there = places.registrations({HOST}), places.registrations({"GPU-0"})
+    both = places.registrations({HOST, "GPU-0"})
+    await places.close()
+
+    assert here != there
+    assert both == [*here, *there]
+
+
+@pytest.mark.anyio
+async def test_where_packing_is_turned_off_no_place_has_slots(transport: Transport):
+    places = await StagingPlaces.open(config(staging_bytes=0), transport)
+
+    assert (places.packs, places.num_slots, places.slot_bytes) == (False, 0, 0)
+    assert places.registrations({HOST}) == []
+    for refused in (lambda: places.at(HOST), places.check_packs):
+        with pytest.raises(ConfigError, match="'staging_bytes'"):
+            refused()
+    with pytest.raises(ConfigError, match="'staging_bytes'"):
+        await places.make("GPU-0")
+
+
+@pytest.mark.anyio
+async def test_a_gpu_that_is_not_there_has_no_slots(transport: Transport):
+    places = await StagingPlaces.open(config(), transport)
+    with pytest.raises(SegmentError, match=r"CUDA|GPU"):
+        await places.make("GPU-of-nobody")
+    with pytest.raises(LocalError, match="no staging slots"):
+        places.at("GPU-of-nobody")
+    await places.close()
+
+
+@pytest.mark.parametrize(
+    ("vram", "pinned", "chosen"),
+    [(2e9, 1e9, "VRAM"), (1e9, 2e9, "DRAM"), (0, 1e9, "DRAM"), (1e9, 0, "VRAM"), (0, 0, "VRAM")],
+)
+def test_slots_of_a_gpu_are_where_they_are_read_fastest(vram: float, pinned: float, chosen: str):
+    assert preferred({"VRAM": vram, "DRAM": pinned}) == chosen
+
+
+def test_the_wire_between_two_areas_has_a_speed():
+    rate = measure_wire(f"agent/{uuid.uuid4().hex}", Area.in_host(), Area.in_host(), timeout_s=30)
+
+    assert 1e6 < rate < 1e13
+
+
+def test_memory_that_nixl_does_not_take_has_no_speed():
+    host = Area.in_host()
+    nowhere = Area(0x1000, host.size_bytes, 0, "VRAM", host)
+
+    with pytest.raises(SegmentError, match="NIXL cannot register"):
+        measure_wire(f"agent/{uuid.uuid4().hex}", nowhere, nowhere, timeout_s=30)
+
+
+@pytest.mark.anyio
+async def test_where_nixl_takes_no_gpu_memory_the_slots_are_pinned_and_the_log_says_so(
+    transport: Transport, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(gpu_ring, "_ordinal", lambda _gpu: 3)
+    monkeypatch.setattr(gpu_ring, "_make", lambda size, *_: HostSlots(size))
+    places = await StagingPlaces.open(config(), transport)
+    with capture_logs() as logs:
+        for _ in range(2):
+            await places.make("GPU-0")
+    ring = places.at("GPU-0")
+    shape = ring.memory, ring.device, ring.num_slots, ring.slot_bytes
+    await places.close()
+
+    (placed,) = (line for line in logs if line["event"] == "staging.placed")
+    assert shape == ("DRAM", 0, 3, 4096)
+    assert (placed["gpu"], placed["memory"], placed["vram_bytes_per_s"]) == ("GPU-0", "DRAM", 0)
+    assert placed["pinned_bytes_per_s"] > 1e6
+    assert [line["memory"] for line in logs if line["event"] == "staging.unmeasured"] == ["VRAM"]
+    assert transport.stats().registered_bytes == 0
+
+
+class HostSlots:
+    """Ordinary memory, which NIXL takes as the host's but not as a GPU's."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.tensor = torch.ones(size_bytes, dtype=torch.uint8)
+        self.address = self.tensor.data_ptr()
+
+    def close(self) -> None:
+        """It goes by itself."""

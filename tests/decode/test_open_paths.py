@@ -1,0 +1,72 @@
+"""Which paths are left when one side's memory is staged only, or has no slots, and who is named."""
+
+from itertools import product
+from types import SimpleNamespace
+
+import pytest
+
+from kvbus.errors import ConfigError
+from kvbus.planning import Path
+from kvbus_decode.open_paths import open_paths
+
+DIRECT, PACKED, REORDERED = Path.DIRECT, Path.PACKED, Path.REORDERED
+
+
+def route(prefill: bool, decode: bool, *slots: int) -> SimpleNamespace:
+    """A route between engines that are direct or not; ``slots`` are those of its sources."""
+    sources = [
+        SimpleNamespace(slot_bytes=size, peer=SimpleNamespace(endpoint=f"tcp://prefill-{number}"))
+        for number, size in enumerate(slots)
+    ]
+    return SimpleNamespace(prefill_direct=prefill, decode_direct=decode, sources=sources)
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "slots", "packs_here", "left"),
+    [
+        (True, True, (8, 8), True, (DIRECT, PACKED, REORDERED)),
+        (True, True, (8, 8), False, (DIRECT, REORDERED)),
+        (True, True, (8, 0), True, (DIRECT,)),
+        (False, True, (8,), True, (PACKED, REORDERED)),
+        (False, True, (8,), False, (REORDERED,)),
+        (True, False, (8,), True, (PACKED,)),
+        (False, False, (8,), True, (PACKED,)),
+    ],
+)
+def test_paths_that_both_sides_can_take_are_open(prefill, decode, slots, packs_here, left):
+    assert open_paths(route(prefill, decode, *slots), "auto", packs_here=packs_here) == left
+
+
+@pytest.mark.parametrize(
+    ("prefill", "decode", "slots", "packs_here", "words"),
+    [
+        (False, True, (8, 0), True, r"prefill engine is staged only.*prefill-1\)"),
+        (True, False, (0, 8), True, r"decode engine is staged only.*prefill-0\)"),
+        (True, False, (8,), False, "decode engine is staged only.*0 at the decode agent"),
+        (False, False, (8,), False, "decode engine is staged only.*0 at the decode agent"),
+    ],
+)
+def test_where_none_is_left_the_key_and_both_sides_are_named(
+    prefill, decode, slots, packs_here, words
+):
+    with pytest.raises(ConfigError, match="'staging_bytes' is 0") as refused:
+        open_paths(route(prefill, decode, *slots), "auto", packs_here=packs_here)
+
+    assert refused.match(words)
+    assert refused.value.detail == {"key": "staging_bytes"}
+
+
+def test_a_forced_path_is_taken_or_refused_and_no_other_is():
+    for prefill, decode, slots, here in product([True, False], [True, False], [0, 8], [0, 1]):
+        way = route(prefill, decode, slots)
+        for wanted in Path:
+            can = {
+                DIRECT: prefill and decode,
+                PACKED: bool(slots and here),
+                REORDERED: bool(slots and decode),
+            }
+            if can[wanted]:
+                assert open_paths(way, wanted.value, packs_here=bool(here)) == (wanted,)
+            else:
+                with pytest.raises(ConfigError, match=f"forces '{wanted.value}', but"):
+                    open_paths(way, wanted.value, packs_here=bool(here))

@@ -1,0 +1,112 @@
+"""GPU memory that cannot be passed is refused by name, and that of a killed engine is freed."""
+
+import os
+import subprocess
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+import torch
+
+import kvbus
+from kvbus.engine import MemorySession
+from kvbus.errors import ErrorCode, RequestRefused
+from kvbus.geometry import KvLayout
+from kvbus.memory.cuda import CudaStorage
+from kvbus.memory.storage import share_tensor
+from kvbus.protocol.engine import PassCuda
+from kvbus.protocol.message import Empty
+from tests.agents import until
+from tests.engines import make_spec
+from tests.gpu.conftest import WITHIN_S
+
+pytestmark = [pytest.mark.gpu, pytest.mark.anyio, pytest.mark.timeout(600)]
+
+SCRIPTS = Path(__file__).parent / "processes"
+NHD = KvLayout.parse("NHD")
+FREED_WITHIN_S = 10.0
+"""Of this, the agent takes one second at most; the rest is the driver's, to end a process."""
+
+
+def child(script: str, *arguments: str, **env: str) -> subprocess.Popen[str]:
+    """A script of this folder in a process of its own."""
+    root = str(Path(kvbus.__file__).parents[1])
+    return subprocess.Popen(
+        [sys.executable, str(SCRIPTS / script), *arguments],
+        stdout=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONPATH": root, **env},
+    )
+
+
+def free_bytes() -> int:
+    """What nobody has of the GPU."""
+    return torch.cuda.mem_get_info(0)[0]
+
+
+async def test_the_memory_of_a_killed_engine_is_free_again(shapes):
+    engine_id = uuid.uuid4().hex
+    with child("engine.py", str(shapes.prefill.attach), engine_id, "8192") as doomed:
+        assert doomed.stdout is not None
+        size_bytes = int(doomed.stdout.readline())
+        before = free_bytes()
+        doomed.kill()
+        await until(lambda: free_bytes() >= before + size_bytes, FREED_WITHIN_S)
+
+    assert size_bytes >= 1 << 30
+    assert shapes.prefill.says("engine.lost", engine_id=engine_id)
+    assert not shapes.prefill.logged("segment.kept")
+
+
+async def test_an_agent_that_does_not_see_the_gpu_says_how_it_would(agents):
+    blind = agents.prepare("prefill", env={"CUDA_VISIBLE_DEVICES": ""})
+    agents.start(blind)
+    async with MemorySession(blind.attach, make_spec(), 0) as session:
+        with pytest.raises(RequestRefused, match="CUDA_VISIBLE_DEVICES") as refused:
+            await session.allocate(NHD, num_blocks=4, device="cuda:0")
+
+    assert refused.value.code is ErrorCode.SEGMENT
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"handle": bytes(64)}, "cuIpcOpenMemHandle"),
+        ({"device": "GPU-of-nobody"}, "does not see GPU-of-nobody"),
+        ({"offset_bytes": 1 << 40}, "were claimed of a CUDA allocation"),
+    ],
+    ids=["no handle", "no such GPU", "beyond the allocation"],
+)
+async def test_what_cannot_be_opened_is_refused_and_the_agent_goes_on(shapes, change, words):
+    tensor = torch.zeros(32 << 20, dtype=torch.uint8, device="cuda:0")
+    storage = share_tensor(tensor)
+    assert isinstance(storage, CudaStorage)
+    fields = {
+        "segment_id": "kv",
+        "device": storage.device,
+        "handle": storage.handle,
+        "offset_bytes": storage.offset_bytes,
+        "size_bytes": storage.size_bytes,
+    }
+    async with MemorySession(shapes.prefill.attach, make_spec(), 0) as session:
+        with pytest.raises(RequestRefused, match=words):
+            await session._call(PassCuda(**fields | change), Empty)
+        await session._call(PassCuda(**fields), Empty)
+
+
+def test_memory_of_expandable_segments_is_refused_with_what_to_set():
+    setting = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    with child("expandable.py", **setting) as process:
+        said, _ = process.communicate(timeout=WITHIN_S)
+
+    assert "expandable_segments:False" in said
+
+
+def test_a_view_is_shared_with_its_whole_storage():
+    whole = torch.zeros(4, 1 << 20, dtype=torch.uint8, device="cuda:0")
+
+    with share_tensor(whole[2]) as storage:
+        assert storage.size_bytes == whole.numel()
+        assert storage.offset_bytes_of(whole[3]) == 3 << 20
+        assert storage.tensor.data_ptr() == whole.data_ptr()

@@ -1,0 +1,59 @@
+"""What the agents copy comes after the GPU work that the engine recorded, and not before."""
+
+import pytest
+import torch
+
+from kvbus.engine import DecodeSession, MemorySession, PrefillSession
+from kvbus.geometry import GroupSpec, KvLayout, KvPart
+from tests.engines import bits, make_spec
+
+pytestmark = [pytest.mark.gpu, pytest.mark.anyio, pytest.mark.timeout(600)]
+
+GROUP = GroupSpec("full", (0, 1), 16, 8, 64, "bfloat16")
+NUM_BLOCKS, NUM_TOKENS = 8, 64
+BLOCKS = {"full": [6, 1, 3, 4]}
+NHD = KvLayout.parse("NHD")
+LONG_CYCLES = 2_000_000_000
+"""About a second of a GPU."""
+
+
+@pytest.mark.parametrize("turn", range(3))
+async def test_late_writes_are_sent_and_late_zeros_do_not_overwrite_what_arrives(shapes, turn):
+    specs = [make_spec(groups=(GROUP,)) for _ in range(2)]
+    attach = shapes.prefill.attach, shapes.decode["auto"].attach
+    streams = [torch.cuda.Stream() for _ in specs]
+    async with (
+        MemorySession(attach[0], specs[0], 0) as theirs,
+        MemorySession(attach[1], specs[1], 0) as ours,
+        PrefillSession(attach[0], specs[0]) as prefill,
+        DecodeSession(attach[1], specs[1]) as decode,
+    ):
+        source = await theirs.allocate(NHD, num_blocks=NUM_BLOCKS, device="cuda:0")
+        target = await ours.allocate(NHD, num_blocks=NUM_BLOCKS, device="cuda:0")
+        for control in (prefill, decode):
+            await control.register()
+            await control.ready()
+        with torch.cuda.stream(streams[0]):
+            torch.cuda._sleep(LONG_CYCLES)
+            for layer in GROUP.layers:
+                for part in GROUP.parts:
+                    bits(source.view(layer, part)).fill_(1000 + layer + turn)
+            theirs.record()
+        offer = await prefill.offer("r", num_tokens=NUM_TOKENS, block_ids=BLOCKS)
+        with torch.cuda.stream(streams[1]):
+            torch.cuda._sleep(2 * LONG_CYCLES)
+            for layer in GROUP.layers:
+                for part in GROUP.parts:
+                    bits(target.view(layer, part)).zero_()
+            ours.record(streams[1])
+        still_busy = not streams[0].query() and not streams[1].query()
+        fetch = decode.fetch(offer.ticket, num_tokens=NUM_TOKENS, block_ids=BLOCKS)
+        await fetch.completed()
+        found = {
+            layer: bits(target.view(layer, KvPart.VALUE))[BLOCKS["full"]].unique().tolist()
+            for layer in GROUP.layers
+        }
+        await offer.released()
+
+    assert still_busy, "the GPU was done too soon for this test to say anything: raise LONG_CYCLES"
+    assert found == {layer: [1000 + layer + turn] for layer in GROUP.layers}

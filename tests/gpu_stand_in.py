@@ -1,0 +1,112 @@
+"""Host memory that an agent in this process takes for a GPU's: what is not CUDA itself is real.
+
+Only four things are replaced: opening a handle, the stream that copies run on, the choice of the
+memory for slots, and the engine's event.
+"""
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
+from typing import Any, TypeVar
+
+import numpy as np
+import pytest
+import torch
+
+from kvbus.agent import engine_memory, places
+from kvbus.agent.staging import StagingMemory
+from kvbus.engine import DecodeSession, KvCache, MemorySession, PrefillSession
+from kvbus.errors import SegmentError
+from kvbus.geometry import lay_out_rank
+from kvbus.memory.cuda_mapping import CudaMapping
+from kvbus.protocol.engine import PassCuda
+from kvbus.protocol.message import Empty
+from kvbus.transport import Transport
+from tests.engines import NHD, NUM_BLOCKS, Engine, make_spec
+
+GPU = "GPU-stand-in"
+T = TypeVar("T")
+
+
+class OpenedHandle(CudaMapping):
+    """What a handle stands for, until it is closed."""
+
+    def __init__(self, gpu: "StandIn", tensor: torch.Tensor) -> None:
+        self._base: int | None = None
+        self._tensor = tensor
+        self._gpu = gpu
+        self.device, self.size_bytes, self.ordinal = GPU, tensor.numel(), 0
+
+    def unmap(self) -> None:
+        self._tensor = None
+        self._gpu.num_open -= 1
+
+
+class StandIn:
+    """The GPU: its memory by handle, what is open of it, and the copies that its stream ran."""
+
+    def __init__(self) -> None:
+        self.memory: dict[bytes, torch.Tensor] = {}
+        self.num_open = self.num_copies = 0
+        self.rings: list[StagingMemory] = []
+        self.events: list[tuple[bytes, ...]] = []
+
+    def open(self, passed: PassCuda) -> OpenedHandle:
+        if passed.handle not in self.memory:
+            raise SegmentError("no such handle")
+        self.num_open += 1
+        start = passed.offset_bytes
+        return OpenedHandle(self, self.memory[passed.handle][start : start + passed.size_bytes])
+
+    def stream(self, _ordinal: int, events: tuple[bytes, ...]) -> "StandIn":
+        self.events.append(events)
+        return self
+
+    def run(self, copy: Callable[[], T], *, gone: Callable[[], bool]) -> T:
+        assert not gone()
+        self.num_copies += 1
+        return copy()
+
+    async def ring(self, transport: Transport, gpu: str, **shape: int) -> StagingMemory:
+        assert gpu == GPU
+        self.rings.append(await StagingMemory.open(transport, **shape))
+        return self.rings[-1]
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> StandIn:
+    """A GPU for every agent of this process."""
+    made = StandIn()
+    monkeypatch.setattr(engine_memory, "_open_cuda", made.open)
+    monkeypatch.setattr(engine_memory, "_open_stream", made.stream)
+    monkeypatch.setattr(places, "open_gpu_ring", made.ring)
+    return made
+
+
+@asynccontextmanager
+async def engine_on(
+    gpu: StandIn, kind: type[PrefillSession] | type[DecodeSession], attach: Any, *, seed: int
+) -> AsyncIterator[Engine]:
+    """An engine of one rank with its KV there, as `tests.engines.engine` makes others."""
+    spec = make_spec()
+    async with kind(attach, spec) as control, MemorySession(attach, spec, 0) as session:
+        rank = lay_out_rank(spec, 0, NHD, num_blocks=NUM_BLOCKS)
+        segment = rank.segments[0]
+        whole = np.zeros(512 + segment.size_bytes, np.uint8)
+        handle = len(gpu.memory).to_bytes(64, "little")
+        gpu.memory[handle] = torch.from_numpy(whole)
+        passed = PassCuda(
+            segment_id=segment.segment_id,
+            device=GPU,
+            handle=handle,
+            offset_bytes=512,
+            size_bytes=segment.size_bytes,
+            event=bytes(64),
+        )
+        await session._call(passed, Empty)
+        await session._register(rank)
+        await control.register()
+        await control.ready()
+        cache = KvCache(spec, rank, torch.from_numpy(whole[512:]))
+        made = Engine(spec, control, [cache], NUM_BLOCKS)
+        made.fill(seed)
+        yield made
