@@ -5,6 +5,7 @@ Refuses blocks of more than one piece, and parts of blocks: a copy here is one p
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 
 from kvbus.engine import KvCache
@@ -24,22 +25,22 @@ def block_copy(caches: Sequence[KvCache]) -> CopyBlocks:
     rows_of = [_rows(cache) for cache in caches]
 
     def copy(blocks: HostBlocks, ring: torch.Tensor, direction: Direction) -> None:
-        device, slots = rows_of[blocks.rank], ring.reshape(len(ring), -1).view(torch.uint8)
+        device, slots = rows_of[blocks.rank], ring.reshape(len(ring), -1).view(torch.int64)
         if slots.shape[1] != device.shape[1]:
             raise GeometryError("the benchmark's device copies whole blocks only")
-        for number, block_id in enumerate(blocks.ids.tolist()):
-            if direction is Direction.SAVE:
-                slots[number].copy_(device[block_id])
-            else:
-                device[block_id].copy_(slots[number])
+        ids = torch.from_numpy(blocks.ids.astype(np.int64))
+        if direction is Direction.SAVE:
+            torch.index_select(device, 0, ids, out=slots)
+        else:
+            torch._foreach_copy_([device[block_id] for block_id in ids.tolist()], list(slots))
 
     return copy
 
 
 def _rows(cache: KvCache) -> torch.Tensor:
-    """The cache as bytes: [block, byte]."""
+    """The cache as words of 8 bytes: [block, word]."""
     (region,) = cache.rank.regions
     storage = cache.view(region.layers[0], region.parts[0]).untyped_storage()
-    row_bytes = region.axes[0].stride_bytes
-    every = torch.empty(0, dtype=torch.uint8).set_(storage)
-    return every[: region.axes[0].size * row_bytes].view(-1, row_bytes)
+    row_words = region.axes[0].stride_bytes // 8
+    every = torch.empty(0, dtype=torch.int64).set_(storage)
+    return every[: region.axes[0].size * row_words].view(-1, row_words)

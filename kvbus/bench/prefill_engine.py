@@ -78,16 +78,19 @@ class Engine:
         return offer.ticket
 
     async def begin_save(self, request_id: str, num_tokens: int) -> HostOffer:
-        """An open offer of what the ring will hold; raises `LocalError` without one."""
+        """Room for a request in the ring; raises `LocalError` without one."""
         if self.host is None:
             raise LocalError(f"engine '{self.engine_id}' has no ring")
-        offer = await self.host.begin(request_id, num_tokens=num_tokens)
-        await offer.offer()
+        return await self.host.begin(request_id, num_tokens=num_tokens)
+
+    async def offer_saved(self, offer: HostOffer) -> dict[str, Any]:
+        """Offer what is being saved; returns the ticket."""
+        ticket = await offer.offer()
         self.offered_at[offer.offer_id] = time.perf_counter()
-        return offer
+        return ticket
 
     async def save(self, offer: HostOffer, num_tokens: int, blocks: list[int]) -> None:
-        """Copy all of it, piece by piece."""
+        """Copy all of it, piece by piece; it is offered by then."""
         await offer.save(num_tokens, {GROUP: blocks})
         await offer.seal()
 
@@ -184,7 +187,7 @@ class Commands:
         engine, num_tokens = self._engines[body["engine_id"]], body["num_tokens"]
         offer = await engine.begin_save(body["request_id"], num_tokens)
         self._tasks.start_soon(engine.save, offer, num_tokens, body["blocks"])
-        return offer.ticket
+        return await engine.offer_saved(offer)
 
     async def _settle(self, body: Body) -> dict[str, Any]:
         return await self._engines[body["engine_id"]].settle()

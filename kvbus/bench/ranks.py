@@ -12,6 +12,7 @@ from kvbus.bench.shapes import GROUP, Shape
 from kvbus.engine import KvCache, MemorySession
 from kvbus.engine.host import HostRing, LocalCopier
 from kvbus.geometry import EngineSpec
+from kvbus.memory.threads import copy_on_one_thread
 
 ATTACH_TIMEOUT_S = 30.0
 
@@ -47,6 +48,7 @@ async def open_ranks(
     ]
     if not shape.host:
         return Ranks([await one.allocate(shape.layout, num_blocks=num_blocks) for one in sessions])
+    copy_on_one_thread()  # else each block's copy waits for another thread to be woken
     ring = HostRing({GROUP: max(1, num_blocks // 2)})
     buffers = [await one.allocate_ring(ring.num_blocks) for one in sessions]
     caches = [private_cache(spec, rank) for rank in shape.ranks(num_blocks)]

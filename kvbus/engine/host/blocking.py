@@ -1,8 +1,7 @@
 """Host staging for engines without an event loop: the same calls, from any thread.
 
 Refuses to make a step of the engine wait for bytes: `save` and `fetch` return at once, and what
-ended since is a look-up. The other calls are requests to the agent, and wait for the piece that is
-being copied, at most.
+ended since is a look-up. The other calls are requests to the agent.
 """
 
 from collections.abc import Mapping

@@ -124,7 +124,7 @@ class HostOffer:
     async def offer(self, *, ttl_s: float | None = None) -> dict[str, Any]:
         """Offer what is saved, and what will be; returns the ticket. Raises `RequestRefused`.
 
-        Waits for the piece that is being saved, if one is.
+        A `save` may be under way: what it copies is offered after this.
         """
         async with self._step:
             self._check_open()
@@ -153,9 +153,10 @@ class HostOffer:
             await offer.seal()
 
     async def abort(self) -> None:
-        """Give the request up, once the piece that is being saved is; an offer is withdrawn.
+        """Give the request up; an offer is withdrawn, one that has ended is ok.
 
-        One that has ended is ok. Raises what a request to the agent can: `RequestTimeout`.
+        The ring's blocks are free at once, or when the piece that is being copied is. Raises what a
+        request to the agent can: `RequestTimeout`.
         """
         self._closed = self._closed or "it was aborted"
         async with self._step:
@@ -167,7 +168,7 @@ class HostOffer:
     async def released(self) -> Outcome:
         """How the offer ended, see `Offer.released`.
 
-        The ring's blocks are free then, or as soon as the piece that is being saved is.
+        The ring's blocks are free then, or when the piece that is being copied is.
         """
         return await self._offered().released()
 
@@ -184,13 +185,11 @@ class HostOffer:
         return range((self.num_saved // size + 1) * size, num_tokens, size) if size else range(0)
 
     async def _save_piece(self, stop: int, *, states: list[str]) -> None:
-        async with self._step:
-            self._check_open()
-            start = self.num_saved
-            groups = [group for group in self._blocks.engine.groups if not group.state]
-            spans = {group.name: (start, stop) for group in groups} | dict.fromkeys(states, (0, 1))
-            await self._copy(spans)
-            await anyio.lowlevel.checkpoint()  # who was cancelled meanwhile has nothing offered
+        start = self.num_saved
+        groups = [group for group in self._blocks.engine.groups if not group.state]
+        spans = {group.name: (start, stop) for group in groups} | dict.fromkeys(states, (0, 1))
+        await self._copy(spans)
+        async with self._step:  # who was cancelled meanwhile has nothing offered
             self._check_open()
             self.num_saved = stop
             self._states_at |= dict.fromkeys(states, stop)
@@ -199,6 +198,7 @@ class HostOffer:
 
     async def _copy(self, spans: Mapping[str, tuple[int, int]]) -> None:
         """The ring's blocks are not given back while anything is copied into them."""
+        self._check_open()
         copies = self._blocks.copies(spans)
         if not copies:
             return

@@ -13,7 +13,7 @@ from kvbus.geometry.layouts import ALIGNMENT_BYTES
 RING_LAYOUT = KvLayout.parse("block,layer,kv,token,head,dim")
 """The canonical form: a block of all layers is one piece, whatever the engine's device has."""
 
-PIECE_BYTES = 16 << 20
+PIECE_BYTES = 32 << 20
 """Copied at a time, so that copies and the wire overlap."""
 
 
