@@ -5,9 +5,12 @@ in a process that ends.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
+
+from kvbus.memory.cuda import CudaStorage, share_cuda_tensor
+from kvbus.memory.cuda_mapping import CudaMapping
+from kvbus.memory.gpus import gpu_uuid
 
 _NUM_ELEMENTS = 1 << 20
 _MARK = 42
@@ -30,7 +33,7 @@ def seen_gpus() -> list[SeenGpu]:
     found = [torch.cuda.get_device_properties(num) for num in range(torch.cuda.device_count())]
     if not found:
         raise RuntimeError("no GPU is visible: look at CUDA_VISIBLE_DEVICES")
-    return [SeenGpu(f"GPU-{one.uuid}", one.name, one.total_memory) for one in found]
+    return [SeenGpu(gpu_uuid(num), one.name, one.total_memory) for num, one in enumerate(found)]
 
 
 def cuda_version() -> str:
@@ -38,22 +41,20 @@ def cuda_version() -> str:
     return torch.version.cuda or ""
 
 
-def marked_tensor() -> torch.Tensor:
-    """A tensor of the first GPU that another process can recognise."""
+def lent_memory() -> CudaStorage:
+    """Memory of the first GPU that another process can recognise, to be passed as an engine does.
+
+    Raises `SegmentError`.
+    """
     tensor = torch.full((_NUM_ELEMENTS,), _MARK, dtype=torch.uint8, device="cuda:0")
     torch.cuda.synchronize()
-    return tensor
+    return share_cuda_tensor(tensor)
 
 
-def exported(tensor: torch.Tensor) -> list[Any]:
-    """What another process needs to open the storage: plain numbers, flags and bytes."""
-    return list(tensor.untyped_storage()._share_cuda_())  # type: ignore[no-untyped-call]  # as above
-
-
-def is_marked(fields: list[Any]) -> bool:
-    """Open what another process exported, and see whether it is its marked tensor."""
-    torch.cuda.init()  # type: ignore[no-untyped-call]  # as above
-    storage = torch.UntypedStorage._new_shared_cuda(*fields)
-    tensor = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    tensor.set_(storage, 0, (_NUM_ELEMENTS,), (1,))
-    return bool((tensor == _MARK).all().item())
+def is_lent(device: str, handle: bytes, *, offset_bytes: int, size_bytes: int) -> bool:
+    """Whether it is what another process lends, opened as an agent does; raises `SegmentError`."""
+    mapping = CudaMapping(device, handle, offset_bytes=offset_bytes, size_bytes=size_bytes)
+    try:
+        return bool((mapping.tensor[:_NUM_ELEMENTS] == _MARK).all().item())
+    finally:
+        mapping.unmap()

@@ -18,7 +18,6 @@ from kvbus.doctor.judge.nixl import Way
 from kvbus.doctor.probe.agents import agent_facts, wanted_agents
 from kvbus.doctor.probe.children import Budget, run_alone, run_pair
 from kvbus.doctor.probe.cuda import IPC_MODULE, LIST_MODULE
-from kvbus.doctor.probe.cuda_ipc_process import decoded, encoded
 from kvbus.doctor.probe.memory import memory_facts
 from kvbus.doctor.probe.native import read_memory
 from kvbus.doctor.probe.nixl import nixl_facts, read_facts
@@ -129,12 +128,6 @@ def test_torch_without_a_gpu_says_so_in_the_end() -> None:
 
     assert "CUDA" in listed.failure or "NVIDIA" in listed.failure
     assert "CUDA" in shared.failure or "NVIDIA" in shared.failure
-
-
-def test_handles_of_cuda_travel_as_text() -> None:
-    fields = [0, b"\x00\xff", 1 << 40, True, 3]
-
-    assert decoded(encoded(fields)) == fields
 
 
 def test_a_port_that_is_taken_is_found(tmp_path: Path) -> None:

@@ -1,36 +1,34 @@
-"""One of two processes: a target with a tensor on the GPU, and a reader that opens its memory.
+"""One of two processes: one lends memory of a GPU as an engine does, one opens it as an agent does.
 
-Refuses to use pickle: the handle travels as plain numbers, flags and bytes.
+Refuses to use pickle: the handle travels as plain fields.
 
     cuda_ipc_process target    prints what another process needs, and stays until its stdin ends
     cuda_ipc_process reader    takes that line; its exit status says whether it could read it
 """
 
 import sys
-from typing import Any
 
 import msgspec
 
 from kvbus.doctor.probe.native import die_with_parent
-from kvbus.memory.cuda_survey import exported, is_marked, marked_tensor
+from kvbus.errors import SegmentError
+from kvbus.memory.cuda_survey import is_lent, lent_memory
 
 
-def encoded(fields: list[Any]) -> str:
-    """One line of JSON: bytes are marked as such."""
-    marked = [["hex", one.hex()] if isinstance(one, bytes) else ["plain", one] for one in fields]
-    return msgspec.json.encode(marked).decode() + "\n"
+class Lent(msgspec.Struct, frozen=True):
+    """The line between the two."""
 
-
-def decoded(line: str) -> list[Any]:
-    """What `encoded` was given."""
-    marked = msgspec.json.decode(line, type=list[tuple[str, Any]])
-    return [bytes.fromhex(one) if kind == "hex" else one for kind, one in marked]
+    device: str
+    handle: bytes
+    offset_bytes: int
+    size_bytes: int
 
 
 def serve_target() -> None:
-    """Have a tensor, and keep it."""
-    tensor = marked_tensor()
-    sys.stdout.write(encoded(exported(tensor)))
+    """Have memory, and keep it."""
+    memory = lent_memory()
+    lent = Lent(memory.device, memory.handle, memory.offset_bytes, memory.size_bytes)
+    sys.stdout.write(msgspec.json.encode(lent).decode() + "\n")
     sys.stdout.flush()
     sys.stdin.read()
 
@@ -40,7 +38,9 @@ def read_target() -> None:
     line = sys.stdin.readline()
     if not line:
         sys.exit("the other process ended")
-    if not is_marked(decoded(line)):
+    lent = msgspec.json.decode(line, type=Lent)
+    extent = {"offset_bytes": lent.offset_bytes, "size_bytes": lent.size_bytes}
+    if not is_lent(lent.device, lent.handle, **extent):
         sys.exit("the bytes were others")
 
 
@@ -51,6 +51,8 @@ def main() -> None:
             serve_target()
         else:
             read_target()
+    except SegmentError as error:
+        sys.exit(error.message)
     except (RuntimeError, AssertionError) as error:  # torch asserts that it was built with CUDA
         sys.exit(" ".join(str(error).split()))
 
