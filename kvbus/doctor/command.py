@@ -5,6 +5,7 @@ Refuses a wrong option or configuration with one line and exit status 2.
 
 import contextlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
@@ -114,3 +115,6 @@ def _write(text: str) -> None:
     except OSError as error:
         if not isinstance(error, BrokenPipeError):
             sys.stderr.write(f"error: cannot write to stdout: {error.strerror}\n")
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # some Pythons write what is left once more at exit
+        os.close(nowhere)
