@@ -25,7 +25,7 @@ from kvbus.geometry import (
     SlotOrder,
     StatePart,
 )
-from kvbus.protocol import engine, peer
+from kvbus.protocol import attach, engine, peer
 from kvbus.protocol.message import Empty, ErrorBody, Message
 from kvbus.protocol.ticket import Ticket
 
@@ -48,7 +48,7 @@ SHARED = (
     engine.StageTimes,
 )
 ROOMS: dict[str, tuple[type[Message], ...]] = {
-    "attach": engine.ATTACH_REQUESTS,
+    "attach": attach.ATTACH_REQUESTS,
     "engine": engine.ENGINE_REQUESTS,
     "prefill": engine.PREFILL_REQUESTS,
     "decode": engine.DECODE_REQUESTS,

@@ -18,7 +18,7 @@ from kvbus.engine import DecodeSession, KvCache, MemorySession, PrefillSession
 from kvbus.errors import SegmentError
 from kvbus.geometry import lay_out_rank
 from kvbus.memory.cuda_mapping import CudaMapping
-from kvbus.protocol.engine import PassCuda
+from kvbus.protocol.attach import PassCuda
 from kvbus.protocol.message import Empty
 from kvbus.transport import Transport
 from tests.engines import NHD, NUM_BLOCKS, Engine, make_spec

@@ -17,7 +17,7 @@ from kvbus.errors import ErrorCode, KVBusError, LocalError
 from kvbus.geometry import AxisName, EngineSpec, RankSpec
 from kvbus.memory.mapping import SegmentMapping
 from kvbus.planning import PlacedRank
-from kvbus.protocol.engine import PassCuda, PassSegment
+from kvbus.protocol.attach import PassCuda, PassSegment
 from kvbus.transport import Registration, Transport
 
 if TYPE_CHECKING:

@@ -20,7 +20,8 @@ from kvbus.bus import Call, RequestServer
 from kvbus.errors import ErrorCode, KVBusError, LocalError, ProtocolError
 from kvbus.geometry import validate_engine, validate_rank
 from kvbus.memory.attach import AttachConnection
-from kvbus.protocol.engine import Hello, PassCuda, PassSegment, Register
+from kvbus.protocol.attach import Hello, PassCuda, PassSegment
+from kvbus.protocol.engine import Register
 from kvbus.protocol.message import Message, from_body, to_body
 from kvbus.transport import Transport
 

@@ -6,7 +6,8 @@ Refuses to change: a process that comes back has another boot id and is another 
 from dataclasses import dataclass
 
 from kvbus.errors import ErrorCode, LocalError
-from kvbus.protocol.engine import AgentRole, Hello, Welcome
+from kvbus.protocol.attach import Hello, Welcome
+from kvbus.protocol.engine import AgentRole
 from kvbus.protocol.envelope import PROTOCOL_VERSION
 
 

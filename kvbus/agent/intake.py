@@ -8,7 +8,7 @@ import structlog
 from kvbus.agent.local_engine import EngineProcess
 from kvbus.agent.places import StagingPlaces
 from kvbus.errors import ProtocolError
-from kvbus.protocol.engine import PassCuda, PassSegment, SegmentPassed
+from kvbus.protocol.attach import PassCuda, PassSegment, SegmentPassed
 from kvbus.protocol.message import Empty
 
 log = structlog.get_logger()

@@ -17,7 +17,7 @@ from kvbus.geometry import EngineSpec, KvLayout, RankSpec, lay_out_rank
 from kvbus.memory.cuda import CudaStorage, EngineEvent, allocate_cuda
 from kvbus.memory.segment import SharedSegment
 from kvbus.memory.storage import SharedStorage
-from kvbus.protocol.engine import PassCuda, PassSegment, SegmentPassed
+from kvbus.protocol.attach import PassCuda, PassSegment, SegmentPassed
 from kvbus.protocol.message import Empty
 
 

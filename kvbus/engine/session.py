@@ -16,15 +16,8 @@ from kvbus.bus import RequestClient, new_boot_id, new_context
 from kvbus.errors import ClosedError, KVBusError, LocalError, PeerLost, ProtocolError
 from kvbus.geometry import EngineSpec, RankSpec
 from kvbus.memory.attach import AttachClient
-from kvbus.protocol.engine import (
-    AgentRanks,
-    AgentRole,
-    AwaitReady,
-    Detach,
-    Hello,
-    Register,
-    Welcome,
-)
+from kvbus.protocol.attach import Hello, Welcome
+from kvbus.protocol.engine import AgentRanks, AgentRole, AwaitReady, Detach, Register
 from kvbus.protocol.envelope import PROTOCOL_VERSION, Body, Notice
 from kvbus.protocol.message import Empty, M, Message, from_body, to_body
 

@@ -85,17 +85,10 @@ def lay_out_rank(
     regions: list[Region] = []
     end = 0
     for group, layers, parts in _tensors(engine, rank, layout):
-        shape = group.part_shape(parts[0])
-        heads = held_heads(rank % engine.tp_size, engine.tp_size, shape.num_heads)
-        sizes = {
-            AxisName.BLOCK: num_blocks if isinstance(num_blocks, int) else num_blocks[group.name],
-            AxisName.LAYER: len(layers),
-            AxisName.KV: len(parts),
-            AxisName.TOKEN: group.block_size,
-            AxisName.HEAD: len(heads),
-            AxisName.DIM: shape.head_dim,
-        }
-        axes = packed_axes(layout.axes, sizes, DTYPE_SIZES_BYTES[group.dtype])
+        num_heads = group.part_shape(parts[0]).num_heads
+        heads = held_heads(rank % engine.tp_size, engine.tp_size, num_heads)
+        blocks = num_blocks if isinstance(num_blocks, int) else num_blocks[group.name]
+        axes = _axes(group, layout, layers, parts, num_heads=len(heads), num_blocks=blocks)
         region = Region(
             segment_id=segment_id,
             offset_bytes=end,
@@ -111,6 +104,26 @@ def lay_out_rank(
         end += -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
     _require_layers(regions, engine, rank)
     return RankSpec(rank=rank, segments=(Segment(segment_id, end),), regions=tuple(regions))
+
+
+def _axes(
+    group: GroupSpec,
+    layout: KvLayout,
+    layers: tuple[int, ...],
+    parts: tuple[str, ...],
+    *,
+    num_heads: int,
+    num_blocks: int,
+) -> tuple[Axis, ...]:
+    sizes = {
+        AxisName.BLOCK: num_blocks,
+        AxisName.LAYER: len(layers),
+        AxisName.KV: len(parts),
+        AxisName.TOKEN: group.block_size,
+        AxisName.HEAD: num_heads,
+        AxisName.DIM: group.part_shape(parts[0]).head_dim,
+    }
+    return packed_axes(layout.axes, sizes, DTYPE_SIZES_BYTES[group.dtype])
 
 
 def _require_layers(regions: list[Region], engine: EngineSpec, rank: int) -> None:

@@ -1,4 +1,4 @@
-"""Messages between an agent and its local engine: on the attach socket and on the engine socket.
+"""Messages between an agent and its local engine on the engine socket.
 
 Refuses nothing itself; types and ranges are in the annotations, meaning is the agent's to check.
 """
@@ -11,7 +11,6 @@ import msgspec
 from kvbus.geometry import BlockTable, EngineSpec, RankSpec
 from kvbus.protocol.message import Empty, Id, Message, Seconds, Size, Text, Tokens
 
-CudaHandle = Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
 Tables = Annotated[dict[Id, BlockTable], msgspec.Meta(max_length=64)]
 
 
@@ -30,69 +29,6 @@ class Outcome(StrEnum):
     CANCELLED = "cancelled"
     WITHDRAWN = "withdrawn"
     EXPIRED = "expired"
-
-
-class Welcome(Message, frozen=True):
-    """Reply to `Hello`: who the agent is, and where its other sockets are."""
-
-    protocol: int
-    agent_id: Id
-    agent_boot: Id
-    role: AgentRole
-    engine_endpoint: Id
-    peer_endpoint: Id
-    events_endpoint: Id
-
-
-class Hello(Message, frozen=True):
-    """First message on an attach connection; ``boot`` is the one used on the engine socket."""
-
-    op: ClassVar[str] = "hello"
-    reply: ClassVar[type[Message]] = Welcome
-
-    min_protocol: int
-    max_protocol: int
-    engine_id: Id
-    boot: Id
-
-
-class SegmentPassed(Message, frozen=True):
-    """Reply to `PassSegment`; ``sealed`` is False when the engine could still shrink the file."""
-
-    sealed: bool
-
-
-class PassSegment(Message, frozen=True):
-    """Passes one file descriptor of shared memory, of at least ``size_bytes``.
-
-    With ``direct`` False no peer and no NIC reads or writes it: a rank with such a segment is
-    *staged only*, its KV goes through the agent's slots.
-    """
-
-    op: ClassVar[str] = "segment"
-    reply: ClassVar[type[Message]] = SegmentPassed
-
-    segment_id: Id
-    size_bytes: Annotated[int, msgspec.Meta(ge=1, le=2**62)]
-    direct: bool = True
-
-
-class PassCuda(Message, frozen=True):
-    """Passes memory of a GPU, by the handles of CUDA's driver; the rank is staged only.
-
-    ``event`` is one that the engine records before it says that KV is ready, or that its blocks
-    may be written; None when it waits for its GPU work before it says so.
-    """
-
-    op: ClassVar[str] = "cuda"
-    reply: ClassVar[type[Message]] = Empty
-
-    segment_id: Id
-    device: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
-    handle: CudaHandle
-    offset_bytes: Annotated[int, msgspec.Meta(ge=0, le=2**62)]
-    size_bytes: Annotated[int, msgspec.Meta(ge=1, le=2**62)]
-    event: CudaHandle | None = None
 
 
 class AgentRanks(msgspec.Struct, frozen=True):
@@ -297,7 +233,6 @@ class Ping(Message, frozen=True):
     reply: ClassVar[type[Message]] = Empty
 
 
-ATTACH_REQUESTS: tuple[type[Message], ...] = (Hello, PassSegment, PassCuda)
 ENGINE_REQUESTS: tuple[type[Message], ...] = (
     Register,
     AwaitReady,

@@ -1,16 +1,19 @@
 """Engines that go through a ring, when an agent is gone: all ends, and the ring is free again."""
 
 import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import anyio
 import pytest
 
 from kvbus.engine import DecodeSession, PrefillSession
+from kvbus.engine.host import HostFetch, HostOffer
 from kvbus.errors import ErrorCode, KVBusError, PeerLost
-from tests.agents import until
+from tests.agents import AgentProcess, until
 from tests.engines import LARGE, NUM_LARGE_BLOCKS, failure_of, make_spec
 from tests.faults.conftest import SLOW_READS
-from tests.host_engines import host_engine
+from tests.host_engines import HostEngine, host_engine
 from tests.memories import Memory
 
 pytestmark = pytest.mark.anyio
@@ -31,10 +34,11 @@ GONE = (
 )
 
 
-@pytest.mark.parametrize("killed", ["prefill", "decode"])
-async def test_a_killed_agent_ends_what_goes_through_the_ring(fresh, killed):
-    prefill, decode = agents = fresh.prefill(**SLOW_READS), fresh.decode(**SLOW_READS)
-    fresh.start(*agents)
+@asynccontextmanager
+async def a_long_handoff(
+    prefill: AgentProcess, decode: AgentProcess
+) -> AsyncIterator[tuple[HostEngine, HostEngine, HostOffer, HostFetch]]:
+    """Through two rings, of which the first bytes are on the other device."""
     specs = [make_spec(groups=(LARGE,)) for _ in range(2)]
     async with (
         host_engine(PrefillSession, prefill.attach, specs[0], seed=1, **SHAPE) as source,
@@ -47,7 +51,14 @@ async def test_a_killed_agent_ends_what_goes_through_the_ring(fresh, killed):
         await offer.seal()
         fetch = target.decode.fetch(ticket, num_tokens=NUM_TOKENS, block_ids=BLOCKS, timeout_s=10.0)
         await until(lambda: not target.views()[0, 0, "k"][0].equal(before))
+        yield source, target, offer, fetch
 
+
+@pytest.mark.parametrize("killed", ["prefill", "decode"])
+async def test_a_killed_agent_ends_what_goes_through_the_ring(fresh, killed):
+    prefill, decode = agents = fresh.prefill(**SLOW_READS), fresh.decode(**SLOW_READS)
+    fresh.start(*agents)
+    async with a_long_handoff(prefill, decode) as (source, target, offer, fetch):
         agents[killed == "decode"].kill()
         failure = await failure_of(fetch)
         with anyio.fail_after(60):
@@ -68,19 +79,7 @@ async def test_a_killed_agent_ends_what_goes_through_the_ring(fresh, killed):
 
 async def test_the_ring_is_withheld_while_a_stopped_prefill_agent_may_still_be_read(slow):
     prefill, decode = slow.all
-    specs = [make_spec(groups=(LARGE,)) for _ in range(2)]
-    async with (
-        host_engine(PrefillSession, prefill.attach, specs[0], seed=1, **SHAPE) as source,
-        host_engine(DecodeSession, decode.attach, specs[1], seed=2, **SHAPE) as target,
-    ):
-        before = target.views()[0, 0, "k"][0].clone()
-        offer = await source.host.begin("r", num_tokens=NUM_TOKENS)
-        await offer.save(NUM_TOKENS, BLOCKS)
-        ticket = await offer.offer()
-        await offer.seal()
-        fetch = target.decode.fetch(ticket, num_tokens=NUM_TOKENS, block_ids=BLOCKS)
-        await until(lambda: not target.views()[0, 0, "k"][0].equal(before))
-
+    async with a_long_handoff(prefill, decode) as (_, target, offer, fetch):
         prefill.signal(signal.SIGSTOP)
         failure = await failure_of(fetch)
         held = target.ring.num_held

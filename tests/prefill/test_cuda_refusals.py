@@ -12,7 +12,7 @@ from kvbus.bus import new_boot_id
 from kvbus.engine import MemorySession, PrefillSession
 from kvbus.errors import ErrorCode, LocalError, RequestRefused, SegmentError
 from kvbus.memory.attach import AttachClient
-from kvbus.protocol.engine import Hello, PassCuda
+from kvbus.protocol.attach import Hello, PassCuda
 from kvbus.protocol.message import to_body
 from tests.agents import until
 from tests.engines import NHD, engine, make_spec

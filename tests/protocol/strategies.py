@@ -8,11 +8,11 @@ from hypothesis import strategies as st
 from msgspec import inspect as types
 
 from kvbus.errors import ProtocolError
-from kvbus.protocol import engine, peer
+from kvbus.protocol import attach, engine, peer
 from kvbus.protocol.message import Empty, ErrorBody, Message
 
 REQUESTS = (
-    *engine.ATTACH_REQUESTS,
+    *attach.ATTACH_REQUESTS,
     *engine.ENGINE_REQUESTS,
     *engine.PREFILL_REQUESTS,
     *engine.DECODE_REQUESTS,

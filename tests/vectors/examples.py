@@ -19,6 +19,7 @@ from kvbus.geometry import (
     StatePart,
     state_group,
 )
+from kvbus.protocol import attach as a
 from kvbus.protocol import engine as e
 from kvbus.protocol import peer as p
 from kvbus.protocol import sibling as s
@@ -93,9 +94,9 @@ GRANTED = p.Granted(epoch=1, lease_s=10.0, num_tokens=40, sealed=True, tables=TA
 
 ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
     "attach": {
-        e.Hello: (
-            e.Hello(min_protocol=1, max_protocol=1, engine_id="prefill-0", boot=ENGINE_BOOT),
-            e.Welcome(
+        a.Hello: (
+            a.Hello(min_protocol=1, max_protocol=1, engine_id="prefill-0", boot=ENGINE_BOOT),
+            a.Welcome(
                 protocol=1,
                 agent_id="prefill-agent-0",
                 agent_boot=PREFILL_BOOT,
@@ -105,12 +106,12 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
                 events_endpoint=EVENTS_ENDPOINT,
             ),
         ),
-        e.PassSegment: (
-            e.PassSegment(segment_id="kv", size_bytes=128 * 16_384, direct=True),
-            e.SegmentPassed(sealed=True),
+        a.PassSegment: (
+            a.PassSegment(segment_id="kv", size_bytes=128 * 16_384, direct=True),
+            a.SegmentPassed(sealed=True),
         ),
-        e.PassCuda: (
-            e.PassCuda(
+        a.PassCuda: (
+            a.PassCuda(
                 segment_id="kv",
                 device="GPU-8f7d1a52-0b3c-4e6d-9a1f-2c5b7e904d36",
                 handle=bytes(range(64)),

@@ -8,7 +8,7 @@ import pytest
 
 from kvbus.errors import ErrorCode
 from kvbus.memory.attach import wire
-from kvbus.protocol import engine, peer
+from kvbus.protocol import attach, engine, peer
 from kvbus.protocol.envelope import Notice, Reply, Request, decode
 from kvbus.protocol.message import ErrorBody, Message, from_body, to_body
 from tests.protocol.strategies import MESSAGES, REQUESTS
@@ -100,7 +100,7 @@ def test_every_message_has_a_vector() -> None:
 @pytest.mark.parametrize("kind", dict.fromkeys(REQUESTS), ids=lambda kind: kind.__name__)
 def test_every_request_has_a_vector_and_its_reply_another(kind: type[Message]) -> None:
     attached = {vector["name"] for vector in VECTORS if vector["kind"] == "attach"}
-    on_attach = kind in engine.ATTACH_REQUESTS
+    on_attach = kind in attach.ATTACH_REQUESTS
     asked = attached if on_attach else {v["name"] for v in VECTORS if v["kind"] == "request"}
     replies = [vector for vector in VECTORS if vector.get("answers") == kind.__name__]
     answered = attached if on_attach else {reply["name"] for reply in replies}

@@ -90,11 +90,6 @@ class HostOffer:
         """The agent's id of the offer; raises `LocalError` before `offer`."""
         return self._offered().offer_id
 
-    @property
-    def ticket(self) -> dict[str, Any]:
-        """What `offer` returned; raises `LocalError` before it."""
-        return self._offered().ticket
-
     async def save(self, num_tokens: int, block_ids: BlockIds) -> None:
         """Copy what was computed since the last call: ``num_tokens`` tokens are ready in all.
 
