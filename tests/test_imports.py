@@ -25,6 +25,7 @@ ROOMS = {
     "kvbus/transport": PLANNED,
     "kvbus/agent": PLUMBING,
     "kvbus/engine": PLUMBING,
+    "kvbus/integrations": (*PURE, "protocol", "engine"),
     "kvbus/demo": (*PLUMBING, "engine"),
     "kvbus/plan": (*PURE, "planning"),
     "kvbus/bench": (*PLUMBING, "engine"),
@@ -65,7 +66,16 @@ IMPURE = {"zmq", "nixl", "torch", "asyncio", "anyio", "time", "random", "structl
 OWNERS = {
     "zmq": ("kvbus/bus/",),
     "nixl": ("kvbus/transport/",),
-    "torch": ("kvbus/memory/", "kvbus/engine/", "kvbus/demo/", "kvbus/bench/"),
+    "torch": (
+        "kvbus/memory/",
+        "kvbus/engine/",
+        "kvbus/integrations/vllm/",
+        "kvbus/demo/",
+        "kvbus/bench/",
+    ),
+    "vllm": ("kvbus/integrations/vllm/",),
+    "starlette": ("kvbus/integrations/proxy/",),
+    "httpx": ("kvbus/integrations/proxy/",),
     "pickle": (),
 }
 
