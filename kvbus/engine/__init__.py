@@ -4,7 +4,8 @@ Refuses to move bytes: that is the agent's work. Of NIXL and ZeroMQ an engine se
 """
 
 from kvbus.engine.blocking import BlockingDecode, BlockingMemory, BlockingPrefill
-from kvbus.engine.decode import DecodeSession, Fetch
+from kvbus.engine.decode import DecodeSession
+from kvbus.engine.fetch import Fetch
 from kvbus.engine.memory import KvCache, MemorySession
 from kvbus.engine.prefill import Offer, PrefillSession
 from kvbus.memory.storage import SharedStorage, share_tensor, share_tensors

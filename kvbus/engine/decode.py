@@ -9,20 +9,13 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-import anyio
 import numpy.typing as npt
 
+from kvbus.engine.fetch import Fetch, OnLanded
 from kvbus.engine.session import EngineSession, Others
-from kvbus.errors import (
-    ErrorCode,
-    FetchFailed,
-    GeometryError,
-    KVBusError,
-    PeerLost,
-    RequestRefused,
-)
+from kvbus.errors import GeometryError, KVBusError, PeerLost, RequestRefused
 from kvbus.geometry import BlockTable, EngineSpec
-from kvbus.protocol.engine import AgentRole, BlocksFreed, CancelFetch, Fetched, Landed, Outcome
+from kvbus.protocol.engine import AgentRole, BlocksFreed, Fetched, Landed, Outcome
 from kvbus.protocol.engine import Fetch as FetchMessage
 from kvbus.protocol.envelope import Notice
 from kvbus.protocol.message import Empty, from_body
@@ -30,111 +23,6 @@ from kvbus.protocol.message import Empty, from_body
 BlockIds = Mapping[str, npt.ArrayLike]
 OnFetched = Callable[[Fetched], None]
 OnBlocksFreed = Callable[[BlocksFreed], None]
-OnLanded = Callable[[int], None]
-
-
-class Fetch:
-    """One fetch of this engine."""
-
-    def __init__(
-        self, session: "DecodeSession", fetch_id: str, on_landed: OnLanded | None = None
-    ) -> None:
-        self.fetch_id = fetch_id
-        self.on_landed = on_landed
-        self._session = session
-        self._ended = anyio.Event()
-        self._settled = anyio.Event()
-        self._fetched: Fetched | None = None
-        self._blocks_free = False
-        self._on_end: list[Callable[[], None]] = []
-        self._on_freed: list[Callable[[], None]] = []
-        self.is_observed = False
-
-    async def completed(self) -> Fetched:
-        """The notice of success: the KV is in the blocks, and valid.
-
-        Raises `FetchFailed`; its ``blocks_free`` says whether `blocks_freed` has to be awaited
-        before the blocks are used again. Stage ``lost`` means that the session ended first.
-        """
-        await self._ended.wait()
-        fetched = self._fetched
-        if fetched is None:
-            lost = self._session.lost or KVBusError("the fetch ended without an outcome")
-            raise FetchFailed(
-                lost.message, code=lost.code, stage="lost", blocks_free=self._blocks_free
-            )
-        if fetched.outcome is Outcome.COMPLETED:
-            return fetched
-        raise FetchFailed(
-            fetched.message,
-            code=_known_code(fetched.code),
-            stage=fetched.stage,
-            blocks_free=fetched.blocks_free,
-            fetch_id=fetched.fetch_id,
-        )
-
-    async def blocks_freed(self) -> None:
-        """Return when nothing can write into the blocks any more.
-
-        It returns, too, when the agent is gone. But if other agents have ranks of this engine, or
-        the session was closed from here, somebody may still write, and nobody will say when that
-        is over: then this raises why the session ended (`PeerLost`, `ClosedError`). Do not use the
-        blocks again; close the engine's other sessions and register new memory.
-        """
-        await self._settled.wait()
-        if not self._blocks_free:
-            raise self._session.lost or KVBusError("nobody says when the blocks are free")
-
-    async def cancel(self) -> None:
-        """Give up; `completed` raises with code ``cancelled``, unless it had ended before."""
-        await self._session.request(CancelFetch(fetch_id=self.fetch_id), Empty)
-
-    def when_ended(self, call: Callable[[], None]) -> None:
-        """Have ``call`` called when the fetch has ended; at once when it has by now.
-
-        The session's own callbacks are not told of this fetch any more.
-        """
-        self.is_observed = True
-        if self._ended.is_set():
-            call()
-        else:
-            self._on_end.append(call)
-
-    def when_freed(self, call: Callable[[], None]) -> None:
-        """Have ``call`` called when nothing can write into the blocks any more; or at once.
-
-        Never called when nobody will say so, see `blocks_freed`.
-        """
-        if self._blocks_free:
-            call()
-        else:
-            self._on_freed.append(call)
-
-    def end(self, fetched: Fetched) -> None:
-        """Called by the session: the fetch ended."""
-        self._fetched = self._fetched or fetched
-        if fetched.blocks_free:
-            self.settle(blocks_free=True)
-        self._set_ended()
-
-    def settle(self, *, blocks_free: bool) -> None:
-        """Called by the session: the blocks are the engine's again, or will never be."""
-        self._blocks_free = blocks_free
-        self._settled.set()
-        calls, self._on_freed = self._on_freed, []
-        for call in calls if blocks_free else ():
-            call()
-
-    def lose(self, *, blocks_free: bool) -> None:
-        """Called by the session: it ended before the fetch was over."""
-        self.settle(blocks_free=blocks_free)
-        self._set_ended()
-
-    def _set_ended(self) -> None:
-        self._ended.set()
-        calls, self._on_end = self._on_end, []
-        for call in calls:
-            call()
 
 
 class DecodeSession(EngineSession):
@@ -284,10 +172,3 @@ def _tables(
             ids = block_ids.get(group.name, ())
             tables[group.name] = BlockTable.of(ids, first_block=start // group.block_size)
     return tables
-
-
-def _known_code(code: str) -> ErrorCode:
-    try:
-        return ErrorCode(code)
-    except ValueError:
-        return ErrorCode.INTERNAL

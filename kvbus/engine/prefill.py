@@ -45,12 +45,20 @@ class Offer:
         self._outcome: Outcome | None = None
         self._on_end: list[Callable[[], None]] = []
 
-    async def extend(self, num_tokens: int, block_ids: BlockIds | None = None) -> None:
+    async def extend(
+        self,
+        num_tokens: int,
+        block_ids: BlockIds | None = None,
+        *,
+        first_blocks: Mapping[str, int] | None = None,
+    ) -> None:
         """Say that ``num_tokens`` are ready in all; ``block_ids`` are the new blocks only.
 
-        They continue where the group's table ended. Raises `GeometryError` for ids that are none.
+        They continue where the group's table ended; ``first_blocks`` says where those of groups
+        without a table start, as for `PrefillSession.offer`. Raises `GeometryError` for ids that
+        are none.
         """
-        tables = _tables(block_ids or {}, self._ends)
+        tables = _tables(block_ids or {}, {**(first_blocks or {}), **self._ends})
         message = ExtendOffer(offer_id=self.offer_id, num_tokens=num_tokens, tables=tables)
         await self._session.request(message, Empty)
         self._ends |= _ends(tables)

@@ -56,6 +56,7 @@ class EngineSession:
         self._welcome: Welcome | None = None
         self.lost: KVBusError | None = None
         self.others: tuple[AgentRanks, ...] = ()
+        self._ended = anyio.Event()
 
     @property
     def agent(self) -> Welcome:
@@ -96,6 +97,11 @@ class EngineSession:
         another agent than the home gets no answer: `RequestTimeout`.
         """
         await self.request(AwaitReady(), Empty)
+
+    async def ended(self) -> KVBusError:
+        """Why the session ended, once it has: the agent is gone, or it was closed from here."""
+        await self._ended.wait()
+        return self.lost or ClosedError("the session was closed")
 
     async def request(self, message: Message, reply: type[M], *, timeout_s: float = 0.0) -> M:
         """Send a request and return its typed reply.
@@ -204,6 +210,7 @@ class EngineSession:
         if self._client is not None:
             self._client.close()
         self._on_lost(error)
+        self._ended.set()
 
 
 def _agent_ranks(others: Others) -> tuple[AgentRanks, ...]:

@@ -10,7 +10,8 @@ from typing import Any
 
 import anyio
 
-from kvbus.engine.decode import DecodeSession, Fetch
+from kvbus.engine.decode import DecodeSession
+from kvbus.engine.fetch import Fetch
 from kvbus.engine.host.buffer import Direction
 from kvbus.engine.host.copier import Copier
 from kvbus.engine.host.request_blocks import RequestBlocks

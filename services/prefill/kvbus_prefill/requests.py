@@ -14,22 +14,26 @@ from kvbus.protocol.message import from_body
 from kvbus.protocol.peer import Claim, Confirm, PeerWithdraw, Release, Renew
 from kvbus_prefill import offer_events as ev
 
+NO_BLOCKS = BlockTable(b"")
+
 
 def check_tables(
     engine: LocalEngine, tables: Mapping[str, BlockTable], num_tokens: int, *, sealed: bool
 ) -> None:
     """Raise `GeometryError` unless ``tables`` hold what ``num_tokens`` tokens need of each group.
 
-    While an offer is open, a group with a window may lack blocks that its end does not need.
+    While an offer is open, a group may have no table yet if no token needs it, and one with a
+    window may lack blocks that its end does not need.
     """
     groups = {group.name: group for group in engine.spec.groups}
-    if tables.keys() != groups.keys():
+    if tables.keys() - groups.keys() or (sealed and tables.keys() != groups.keys()):
         raise GeometryError(
             f"tables are of groups {sorted(tables)}, the engine has {sorted(groups)}"
         )
-    for name, table in tables.items():
+    for name, group in groups.items():
+        table = tables.get(name, NO_BLOCKS)
         table.check_ids(engine.num_blocks(name))
-        _check_table(groups[name], table, num_tokens, sealed=sealed)
+        _check_table(group, table, num_tokens, sealed=sealed)
 
 
 def _check_table(group: GroupSpec, table: BlockTable, num_tokens: int, *, sealed: bool) -> None:

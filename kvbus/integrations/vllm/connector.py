@@ -1,0 +1,171 @@
+"""vLLM's KV connector on kvbus: each call of vLLM goes to the side that it concerns.
+
+Refuses to run a transfer in the engine: agents beside it do, and a step pays for a look at two
+queues.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    KVConnectorTransferResults,
+    SupportsHMA,
+)
+
+from kvbus.integrations.vllm.options import read_options
+from kvbus.integrations.vllm.scheduler_side import SchedulerSide
+from kvbus.integrations.vllm.stats import KvbusPromMetrics, KvbusStats
+from kvbus.integrations.vllm.step_results import StepResults, WorkerIntroduction
+from kvbus.integrations.vllm.worker_side import WorkerSide
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+        KVConnectorPromMetrics,
+        KVConnectorStats,
+        PromMetric,
+        PromMetricT,
+    )
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+
+class KvbusConnector(KVConnectorBase_V1, SupportsHMA):
+    """Hands KV off through the agent at ``endpoint``; see docs/vllm.md."""
+
+    def __init__(
+        self,
+        vllm_config: "VllmConfig",
+        role: KVConnectorRole,
+        kv_cache_config: "KVCacheConfig",
+    ) -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        self._options = read_options(self._kv_transfer_config.kv_connector_extra_config)
+        self._scheduler = SchedulerSide(self._options)
+        self._worker = WorkerSide(self._options, vllm_config, kv_cache_config)
+
+    # Scheduler's process
+
+    def set_xfer_handshake_metadata_pp_aware(
+        self, metadata: dict[tuple[int, int], KVConnectorHandshakeMetadata]
+    ) -> None:
+        """The workers have registered their memory."""
+        self._scheduler.meet_workers(
+            one for one in metadata.values() if isinstance(one, WorkerIntroduction)
+        )
+
+    def on_new_request(self, request: "Request") -> None:
+        """A request has come."""
+        self._scheduler.expect(request)
+
+    def get_num_new_matched_tokens(
+        self, request: "Request", num_computed_tokens: int
+    ) -> tuple[int | None, bool]:
+        """How many tokens can be loaded; they are loaded between steps."""
+        num_tokens = self._scheduler.matched(request, num_computed_tokens)
+        return num_tokens, num_tokens > 0
+
+    def get_loaded_kv_cache_group_ids(self, request: "Request") -> tuple[int, ...]:
+        """All that is handed off."""
+        group_ids: tuple[int, ...] = self._kv_cache_config.transfer_group_ids
+        return group_ids
+
+    def update_state_after_alloc(
+        self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int
+    ) -> None:
+        """The request has blocks: its load begins at once, beside the steps."""
+        block_ids = self._kv_cache_config.select_transfer_block_ids(blocks.get_block_ids())
+        self._scheduler.allocated(request, block_ids, num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
+        """What ended since the last step."""
+        return self._scheduler.step()
+
+    def request_finished(
+        self, request: "Request", block_ids: list[int]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """As `request_finished_all_groups`, of the only group."""
+        return self.request_finished_all_groups(request, (block_ids,))
+
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        """Offer what was computed for others; the blocks stay until the agent releases them."""
+        transferred = self._kv_cache_config.select_transfer_block_ids(block_ids)
+        return self._scheduler.finished(request, transferred)
+
+    def get_finished_count(self) -> int | None:
+        """One worker reports for all, as the agent tells of a handoff once."""
+        return 1
+
+    # Worker's process
+
+    def register_kv_caches(self, kv_caches: dict[str, "torch.Tensor"]) -> None:
+        """Share the KV cache with the agent."""
+        self._worker.register(kv_caches)
+
+    def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
+        """What the scheduler's side must know of this worker."""
+        return self._worker.introduction
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """What ended since the last step, as the scheduler's side knows it."""
+        results = self._get_connector_metadata()
+        if not isinstance(results, StepResults) or not self._worker.is_reporter:
+            return KVConnectorTransferResults()
+        return KVConnectorTransferResults(
+            finished_sending=set(results.sent),
+            finished_recving=set(results.received),
+            failed_recving=set(results.failed),
+        )
+
+    def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
+        """Nothing: loads began when their blocks were allocated."""
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Nothing: a request is scheduled once its load is over."""
+
+    def save_kv_layer(
+        self, layer_name: str, kv_layer: "torch.Tensor", attn_metadata: Any, **kwargs: Any
+    ) -> None:
+        """Nothing: the KV is read from where it is."""
+
+    def wait_for_save(self) -> None:
+        """Nothing: the KV is read from where it is."""
+
+    # Both
+
+    def shutdown(self) -> None:
+        """End the sessions of this process."""
+        self._scheduler.close()
+        self._worker.close()
+
+    def get_kv_connector_stats(self) -> "KVConnectorStats | None":
+        """What happened since the last call; the scheduler's side has it all."""
+        figures = self._scheduler.take_figures()
+        return KvbusStats(data=figures) if figures is not None else None
+
+    @classmethod
+    def build_kv_connector_stats(
+        cls, data: dict[str, Any] | None = None
+    ) -> "KVConnectorStats | None":
+        """The figures that another process took."""
+        return KvbusStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: "VllmConfig",
+        metric_types: "dict[type[PromMetric], type[PromMetricT]]",
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> "KVConnectorPromMetrics | None":
+        """The connector's metrics, in vLLM's registry."""
+        return KvbusPromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)

@@ -1,0 +1,57 @@
+"""What routers carry between two engines: the ``kv_transfer_params`` of a request.
+
+Refuses, with the reason, params that were not made by this connector, and a prompt that is not the
+one whose KV they name. Routers need to know two keys, and pass the rest on as it is.
+"""
+
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
+from typing import Annotated, Any
+
+import msgspec
+
+from kvbus.errors import ProtocolError
+from kvbus.protocol.ticket import Ticket
+
+ASKS_TO_OFFER = "do_remote_decode"
+ASKS_TO_FETCH = "do_remote_prefill"
+
+
+class HandoffParams(msgspec.Struct, frozen=True):
+    """A ticket, and which tokens its KV is of.
+
+    ``remote_num_tokens`` were computed by the prefill engine; ``prompt_digest`` is of these tokens
+    and of all else that their KV depends on, see `prompt_digest`.
+    """
+
+    ticket: dict[str, Any]
+    remote_num_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
+    prompt_digest: str
+
+    def to_params(self) -> dict[str, Any]:
+        """The params of the decode request, safe to pass through any JSON."""
+        return {ASKS_TO_FETCH: True, ASKS_TO_OFFER: False, **msgspec.to_builtins(self)}
+
+
+def read_params(params: Mapping[str, Any]) -> HandoffParams:
+    """The params of a decode request; raises `ProtocolError` that says what is wrong with them."""
+    try:
+        handoff = msgspec.convert(dict(params), HandoffParams)
+    except msgspec.ValidationError as error:
+        raise ProtocolError(
+            f"kv_transfer_params: {error}; pass those of the prefill response on unchanged"
+        ) from error
+    Ticket.from_json(handoff.ticket)
+    return handoff
+
+
+def prompt_digest(token_ids: Sequence[int], conditions: Iterable[str]) -> str:
+    """Of tokens, and of what else their KV depends on: LoRA, cache salt, images.
+
+    Equal on both sides for the same request, whatever their block sizes are.
+    """
+    digest = blake2b(array("I", token_ids).tobytes(), digest_size=16)
+    for condition in conditions:
+        digest.update(len(condition).to_bytes(4, "little") + condition.encode())
+    return digest.hexdigest()

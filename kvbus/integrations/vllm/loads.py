@@ -1,0 +1,220 @@
+"""The loads of a decode engine: from a request's params to the fetch, and to vLLM's scheduler.
+
+Refuses to wait, and to report a load as over while anything can write into its blocks. The public
+methods are for the scheduler's thread; fetches live in the thread of the link.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from kvbus.engine import DecodeSession, Fetch
+from kvbus.errors import ErrorCode, GeometryError, KVBusError
+from kvbus.geometry import EngineSpec
+from kvbus.integrations.vllm.block_tables import Tables, tables_of
+from kvbus.integrations.vllm.contract import HandoffParams
+from kvbus.integrations.vllm.link import AgentLink
+from kvbus.integrations.vllm.sessions import ControlSession
+from kvbus.integrations.vllm.tally import Tally
+from kvbus.protocol.engine import Fetched, Outcome
+
+logger = logging.getLogger("vllm.kvbus")
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """One load; ``handoff`` is None when the params were refused, with ``problem``."""
+
+    request_id: str
+    num_prompt_tokens: int
+    handoff: HandoffParams | None
+    problem: str = ""
+    first_token: int = 0
+    fetch: Fetch | None = None
+    is_given_up: bool = False
+    has_ended: bool = False
+    is_over: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        """How many tokens can be loaded; all of them, when that is to fail as vLLM wants it."""
+        return self.handoff.remote_num_tokens if self.handoff else self.num_prompt_tokens
+
+
+class Loads:
+    """All loads of one decode engine."""
+
+    def __init__(
+        self,
+        engine: EngineSpec,
+        link: AgentLink[ControlSession],
+        tally: Tally,
+        *,
+        timeout_s: float | None,
+    ) -> None:
+        self._engine, self._link, self._tally = engine, link, tally
+        self._timeout_s = timeout_s
+        self._expected: dict[str, Load] = {}
+        self._running: dict[str, Load] = {}
+        self._failed: deque[str] = deque()
+        self._over: deque[str] = deque()
+
+    def __len__(self) -> int:
+        return len(self._expected) + len(self._running)
+
+    def expect(self, load: Load) -> None:
+        """A request has come whose KV is elsewhere."""
+        self._expected[load.request_id] = load
+
+    def matched(self, request_id: str, num_computed_tokens: int) -> int:
+        """How many tokens can be loaded behind those that the engine has."""
+        load = self._expected.get(request_id)
+        if load is None:
+            return 0
+        load.first_token = num_computed_tokens
+        return max(0, load.num_tokens - num_computed_tokens)
+
+    def start(self, request_id: str, block_ids: Sequence[Sequence[int]], num_tokens: int) -> None:
+        """Load ``num_tokens`` tokens into ``block_ids`` (by group); none, if the engine has all."""
+        load = self._expected.pop(request_id, None)
+        if load is None:
+            return
+        if num_tokens == 0:
+            self._release(load)
+            return
+        self._running[request_id] = load
+        stop = load.first_token + num_tokens
+        try:
+            tables = tables_of(self._engine, block_ids, load.first_token, stop)
+        except GeometryError as error:
+            load.handoff, load.problem = None, error.message
+            tables = Tables({}, {})
+        self._link.post(partial(self._begin, load, stop, tables))
+
+    def give_up(self, request_id: str) -> None:
+        """The request has ended, by whatever reason; a load that runs is cancelled."""
+        expected = self._expected.pop(request_id, None)
+        if expected is not None:
+            self._release(expected)
+        running = self._running.get(request_id)
+        if running is not None:
+            self._link.post(lambda _: self._cancel(running))
+
+    def take_failed(self) -> tuple[str, ...]:
+        """The requests whose load has failed since the last call."""
+        return _drained(self._failed)
+
+    def take_over(self) -> tuple[str, ...]:
+        """The requests whose blocks nothing writes into any more, since the last call."""
+        over = _drained(self._over)
+        for request_id in over:
+            del self._running[request_id]
+        return over
+
+    def _release(self, load: Load) -> None:
+        """The KV is not needed: let the prefill engine have its blocks back."""
+        if load.handoff is not None:
+            self._link.post(partial(self._begin_release, load, load.handoff))
+
+    def _begin_release(
+        self, load: Load, handoff: HandoffParams, session: ControlSession | None
+    ) -> None:
+        if isinstance(session, DecodeSession):
+            stop = handoff.remote_num_tokens
+            fetch = session.fetch(handoff.ticket, num_tokens=stop, first_token=stop, block_ids={})
+            fetch.when_ended(lambda: self._on_released(load, fetch))
+
+    def _on_released(self, load: Load, fetch: Fetch) -> None:
+        notice = fetch.notice
+        if notice is not None and notice.outcome is not Outcome.COMPLETED:
+            logger.info(
+                "kvbus: request %s: its offer, which is not needed, was not released: %s [%s]",
+                load.request_id,
+                notice.message,
+                notice.code,
+            )
+
+    def _begin(self, load: Load, stop: int, tables: Tables, session: ControlSession | None) -> None:
+        if load.handoff is None:
+            self._fail(load, ErrorCode.INVALID, load.problem)
+        elif load.is_given_up:
+            self._end(load)
+        elif not isinstance(session, DecodeSession):
+            self._fail(load, ErrorCode.PEER_LOST, self._why_not(session))
+        else:
+            try:
+                fetch = session.fetch(
+                    load.handoff.ticket,
+                    num_tokens=stop,
+                    block_ids=tables.block_ids,
+                    first_token=load.first_token,
+                    timeout_s=self._timeout_s,
+                )
+            except KVBusError as error:
+                self._fail(load, error.code, error.message)
+            else:
+                load.fetch = fetch
+                fetch.when_ended(partial(self._on_ended, load, fetch))
+                fetch.when_freed(partial(self._on_freed, load))
+
+    def _why_not(self, session: ControlSession | None) -> str:
+        if session is None:
+            return f"there is no agent: {self._link.problem}"
+        return "the agent beside this vLLM is a prefill agent, a decode agent is needed to load"
+
+    def _on_ended(self, load: Load, fetch: Fetch) -> None:
+        load.has_ended = True
+        notice = fetch.notice
+        if notice is not None and notice.outcome is Outcome.COMPLETED:
+            self._tally.loaded(notice)
+        elif not load.is_given_up:
+            self._report(load, notice)
+        if fetch.are_blocks_free:
+            self._end(load)
+
+    def _report(self, load: Load, notice: Fetched | None) -> None:
+        if notice is None:
+            self._note(load, "lost", ErrorCode.PEER_LOST, "the agent is gone")
+        else:
+            self._note(load, notice.stage, notice.code, notice.message)
+        if load.fetch is not None and not load.fetch.are_blocks_free:
+            logger.warning(
+                "kvbus: request %s: its blocks stay withheld until no read can reach them",
+                load.request_id,
+            )
+
+    def _on_freed(self, load: Load) -> None:
+        if load.has_ended:
+            self._end(load)
+
+    def _fail(self, load: Load, code: str, message: str) -> None:
+        """Before there was a fetch."""
+        self._note(load, "requested", code, message)
+        self._end(load)
+
+    def _note(self, load: Load, stage: str, code: str, message: str) -> None:
+        logger.error(
+            "kvbus: request %s: its KV was not loaded: %s [%s, stage %s]",
+            load.request_id,
+            message,
+            code,
+            stage,
+        )
+        self._tally.load_failed(code)
+        self._failed.append(load.request_id)
+
+    def _end(self, load: Load) -> None:
+        if not load.is_over:
+            load.is_over = True
+            self._over.append(load.request_id)
+
+    def _cancel(self, load: Load) -> None:
+        load.is_given_up = True
+        if load.fetch is not None and not load.has_ended:
+            self._link.spawn(load.fetch.cancel)
+
+
+def _drained(ids: deque[str]) -> tuple[str, ...]:
+    return tuple(ids.popleft() for _ in range(len(ids)))

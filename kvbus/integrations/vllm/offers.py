@@ -1,0 +1,195 @@
+"""The offers of a prefill engine: a ticket is reserved while it computes, and published at its end.
+
+Refuses to wait: the ticket is asked for when a request is first scheduled, so that it is there when
+the last token is. The public methods are for the scheduler's thread; offers live in the link's.
+"""
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from functools import partial
+from threading import Event
+from typing import Any
+
+from kvbus.engine import Offer, PrefillSession
+from kvbus.errors import GeometryError, KVBusError
+from kvbus.geometry import EngineSpec
+from kvbus.integrations.vllm.block_tables import Tables, tables_of
+from kvbus.integrations.vllm.link import AgentLink
+from kvbus.integrations.vllm.sessions import ControlSession
+from kvbus.integrations.vllm.tally import Tally
+
+logger = logging.getLogger("vllm.kvbus")
+
+TICKET_WITHIN_S = 0.05
+
+
+class State(Enum):
+    """Of a reservation; changed in the link's thread only."""
+
+    OPEN = auto()
+    PUBLISHED = auto()
+    ABANDONED = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """An open offer without blocks, for the ticket of a request that is being computed."""
+
+    request_id: str
+    state: State = State.OPEN
+    offer: Offer | None = None
+    is_made: Event = field(default_factory=Event)
+
+
+class Offers:
+    """All offers of one prefill engine."""
+
+    def __init__(
+        self,
+        engine: EngineSpec,
+        link: AgentLink[ControlSession],
+        tally: Tally,
+        *,
+        ttl_s: float | None,
+    ) -> None:
+        self._engine, self._link, self._tally, self._ttl_s = engine, link, tally, ttl_s
+        self._reserved: dict[str, Reservation] = {}
+        self._sent: deque[str] = deque()
+        link.when_up(self._renew)
+
+    def __len__(self) -> int:
+        return len(self._reserved)
+
+    def reserve(self, request_id: str) -> None:
+        """Ask for the ticket of a request that is going to be computed; again is no more."""
+        if request_id not in self._reserved:
+            reservation = self._reserved[request_id] = Reservation(request_id)
+            self._link.post(partial(self._make, reservation))
+
+    def ticket(self, request_id: str) -> dict[str, Any] | None:
+        """The ticket of a request that is being computed, as soon as there is one."""
+        reservation = self._reserved.get(request_id)
+        offer = reservation.offer if reservation is not None else None
+        return offer.ticket if offer is not None else None
+
+    def publish(
+        self, request_id: str, block_ids: Sequence[Sequence[int]], num_tokens: int
+    ) -> dict[str, Any] | None:
+        """The ticket of ``num_tokens`` tokens in ``block_ids`` (by group).
+
+        The blocks are the agent's until `take_sent` has the request. None, with a line in the log,
+        when there is no agent to offer them.
+        """
+        reservation = self._reserved.pop(request_id, None)
+        if reservation is None:
+            return None
+        reservation.is_made.wait(TICKET_WITHIN_S)
+        offer = reservation.offer
+        try:
+            tables = tables_of(self._engine, block_ids, 0, num_tokens)
+        except GeometryError as error:
+            self._say_not_offered(request_id, error.message)
+            offer = None
+        else:
+            if offer is None:
+                self._say_not_offered(request_id, self._why_not())
+        if offer is None:
+            self._link.post(lambda _: self._abandon(reservation))
+            return None
+        self._link.post(
+            lambda _: self._publish(reservation, offer, num_tokens=num_tokens, tables=tables)
+        )
+        return offer.ticket
+
+    def abandon(self, request_id: str) -> None:
+        """The request has ended without KV to offer."""
+        reservation = self._reserved.pop(request_id, None)
+        if reservation is not None:
+            self._link.post(lambda _: self._abandon(reservation))
+
+    def take_sent(self) -> tuple[str, ...]:
+        """The published requests whose blocks are the engine's again, since the last call."""
+        return tuple(self._sent.popleft() for _ in range(len(self._sent)))
+
+    def _renew(self, session: ControlSession) -> None:
+        """The agent is there, again: what waits for a ticket asks for it."""
+        for reservation in list(self._reserved.values()):
+            if reservation.offer is None:
+                self._make(reservation, session)
+
+    def _make(self, reservation: Reservation, session: ControlSession | None) -> None:
+        if isinstance(session, PrefillSession):
+            self._link.spawn(partial(self._ask, reservation, session))
+        else:
+            reservation.is_made.set()
+
+    async def _ask(self, reservation: Reservation, session: PrefillSession) -> None:
+        try:
+            offer = await session.offer(
+                reservation.request_id,
+                num_tokens=0,
+                block_ids={},
+                sealed=False,
+                ttl_s=self._ttl_s,
+            )
+        finally:
+            reservation.is_made.set()
+        if reservation.state is not State.OPEN:
+            await offer.withdraw()
+            return
+        reservation.offer = offer
+        offer.when_released(lambda: self._on_released(reservation, session))
+
+    def _on_released(self, reservation: Reservation, session: PrefillSession) -> None:
+        if reservation.state is State.PUBLISHED:
+            self._sent.append(reservation.request_id)
+        elif reservation.state is State.OPEN:
+            reservation.offer = None
+            if session.lost is None:
+                self._make(reservation, session)
+
+    def _publish(
+        self, reservation: Reservation, offer: Offer, *, num_tokens: int, tables: Tables
+    ) -> None:
+        if reservation.offer is offer:
+            reservation.state = State.PUBLISHED
+            self._link.spawn(partial(self._fill, reservation, num_tokens, tables))
+        else:
+            reservation.state = State.ABANDONED
+            self._say_not_offered(reservation.request_id, "its ticket expired in that moment")
+            self._sent.append(reservation.request_id)
+
+    async def _fill(self, reservation: Reservation, num_tokens: int, tables: Tables) -> None:
+        offer = reservation.offer
+        if offer is None:
+            return
+        try:
+            await offer.extend(num_tokens, tables.block_ids, first_blocks=tables.first_blocks)
+            await offer.seal()
+        except KVBusError as error:
+            self._say_not_offered(reservation.request_id, f"{error.message} [{error.code}]")
+            await offer.withdraw()
+        else:
+            self._tally.offered(num_tokens)
+
+    def _abandon(self, reservation: Reservation) -> None:
+        reservation.state = State.ABANDONED
+        if reservation.offer is not None:
+            self._link.spawn(reservation.offer.withdraw)
+
+    def _why_not(self) -> str:
+        session = self._link.session
+        if session is not None and not isinstance(session, PrefillSession):
+            return "the agent beside this vLLM is a decode agent, a prefill agent is needed"
+        return f"there is no ticket: {self._link.problem or 'the agent has not answered in time'}"
+
+    def _say_not_offered(self, request_id: str, why: str) -> None:
+        self._tally.offer_failed()
+        logger.error(
+            "kvbus: request %s: its KV is not offered, who decodes it has to compute it again: %s",
+            request_id,
+            why,
+        )

@@ -1,0 +1,47 @@
+"""The sessions of a vLLM with its agent: control in the scheduler's process, memory in workers.
+
+Refuses to choose the side: the agent's role says whether this vLLM offers or fetches.
+"""
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from kvbus.engine import (
+    DecodeSession,
+    MemorySession,
+    PrefillSession,
+    SharedStorage,
+)
+from kvbus.engine.session import EngineSession
+from kvbus.geometry import EngineSpec, RankSpec
+from kvbus.protocol.engine import AgentRole
+
+ControlSession = PrefillSession | DecodeSession
+
+
+@asynccontextmanager
+async def control_session(
+    attach_path: Path, engine: EngineSpec, others: Mapping[str, tuple[int, ...]]
+) -> AsyncIterator[ControlSession]:
+    """The engine's control session, once all of its ranks are registered."""
+    async with EngineSession(attach_path, engine) as first:
+        role = first.agent.role
+    kind = PrefillSession if role is AgentRole.PREFILL else DecodeSession
+    async with kind(attach_path, engine) as session:
+        await session.register(others=others)
+        await session.ready()
+        yield session
+
+
+@asynccontextmanager
+async def memory_session(
+    attach_path: Path,
+    engine: EngineSpec,
+    rank: RankSpec,
+    storages: Mapping[str, SharedStorage],
+) -> AsyncIterator[MemorySession]:
+    """The memory of one rank, registered."""
+    async with MemorySession(attach_path, engine, rank.rank) as session:
+        await session.register(rank, storages)
+        yield session

@@ -1,0 +1,32 @@
+"""What the scheduler's side tells the workers, and these report to vLLM in their output.
+
+Refuses to hold anything but ids: it is pickled in every step.
+"""
+
+from dataclasses import dataclass
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorHandshakeMetadata,
+    KVConnectorMetadata,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StepResults(KVConnectorMetadata):
+    """Ids of requests: whose blocks were read, whose load is over, whose load has failed."""
+
+    sent: tuple[str, ...] = ()
+    received: tuple[str, ...] = ()
+    failed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerIntroduction(KVConnectorHandshakeMetadata):
+    """What the scheduler's side must know of a worker: the engine as it described it, as msgpack.
+
+    ``peer_endpoint`` is that of the agent that has its memory, empty while there is none.
+    """
+
+    rank: int
+    engine: bytes
+    peer_endpoint: str

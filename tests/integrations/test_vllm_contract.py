@@ -1,0 +1,61 @@
+"""What routers carry between two vLLMs."""
+
+import json
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbus.errors import ProtocolError
+from kvbus.integrations.vllm.contract import HandoffParams, prompt_digest, read_params
+from kvbus.protocol.ticket import Ticket
+
+TICKET = Ticket("agent", "boot", "tcp://127.0.0.1:1", "engine", "boot", "offer", "request", 0)
+TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=50)
+CONDITIONS = st.lists(st.text(max_size=5), max_size=3)
+
+
+def params() -> dict[str, Any]:
+    return HandoffParams(TICKET.to_json(), 40, prompt_digest([1, 2], [])).to_params()
+
+
+def test_params_travel_as_json_and_come_back_equal() -> None:
+    carried = json.loads(json.dumps(params()))
+
+    assert read_params(carried).to_params() == params()
+
+
+def test_what_a_router_or_an_engine_adds_is_no_reason_to_refuse_params() -> None:
+    assert read_params({**params(), "remote_prefill_cached_tokens": 0}).remote_num_tokens == 40
+
+
+@pytest.mark.parametrize("key", ["ticket", "remote_num_tokens", "prompt_digest"])
+def test_params_that_lack_a_key_are_refused_by_its_name(key: str) -> None:
+    incomplete = {name: value for name, value in params().items() if name != key}
+
+    with pytest.raises(ProtocolError, match=f"{key}.*pass those of the prefill response"):
+        read_params(incomplete)
+
+
+def test_params_with_a_ticket_of_something_else_are_refused() -> None:
+    with pytest.raises(ProtocolError, match="ticket"):
+        read_params({**params(), "ticket": {"remote_block_ids": [1, 2]}})
+
+
+def test_params_of_no_tokens_are_refused() -> None:
+    with pytest.raises(ProtocolError, match="remote_num_tokens"):
+        read_params({**params(), "remote_num_tokens": 0})
+
+
+@given(TOKENS, CONDITIONS, TOKENS, CONDITIONS)
+def test_digests_are_equal_only_for_equal_tokens_and_conditions(
+    tokens: list[int], conditions: list[str], other: list[int], others: list[str]
+) -> None:
+    same = (tokens, conditions) == (other, others)
+
+    assert (prompt_digest(tokens, conditions) == prompt_digest(other, others)) == same
+
+
+def test_conditions_are_told_apart_from_each_other() -> None:
+    assert prompt_digest([], ["ab", "c"]) != prompt_digest([], ["a", "bc"])

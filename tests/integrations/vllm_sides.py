@@ -1,0 +1,118 @@
+"""The connector's threads and real agents, without vLLM: what its scheduler does, by hand."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvbus.engine import KvCache, MemorySession, SharedStorage, share_tensor
+from kvbus.geometry import EngineSpec, GroupSpec, KvLayout, lay_out_rank
+from kvbus.integrations.vllm.contract import HandoffParams
+from kvbus.integrations.vllm.link import AgentLink
+from kvbus.integrations.vllm.loads import Load, Loads
+from kvbus.integrations.vllm.offers import Offers
+from kvbus.integrations.vllm.sessions import ControlSession, control_session, memory_session
+from kvbus.integrations.vllm.tally import Tally
+from tests.agents import AgentProcess, wait_until
+
+GROUP = GroupSpec("full", (0, 1), 16, 2, 8, "float32")
+NUM_BLOCKS = 32
+PROMPT_TOKENS = 40
+BLOCKS = [[7, 3, 9]]
+
+
+@dataclass
+class Side:
+    """One engine: its memory, its links, its loads and offers, and all that these have reported."""
+
+    spec: EngineSpec
+    cache: KvCache
+    storage: SharedStorage
+    memory: AgentLink[MemorySession]
+    control: AgentLink[ControlSession]
+    tally: Tally
+    loads: Loads
+    offers: Offers
+    sent: list[str] = field(default_factory=list)
+    failed: list[str] = field(default_factory=list)
+    over: list[str] = field(default_factory=list)
+
+    def step(self) -> None:
+        """As each step of vLLM does."""
+        self.failed += self.loads.take_failed()
+        self.over += self.loads.take_over()
+        self.sent += self.offers.take_sent()
+
+    def until(self, condition: Callable[[], Any], what: str) -> None:
+        """Step until ``condition`` holds."""
+
+        def stepped() -> Any:
+            self.step()
+            return condition()
+
+        wait_until(stepped, what)
+
+    def blocks(self, ids: list[int]) -> torch.Tensor:
+        """A copy of these blocks of every layer and part."""
+        parts = [self.cache.view(layer, part) for layer in GROUP.layers for part in GROUP.parts]
+        return torch.stack([part[ids] for part in parts])
+
+    def is_up(self) -> bool:
+        return self.memory.wait_up(0) and self.control.wait_up(0)
+
+    def offered(self, request_id: str, num_tokens: int = PROMPT_TOKENS) -> HandoffParams:
+        """What the router gets once the request was computed."""
+        self.offers.reserve(request_id)
+        self.until(lambda: self.offers.ticket(request_id), f"a ticket for {request_id} is there")
+        ticket = self.offers.publish(request_id, BLOCKS, num_tokens)
+        assert ticket is not None
+        return HandoffParams(ticket, num_tokens, "")
+
+    def load(self, request_id: str, handoff: HandoffParams, num_local_tokens: int = 0) -> None:
+        """Expect, match and start a load, into blocks 1, 2 and 4."""
+        self.loads.expect(Load(request_id, PROMPT_TOKENS, handoff))
+        num_tokens = self.loads.matched(request_id, num_local_tokens)
+        self.loads.start(request_id, [[1, 2, 4]], num_tokens)
+
+
+@contextmanager
+def side_of(path: Path, name: str, *, ttl_s: float | None = None) -> Iterator[Side]:
+    """An engine whose agent has its attach socket at ``path``, there or not."""
+    spec = EngineSpec(name, "model", 1, (GROUP,))
+    rank = lay_out_rank(spec, 0, KvLayout.parse("NHD"), num_blocks=NUM_BLOCKS)
+    segment = rank.segments[0]
+    buffer = torch.randint(0, 255, (segment.size_bytes,), dtype=torch.uint8)
+    storage = share_tensor(buffer)
+    assert isinstance(storage, SharedStorage)
+    memory = AgentLink(
+        "memory", lambda: memory_session(path, spec, rank, {segment.segment_id: storage})
+    )
+    tally = Tally()
+    control: AgentLink[ControlSession] = AgentLink(
+        "control", lambda: control_session(path, spec, {})
+    )
+    offers = Offers(spec, control, tally, ttl_s=ttl_s)
+    loads = Loads(spec, control, tally, timeout_s=5.0)
+    cache = KvCache(spec, rank, buffer)
+    try:
+        yield Side(spec, cache, storage, memory, control, tally, loads, offers)
+    finally:
+        control.close()
+        memory.close()
+        storage.close()
+
+
+@contextmanager
+def both_sides(
+    prefill: AgentProcess, decode: AgentProcess, *, ttl_s: float | None = None
+) -> Iterator[tuple[Side, Side]]:
+    """A prefill engine and a decode engine that their agents know."""
+    with (
+        side_of(prefill.attach, "p", ttl_s=ttl_s) as offering,
+        side_of(decode.attach, "d") as loading,
+    ):
+        wait_until(lambda: offering.is_up() and loading.is_up(), "both engines are registered")
+        yield offering, loading
