@@ -7,6 +7,7 @@ from kvbus.engine.blocking import BlockingDecode, BlockingMemory, BlockingPrefil
 from kvbus.engine.decode import DecodeSession, Fetch
 from kvbus.engine.memory import KvCache, MemorySession
 from kvbus.engine.prefill import Offer, PrefillSession
+from kvbus.memory.cuda import CudaStorage
 from kvbus.memory.storage import SharedStorage, share_tensor, share_tensors
 from kvbus.protocol.engine import AgentRanks
 
@@ -15,6 +16,7 @@ __all__ = [
     "BlockingDecode",
     "BlockingMemory",
     "BlockingPrefill",
+    "CudaStorage",
     "DecodeSession",
     "Fetch",
     "KvCache",
