@@ -8,6 +8,7 @@ from kvbus.engine.decode import DecodeSession
 from kvbus.engine.fetch import Fetch
 from kvbus.engine.memory import KvCache, MemorySession
 from kvbus.engine.prefill import Offer, PrefillSession
+from kvbus.memory.cuda import CudaStorage
 from kvbus.memory.storage import SharedStorage, share_tensor, share_tensors
 from kvbus.protocol.engine import AgentRanks
 
@@ -16,6 +17,7 @@ __all__ = [
     "BlockingDecode",
     "BlockingMemory",
     "BlockingPrefill",
+    "CudaStorage",
     "DecodeSession",
     "Fetch",
     "KvCache",

@@ -63,6 +63,7 @@ def validate_rank(spec: EngineSpec, rank: RankSpec) -> None:
 
     Checks the rank's number, each region against its group and segment, that no two regions
     overlap, and that every layer of its pipeline stage is held exactly once, with all its parts.
+    Regions of different groups may share bytes, but only those of equal block ids.
     """
     _require(rank.rank < spec.num_ranks, "rank", f"rank {rank.rank} of {spec.num_ranks} ranks")
     sizes = {segment.segment_id: segment.size_bytes for segment in rank.segments}
@@ -199,8 +200,33 @@ def _refuse_overlaps(spec: EngineSpec, rank: RankSpec) -> None:
         by_segment.setdefault(region.segment_id, []).append((region.offset_bytes, stop, region))
     for spans in by_segment.values():
         for cluster in _touching(sorted(spans, key=lambda span: span[:2])):
-            if len(cluster) > 1:
-                _refuse_interleaved(spec, cluster)
+            for regions in _by_group(cluster) if _share_a_cell(spec, cluster) else [cluster]:
+                if len(regions) > 1:
+                    _refuse_interleaved(spec, regions)
+
+
+def _share_a_cell(spec: EngineSpec, regions: list[Region]) -> bool:
+    """Whether block b of a region can only share bytes with block b of another.
+
+    So it is when all step as far from block to block, and what they have of one block fits there.
+    """
+    steps = {region.stride_bytes(AxisName.BLOCK) for region in regions}
+    start = min(region.offset_bytes for region in regions)
+    stop = max(region.offset_bytes + _block_bytes(spec, region) for region in regions)
+    return len(steps) == 1 and stop - start <= steps.pop()
+
+
+def _block_bytes(spec: EngineSpec, region: Region) -> int:
+    """From the first byte that the region has of a block to the last."""
+    inner = [axis for axis in region.axes if axis.name is not AxisName.BLOCK]
+    return sum((axis.size - 1) * axis.stride_bytes for axis in inner) + _itemsize(spec, region)
+
+
+def _by_group(regions: list[Region]) -> list[list[Region]]:
+    groups: dict[str, list[Region]] = {}
+    for region in regions:
+        groups.setdefault(region.group, []).append(region)
+    return list(groups.values())
 
 
 def _touching(spans: list[tuple[int, int, Region]]) -> list[list[Region]]:

@@ -1,0 +1,193 @@
+"""Finds out where an attention layer puts K and V, by having it write marks into scratch blocks.
+
+Refuses a layout that byte strides cannot say (tiles, packed or quantised numbers), and to touch
+the layer's cache: the scratch blocks are memory of the same shape and strides.
+
+Shapes: cache [block, ...] as vLLM gives it; rows [token, head, dim].
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from kvbus.errors import GeometryError
+from kvbus.geometry import AxisName, GroupSpec, KvPart
+
+NUM_BLOCKS = 3
+MAX_SCRATCH_BYTES = 1 << 30
+
+Rows = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class PartLayout:
+    """Where one part lies: bytes from the cache tensor's first element, and of a step of each axis.
+
+    An axis of one index has no entry in ``strides_bytes``.
+    """
+
+    offset_bytes: int
+    strides_bytes: Mapping[AxisName, int]
+
+
+def probe_layer(
+    name: str,
+    layer: Any,
+    cache: torch.Tensor,
+    *,
+    group: GroupSpec,
+    num_heads: int,
+    dtype: torch.dtype,
+) -> dict[str, PartLayout]:
+    """The layout of each part of ``group`` in ``cache``, measured and then checked.
+
+    ``dtype`` is that of the rows that the model computes, ``num_heads`` those of this rank.
+    Raises `GeometryError` when the layer does not write as any strides would have it.
+    """
+    probe = _Probe(name, layer, cache, group=group, num_heads=num_heads, dtype=dtype)
+    with torch.no_grad():
+        layouts = {part: probe.measure(part) for part in group.parts}
+        probe.check(layouts)
+    return layouts
+
+
+class _Probe:
+    """One layer, and scratch blocks for it to write into."""
+
+    def __init__(
+        self,
+        name: str,
+        layer: Any,
+        cache: torch.Tensor,
+        *,
+        group: GroupSpec,
+        num_heads: int,
+        dtype: torch.dtype,
+    ) -> None:
+        self._name, self._layer, self._group, self._dtype = name, layer, group, dtype
+        self._sizes = {
+            AxisName.BLOCK: NUM_BLOCKS,
+            AxisName.TOKEN: group.block_size,
+            AxisName.HEAD: num_heads,
+            AxisName.DIM: group.head_dim,
+        }
+        self._scratch = self._scratch_like(cache)
+
+    def measure(self, part: str) -> PartLayout:
+        """Where the first number of ``part`` goes, and how far the next of each axis is."""
+        start = self._locate(part, {})
+        strides = {
+            axis: self._locate(part, {axis: 1}) - start
+            for axis, size in self._sizes.items()
+            if size > 1
+        }
+        itemsize = self._scratch.element_size()
+        if min(strides.values(), default=0) < 0:
+            raise self._refusal(f"'{part}' runs backwards in memory")
+        return PartLayout(
+            start * itemsize, {axis: stride * itemsize for axis, stride in strides.items()}
+        )
+
+    def check(self, layouts: Mapping[str, PartLayout]) -> None:
+        """Raise `GeometryError` unless all rows of all blocks are where ``layouts`` say, alone."""
+        rows = {part: self._random_rows(seed) for seed, part in enumerate(layouts)}
+        num_slots = NUM_BLOCKS * self._group.block_size
+        slots = torch.randperm(num_slots, generator=_generator(len(rows)))
+        self._scratch.zero_()
+        self._write({part: whole[slots] for part, whole in rows.items()}, slots)
+        views = {part: self._view(part, layout) for part, layout in layouts.items()}
+        for part, view in views.items():
+            wanted = rows[part].to(view.dtype).view(view.shape)
+            if not torch.equal(view.cpu(), wanted):
+                raise self._refusal(f"no strides describe where '{part}' is")
+        for view in views.values():
+            view.zero_()
+        if bool(self._scratch.any()):
+            raise self._refusal("it holds more than the KV itself, such as scales")
+
+    def _locate(self, part: str, at: Mapping[AxisName, int]) -> int:
+        """In elements from the first one: where one number of ``part`` is written."""
+        index = {axis: at.get(axis, 0) for axis in self._sizes}
+        rows = {one: self._zero_row() for one in self._group.parts}
+        rows[part][0, index[AxisName.HEAD], index[AxisName.DIM]] = 1
+        slot = index[AxisName.BLOCK] * self._group.block_size + index[AxisName.TOKEN]
+        self._scratch.zero_()
+        self._write(rows, torch.tensor([slot]))
+        found = self._scratch.nonzero()
+        if len(found) != 1:
+            raise self._refusal(f"one number of '{part}' is written to {len(found)} places")
+        steps = zip(found[0].tolist(), self._scratch.stride(), strict=True)
+        return sum(number * stride for number, stride in steps)
+
+    def _write(self, rows: Rows, slots: torch.Tensor) -> None:
+        """Have the layer write one row a slot; raises `GeometryError` when it cannot."""
+        device, impl = self._scratch.device, self._layer.impl
+        slots = slots.to(device=device, dtype=torch.int64)
+        rows = {part: row.to(device) for part, row in rows.items()}
+        if not hasattr(impl, "do_kv_cache_update"):
+            raise self._refusal(f"{type(impl).__name__} writes its cache only while it attends")
+        try:
+            if self._group.parts == (KvPart.LATENT,):
+                self._write_latent(rows[KvPart.LATENT], slots)
+            else:
+                key, value = rows[KvPart.KEY], rows[KvPart.VALUE]
+                impl.do_kv_cache_update(self._layer, key, value, self._scratch, slots)
+        except (RuntimeError, TypeError, ValueError, AttributeError, AssertionError) as error:
+            raise self._refusal(f"{type(impl).__name__} does not write it: {error}") from error
+
+    def _write_latent(self, rows: torch.Tensor, slots: torch.Tensor) -> None:
+        """Of MLA the row is the compressed KV and, after it, the rotated part of K."""
+        rank = self._layer.kv_lora_rank
+        self._layer.impl.do_kv_cache_update(
+            rows[:, 0, :rank].contiguous(),
+            rows[:, :, rank:].contiguous(),
+            self._scratch.squeeze(1),
+            slots,
+            self._layer.kv_cache_dtype,
+            self._layer._k_scale,
+        )
+
+    def _scratch_like(self, cache: torch.Tensor) -> torch.Tensor:
+        shape = (NUM_BLOCKS, *cache.shape[1:])
+        steps = zip(shape, cache.stride(), strict=True)
+        num_elements = 1 + sum((size - 1) * stride for size, stride in steps)
+        if num_elements * cache.element_size() > MAX_SCRATCH_BYTES:
+            raise self._refusal(f"{NUM_BLOCKS} blocks of it span {num_elements} elements")
+        flat = torch.zeros(num_elements, dtype=cache.dtype, device=cache.device)
+        return flat.as_strided(shape, cache.stride())
+
+    def _view(self, part: str, layout: PartLayout) -> torch.Tensor:
+        """[block, token, head, dim], as ``layout`` has it."""
+        itemsize = self._scratch.element_size()
+        strides = [layout.strides_bytes.get(axis, 0) // itemsize for axis in self._sizes]
+        shape = tuple(self._sizes.values())
+        try:
+            return self._scratch.as_strided(shape, strides, layout.offset_bytes // itemsize)
+        except RuntimeError as error:
+            raise self._refusal(f"the strides of '{part}' leave the cache") from error
+
+    def _zero_row(self) -> torch.Tensor:
+        shape = (1, self._sizes[AxisName.HEAD], self._sizes[AxisName.DIM])
+        return torch.zeros(shape, dtype=self._dtype)
+
+    def _random_rows(self, seed: int) -> torch.Tensor:
+        """Small whole numbers, which every dtype of KV holds as they are; none of them 0."""
+        num_tokens = NUM_BLOCKS * self._group.block_size
+        shape = (num_tokens, self._sizes[AxisName.HEAD], self._sizes[AxisName.DIM])
+        return torch.randint(1, 128, shape, generator=_generator(seed)).to(self._dtype)
+
+    def _refusal(self, what: str) -> GeometryError:
+        return GeometryError(
+            f"vLLM cannot be served by kvbus: the KV cache of layer '{self._name}' cannot be "
+            f"described: {what}. On a CPU with AMX, bfloat16 is laid out in tiles: start vLLM "
+            "with --dtype float16 or float32. Otherwise choose another attention backend",
+            field="layout",
+            layer=self._name,
+        )
+
+
+def _generator(seed: int) -> torch.Generator:
+    """Random numbers of our own: vLLM's go on as if nothing was drawn."""
+    return torch.Generator().manual_seed(seed)
