@@ -44,7 +44,7 @@ def test_blocks_that_a_window_has_left_behind_may_be_null() -> None:
 def test_a_null_block_where_kv_is_needed_is_refused() -> None:
     window = [NULL_BLOCK] * 8 + [4, 5]
 
-    with pytest.raises(GeometryError, match="group 'window'.*blocks 7 to 10"):
+    with pytest.raises(GeometryError, match=r"group 'window'.*blocks 7 to 10"):
         tables_of(ENGINE, [blocks_of(FULL, 40), window], 0, 40)
 
 

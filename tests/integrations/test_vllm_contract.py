@@ -13,7 +13,7 @@ from kvbus.protocol.ticket import Ticket
 
 TICKET = Ticket("agent", "boot", "tcp://127.0.0.1:1", "engine", "boot", "offer", "request", 0)
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=50)
-CONDITIONS = st.lists(st.text(max_size=5), max_size=3)
+CONDITIONS = st.lists(st.text(st.characters(), max_size=5), max_size=3)
 
 
 def params() -> dict[str, Any]:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kvbus.engine import KvCache, MemorySession, SharedStorage, share_tensor
-from kvbus.geometry import EngineSpec, GroupSpec, KvLayout, lay_out_rank
+from kvbus.geometry import EngineSpec, GroupSpec, KvLayout, RankSpec, lay_out_rank
 from kvbus.integrations.vllm.contract import HandoffParams
 from kvbus.integrations.vllm.link import AgentLink
 from kvbus.integrations.vllm.loads import Load, Loads
@@ -17,11 +17,20 @@ from kvbus.integrations.vllm.offers import Offers
 from kvbus.integrations.vllm.sessions import ControlSession, control_session, memory_session
 from kvbus.integrations.vllm.tally import Tally
 from tests.agents import AgentProcess, wait_until
+from tests.engines import bits
 
 GROUP = GroupSpec("full", (0, 1), 16, 2, 8, "float32")
 NUM_BLOCKS = 32
 PROMPT_TOKENS = 40
 BLOCKS = [[7, 3, 9]]
+
+
+@dataclass(frozen=True)
+class SharedRank:
+    """The memory of an engine of one rank."""
+
+    rank: RankSpec
+    storages: dict[str, SharedStorage]
 
 
 @dataclass
@@ -58,7 +67,7 @@ class Side:
     def blocks(self, ids: list[int]) -> torch.Tensor:
         """A copy of these blocks of every layer and part."""
         parts = [self.cache.view(layer, part) for layer in GROUP.layers for part in GROUP.parts]
-        return torch.stack([part[ids] for part in parts])
+        return torch.stack([bits(part)[ids] for part in parts])
 
     def is_up(self) -> bool:
         return self.memory.wait_up(0) and self.control.wait_up(0)
@@ -87,9 +96,8 @@ def side_of(path: Path, name: str, *, ttl_s: float | None = None) -> Iterator[Si
     buffer = torch.randint(0, 255, (segment.size_bytes,), dtype=torch.uint8)
     storage = share_tensor(buffer)
     assert isinstance(storage, SharedStorage)
-    memory = AgentLink(
-        "memory", lambda: memory_session(path, spec, rank, {segment.segment_id: storage})
-    )
+    shared = SharedRank(rank, {segment.segment_id: storage})
+    memory = AgentLink("memory", lambda: memory_session(path, spec, shared))
     tally = Tally()
     control: AgentLink[ControlSession] = AgentLink(
         "control", lambda: control_session(path, spec, {})

@@ -15,10 +15,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     SupportsHMA,
 )
 
+from kvbus.integrations.vllm.description import describe_engine
 from kvbus.integrations.vllm.options import read_options
 from kvbus.integrations.vllm.scheduler_side import SchedulerSide
 from kvbus.integrations.vllm.stats import KvbusPromMetrics, KvbusStats
-from kvbus.integrations.vllm.step_results import StepResults, WorkerIntroduction
+from kvbus.integrations.vllm.step_results import StepResults, WorkerPlace
 from kvbus.integrations.vllm.worker_side import WorkerSide
 
 if TYPE_CHECKING:
@@ -47,9 +48,15 @@ class KvbusConnector(KVConnectorBase_V1, SupportsHMA):
         kv_cache_config: "KVCacheConfig",
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        self._options = read_options(self._kv_transfer_config.kv_connector_extra_config)
-        self._scheduler = SchedulerSide(self._options)
-        self._worker = WorkerSide(self._options, vllm_config, kv_cache_config)
+        options = read_options(self._kv_transfer_config.kv_connector_extra_config)
+        engine = describe_engine(
+            vllm_config,
+            kv_cache_config,
+            engine_id=self._kv_transfer_config.engine_id,
+            model=options.model_id or None,
+        )
+        self._scheduler = SchedulerSide(options, engine)
+        self._worker = WorkerSide(options, engine)
 
     # Scheduler's process
 
@@ -58,7 +65,7 @@ class KvbusConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """The workers have registered their memory."""
         self._scheduler.meet_workers(
-            one for one in metadata.values() if isinstance(one, WorkerIntroduction)
+            one for one in metadata.values() if isinstance(one, WorkerPlace)
         )
 
     def on_new_request(self, request: "Request") -> None:
@@ -109,11 +116,11 @@ class KvbusConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, "torch.Tensor"]) -> None:
         """Share the KV cache with the agent."""
-        self._worker.register(kv_caches)
+        self._worker.register(self._vllm_config, self._kv_cache_config, kv_caches)
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """What the scheduler's side must know of this worker."""
-        return self._worker.introduction
+        return self._worker.place
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """What ended since the last step, as the scheduler's side knows it."""

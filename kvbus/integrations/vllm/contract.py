@@ -51,7 +51,8 @@ def prompt_digest(token_ids: Sequence[int], conditions: Iterable[str]) -> str:
 
     Equal on both sides for the same request, whatever their block sizes are.
     """
-    digest = blake2b(array("I", token_ids).tobytes(), digest_size=16)
-    for condition in conditions:
-        digest.update(len(condition).to_bytes(4, "little") + condition.encode())
+    digest = blake2b(digest_size=16)
+    texts = [condition.encode(errors="surrogatepass") for condition in conditions]
+    for part in (array("q", token_ids).tobytes(), *texts):
+        digest.update(len(part).to_bytes(8, "little") + part)
     return digest.hexdigest()

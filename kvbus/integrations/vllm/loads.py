@@ -25,10 +25,14 @@ logger = logging.getLogger("vllm.kvbus")
 
 @dataclass(slots=True, eq=False)
 class Load:
-    """One load; ``handoff`` is None when the params were refused, with ``problem``."""
+    """One load of the first ``num_tokens`` tokens of a prompt.
+
+    ``handoff`` is None when the params were refused, for ``problem``: then the load is to fail as
+    loads do.
+    """
 
     request_id: str
-    num_prompt_tokens: int
+    num_tokens: int
     handoff: HandoffParams | None
     problem: str = ""
     first_token: int = 0
@@ -36,11 +40,6 @@ class Load:
     is_given_up: bool = False
     has_ended: bool = False
     is_over: bool = False
-
-    @property
-    def num_tokens(self) -> int:
-        """How many tokens can be loaded; all of them, when that is to fail as vLLM wants it."""
-        return self.handoff.remote_num_tokens if self.handoff else self.num_prompt_tokens
 
 
 class Loads:

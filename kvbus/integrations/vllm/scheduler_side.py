@@ -7,10 +7,9 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import msgspec
 from vllm.v1.request import RequestStatus
 
-from kvbus.errors import GeometryError, ProtocolError
+from kvbus.errors import ProtocolError
 from kvbus.geometry import EngineSpec
 from kvbus.integrations.vllm.contract import (
     ASKS_TO_FETCH,
@@ -24,7 +23,7 @@ from kvbus.integrations.vllm.loads import Load, Loads
 from kvbus.integrations.vllm.offers import Offers
 from kvbus.integrations.vllm.options import ConnectorOptions
 from kvbus.integrations.vllm.sessions import ControlSession, control_session
-from kvbus.integrations.vllm.step_results import StepResults, WorkerIntroduction
+from kvbus.integrations.vllm.step_results import StepResults, WorkerPlace
 from kvbus.integrations.vllm.tally import Figures, Tally
 
 if TYPE_CHECKING:
@@ -39,34 +38,32 @@ HANDS_OFF_AFTER = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_
 class SchedulerSide:
     """What vLLM's scheduler asks of the connector; every call returns at once."""
 
-    def __init__(self, options: ConnectorOptions) -> None:
-        self._options = options
+    def __init__(self, options: ConnectorOptions, engine: EngineSpec) -> None:
+        self._options, self._engine = options, engine
         self._tally = Tally()
+        self._backs_off = any(group.window is not None for group in engine.groups)
         self._link: AgentLink[ControlSession] | None = None
         self._loads: Loads | None = None
         self._offers: Offers | None = None
 
-    def meet_workers(self, workers: Iterable[WorkerIntroduction]) -> None:
-        """Open the control session of the engine that the workers have described."""
-        workers = sorted(workers, key=lambda worker: worker.rank)
-        if len({worker.engine for worker in workers}) != 1:
-            raise GeometryError("the workers of this vLLM describe different engines")
-        engine = msgspec.msgpack.decode(workers[0].engine, type=EngineSpec)
-        others = ranks_elsewhere(workers)
-        self._link = AgentLink(
+    def meet_workers(self, workers: Iterable[WorkerPlace]) -> None:
+        """The workers have shared their memory: open the engine's control session."""
+        others = ranks_elsewhere(sorted(workers, key=lambda worker: worker.rank))
+        link = self._link = AgentLink(
             "the control session",
-            lambda: control_session(self._options.attach_path, engine, others),
+            lambda: control_session(self._options.attach_path, self._engine, others),
         )
-        self._loads = Loads(
-            engine, self._link, self._tally, timeout_s=self._options.fetch_timeout_s
-        )
-        self._offers = Offers(engine, self._link, self._tally, ttl_s=self._options.offer_ttl_s)
+        options = self._options
+        self._loads = Loads(self._engine, link, self._tally, timeout_s=options.fetch_timeout_s)
+        self._offers = Offers(self._engine, link, self._tally, ttl_s=options.offer_ttl_s)
 
     def expect(self, request: "Request") -> None:
         """A request has come."""
-        params = request.kv_transfer_params
-        if self._loads is not None and params and params.get(ASKS_TO_FETCH):
-            self._loads.expect(_load_of(request, params))
+        params = request.kv_transfer_params or {}
+        if params.get(ASKS_TO_FETCH) and self._loads is not None:
+            self._loads.expect(self._load_of(request, params))
+        if params.get(ASKS_TO_OFFER) and self._backs_off:
+            leave_last_token(request)
 
     def matched(self, request: "Request", num_computed_tokens: int) -> int:
         """How many tokens can be loaded behind those that vLLM has."""
@@ -80,8 +77,8 @@ class SchedulerSide:
         """The request has blocks: load into them, or ask for the ticket of what they will hold."""
         if self._loads is not None:
             self._loads.start(request.request_id, block_ids, num_external_tokens)
-        params = request.kv_transfer_params
-        if self._offers is not None and params and params.get(ASKS_TO_OFFER):
+        params = request.kv_transfer_params or {}
+        if params.get(ASKS_TO_OFFER) and self._offers is not None:
             self._offers.reserve(request.request_id)
 
     def finished(
@@ -90,11 +87,11 @@ class SchedulerSide:
         """Whether its blocks are still needed, and what the router shall carry."""
         if self._loads is not None:
             self._loads.give_up(request.request_id)
-        params = request.kv_transfer_params
-        if self._offers is None or not params or not params.get(ASKS_TO_OFFER):
+        params = request.kv_transfer_params or {}
+        if not params.get(ASKS_TO_OFFER) or self._offers is None:
             return False, None
         num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
-        if request.status not in HANDS_OFF_AFTER or num_tokens == 0:
+        if request.status not in HANDS_OFF_AFTER or num_tokens == 0 or not _has_tokens(request):
             self._offers.abandon(request.request_id)
             return False, None
         ticket = self._offers.publish(request.request_id, block_ids, num_tokens)
@@ -122,8 +119,30 @@ class SchedulerSide:
         if self._link is not None:
             self._link.close()
 
+    def _load_of(self, request: "Request", params: Mapping[str, Any]) -> Load:
+        num_wanted = request.num_prompt_tokens - self._backs_off
+        try:
+            handoff = read_params(params)
+            _check_prompt(request, handoff)
+        except ProtocolError as error:
+            return Load(request.request_id, num_wanted, None, error.message)
+        return Load(request.request_id, min(num_wanted, handoff.remote_num_tokens), handoff)
 
-def ranks_elsewhere(workers: Sequence[WorkerIntroduction]) -> Mapping[str, tuple[int, ...]]:
+
+def leave_last_token(request: "Request") -> None:
+    """Have the prefill engine compute all but the last token of the prompt.
+
+    The decode engine computes that one in any case, for its logits. With a sliding window it needs
+    a token for it that vLLM drops once the last one was computed, if it is the last of its block.
+    """
+    if request.num_prompt_tokens > 1 and request.prompt_token_ids is not None:
+        del request.prompt_token_ids[-1]
+        del request._all_token_ids[-1]
+        request.num_prompt_tokens -= 1
+        request.max_tokens = 1
+
+
+def ranks_elsewhere(workers: Sequence[WorkerPlace]) -> Mapping[str, tuple[int, ...]]:
     """The ranks whose agent is not that of the first, by its peer endpoint."""
     elsewhere: dict[str, tuple[int, ...]] = {}
     for worker in workers:
@@ -133,18 +152,15 @@ def ranks_elsewhere(workers: Sequence[WorkerIntroduction]) -> Mapping[str, tuple
     return elsewhere
 
 
-def _load_of(request: "Request", params: Mapping[str, Any]) -> Load:
-    handoff, problem = None, ""
-    try:
-        handoff = read_params({k: v for k, v in params.items() if k not in (ASKS_TO_FETCH,)})
-        _check_prompt(request, handoff)
-    except ProtocolError as error:
-        handoff, problem = None, error.message
-    return Load(request.request_id, request.num_prompt_tokens, handoff, problem)
+def _has_tokens(request: "Request") -> bool:
+    """Whether the prompt is all tokens: embeddings in it are not named by anything."""
+    return request.prompt_token_ids is not None and request.prompt_embeds is None
 
 
 def _check_prompt(request: "Request", handoff: HandoffParams) -> None:
     num_tokens = handoff.remote_num_tokens
+    if not _has_tokens(request):
+        raise ProtocolError("a prompt with embeddings is not handed off")
     if num_tokens > request.num_prompt_tokens:
         raise ProtocolError(
             f"the prefill engine computed {num_tokens} tokens, the prompt here has only "

@@ -6,8 +6,10 @@ Refuses to choose the side: the agent's role says whether this vLLM offers or fe
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Protocol
 
 from kvbus.engine import (
+    CudaStorage,
     DecodeSession,
     MemorySession,
     PrefillSession,
@@ -18,6 +20,16 @@ from kvbus.geometry import EngineSpec, RankSpec
 from kvbus.protocol.engine import AgentRole
 
 ControlSession = PrefillSession | DecodeSession
+
+
+class SharedMemory(Protocol):
+    """What a memory session registers, as often as it has to."""
+
+    @property
+    def rank(self) -> RankSpec: ...
+
+    @property
+    def storages(self) -> Mapping[str, SharedStorage | CudaStorage]: ...
 
 
 @asynccontextmanager
@@ -36,12 +48,9 @@ async def control_session(
 
 @asynccontextmanager
 async def memory_session(
-    attach_path: Path,
-    engine: EngineSpec,
-    rank: RankSpec,
-    storages: Mapping[str, SharedStorage],
+    attach_path: Path, engine: EngineSpec, shared: SharedMemory
 ) -> AsyncIterator[MemorySession]:
     """The memory of one rank, registered."""
-    async with MemorySession(attach_path, engine, rank.rank) as session:
-        await session.register(rank, storages)
+    async with MemorySession(attach_path, engine, shared.rank.rank) as session:
+        await session.register(shared.rank, shared.storages)
         yield session

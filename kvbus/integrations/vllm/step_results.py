@@ -21,12 +21,8 @@ class StepResults(KVConnectorMetadata):
 
 
 @dataclass(frozen=True, slots=True)
-class WorkerIntroduction(KVConnectorHandshakeMetadata):
-    """What the scheduler's side must know of a worker: the engine as it described it, as msgpack.
-
-    ``peer_endpoint`` is that of the agent that has its memory, empty while there is none.
-    """
+class WorkerPlace(KVConnectorHandshakeMetadata):
+    """Where a worker's memory is: at the agent of ``peer_endpoint``, empty while there is none."""
 
     rank: int
-    engine: bytes
     peer_endpoint: str
