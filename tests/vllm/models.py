@@ -50,7 +50,7 @@ def hybrid() -> Any:
 
     kinds = ["sliding_attention", "full_attention"] * 2
     return Gemma3TextConfig(
-        **COMMON, **GROUPED, sliding_window=WINDOW, layer_types=kinds, query_pre_attn_scalar=64
+        **COMMON, **GROUPED, sliding_window=WINDOW, layer_types=kinds, query_pre_attn_scalar=4
     )
 
 
@@ -61,10 +61,10 @@ def mla() -> Any:
     return DeepseekV2Config(
         **COMMON,
         num_key_value_heads=8,
-        kv_lora_rank=128,
+        kv_lora_rank=512,
         q_lora_rank=None,
         qk_nope_head_dim=64,
-        qk_rope_head_dim=32,
+        qk_rope_head_dim=64,
         v_head_dim=64,
         first_k_dense_replace=4,
         n_routed_experts=2,

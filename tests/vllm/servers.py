@@ -118,13 +118,14 @@ class VllmServer:
         return sum(s.value for s in self._samples(name) if labels.items() <= s.labels.items())
 
     def blocks_in_use(self) -> int:
-        """Blocks of KV that requests hold, by its own metrics; cached ones that none holds are free.
+        """Blocks of KV that requests hold, by its own metrics; those only cached are free.
 
         The page is as of the last step, and an idle server makes none: a small request makes one.
         """
         self.complete([1], 1)
         (config,) = self._samples("cache_config_info")
-        return round(self.metric("kv_cache_usage_perc") * (int(config.labels["num_gpu_blocks"]) - 1))
+        num_blocks = int(config.labels["num_gpu_blocks"]) - 1  # one is the null block
+        return round(self.metric("kv_cache_usage_perc") * num_blocks)
 
     def pids(self, title: str) -> list[int]:
         """The processes of this server whose title has ``title`` in it."""
