@@ -56,7 +56,7 @@ class Call:
         params = answer["kv_transfer_params"]
         return Completion(choice["token_ids"], choice["finish_reason"], params, cached or 0)
 
-    def stream(self) -> Iterator[list[int]]:
+    def stream(self) -> Iterator[int]:
         """The tokens of a request with ``stream``, as they come; raises `RefusedError`."""
         try:
             for line in self._answer():
@@ -64,7 +64,8 @@ class Call:
                     event = json.loads(line.removeprefix(b"data: "))
                     if "error" in event:
                         raise RefusedError(200, json.dumps(event))
-                    yield from (choice["token_ids"] for choice in event["choices"])
+                    for choice in event["choices"]:
+                        yield from choice["token_ids"]
         finally:
             self.connection.close()
 

@@ -4,7 +4,7 @@ Refuses to look inside: what a server did is read from its answers, its metrics 
 """
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -16,9 +16,10 @@ from tests.agents import AgentProcess, Agents, agents_ended, wait_until
 from tests.vllm.calls import Call, Completion
 from tests.vllm.models import VOCABULARY
 from tests.vllm.servers import VllmServer
-from tests.vllm.wirings import Wire
+from tests.vllm.shapes import Shape, Side
+from tests.vllm.wirings import Wire, tokens_from_elsewhere
 
-FOR_DECODE = {
+FOR_DECODE: Mapping[str, Any] = {
     "do_remote_decode": True,
     "do_remote_prefill": False,
     "remote_engine_id": None,
@@ -34,28 +35,14 @@ _SALTS = count()
 
 
 @dataclass
-class Engine:
-    """How one of the two servers is started, apart from its wiring."""
-
-    tp: int = 1
-    cores: str = "0"
-    block_size: int | None = None
-    flags: Sequence[str] = ()
-
-    def all_flags(self) -> list[str]:
-        """The flags of its command line."""
-        size = [] if self.block_size is None else ["--block-size", str(self.block_size)]
-        return ["--tensor-parallel-size", str(self.tp), *size, *self.flags]
-
-
-@dataclass
 class Cluster:
     """Both sides of a deployment, and requests through them."""
 
     agents: Agents
+    wire: Wire
     prefill: VllmServer
     decode: VllmServer
-    calls: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(max_workers=32))
+    threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(max_workers=32))
 
     @property
     def prefill_agent(self) -> AgentProcess:
@@ -65,36 +52,48 @@ class Cluster:
     def decode_agent(self) -> AgentProcess:
         return self.agents.all[1]
 
-    def ticket(self, prompt: Sequence[int], **fields: Any) -> dict[str, Any]:
+    def ticket(self, prompt: Sequence[int]) -> dict[str, Any]:
         """Have ``prompt`` prefilled; the ``kv_transfer_params`` of the answer."""
-        prefilled = self.prefill.complete(prompt, 1, kv_transfer_params=FOR_DECODE, **fields)
+        prefilled = self.prefill.complete(prompt, 1, kv_transfer_params=FOR_DECODE)
         assert prefilled.params is not None, "the prefill answered without kv_transfer_params"
         return prefilled.params
 
-    def begin(
-        self, prompt: Sequence[int], ticket: object, num_tokens: int = NUM_TOKENS, **fields: Any
-    ) -> Call:
+    def begin(self, prompt: Sequence[int], ticket: object, **fields: Any) -> Call:
         """Send the decode request of a ticket."""
-        return self.decode.begin(prompt, num_tokens, kv_transfer_params=ticket, **fields)
+        return self.decode.begin(prompt, NUM_TOKENS, kv_transfer_params=ticket, **fields)
 
-    def redeem(
-        self, prompt: Sequence[int], ticket: object, num_tokens: int = NUM_TOKENS, **fields: Any
-    ) -> Completion:
+    def redeem(self, prompt: Sequence[int], ticket: object, **fields: Any) -> list[int]:
+        """`begin`, and the tokens of its answer."""
+        return self.answer(prompt, ticket, **fields).tokens
+
+    def answer(self, prompt: Sequence[int], ticket: object, **fields: Any) -> Completion:
         """`begin`, and its answer."""
-        return self.begin(prompt, ticket, num_tokens, **fields).completion()
+        return self.begin(prompt, ticket, **fields).completion()
 
-    def handoff(self, prompt: Sequence[int], num_tokens: int = NUM_TOKENS) -> list[int]:
+    def handoff(self, prompt: Sequence[int], **fields: Any) -> list[int]:
         """The tokens that decode says after prefill has read ``prompt``."""
-        return self.redeem(prompt, self.ticket(prompt), num_tokens).tokens
+        return self.redeem(prompt, self.ticket(prompt), **fields)
 
-    def alone(self, prompt: Sequence[int], num_tokens: int = NUM_TOKENS) -> list[int]:
+    def alone(self, prompt: Sequence[int]) -> list[int]:
         """The tokens that decode says after reading ``prompt`` itself, whatever it has cached."""
         salt = f"alone-{next(_SALTS)}"
-        return self.decode.complete(prompt, num_tokens, cache_salt=salt).tokens
+        return self.decode.complete(prompt, NUM_TOKENS, cache_salt=salt).tokens
 
-    def soon(self, prompt: Sequence[int], num_tokens: int = NUM_TOKENS) -> Future[list[int]]:
+    def soon(self, prompt: Sequence[int]) -> Future[list[int]]:
         """A `handoff` beside others."""
-        return self.calls.submit(self.handoff, prompt, num_tokens)
+        return self.threads.submit(self.handoff, prompt)
+
+    def moved(self) -> float:
+        """A count that grows with each handoff whose KV came from the prefill side."""
+        return self.wire.moved(self.decode_agent, self.decode)
+
+    def fetched_tokens(self) -> float:
+        """Tokens that decode counts as computed elsewhere."""
+        return tokens_from_elsewhere(self.decode_agent, self.decode)
+
+    def under_way(self) -> int:
+        """How many fetches the decode agent has."""
+        return int(self.decode_agent.status()["counts"]["fetches"])
 
     def check(self) -> None:
         """Nothing is left: no block in either server, no offer, lease or fetch in an agent."""
@@ -105,53 +104,42 @@ class Cluster:
 
     def stop(self) -> None:
         """End both servers."""
-        self.calls.shutdown(cancel_futures=True)
+        self.threads.shutdown(cancel_futures=True)
         self.prefill.stop()
         self.decode.stop()
 
 
 def prompt_of(num_tokens: int, seed: int) -> list[int]:
-    """A random prompt; two seeds give prompts that share no prefix."""
+    """A random prompt; those of two seeds share no prefix that a server could cache."""
     chosen = random.Random(seed)
     return [chosen.randrange(3, VOCABULARY) for _ in range(num_tokens)]
 
 
 @contextmanager
-def cluster(
-    model: Path,
-    wire: Wire,
-    *,
-    prefill: Engine | None = None,
-    decode: Engine | None = None,
-    decode_model: Path | None = None,
-    policy: str = "recompute",
-    agents_first: bool = True,
-    **settings: Any,
-) -> Iterator[Cluster]:
-    """Start both sides side by side and end them; ``settings`` are those of the decode agent."""
+def cluster(shape: Shape, models: Path, wire: Wire) -> Iterator[Cluster]:
+    """Start both sides side by side, and end them."""
     with agents_ended(Agents) as agents:
-        sides = (agents.prepare("prefill"), agents.prepare("decode", **settings))
-        if agents_first:
-            agents.start(*sides)
-        plans = (prefill or Engine(cores="0"), decode or Engine(cores="1"))
-        models = (model, decode_model or model)
-        made = Cluster(
-            agents,
-            *(
-                _server(agents.folder / f"vllm-{agent.role}", model, plan, wire(agent), policy)
-                for agent, model, plan in zip(sides, models, plans, strict=True)
-            ),
+        sides = (
+            agents.prepare("prefill", **dict(shape.prefill.settings)),
+            agents.prepare("decode", **dict(shape.decode.settings)),
         )
+        if shape.agents_first:
+            agents.start(*sides)
+        plans = zip(sides, (shape.prefill, shape.decode), strict=True)
+        servers = [_server(agent, side, shape, models, wire) for agent, side in plans]
+        made = Cluster(agents, wire, *servers)
         try:
-            made.prefill.launch()
-            made.decode.launch()
-            made.prefill.wait_started()
-            made.decode.wait_started()
+            for server in servers:
+                server.launch()
+            for server in servers:
+                server.wait_started()
             yield made
         finally:
             made.stop()
 
 
-def _server(folder: Path, model: Path, plan: Engine, wiring: Any, policy: str) -> VllmServer:
-    flags = [*plan.all_flags(), *wiring.flags(policy)]
-    return VllmServer(model, folder, cores=plan.cores, flags=flags, env=wiring.env)
+def _server(agent: AgentProcess, side: Side, shape: Shape, models: Path, wire: Wire) -> VllmServer:
+    wiring = wire.wiring(agent)
+    flags = (*side.all_flags(), *wiring.flags(shape.policy))
+    folder = agent.folder / "vllm"
+    return VllmServer(models / side.model, folder, cores=side.cores, flags=flags, env=wiring.env)

@@ -1,20 +1,26 @@
 """Real vLLM servers; every test here is skipped, and says why, where vLLM is not installed."""
 
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from tests.vllm.clusters import Cluster, cluster
 from tests.vllm.models import written
+from tests.vllm.shapes import Shape
 from tests.vllm.wirings import WIRES, Wire
 
 HERE = Path(__file__).parent
-TIMEOUT_S = 600
+TIMEOUT_S = 900
 """For one test with the start of its servers."""
+
+Running = Callable[[Shape], Cluster]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Run the tests with vLLM's own connector, too: `pytest tests/vllm --wire nixl`."""
+    """Run the tests with vLLM's own connector: `pytest tests/vllm --wire nixl`."""
     parser.addoption("--wire", choices=sorted(WIRES), default="kvbus", help="who moves the KV")
 
 
@@ -33,12 +39,36 @@ def _vllm() -> None:
 
 
 @pytest.fixture(scope="session")
+def models(_vllm: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with the models, one folder each."""
+    return written(tmp_path_factory.mktemp("models"))
+
+
+@pytest.fixture(scope="session")
 def wire(_vllm: None, request: pytest.FixtureRequest) -> Wire:
     """Who moves the KV between two servers."""
     return WIRES[request.config.getoption("--wire", default="kvbus")]
 
 
 @pytest.fixture(scope="session")
-def models(_vllm: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder with the models, one folder each."""
-    return written(tmp_path_factory.mktemp("models"))
+def running(models: Path, wire: Wire) -> Iterator[Running]:
+    """A cluster of the shape that is asked for: the last one, if that has it, or a new one."""
+    last: list[tuple[Shape, Cluster]] = []
+    with ExitStack() as now:
+
+        def of_shape(shape: Shape) -> Cluster:
+            if not last or last[-1][0] is not shape:
+                now.close()
+                last.append((shape, now.enter_context(cluster(shape, models, wire))))
+            return last[-1][1]
+
+        yield of_shape
+
+
+@pytest.fixture
+def pair(running: Running, request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    """The cluster of the module's `SHAPE`, or of the test's, which must hold nothing afterwards."""
+    shape = getattr(request, "param", None) or request.module.SHAPE
+    made = running(shape)
+    yield made
+    made.check()

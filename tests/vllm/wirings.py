@@ -1,7 +1,7 @@
 """How two vLLM servers are told to hand KV over: by kvbus, or by vLLM's own connector.
 
-Refuses to differ in anything else, so that one test body runs with either. vLLM's own is the control:
-a test that fails with it, too, is wrong itself, or has met vLLM's own limits.
+Refuses to differ in anything else, so that one test body runs with either. vLLM's own is the
+control: what fails with it, too, is a wrong test, or a limit of vLLM itself.
 """
 
 import json
@@ -11,6 +11,7 @@ from typing import Any
 
 from tests.agents import AgentProcess
 from tests.plain_sockets import free_port
+from tests.vllm.servers import VllmServer
 
 
 @dataclass(frozen=True)
@@ -26,18 +27,22 @@ class Wiring:
         return "--kv-transfer-config", json.dumps(config)
 
 
-Wire = Callable[[AgentProcess], Wiring]
+@dataclass(frozen=True)
+class Wire:
+    """One way: how a server beside an agent is wired, and a count that grows with each handoff."""
+
+    wiring: Callable[[AgentProcess], Wiring]
+    moved: Callable[[AgentProcess, VllmServer], float]
 
 
 def by_kvbus(agent: AgentProcess) -> Wiring:
     """A server beside ``agent``, which need not run yet."""
+    endpoint = f"{agent.settings['runtime_dir']}/attach.sock"
     return Wiring(
         {
             "kv_connector": "KvbusConnector",
             "kv_connector_module_path": "kvbus.integrations.vllm",
-            "kv_connector_extra_config": {
-                "endpoint": f"{agent.settings['runtime_dir']}/attach.sock"
-            },
+            "kv_connector_extra_config": {"endpoint": endpoint},
         }
     )
 
@@ -53,4 +58,17 @@ def by_nixl_connector(_: AgentProcess) -> Wiring:
     )
 
 
-WIRES: dict[str, Wire] = {"kvbus": by_kvbus, "nixl": by_nixl_connector}
+def completed(agent: AgentProcess, _: VllmServer) -> float:
+    """Handoffs that a decode agent has completed."""
+    return agent.metric("handoffs_total", outcome="completed")
+
+
+def tokens_from_elsewhere(_: AgentProcess, server: VllmServer) -> float:
+    """Tokens that a server has not computed itself, as it counts them."""
+    return server.metric("prompt_tokens_by_source_total", source="external_kv_transfer")
+
+
+WIRES = {
+    "kvbus": Wire(by_kvbus, completed),
+    "nixl": Wire(by_nixl_connector, tokens_from_elsewhere),
+}
