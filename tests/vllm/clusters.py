@@ -54,9 +54,13 @@ class Cluster:
 
     def ticket(self, prompt: Sequence[int]) -> dict[str, Any]:
         """Have ``prompt`` prefilled; the ``kv_transfer_params`` of the answer."""
-        prefilled = self.prefill.complete(prompt, 1, kv_transfer_params=FOR_DECODE)
-        assert prefilled.params is not None, "the prefill answered without kv_transfer_params"
-        return prefilled.params
+        params = self.prefill_answer(prompt).params
+        assert params is not None, "the prefill answered without kv_transfer_params"
+        return params
+
+    def prefill_answer(self, prompt: Sequence[int]) -> Completion:
+        """What the prefill side answers when it is asked to read for decode."""
+        return self.prefill.complete(prompt, 1, kv_transfer_params=FOR_DECODE)
 
     def begin(self, prompt: Sequence[int], ticket: object, **fields: Any) -> Call:
         """Send the decode request of a ticket."""
@@ -64,11 +68,7 @@ class Cluster:
 
     def redeem(self, prompt: Sequence[int], ticket: object, **fields: Any) -> list[int]:
         """`begin`, and the tokens of its answer."""
-        return self.answer(prompt, ticket, **fields).tokens
-
-    def answer(self, prompt: Sequence[int], ticket: object, **fields: Any) -> Completion:
-        """`begin`, and its answer."""
-        return self.begin(prompt, ticket, **fields).completion()
+        return self.begin(prompt, ticket, **fields).completion().tokens
 
     def handoff(self, prompt: Sequence[int], **fields: Any) -> list[int]:
         """The tokens that decode says after prefill has read ``prompt``."""
@@ -95,6 +95,12 @@ class Cluster:
         """How many fetches the decode agent has."""
         return int(self.decode_agent.status()["counts"]["fetches"])
 
+    @property
+    def whole(self) -> bool:
+        """Whether all of it runs, but agents that were never started."""
+        started = [agent for agent in self.agents.all if agent.process is not None]
+        return all(part.alive for part in (*started, self.prefill, self.decode))
+
     def check(self) -> None:
         """Nothing is left: no block in either server, no offer, lease or fetch in an agent."""
         for server in (self.prefill, self.decode):
@@ -113,6 +119,22 @@ def prompt_of(num_tokens: int, seed: int) -> list[int]:
     """A random prompt; those of two seeds share no prefix that a server could cache."""
     chosen = random.Random(seed)
     return [chosen.randrange(3, VOCABULARY) for _ in range(num_tokens)]
+
+
+def works_again(pair: Cluster, seed: int) -> None:
+    """Return once a handoff moves KV; its tokens are right all the while.
+
+    Prompts are of ``seed`` and what follows it.
+    """
+    seeds = count(seed)
+
+    def moves() -> bool:
+        prompt, before = prompt_of(100, seed=next(seeds)), pair.moved()
+        params = pair.prefill_answer(prompt).params
+        assert pair.redeem(prompt, params) == pair.alone(prompt)
+        return pair.moved() > before
+
+    wait_until(moves, "a handoff that moves KV", SETTLES_WITHIN_S)
 
 
 @contextmanager

@@ -52,15 +52,16 @@ def wire(_vllm: None, request: pytest.FixtureRequest) -> Wire:
 
 @pytest.fixture(scope="session")
 def running(models: Path, wire: Wire) -> Iterator[Running]:
-    """A cluster of the shape that is asked for: the last one, if that has it, or a new one."""
+    """A cluster of the shape that is asked for: the last one, if whole and of it, or a new one."""
     last: list[tuple[Shape, Cluster]] = []
     with ExitStack() as now:
 
         def of_shape(shape: Shape) -> Cluster:
-            if not last or last[-1][0] is not shape:
+            if not last or last[0][0] is not shape or not last[0][1].whole:
+                last.clear()
                 now.close()
                 last.append((shape, now.enter_context(cluster(shape, models, wire))))
-            return last[-1][1]
+            return last[0][1]
 
         yield of_shape
 

@@ -4,6 +4,7 @@ Refuses to import vLLM, which takes seconds and warns: whatever a test wants to 
 """
 
 import os
+import re
 import subprocess
 import sys
 import urllib.request
@@ -24,6 +25,7 @@ ENDS_WITHIN_S = 30.0
 ANSWERS_WITHIN_S = 60.0
 KV_BYTES = 128 << 20
 TAIL_CHARS = 6000
+TROUBLE = re.compile("(WARNING|ERROR).*kvbus", re.IGNORECASE)
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
@@ -60,6 +62,10 @@ class VllmServer:
     def log(self) -> str:
         """All that it has written."""
         return self.log_path.read_text(errors="replace")
+
+    def trouble(self) -> list[str]:
+        """The warnings and errors in its log that name kvbus."""
+        return [line for line in self.log().splitlines() if TROUBLE.search(line)]
 
     def launch(self) -> None:
         """Start the process, and do not wait for it."""
