@@ -11,7 +11,7 @@ from typing import Any
 CHUNK_TOKENS = 256
 CHUNKED = ("--max-num-batched-tokens", str(CHUNK_TOKENS))
 SMALLER, LARGER = 32, 64
-OFFER_TTL_S = 5.0
+OFFER_TTL_S = 10.0
 FETCH_TIMEOUT_S = 20.0
 
 

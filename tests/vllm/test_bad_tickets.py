@@ -55,6 +55,19 @@ def test_decode_computes_the_prompt_of_a_ticket_that_was_redeemed_before(pair: C
     assert pair.moved() == before
 
 
+@pytest.mark.parametrize("num_tokens", [0, 1, 199, 201, 1 << 20])
+def test_a_ticket_that_lies_about_its_tokens_makes_no_wrong_ones(
+    pair: Cluster, num_tokens: int
+) -> None:
+    prompt = prompt_of(200, seed=300 + num_tokens)
+    ticket = pair.ticket(prompt)
+
+    tokens = pair.redeem(prompt, {**ticket, "num_tokens": num_tokens}, cache_salt="a lie")
+
+    assert tokens == pair.alone(prompt)
+    pair.redeem(prompt, ticket)
+
+
 @pytest.mark.parametrize("more", [1, 31, 400])
 def test_a_decode_prompt_longer_than_what_was_prefilled_is_served(pair: Cluster, more: int) -> None:
     prompt = prompt_of(300 + more, seed=200 + more)
