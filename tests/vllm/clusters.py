@@ -1,0 +1,167 @@
+"""A prefill agent, a decode agent and a vLLM server beside each, and a router's part between them.
+
+Refuses to look inside: what a server did is read from its answers, its metrics and its log.
+"""
+
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+from tests.agents import AgentProcess, Agents, agents_ended, wait_until
+from tests.vllm.calls import Call, Completion
+from tests.vllm.models import VOCABULARY
+from tests.vllm.servers import VllmServer
+from tests.vllm.shapes import Shape, Side
+from tests.vllm.wirings import Wire, tokens_from_elsewhere
+
+FOR_DECODE: Mapping[str, Any] = {
+    "do_remote_decode": True,
+    "do_remote_prefill": False,
+    "remote_engine_id": None,
+    "remote_block_ids": None,
+    "remote_host": None,
+    "remote_port": None,
+}
+"""What routers for vLLM's own connector send with a prefill request, empty fields included."""
+
+NUM_TOKENS = 12
+SETTLES_WITHIN_S = 60.0
+_SALTS = count()
+
+
+@dataclass
+class Cluster:
+    """Both sides of a deployment, and requests through them."""
+
+    agents: Agents
+    wire: Wire
+    prefill: VllmServer
+    decode: VllmServer
+    threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(max_workers=32))
+
+    @property
+    def prefill_agent(self) -> AgentProcess:
+        return self.agents.all[0]
+
+    @property
+    def decode_agent(self) -> AgentProcess:
+        return self.agents.all[1]
+
+    def ticket(self, prompt: Sequence[int]) -> dict[str, Any]:
+        """Have ``prompt`` prefilled; the ``kv_transfer_params`` of the answer."""
+        params = self.prefill_answer(prompt).params
+        assert params is not None, "the prefill answered without kv_transfer_params"
+        return params
+
+    def prefill_answer(self, prompt: Sequence[int]) -> Completion:
+        """What the prefill side answers when it is asked to read for decode."""
+        return self.prefill.complete(prompt, 1, kv_transfer_params=FOR_DECODE)
+
+    def begin(self, prompt: Sequence[int], ticket: object, **fields: Any) -> Call:
+        """Send the decode request of a ticket."""
+        return self.decode.begin(prompt, NUM_TOKENS, kv_transfer_params=ticket, **fields)
+
+    def redeem(self, prompt: Sequence[int], ticket: object, **fields: Any) -> list[int]:
+        """`begin`, and the tokens of its answer."""
+        return self.begin(prompt, ticket, **fields).completion().tokens
+
+    def handoff(self, prompt: Sequence[int], **fields: Any) -> list[int]:
+        """The tokens that decode says after prefill has read ``prompt``."""
+        return self.redeem(prompt, self.ticket(prompt), **fields)
+
+    def alone(self, prompt: Sequence[int]) -> list[int]:
+        """The tokens that decode says after reading ``prompt`` itself, whatever it has cached."""
+        salt = f"alone-{next(_SALTS)}"
+        return self.decode.complete(prompt, NUM_TOKENS, cache_salt=salt).tokens
+
+    def soon(self, prompt: Sequence[int]) -> Future[list[int]]:
+        """A `handoff` beside others."""
+        return self.threads.submit(self.handoff, prompt)
+
+    def moved(self) -> float:
+        """A count that grows with each handoff whose KV came from the prefill side."""
+        return self.wire.moved(self.decode_agent, self.decode)
+
+    def fetched_tokens(self) -> float:
+        """Tokens that decode counts as computed elsewhere."""
+        return tokens_from_elsewhere(self.decode_agent, self.decode)
+
+    def under_way(self) -> int:
+        """How many fetches the decode agent has."""
+        return int(self.decode_agent.status()["counts"]["fetches"])
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of it runs, but agents that were never started."""
+        started = [agent for agent in self.agents.all if agent.process is not None]
+        return all(part.alive for part in (*started, self.prefill, self.decode))
+
+    def check(self) -> None:
+        """Nothing is left: no block in either server, no offer, lease or fetch in an agent."""
+        for server in (self.prefill, self.decode):
+            what = f"no block in use: {server.log_path}"
+            wait_until(lambda server=server: server.blocks_in_use() == 0, what, SETTLES_WITHIN_S)
+        self.agents.check()
+
+    def stop(self) -> None:
+        """End both servers."""
+        self.threads.shutdown(cancel_futures=True)
+        self.prefill.stop()
+        self.decode.stop()
+
+
+def prompt_of(num_tokens: int, seed: int) -> list[int]:
+    """A random prompt; those of two seeds share no prefix that a server could cache."""
+    chosen = random.Random(seed)
+    return [chosen.randrange(3, VOCABULARY) for _ in range(num_tokens)]
+
+
+def works_again(pair: Cluster, seed: int) -> None:
+    """Return once a handoff moves KV; its tokens are right all the while.
+
+    Prompts are of ``seed`` and what follows it.
+    """
+    seeds = count(seed)
+
+    def moves() -> bool:
+        prompt, before = prompt_of(100, seed=next(seeds)), pair.moved()
+        params = pair.prefill_answer(prompt).params
+        assert pair.redeem(prompt, params) == pair.alone(prompt)
+        return pair.moved() > before
+
+    wait_until(moves, "a handoff that moves KV", SETTLES_WITHIN_S)
+
+
+@contextmanager
+def cluster(shape: Shape, models: Path, wire: Wire) -> Iterator[Cluster]:
+    """Start both sides side by side, and end them."""
+    with agents_ended(Agents) as agents:
+        sides = (
+            agents.prepare("prefill", **dict(shape.prefill.settings)),
+            agents.prepare("decode", **dict(shape.decode.settings)),
+        )
+        if shape.agents_first:
+            agents.start(*sides)
+        plans = zip(sides, (shape.prefill, shape.decode), strict=True)
+        servers = [_server(agent, side, shape, models, wire) for agent, side in plans]
+        made = Cluster(agents, wire, *servers)
+        try:
+            for server in servers:
+                server.launch()
+            for server in servers:
+                server.wait_started()
+            yield made
+        finally:
+            made.stop()
+
+
+def _server(agent: AgentProcess, side: Side, shape: Shape, models: Path, wire: Wire) -> VllmServer:
+    wiring = wire.wiring(agent)
+    flags = (*side.all_flags(), *wiring.flags(shape.policy))
+    folder = agent.folder / "vllm"
+    return VllmServer(models / side.model, folder, cores=side.cores, flags=flags, env=wiring.env)

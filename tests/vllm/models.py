@@ -1,0 +1,107 @@
+"""Small models with random weights, written once a test session for vLLM to load.
+
+Refuses to be imported for them: `written` runs this file in a process of its own, as the libraries
+that write models take seconds to import and warn of each other.
+"""
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+VOCABULARY = 512
+LONGEST = 4096
+WINDOW = 96
+SPREAD = 0.08  # of the weights: with less, a model says the same whatever it has read
+COMMON = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 512,
+    "intermediate_size": 1024,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "max_position_embeddings": LONGEST,
+    "initializer_range": SPREAD,
+    "tie_word_embeddings": False,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+GROUPED = {"num_key_value_heads": 4, "head_dim": 64}
+WRITTEN_WITHIN_S = 300.0
+
+
+def gqa() -> Any:
+    """A Llama whose four KV heads are shared by two query heads each."""
+    from transformers import LlamaConfig
+
+    return LlamaConfig(**COMMON, **GROUPED)
+
+
+def windowed() -> Any:
+    """A Mistral all of whose layers see the last `WINDOW` tokens only."""
+    from transformers import MistralConfig
+
+    return MistralConfig(**COMMON, **GROUPED, sliding_window=WINDOW)
+
+
+def hybrid() -> Any:
+    """A Gemma with layers that see a window and layers that see all: two groups of KV."""
+    from transformers import Gemma3TextConfig
+
+    kinds = ["sliding_attention", "full_attention"] * 2
+    return Gemma3TextConfig(
+        **COMMON, **GROUPED, sliding_window=WINDOW, layer_types=kinds, query_pre_attn_scalar=4
+    )
+
+
+def mla() -> Any:
+    """A DeepSeek whose KV is one latent vector a token."""
+    from transformers import DeepseekV2Config
+
+    return DeepseekV2Config(
+        **COMMON,
+        num_key_value_heads=8,
+        kv_lora_rank=512,
+        q_lora_rank=None,
+        qk_nope_head_dim=64,
+        qk_rope_head_dim=64,
+        v_head_dim=64,
+        first_k_dense_replace=4,
+        n_routed_experts=2,
+        num_experts_per_tok=1,
+        n_shared_experts=1,
+        moe_intermediate_size=64,
+    )
+
+
+CONFIGS: dict[str, Callable[[], Any]] = {
+    "gqa": gqa,
+    "other": gqa,
+    "windowed": windowed,
+    "hybrid": hybrid,
+    "mla": mla,
+}
+SEEDS = {"other": 1}
+
+
+def written(folder: Path) -> Path:
+    """Write all models into ``folder``, each in a folder with its name in `CONFIGS`."""
+    subprocess.run(
+        [sys.executable, str(Path(__file__)), str(folder)], check=True, timeout=WRITTEN_WITHIN_S
+    )
+    return folder
+
+
+def write(name: str, folder: Path) -> None:
+    """Write one model; the same name gives the same weights."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(SEEDS.get(name, 0))
+    model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32)
+    model.save_pretrained(folder / name)
+
+
+if __name__ == "__main__":
+    for each in CONFIGS:
+        write(each, Path(sys.argv[1]))

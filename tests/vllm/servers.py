@@ -1,0 +1,175 @@
+"""vLLM servers as real processes, seen as their users see them: HTTP, metrics, log, processes.
+
+Refuses to import vLLM, which takes seconds and warns: whatever a test wants to know, a server says.
+"""
+
+import os
+import re
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from http.client import HTTPConnection, HTTPException
+from pathlib import Path
+from typing import Any
+
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.agents import wait_until
+from tests.plain_sockets import free_port
+from tests.vllm.calls import Call, Completion
+
+STARTS_WITHIN_S = 300.0
+ENDS_WITHIN_S = 30.0
+ANSWERS_WITHIN_S = 60.0
+KV_BYTES = 128 << 20
+TAIL_CHARS = 6000
+TROUBLE = re.compile("(WARNING|ERROR).*kvbus", re.IGNORECASE)
+ENVIRONMENT = {
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    "VLLM_LOGGING_COLOR": "0",
+}
+FLAGS = (
+    *("--skip-tokenizer-init", "--enforce-eager"),
+    *("--dtype", "float32", "--max-model-len", "4096", "--generation-config", "vllm"),
+    *("--host", "127.0.0.1", "--kv-cache-memory-bytes", str(KV_BYTES)),
+)
+
+
+@dataclass
+class VllmServer:
+    """One server, its files in a folder of its own: start it, ask it, end it."""
+
+    model: Path
+    folder: Path
+    cores: str = "0"
+    flags: Sequence[str] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    port: int = field(default_factory=free_port)
+    guard: subprocess.Popen[bytes] | None = None
+
+    @property
+    def log_path(self) -> Path:
+        return self.folder / "log"
+
+    @property
+    def alive(self) -> bool:
+        return self.guard is not None and self.guard.poll() is None
+
+    def log(self) -> str:
+        """All that it has written."""
+        return self.log_path.read_text(errors="replace")
+
+    def trouble(self) -> list[str]:
+        """The warnings and errors in its log that name kvbus."""
+        return [line for line in self.log().splitlines() if TROUBLE.search(line)]
+
+    def launch(self) -> None:
+        """Start the process, and do not wait for it."""
+        self.folder.mkdir(exist_ok=True)
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+        command += ["--model", str(self.model), "--served-model-name", "model"]
+        command += ["--port", str(self.port), *FLAGS, *self.flags]
+        guard = Path(__file__).with_name("guard.py")
+        with self.log_path.open("ab") as log:
+            self.guard = subprocess.Popen(
+                [sys.executable, str(guard), *command],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
+                env=self._environment(),
+            )
+
+    def wait_started(self) -> None:
+        """Return once it serves."""
+        try:
+            wait_until(lambda: self._healthy() or not self.alive, "healthy", STARTS_WITHIN_S)
+            assert self.alive
+        except AssertionError as error:
+            error.add_note(f"the end of {self.log_path}:\n{self.log()[-TAIL_CHARS:]}")
+            raise
+
+    def stop(self) -> None:
+        """End it and every process that it started; return when they are gone."""
+        if self.guard is None or self.guard.stdin is None:
+            return
+        self.guard.stdin.close()
+        self.guard.wait(ENDS_WITHIN_S)
+
+    def begin(self, prompt: Sequence[int], num_tokens: int, **fields: Any) -> Call:
+        """Send a request and do not wait for what it answers; ``fields`` are vLLM's own."""
+        body = {
+            "model": "model",
+            "prompt": list(prompt),
+            "max_tokens": num_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "return_token_ids": True,
+            "detokenize": False,
+            **fields,
+        }
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=ANSWERS_WITHIN_S)
+        return Call.sent(connection, "/v1/completions", body)
+
+    def complete(self, prompt: Sequence[int], num_tokens: int, **fields: Any) -> Completion:
+        """What it says after ``prompt``; raises `RefusedError` if it answers with an error."""
+        return self.begin(prompt, num_tokens, **fields).completion()
+
+    def metric(self, name: str, **labels: str) -> float:
+        """The value of ``vllm:name`` on its metrics page, summed over the labels not given."""
+        return sum(s.value for s in self._samples(name) if labels.items() <= s.labels.items())
+
+    def blocks_in_use(self) -> int:
+        """Blocks of KV that requests hold, by its own metrics; those only cached are free.
+
+        The page is as of the last step, and an idle server makes none: a small request makes one.
+        """
+        self.complete([1], 1)
+        (config,) = self._samples("cache_config_info")
+        num_blocks = int(config.labels["num_gpu_blocks"]) - 1  # one is the null block
+        return round(self.metric("kv_cache_usage_perc") * num_blocks)
+
+    def pids(self, title: str) -> list[int]:
+        """The processes of this server whose title has ``title`` in it."""
+        assert self.guard is not None
+        session = self.guard.pid
+        found = []
+        for process in Path("/proc").glob("[0-9]*"):
+            try:
+                line = (process / "cmdline").read_bytes().decode(errors="replace")
+                stat = (process / "stat").read_text().rpartition(")")[2].split()
+            except (FileNotFoundError, ProcessLookupError):
+                continue
+            if int(stat[3]) == session and title in line:
+                found.append(int(process.name))
+        return found
+
+    def _environment(self) -> dict[str, str]:
+        return {
+            **os.environ,
+            **ENVIRONMENT,
+            "VLLM_CPU_OMP_THREADS_BIND": self.cores,
+            **self.env,
+        }
+
+    def _healthy(self) -> bool:
+        connection = HTTPConnection("127.0.0.1", self.port, timeout=ANSWERS_WITHIN_S)
+        try:
+            connection.request("GET", "/health")
+            return connection.getresponse().status == 200
+        except (OSError, HTTPException):
+            return False
+        finally:
+            connection.close()
+
+    def _samples(self, name: str) -> list[Any]:
+        page = f"http://127.0.0.1:{self.port}/metrics"
+        with urllib.request.urlopen(page, timeout=ANSWERS_WITHIN_S) as answer:
+            families = text_string_to_metric_families(answer.read().decode())
+        found = [s for family in families for s in family.samples if s.name == f"vllm:{name}"]
+        assert found, f"no metric {name}"
+        return found

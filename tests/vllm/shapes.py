@@ -1,0 +1,66 @@
+"""The deployments that tests run on: models, parallelism, block sizes, policies of both sides.
+
+Refuses to start any. A start takes half a minute: tests of one shape stand next to each other, to
+share it.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+CHUNK_TOKENS = 256
+CHUNKED = ("--max-num-batched-tokens", str(CHUNK_TOKENS))
+SMALLER, LARGER = 32, 64
+OFFER_TTL_S = 10.0
+FETCH_TIMEOUT_S = 20.0
+
+
+@dataclass(frozen=True)
+class Side:
+    """One server, apart from its wiring, and the settings of its agent."""
+
+    cores: str
+    model: str = "gqa"
+    tp: int = 1
+    block_size: int | None = None
+    flags: Sequence[str] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def all_flags(self) -> list[str]:
+        """The flags of its command line."""
+        size = [] if self.block_size is None else ["--block-size", str(self.block_size)]
+        return ["--tensor-parallel-size", str(self.tp), *size, *self.flags]
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Both sides, and what vLLM does with a request whose KV could not be loaded."""
+
+    prefill: Side
+    decode: Side
+    policy: str = "recompute"
+    agents_first: bool = True
+
+
+def both(model: str) -> Shape:
+    """Two sides that are alike."""
+    return Shape(Side("0", model), Side("1", model))
+
+
+UP = Shape(
+    Side("0", block_size=SMALLER, flags=CHUNKED),
+    Side("1", block_size=LARGER, flags=CHUNKED, settings={"fetch_timeout_s": FETCH_TIMEOUT_S}),
+)
+"""Small blocks to large ones, prompts cut into chunks and cached."""
+
+FAILING = Shape(
+    Side("0", block_size=LARGER, settings={"offer_ttl_s": OFFER_TTL_S}),
+    Side("1", block_size=SMALLER),
+    policy="fail",
+)
+"""Large blocks to small ones; a request whose KV cannot be loaded fails."""
+
+SPLIT = Shape(Side("0"), Side("0|1", tp=2))
+JOINED = Shape(Side("0|1", tp=2), Side("1"))
+LATE = Shape(Side("0"), Side("1"), agents_first=False)
+OTHERS = Shape(Side("0"), Side("1", "other"))

@@ -1,0 +1,22 @@
+"""Models that keep KV in other ways than one group of heads that see everything."""
+
+import pytest
+
+from tests.vllm.clusters import Cluster, prompt_of
+from tests.vllm.models import WINDOW
+from tests.vllm.shapes import both
+
+MODELS = ("windowed", "hybrid", "mla")
+SHAPES = {model: both(model) for model in MODELS}
+LENGTHS = (WINDOW // 2, WINDOW + 1, 3 * WINDOW + 5, 1500)
+
+
+@pytest.mark.parametrize("pair", SHAPES.values(), ids=SHAPES, indirect=True)
+def test_decode_says_what_it_says_alone(pair: Cluster) -> None:
+    prompts = [prompt_of(num_tokens, seed=num_tokens) for num_tokens in LENGTHS]
+    before = pair.moved()
+
+    said = [pair.handoff(prompt) for prompt in prompts]
+
+    assert said == [pair.alone(prompt) for prompt in prompts]
+    assert pair.moved() >= before + len(prompts)

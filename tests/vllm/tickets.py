@@ -1,0 +1,66 @@
+"""Tickets that are not right, each made of a right one.
+
+Refuses to say what becomes of them: that is the policy's.
+"""
+
+import uuid
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from tests.plain_sockets import free_port
+
+Params = Mapping[str, Any]
+ROUTED = ("do_remote_prefill", "do_remote_decode")
+"""What vLLM's routers look at; the other keys are the ticket's."""
+
+VERSION = "kvbus"
+"""Of the ticket; a ticket without it is of the first."""
+
+
+def _with(**fields: Any) -> Callable[[Params], Params]:
+    return lambda ticket: {**ticket, **fields}
+
+
+def _only_routed(ticket: Params) -> Params:
+    return {"do_remote_prefill": True}
+
+
+def _of_another_type(ticket: Params) -> Params:
+    return {key: value if key in ROUTED else [value] for key, value in ticket.items()}
+
+
+def _unreachable(ticket: Params) -> Params:
+    return {**ticket, "endpoint": f"tcp://127.0.0.1:{free_port()}"}
+
+
+def _of_nixl_connector(_: Params) -> Params:
+    return {
+        "do_remote_prefill": True,
+        "do_remote_decode": False,
+        "remote_block_ids": [[1, 2, 3]],
+        "remote_engine_id": "8a1b",
+        "remote_request_id": "cmpl-1",
+        "remote_host": "127.0.0.1",
+        "remote_port": free_port(),
+        "tp_size": 1,
+    }
+
+
+def lacking(ticket: Params) -> list[Params]:
+    """The ticket without one of its keys, for each that it cannot do without."""
+    own = [key for key in ticket if key not in (*ROUTED, VERSION)]
+    return [{k: v for k, v in ticket.items() if k != missing} for missing in own]
+
+
+WRONG: Mapping[str, Callable[[Params], Params]] = {
+    "nothing but what routers look at": _only_routed,
+    "values of another type": _of_another_type,
+    "of vLLM's own connector": _of_nixl_connector,
+    "of another engine": _with(engine_id="nobody"),
+    "of an engine that has restarted": _with(engine_boot=uuid.uuid4().hex),
+    "of an agent that has restarted": _with(agent_boot=uuid.uuid4().hex),
+    "of an unknown offer": _with(offer_id=uuid.uuid4().hex),
+    "of another version": _with(kvbus=999),
+    "of an agent that is not there": _unreachable,
+    "of an endpoint that is none": _with(endpoint="no endpoint"),
+}

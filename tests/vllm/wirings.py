@@ -1,0 +1,74 @@
+"""How two vLLM servers are told to hand KV over: by kvbus, or by vLLM's own connector.
+
+Refuses to differ in anything else, so that one test body runs with either. vLLM's own is the
+control: what fails with it, too, is a wrong test, or a limit of vLLM itself.
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.agents import AgentProcess
+from tests.plain_sockets import free_port
+from tests.vllm.servers import VllmServer
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """What one server gets: its ``--kv-transfer-config``, and environment variables."""
+
+    config: Mapping[str, Any]
+    env: Mapping[str, str] = field(default_factory=dict)
+
+    def flags(self, policy: str) -> tuple[str, str]:
+        """The server's flags, ``policy`` being `recompute` or `fail`."""
+        config = {"kv_role": "kv_both", "kv_load_failure_policy": policy, **self.config}
+        return "--kv-transfer-config", json.dumps(config)
+
+
+@dataclass(frozen=True)
+class Wire:
+    """One way: how a server beside an agent is wired, and a count that grows with each handoff."""
+
+    wiring: Callable[[AgentProcess], Wiring]
+    moved: Callable[[AgentProcess, VllmServer], float]
+
+
+def by_kvbus(agent: AgentProcess) -> Wiring:
+    """A server beside ``agent``, which need not run yet."""
+    endpoint = f"{agent.settings['runtime_dir']}/attach.sock"
+    return Wiring(
+        {
+            "kv_connector": "KvbusConnector",
+            "kv_connector_module_path": "kvbus.integrations.vllm",
+            "kv_connector_extra_config": {"endpoint": endpoint},
+        }
+    )
+
+
+def by_nixl_connector(_: AgentProcess) -> Wiring:
+    """A server with vLLM's own connector; the agent is not used."""
+    return Wiring(
+        {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"},
+        {
+            "VLLM_NIXL_SIDE_CHANNEL_HOST": "127.0.0.1",
+            "VLLM_NIXL_SIDE_CHANNEL_PORT": str(free_port()),
+        },
+    )
+
+
+def completed(agent: AgentProcess, _: VllmServer) -> float:
+    """Handoffs that a decode agent has completed."""
+    return agent.metric("handoffs_total", outcome="completed")
+
+
+def tokens_from_elsewhere(_: AgentProcess, server: VllmServer) -> float:
+    """Tokens that a server has not computed itself, as it counts them."""
+    return server.metric("prompt_tokens_by_source_total", source="external_kv_transfer")
+
+
+WIRES = {
+    "kvbus": Wire(by_kvbus, completed),
+    "nixl": Wire(by_nixl_connector, tokens_from_elsewhere),
+}
