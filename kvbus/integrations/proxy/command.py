@@ -81,9 +81,11 @@ def _serve(options: ProxyOptions, listening: socket.socket, *, grace_s: int) -> 
     host, port = listening.getsockname()[:2]
     name = f"[{host}]" if ":" in host else host
     log.info("proxy.started", url=f"http://{name}:{port}", pid=os.getpid())
-    with contextlib.suppress(KeyboardInterrupt):
-        server.run(sockets=[listening])
-    log.info("proxy.ended")
+    try:
+        with contextlib.suppress(KeyboardInterrupt):
+            server.run(sockets=[listening])
+    finally:
+        log.info("proxy.ended")
 
 
 def _listen(host: str, port: int) -> socket.socket:
