@@ -76,6 +76,7 @@ OWNERS = {
     "vllm": ("kvbus/integrations/vllm/",),
     "starlette": ("kvbus/integrations/proxy/",),
     "httpx": ("kvbus/integrations/proxy/",),
+    "uvicorn": ("kvbus/integrations/proxy/",),
     "pickle": (),
 }
 
