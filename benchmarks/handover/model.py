@@ -1,0 +1,51 @@
+"""The random Llama of the benchmark: much KV a token, little to compute.
+
+Refuses to run it.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+HIDDEN, VOCABULARY, HEAD_SIZE, BF16_BYTES = 256, 2048, 128, 2
+FIRST_ORDINARY_TOKEN = 3
+INITIALIZER_RANGE = 0.08  # less, and the tokens hardly depend on the prompt
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What decides the size of the KV: every layer has ``num_heads`` KV heads of 128 in bf16."""
+
+    num_layers: int
+    num_heads: int
+
+    @property
+    def token_bytes(self) -> int:
+        """KV bytes of one token."""
+        return self.num_layers * 2 * self.num_heads * HEAD_SIZE * BF16_BYTES
+
+
+def write_model(folder: Path, shape: ModelShape, *, max_tokens: int) -> None:
+    """Write a checkpoint with random weights, the same ones each time."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=VOCABULARY,
+        hidden_size=HIDDEN,
+        intermediate_size=HIDDEN,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_heads,
+        head_dim=HEAD_SIZE,
+        max_position_embeddings=max_tokens,
+        initializer_range=INITIALIZER_RANGE,
+        tie_word_embeddings=False,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
+    LlamaForCausalLM(config).to(torch.bfloat16).save_pretrained(folder)
+    config_file = folder / "config.json"
+    written = json.loads(config_file.read_text(encoding="utf-8"))
+    assert written["num_key_value_heads"] == shape.num_heads, written

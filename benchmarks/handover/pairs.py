@@ -1,0 +1,94 @@
+"""A prefill and a decode server with one connector between them, or with none.
+
+Refuses to measure. What the variants are is the table `CONNECTORS`.
+"""
+
+import contextlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvbus.bench.agents import agent
+from kvbus.bench.processes import cpu_s
+
+from .servers import Recipe, Server, starting, wait_ready
+
+PREFILL_CORE, DECODE_CORE = 0, 1
+
+CONNECTORS = {
+    "none": "no connector: the decode server has the prompt in its own prefix cache",
+    "nixl": "vLLM's NixlConnector with its defaults",
+    "nixl-spread": "the same, each model thread put back on its server's core after the start",
+    "kvbus": "kvbus.integrations.vllm.KvbusConnector and two agents",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """Two servers that are ready, and the agents beside them."""
+
+    connector: str
+    prefill: Server
+    decode: Server
+    agent_pids: tuple[int, ...] = ()
+
+    @property
+    def moves(self) -> bool:
+        """Whether KV is handed over; if not, the decode server has it already."""
+        return self.connector != "none"
+
+    def cpu_s(self) -> dict[str, float]:
+        """CPU seconds so far of the two servers and of the agents."""
+        return {
+            "prefill server": self.prefill.group.cpu_s(),
+            "decode server": self.decode.group.cpu_s(),
+            "agents": sum(cpu_s(pid) for pid in self.agent_pids),
+        }
+
+
+@contextlib.contextmanager
+def pair(connector: str, recipe: Recipe, *, nixl_extra: dict[str, Any]) -> Iterator[Pair]:
+    """Start all that ``connector`` needs, and end it."""
+    with contextlib.ExitStack() as stack:
+        configs: tuple[str | None, str | None] = (None, None)
+        agent_pids: tuple[int, ...] = ()
+        if connector == "kvbus":
+            agents = [
+                stack.enter_context(agent(role, recipe.folder)) for role in ("prefill", "decode")
+            ]
+            configs = (_kvbus(agents[0].attach_path), _kvbus(agents[1].attach_path))
+            agent_pids = tuple(started.pid for started in agents)
+        elif connector != "none":
+            configs = (_nixl(nixl_extra), _nixl(nixl_extra))
+        prefill, decode = (
+            stack.enter_context(
+                starting(recipe, f"{connector}-{side}", core=core, kv_transfer_config=config)
+            )
+            for side, core, config in (
+                ("prefill", PREFILL_CORE, configs[0]),
+                ("decode", DECODE_CORE, configs[1]),
+            )
+        )
+        for server in (prefill, decode):
+            wait_ready(server)
+            if connector == "nixl-spread":
+                server.spread()
+        yield Pair(connector, prefill, decode, agent_pids)
+
+
+def _nixl(extra: dict[str, Any]) -> str:
+    config = {"kv_connector": "NixlConnector", "kv_role": "kv_both", "kv_buffer_device": "cpu"}
+    return json.dumps(config | ({"kv_connector_extra_config": extra} if extra else {}))
+
+
+def _kvbus(attach: Path) -> str:
+    return json.dumps(
+        {
+            "kv_connector": "KvbusConnector",
+            "kv_connector_module_path": "kvbus.integrations.vllm",
+            "kv_role": "kv_both",
+            "kv_connector_extra_config": {"endpoint": str(attach)},
+        }
+    )
