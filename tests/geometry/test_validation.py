@@ -176,3 +176,50 @@ def test_k_and_v_as_two_regions_of_one_tensor_with_a_million_blocks_pass() -> No
     )
 
     validate_rank(ENGINE, RankSpec(0, (Segment("kv", 2 * whole),), regions))
+
+
+TWO_GROUPS = replace(
+    ENGINE,
+    groups=tuple(replace(ENGINE.groups[0], name=f"g{at}", layers=(at,)) for at in (0, 1)),
+)
+
+
+def over_each_other(**changes: object) -> RankSpec:
+    """Layers 0 and 1 at the same bytes, each in a group of its own; the second one changed."""
+    first, second = (
+        replace(region, offset_bytes=0, group=f"g{at}") for at, region in enumerate(RANK.regions)
+    )
+    return replace(RANK, regions=(first, replace(second, **changes)))
+
+
+def test_groups_share_bytes_where_block_b_of_one_only_meets_block_b_of_the_other() -> None:
+    validate_rank(TWO_GROUPS, over_each_other())
+
+
+SHARED_REFUSALS: dict[str, dict[str, object]] = {
+    "reaches_into_the_next_block": {"offset_bytes": 2},
+    "meets_another_block": {"offset_bytes": 64},
+    "steps_further": {
+        "axes": tuple(
+            replace(axis, stride_bytes=72) if axis.name is AxisName.BLOCK else axis
+            for axis in RANK.regions[0].axes
+        )
+    },
+}
+
+
+@pytest.mark.parametrize("case", SHARED_REFUSALS)
+def test_groups_whose_blocks_of_different_ids_share_bytes_are_refused(case: str) -> None:
+    with pytest.raises(GeometryError) as refused:
+        validate_rank(TWO_GROUPS, over_each_other(**SHARED_REFUSALS[case]))
+
+    assert refused.value.detail["field"] == "regions"
+
+
+def test_layers_of_one_group_never_share_bytes() -> None:
+    group = replace(ENGINE.groups[0], name="g0")
+
+    with pytest.raises(GeometryError) as refused:
+        validate_rank(replace(ENGINE, groups=(group,)), over_each_other(group="g0"))
+
+    assert refused.value.detail["field"] == "regions"
