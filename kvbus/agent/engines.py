@@ -144,6 +144,7 @@ class EngineDirectory:
         process.session = call.session
         call.session.pinned = True
         engine = self._join(process, wanted)
+        process.wants_notices = wanted.rank is None or wanted.notices
         if wanted.rank is None:
             self._register_control(engine, process, wanted)
             call.reply({})

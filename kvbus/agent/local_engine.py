@@ -36,6 +36,7 @@ class EngineProcess:
     segments: Segments = field(default_factory=Segments)
     session: Session | None = None
     engine: "LocalEngine | None" = None
+    wants_notices: bool = False
     detaching: bool = False
     gone: bool = False
 
@@ -150,11 +151,17 @@ class LocalEngine:
         return min(held, default=MAX_BLOCK_ID + 1)
 
     def notify(self, notice: Message) -> None:
-        """Tell the control process; one that does not take notices any more is sent away."""
-        if self.lost or self.control is None or self.control.session is None:
+        """Tell the control process, and those that asked for it.
+
+        One that does not take notices any more is sent away.
+        """
+        if self.lost or self.control is None:
             return
-        try:
-            self.control.session.notify(notice.op, to_body(notice))
-        except KVBusError as error:
-            log.error("engine.unresponsive", engine_id=self.engine_id, error=error.message)
-            self.control.connection.hang_up()
+        body = to_body(notice)
+        for process in [each for each in self.processes if each.wants_notices]:
+            try:
+                if process.session is not None:
+                    process.session.notify(notice.op, body)
+            except KVBusError as error:
+                log.error("engine.unresponsive", engine_id=self.engine_id, error=error.message)
+                process.connection.hang_up()

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy.typing as npt
 
-from kvbus.engine.fetch import Fetch, OnLanded
+from kvbus.engine.fetch import Fetch, OnFetched, OnLanded
 from kvbus.engine.session import EngineSession, Others
 from kvbus.errors import GeometryError, KVBusError, PeerLost, RequestRefused
 from kvbus.geometry import BlockTable, EngineSpec
@@ -21,7 +21,6 @@ from kvbus.protocol.envelope import Notice
 from kvbus.protocol.message import Empty, from_body
 
 BlockIds = Mapping[str, npt.ArrayLike]
-OnFetched = Callable[[Fetched], None]
 OnBlocksFreed = Callable[[BlocksFreed], None]
 
 
@@ -73,6 +72,7 @@ class DecodeSession(EngineSession):
         zero_tail: bool = False,
         piece_tokens: int = 0,
         on_landed: OnLanded | None = None,
+        fetch_id: str | None = None,
     ) -> Fetch:
         """Ask for tokens [first_token, num_tokens) into ``block_ids`` (by group, by position).
 
@@ -81,14 +81,15 @@ class DecodeSession(EngineSession):
         group that needs none may be left out. ``zero_tail`` zeroes the unused slots of the last
         block, which else stay as they were. With ``piece_tokens`` the tokens are read in pieces
         that end at multiples of it, and ``on_landed`` is called with the end of each when it is in
-        the blocks, though valid only with the completion.
+        the blocks, though valid only with the completion. ``fetch_id`` is one that the engine has
+        never used before; one is made when there is none.
 
         Returns at once; `Fetch.completed` says how it ends, a refusal by the agent included (its
         stage is ``requested``). Raises `GeometryError` for ids that are none or of no group, and
         why the session ended when it did.
         """
         tables = _tables(self.engine, block_ids, first_token, num_tokens)
-        fetch = Fetch(self, uuid.uuid4().hex, on_landed)
+        fetch = Fetch(self, fetch_id or uuid.uuid4().hex, on_landed)
         message = FetchMessage(
             fetch_id=fetch.fetch_id,
             ticket=dict(ticket),

@@ -15,6 +15,7 @@ from kvbus.protocol.message import Empty
 if TYPE_CHECKING:
     from kvbus.engine.decode import DecodeSession
 
+OnFetched = Callable[[Fetched], None]
 OnLanded = Callable[[int], None]
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from kvbus.engine.fetch import OnFetched
 from kvbus.engine.host.buffer import HostBuffer
 from kvbus.engine.host.sizing import RING_LAYOUT
 from kvbus.engine.region_tensor import region_tensor
@@ -18,7 +19,9 @@ from kvbus.memory.cuda import CudaStorage, EngineEvent, allocate_cuda
 from kvbus.memory.segment import SharedSegment
 from kvbus.memory.storage import SharedStorage
 from kvbus.protocol.attach import PassCuda, PassSegment, SegmentPassed
-from kvbus.protocol.message import Empty
+from kvbus.protocol.engine import Fetched
+from kvbus.protocol.envelope import Notice
+from kvbus.protocol.message import Empty, from_body
 
 
 class KvCache:
@@ -47,7 +50,12 @@ class KvCache:
 
 
 class MemorySession(EngineSession):
-    """Registers the memory of one rank; the memory is the agent's to use while this is open."""
+    """Registers the memory of one rank; the memory is the agent's to use while this is open.
+
+    ``on_fetched`` is called for each fetch of the engine that ended, in the session's thread: for
+    workers that tell their engine before its control session could. It needs a rank that is
+    attached to the engine's home.
+    """
 
     def __init__(
         self,
@@ -57,6 +65,7 @@ class MemorySession(EngineSession):
         *,
         attach_timeout_s: float = 0.0,
         request_timeout_s: float = 30.0,
+        on_fetched: OnFetched | None = None,
     ) -> None:
         super().__init__(
             attach_path,
@@ -65,6 +74,7 @@ class MemorySession(EngineSession):
             request_timeout_s=request_timeout_s,
         )
         self.rank = rank
+        self._on_fetched = on_fetched
         self._event: EngineEvent | None = None
 
     async def allocate(
@@ -123,7 +133,7 @@ class MemorySession(EngineSession):
                 await self._pass_cuda(segment_id, storage)
             else:
                 await self._pass(segment_id, storage.fd, storage.size_bytes, direct=direct)
-        await self._register(rank)
+        await self._register(rank, notices=self._on_fetched is not None)
 
     def record(self, stream: torch.cuda.Stream | None = None) -> None:
         """Mark what ``stream``, or the current one, of the rank's GPU was given so far.
@@ -136,13 +146,17 @@ class MemorySession(EngineSession):
             raise LocalError("record() is for a rank with CUDA memory, which this session has not")
         self._event.record(stream)
 
+    def _on_notice(self, notice: Notice) -> None:
+        if self._on_fetched is not None and notice.op == Fetched.op:
+            self._on_fetched(from_body(Fetched, notice.body))
+
     async def _share(self, rank: RankSpec, *, direct: bool) -> SharedSegment:
         """New shared memory for all of the rank, registered."""
         wanted = rank.segments[0]
         segment = SharedSegment(wanted.size_bytes, name=f"kvbus-{self.engine.engine_id}")
         self._exit.callback(segment.close)
         await self._pass(wanted.segment_id, segment.fd, segment.size_bytes, direct=direct)
-        await self._register(rank)
+        await self._register(rank, notices=self._on_fetched is not None)
         return segment
 
     async def _pass_cuda(self, segment_id: str, storage: CudaStorage) -> None:

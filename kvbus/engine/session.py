@@ -154,12 +154,15 @@ class EngineSession:
             on_reply=settle,
         )
 
-    async def _register(self, rank: RankSpec | None, others: Others = ()) -> None:
+    async def _register(
+        self, rank: RankSpec | None, others: Others = (), *, notices: bool = False
+    ) -> None:
         self.others = _agent_ranks(others)
-        await self.request(Register(engine=self.engine, rank=rank, others=self.others), Empty)
+        message = Register(engine=self.engine, rank=rank, others=self.others, notices=notices)
+        await self.request(message, Empty)
 
     def _on_notice(self, notice: Notice) -> None:
-        """A notice of the agent; sessions without control get none."""
+        """A notice of the agent, for sessions that get them."""
 
     def _on_lost(self, error: KVBusError) -> None:
         """The session has ended; what waits must not wait any longer."""

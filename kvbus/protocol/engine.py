@@ -45,7 +45,8 @@ class Register(Message, frozen=True):
     """Registers this session: as the engine's control session, or as the memory of one rank.
 
     Every session of an engine states the same ``engine``. The control session names the ranks that
-    are attached to ``others``; the agent that it is with is the engine's home.
+    are attached to ``others``; the agent that it is with is the engine's home. The control session
+    gets all notices of the engine, and so does the session of a rank at home with ``notices``.
     """
 
     op: ClassVar[str] = "register"
@@ -54,6 +55,7 @@ class Register(Message, frozen=True):
     engine: EngineSpec
     rank: RankSpec | None = None
     others: Annotated[tuple[AgentRanks, ...], msgspec.Meta(max_length=1024)] = ()
+    notices: bool = False
 
 
 class AwaitReady(Message, frozen=True):

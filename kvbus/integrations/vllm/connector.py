@@ -19,7 +19,7 @@ from kvbus.integrations.vllm.description import describe_engine
 from kvbus.integrations.vllm.options import read_options
 from kvbus.integrations.vllm.scheduler_side import SchedulerSide
 from kvbus.integrations.vllm.stats import KvbusPromMetrics, KvbusStats
-from kvbus.integrations.vllm.step_results import StepResults, WorkerPlace
+from kvbus.integrations.vllm.step_results import NOTHING, StepResults, WorkerPlace
 from kvbus.integrations.vllm.worker_side import WorkerSide
 
 if TYPE_CHECKING:
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
+
+KVConnectorMetadata.register(StepResults)
+KVConnectorHandshakeMetadata.register(WorkerPlace)
 
 
 class KvbusConnector(KVConnectorBase_V1, SupportsHMA):
@@ -125,12 +128,11 @@ class KvbusConnector(KVConnectorBase_V1, SupportsHMA):
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """What ended since the last step, as the scheduler's side knows it."""
         results = self._get_connector_metadata()
-        if not isinstance(results, StepResults) or not self._worker.is_reporter:
-            return KVConnectorTransferResults()
+        ended = self._worker.ended(results if isinstance(results, StepResults) else NOTHING)
         return KVConnectorTransferResults(
-            finished_sending=set(results.sent),
-            finished_recving=set(results.received),
-            failed_recving=set(results.failed),
+            finished_sending=set(ended.sent),
+            finished_recving=set(ended.received),
+            failed_recving=set(ended.failed),
         )
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:

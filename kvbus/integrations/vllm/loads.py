@@ -5,9 +5,10 @@ methods are for the scheduler's thread; fetches live in the thread of the link.
 """
 
 import logging
+import uuid
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from kvbus.engine import DecodeSession, Fetch
@@ -36,6 +37,7 @@ class Load:
     handoff: HandoffParams | None
     problem: str = ""
     first_token: int = 0
+    fetch_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     fetch: Fetch | None = None
     is_given_up: bool = False
     has_ended: bool = False
@@ -57,6 +59,7 @@ class Loads:
         self._timeout_s = timeout_s
         self._expected: dict[str, Load] = {}
         self._running: dict[str, Load] = {}
+        self._started: list[tuple[str, str]] = []
         self._failed: deque[str] = deque()
         self._over: deque[str] = deque()
 
@@ -84,6 +87,7 @@ class Loads:
             self._release(load)
             return
         self._running[request_id] = load
+        self._started.append((request_id, load.fetch_id))
         stop = load.first_token + num_tokens
         try:
             tables = tables_of(self._engine, block_ids, load.first_token, stop)
@@ -100,6 +104,11 @@ class Loads:
         running = self._running.get(request_id)
         if running is not None:
             self._link.post(lambda _: self._cancel(running))
+
+    def take_started(self) -> tuple[tuple[str, str], ...]:
+        """The loads that began since the last call, by request, and their fetch ids."""
+        started, self._started = tuple(self._started), []
+        return started
 
     def take_failed(self) -> tuple[str, ...]:
         """The requests whose load has failed since the last call."""
@@ -150,6 +159,7 @@ class Loads:
                     block_ids=tables.block_ids,
                     first_token=load.first_token,
                     timeout_s=self._timeout_s,
+                    fetch_id=load.fetch_id,
                 )
             except KVBusError as error:
                 self._fail(load, error.code, error.message)

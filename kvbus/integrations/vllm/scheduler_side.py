@@ -23,7 +23,7 @@ from kvbus.integrations.vllm.loads import Load, Loads
 from kvbus.integrations.vllm.offers import Offers
 from kvbus.integrations.vllm.options import ConnectorOptions
 from kvbus.integrations.vllm.sessions import ControlSession, control_session
-from kvbus.integrations.vllm.step_results import StepResults, WorkerPlace
+from kvbus.integrations.vllm.step_results import NOTHING, StepResults, WorkerPlace
 from kvbus.integrations.vllm.tally import Figures, Tally
 
 if TYPE_CHECKING:
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("vllm.kvbus")
 
-NOTHING = StepResults()
 HANDS_OFF_AFTER = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_STOPPED)
 
 
@@ -104,11 +103,12 @@ class SchedulerSide:
         """What the workers shall report to vLLM in this step."""
         if self._loads is None or self._offers is None:
             return NOTHING
+        started = self._loads.take_started()
         failed, received = self._loads.take_failed(), self._loads.take_over()
         sent = self._offers.take_sent()
-        if not (failed or received or sent):
+        if not (started or failed or received or sent):
             return NOTHING
-        return StepResults(sent=sent, received=received, failed=failed)
+        return StepResults(started, sent, received, failed)
 
     def take_figures(self) -> Figures | None:
         """What happened since the last call, for vLLM's statistics."""

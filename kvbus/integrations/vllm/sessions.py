@@ -3,7 +3,7 @@
 Refuses to choose the side: the agent's role says whether this vLLM offers or fetches.
 """
 
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Protocol
@@ -17,7 +17,7 @@ from kvbus.engine import (
 )
 from kvbus.engine.session import EngineSession
 from kvbus.geometry import EngineSpec, RankSpec
-from kvbus.protocol.engine import AgentRole
+from kvbus.protocol.engine import AgentRole, Fetched
 
 ControlSession = PrefillSession | DecodeSession
 
@@ -48,9 +48,14 @@ async def control_session(
 
 @asynccontextmanager
 async def memory_session(
-    attach_path: Path, engine: EngineSpec, shared: SharedMemory
+    attach_path: Path,
+    engine: EngineSpec,
+    shared: SharedMemory,
+    *,
+    on_fetched: Callable[[Fetched], None] | None = None,
 ) -> AsyncIterator[MemorySession]:
-    """The memory of one rank, registered."""
-    async with MemorySession(attach_path, engine, shared.rank.rank) as session:
+    """The memory of one rank, registered; ``on_fetched`` is told of every fetch that ended."""
+    rank = shared.rank.rank
+    async with MemorySession(attach_path, engine, rank, on_fetched=on_fetched) as session:
         await session.register(shared.rank, shared.storages)
         yield session

@@ -1,27 +1,30 @@
 """What the scheduler's side tells the workers, and these report to vLLM in their output.
 
-Refuses to hold anything but ids: it is pickled in every step.
+Refuses to hold anything but ids: it is pickled in every step. To vLLM they are its metadata, see
+`kvbus.integrations.vllm.connector`.
 """
 
 from dataclasses import dataclass
 
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorHandshakeMetadata,
-    KVConnectorMetadata,
-)
-
 
 @dataclass(frozen=True, slots=True)
-class StepResults(KVConnectorMetadata):
-    """Ids of requests: whose blocks were read, whose load is over, whose load has failed."""
+class StepResults:
+    """Ids of requests: whose blocks were read, whose load is over, whose load has failed.
 
+    ``started`` are the loads that began in this step, by request, and their fetch ids.
+    """
+
+    started: tuple[tuple[str, str], ...] = ()
     sent: tuple[str, ...] = ()
     received: tuple[str, ...] = ()
     failed: tuple[str, ...] = ()
 
 
+NOTHING = StepResults()
+
+
 @dataclass(frozen=True, slots=True)
-class WorkerPlace(KVConnectorHandshakeMetadata):
+class WorkerPlace:
     """Where a worker's memory is: at the agent of ``peer_endpoint``, empty while there is none."""
 
     rank: int

@@ -12,11 +12,12 @@ from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvbus.engine import MemorySession
 from kvbus.geometry import EngineSpec
+from kvbus.integrations.vllm.arrivals import Arrivals
 from kvbus.integrations.vllm.link import AgentLink
 from kvbus.integrations.vllm.options import ConnectorOptions
 from kvbus.integrations.vllm.sessions import memory_session
 from kvbus.integrations.vllm.sharing import SharedRank, share_rank, worker_rank
-from kvbus.integrations.vllm.step_results import WorkerPlace
+from kvbus.integrations.vllm.step_results import NOTHING, StepResults, WorkerPlace
 
 logger = logging.getLogger("vllm.kvbus")
 
@@ -30,13 +31,13 @@ class WorkerSide:
     def __init__(self, options: ConnectorOptions, engine: EngineSpec) -> None:
         self._options, self._engine = options, engine
         self._rank = 0
+        self._arrivals = Arrivals()
         self._shared: SharedRank | None = None
         self._link: AgentLink[MemorySession] | None = None
 
-    @property
-    def is_reporter(self) -> bool:
-        """Whether this worker tells vLLM what has ended."""
-        return self._rank == REPORTER
+    def ended(self, results: StepResults) -> StepResults:
+        """What this worker tells vLLM in this step, given what the scheduler's side says."""
+        return self._arrivals.take(results) if self._rank == REPORTER else NOTHING
 
     @property
     def place(self) -> WorkerPlace:
@@ -64,9 +65,12 @@ class WorkerSide:
             kv_cache_config=kv_cache_config,
             kv_caches=kv_caches,
         )
+        on_fetched = self._arrivals.tell if rank == REPORTER else None
         self._link = AgentLink(
             f"the memory session of rank {rank}",
-            lambda: memory_session(self._options.attach_path, self._engine, shared),
+            lambda: memory_session(
+                self._options.attach_path, self._engine, shared, on_fetched=on_fetched
+            ),
         )
         if not self._link.wait_up(self._options.attach_timeout_s):
             logger.warning(

@@ -1,0 +1,92 @@
+"""Which loads a worker reports in which step, when it hears of them in two ways."""
+
+from collections import Counter
+from dataclasses import dataclass
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvbus.integrations.vllm.arrivals import MOST_UNMATCHED, Arrivals
+from kvbus.integrations.vllm.step_results import NOTHING, StepResults
+from kvbus.protocol.engine import Fetched, Outcome
+
+
+def ended(fetch_id: str, outcome: Outcome = Outcome.COMPLETED) -> Fetched:
+    return Fetched(fetch_id, "", outcome, "completed", blocks_free=True)
+
+
+@dataclass(frozen=True)
+class Story:
+    """In which step a load starts, the worker hears of it, and its scheduler does."""
+
+    start: int
+    heard_after: int
+    known_after: int
+    completed: bool
+
+
+STORIES = st.lists(
+    st.builds(Story, st.integers(0, 3), st.integers(0, 4), st.integers(0, 4), st.booleans()),
+    max_size=6,
+)
+
+
+@given(STORIES)
+def test_each_load_is_reported_once_as_soon_as_either_way_has_told(stories: list[Story]) -> None:
+    arrivals, received, failed = Arrivals(), Counter[str](), Counter[str]()
+    first: dict[str, int] = {}
+    for step in range(12):
+        numbered = [(f"r{at}", f"f{at}", story) for at, story in enumerate(stories)]
+        for _, fetch_id, story in numbered:
+            if step == story.start + story.heard_after:
+                outcome = Outcome.COMPLETED if story.completed else Outcome.FAILED
+                arrivals.tell(ended(fetch_id, outcome))
+        known = [
+            (request_id, story)
+            for request_id, _, story in numbered
+            if step == story.start + 1 + story.known_after
+        ]
+        results = arrivals.take(
+            StepResults(
+                started=tuple((r, f) for r, f, story in numbered if step == story.start),
+                received=tuple(request_id for request_id, _ in known),
+                failed=tuple(request_id for request_id, story in known if not story.completed),
+            )
+        )
+        received.update(results.received)
+        failed.update(results.failed)
+        for request_id in results.received:
+            first.setdefault(request_id, step)
+
+    assert received == Counter({f"r{at}": 1 for at in range(len(stories))})
+    assert failed == Counter({f"r{at}": 1 for at, s in enumerate(stories) if not s.completed})
+    for at, story in enumerate(stories):
+        by_scheduler = story.start + 1 + story.known_after
+        told = story.start + story.heard_after
+        assert first[f"r{at}"] == (min(told, by_scheduler) if story.completed else by_scheduler)
+
+
+def test_a_load_that_the_worker_reported_does_not_fail_afterwards() -> None:
+    arrivals = Arrivals()
+    arrivals.tell(ended("f"))
+    early = arrivals.take(StepResults(started=(("r", "f"),)))
+    late = arrivals.take(StepResults(received=("r",), failed=("r",)))
+
+    assert early.received == ("r",)
+    assert late == NOTHING
+
+
+def test_notices_that_nobody_asks_for_are_forgotten_at_last() -> None:
+    arrivals = Arrivals()
+    for number in range(MOST_UNMATCHED + 1):
+        arrivals.tell(ended(f"f{number}"))
+    arrivals.take(NOTHING)
+    first = arrivals.take(StepResults(started=(("r", "f0"),)))
+    second = arrivals.take(StepResults(started=(("s", "f1"),)))
+
+    assert first == NOTHING
+    assert second.received == ("s",)
+
+
+def test_what_was_sent_is_passed_on() -> None:
+    assert Arrivals().take(StepResults(sent=("r",))).sent == ("r",)
