@@ -1,7 +1,7 @@
 """The offers of a prefill engine: a ticket is reserved while it computes, and published at its end.
 
-Refuses to wait: the ticket is asked for when a request is first scheduled, so that it is there when
-the last token is. The public methods are for the scheduler's thread; offers live in the link's.
+Refuses to make the engine wait: the ticket is asked for when a request is first scheduled, and is
+there when its last token is. The public methods are for the scheduler's thread; offers live in the link's.
 """
 
 import logging
@@ -23,7 +23,8 @@ from kvbus.integrations.vllm.tally import Tally
 
 logger = logging.getLogger("vllm.kvbus")
 
-TICKET_WITHIN_S = 0.05
+TICKET_WITHIN_S = 1.0
+"""How long the end of a request waits for its ticket, if the agent had answered so far."""
 
 
 class State(Enum):
@@ -58,6 +59,7 @@ class Offers:
         self._engine, self._link, self._tally, self._ttl_s = engine, link, tally, ttl_s
         self._reserved: dict[str, Reservation] = {}
         self._sent: deque[str] = deque()
+        self._answers = True
         link.when_up(self._renew)
 
     def __len__(self) -> int:
@@ -86,7 +88,7 @@ class Offers:
         reservation = self._reserved.pop(request_id, None)
         if reservation is None:
             return None
-        reservation.is_made.wait(TICKET_WITHIN_S)
+        self._wait_for_ticket(reservation)
         offer = reservation.offer
         try:
             tables = tables_of(self._engine, block_ids, 0, num_tokens)
@@ -113,6 +115,11 @@ class Offers:
     def take_sent(self) -> tuple[str, ...]:
         """The published requests whose blocks are the engine's again, since the last call."""
         return tuple(self._sent.popleft() for _ in range(len(self._sent)))
+
+    def _wait_for_ticket(self, reservation: Reservation) -> None:
+        """It is there, as a rule. An agent that hangs makes the engine wait for it once."""
+        timeout_s = TICKET_WITHIN_S if self._answers else 0.0
+        self._answers = reservation.is_made.wait(timeout_s)
 
     def _renew(self, session: ControlSession) -> None:
         """The agent is there, again: what waits for a ticket asks for it."""
