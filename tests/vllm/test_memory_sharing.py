@@ -1,5 +1,6 @@
 """A worker's cache is moved to shared memory where it is, and described so that others read it."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def read(
         one for one in shared.rank.regions if one.layers == (layer,) and one.parts == (part,)
     )
     storage = shared.storages[region.segment_id]
-    mapping = SegmentMapping(storage.fd, size_bytes=storage.size_bytes)
+    mapping = SegmentMapping(os.dup(storage.fd), size_bytes=storage.size_bytes)
     tensor = region_tensor(engine, region, mapping_tensor(mapping))
     size = engine.group(region.group).block_size
     rows = tensor[slots // size, 0, 0, slots % size].clone()
