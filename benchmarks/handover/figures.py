@@ -15,6 +15,7 @@ Rounds = Mapping[str, Sequence[Mapping[str, list[float]]]]
 """By connector, the series of each round."""
 
 IDLE, LOAD = "idle handover ms", "load handover ms"
+FEW = 3  # samples that have no percentiles
 STEP, PREFILL = "step beside handovers ms", "prefill beside handovers ms"
 
 
@@ -96,6 +97,9 @@ def over_local_hits(rounds: Rounds) -> list[str]:
         floor = statistics.median(pooled(rounds, connector, "idle local hit ms"))
         p50 = statistics.median(pooled(rounds, connector, IDLE))
         lines.append(f"{connector}: idle handover p50 over a local hit {p50 - floor:.1f} ms")
+        if connector != "none" and "none" in rounds:
+            loaded, same = (statistics.median(pooled(rounds, c, LOAD)) for c in (connector, "none"))
+            lines.append(f"{connector}: load handover p50 over none's {loaded - same:.1f} ms")
     return lines
 
 
@@ -111,7 +115,7 @@ def as_json(rounds: Rounds, machine: Mapping[str, Any]) -> str:
 def _cell(samples: Sequence[float]) -> str:
     if not samples:
         return ""
-    if len(samples) <= len("few"):
+    if len(samples) <= FEW:
         return f"{statistics.median(samples):.1f}"
     p50, p99 = quantile(samples, 0.5), quantile(samples, 0.99)
     return f"{p50:.1f} / {p99:.1f} / {statistics.fmean(samples):.1f}"

@@ -20,7 +20,7 @@ PREFILL_CORE, DECODE_CORE = 0, 1
 CONNECTORS = {
     "none": "no connector: the decode server has the prompt in its own prefix cache",
     "nixl": "vLLM's NixlConnector with its defaults",
-    "nixl-spread": "the same, each model thread put back on its server's core after the start",
+    "nixl-spread": "the same, but model threads on a core of their own each, and NIXL's on any",
     "kvbus": "kvbus.integrations.vllm.KvbusConnector and two agents",
 }
 

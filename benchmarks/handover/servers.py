@@ -14,8 +14,9 @@ from pathlib import Path
 from .client import KEEP_ALIVE_S, Client, RequestFailed
 from .processes import Group, free_port, group
 
-START_TIMEOUT_S = 240.0
+START_TIMEOUT_S = 400.0
 DTYPE = "bfloat16"
+ANY_CORE = range(os.cpu_count() or 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +48,11 @@ class Server:
         return [pid for pid in self.group.pids() if b"Worker" in _command_line(pid)]
 
     def spread(self) -> None:
-        """Put the thread that runs the model on the server's own core, whatever moved it."""
+        """The thread that runs the model on the server's own core, the worker's others on any."""
         for pid in self.worker_pids():
-            os.sched_setaffinity(pid, {self.core})
+            for task in Path(f"/proc/{pid}/task").iterdir():
+                own = int(task.name) == pid
+                os.sched_setaffinity(int(task.name), {self.core} if own else ANY_CORE)
 
 
 @contextlib.contextmanager
