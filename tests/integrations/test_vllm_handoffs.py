@@ -3,6 +3,8 @@
 What vLLM does with the reports is tested with vLLM itself, in tests/vllm.
 """
 
+import signal
+
 import pytest
 import torch
 
@@ -10,7 +12,7 @@ from kvbus.integrations.vllm import tally
 from kvbus.integrations.vllm.contract import HandoffParams
 from kvbus.integrations.vllm.loads import Load
 from tests.agents import Agents, wait_until
-from tests.integrations.vllm_sides import BLOCKS, PROMPT_TOKENS, both_sides, side_of
+from tests.integrations.vllm_sides import BLOCKS, NUM_BLOCKS, PROMPT_TOKENS, both_sides, side_of
 
 
 def test_what_was_offered_is_loaded_and_both_sides_hear_of_it_once(agents: Agents) -> None:
@@ -71,6 +73,32 @@ def test_a_request_that_ends_during_its_load_gets_its_blocks_back_once(agents: A
         loading.step()
 
         assert (loading.over, loading.failed) == (["r"], [])
+
+
+def test_a_request_that_ends_during_its_load_releases_the_offer(agents: Agents) -> None:
+    with both_sides(*agents.all) as (offering, loading):
+        handoff = offering.offered("r")
+        agents.all[0].signal(signal.SIGSTOP)
+        loading.load("r", handoff)
+        wait_until(lambda: agents.all[1].status()["counts"]["fetches"], "the fetch has begun")
+        loading.loads.give_up("r")
+        loading.until(lambda: loading.over, "the load is over")
+        agents.all[0].signal(signal.SIGCONT)
+        offering.until(lambda: offering.sent, "the blocks came back")
+
+        agents.all[0].says("offer.released", outcome="completed")
+
+
+def test_an_offer_whose_load_failed_is_released(agents: Agents) -> None:
+    with both_sides(*agents.all) as (offering, loading):
+        handoff = offering.offered("r")
+        loading.loads.expect(Load("r", PROMPT_TOKENS, handoff))
+        loading.loads.matched("r", 0)
+        loading.loads.start("r", [[1, 2, NUM_BLOCKS]], PROMPT_TOKENS)
+        loading.until(lambda: loading.over, "the load is over")
+        offering.until(lambda: offering.sent, "the blocks came back")
+
+        assert loading.failed == ["r"]
 
 
 def test_params_that_were_refused_fail_the_load_without_a_fetch(agents: Agents) -> None:

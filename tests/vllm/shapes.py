@@ -11,7 +11,8 @@ from typing import Any
 CHUNK_TOKENS = 256
 CHUNKED = ("--max-num-batched-tokens", str(CHUNK_TOKENS))
 SMALLER, LARGER = 32, 64
-OFFER_TTL_S = 10.0
+OFFER_TTL_S = 20.0
+"""For tickets that never reach the decode side's engine, as a client hung up too soon."""
 FETCH_TIMEOUT_S = 20.0
 
 
@@ -48,7 +49,7 @@ def both(model: str) -> Shape:
 
 
 UP = Shape(
-    Side("0", block_size=SMALLER, flags=CHUNKED),
+    Side("0", block_size=SMALLER, flags=CHUNKED, settings={"offer_ttl_s": OFFER_TTL_S}),
     Side("1", block_size=LARGER, flags=CHUNKED, settings={"fetch_timeout_s": FETCH_TIMEOUT_S}),
 )
 """Small blocks to large ones, prompts cut into chunks and cached."""

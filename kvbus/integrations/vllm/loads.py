@@ -178,8 +178,11 @@ class Loads:
         notice = fetch.notice
         if notice is not None and notice.outcome is Outcome.COMPLETED:
             self._tally.loaded(notice)
-        elif not load.is_given_up:
-            self._report(load, notice)
+        else:
+            if not load.is_given_up:
+                self._report(load, notice)
+            if load.handoff is not None:
+                self._begin_release(load, load.handoff, self._link.session)
         if fetch.are_blocks_free:
             self._end(load)
 
