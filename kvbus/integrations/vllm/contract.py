@@ -47,7 +47,7 @@ def read_params(params: Mapping[str, Any]) -> HandoffParams:
 
 
 def prompt_digest(token_ids: Sequence[int], conditions: Iterable[str]) -> str:
-    """Of tokens, and of what else their KV depends on: LoRA, cache salt, images.
+    """Of tokens, and of what else their KV depends on: LoRA, images.
 
     Equal on both sides for the same request, whatever their block sizes are.
     """

@@ -168,14 +168,13 @@ def _check_prompt(request: "Request", handoff: HandoffParams) -> None:
         )
     if _digest(request, num_tokens) != handoff.prompt_digest:
         raise ProtocolError(
-            f"the first {num_tokens} tokens of the prompt, its LoRA, cache salt or images are not "
-            "those of the prefill engine: the router must send both the same request"
+            f"the first {num_tokens} tokens of the prompt, its LoRA or its images are not those of "
+            "the prefill engine: the router must send both the same request"
         )
 
 
 def _digest(request: "Request", num_tokens: int) -> str:
-    conditions = [request.cache_salt or ""]
-    if request.lora_request is not None:
-        conditions.append(request.lora_request.lora_name)
+    lora = request.lora_request
+    conditions = [lora.lora_name if lora is not None else ""]
     conditions += [feature.identifier for feature in request.mm_features]
     return prompt_digest(request.all_token_ids[:num_tokens], conditions)
