@@ -222,3 +222,21 @@ def test_a_request_that_waits_for_its_ticket_gets_one_of_the_agent_that_came_bac
         offering.until(lambda: offering.offers.ticket("r"), "the ticket is there")
 
         assert offering.offers.publish("r", BLOCKS, PROMPT_TOKENS) is not None
+
+
+def test_a_decode_agent_that_ends_during_loads_fails_them_and_is_used_again(agents: Agents) -> None:
+    with both_sides(*agents.all) as (offering, loading):
+        handoffs = {name: offering.offered(name) for name in ("r", "s")}
+        agents.all[0].signal(signal.SIGSTOP)
+        for name, handoff in handoffs.items():
+            loading.load(name, handoff)
+        wait_until(lambda: agents.all[1].status()["counts"]["fetches"] == 2, "both have begun")
+        agents.all[1].kill()
+        agents.all[0].signal(signal.SIGCONT)
+        loading.until(lambda: len(loading.over) == 2, "both loads are over")
+        agents.all[1].restart()
+        wait_until(loading.is_up, "the engine is registered again")
+        loading.load("t", offering.offered("t"))
+        loading.until(lambda: "t" in loading.over, "the next load is over")
+
+        assert sorted(loading.failed) == ["r", "s"]

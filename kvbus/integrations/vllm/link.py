@@ -106,11 +106,14 @@ class AgentLink(Generic[S]):
                 self.session = session
                 self._on_up(session)
                 self._is_up.set()
+                self._problem = ""
                 logger.info("kvbus: %s is open", self._what)
                 error = await session.ended()
                 self._say(error, "lost")
         except KVBusError as error:
             self._say(error, "cannot be opened")
+        except Exception:  # a fault of ours must not end the link: the next session is a new one
+            logger.exception("kvbus: %s failed", self._what)
         finally:
             self._is_up.clear()
             self.session = None
@@ -131,11 +134,17 @@ class AgentLink(Generic[S]):
     def _do(self, call: Callable[[S | None], None]) -> None:
         try:
             call(self.session)
-        except KVBusError as error:
-            logger.error("kvbus: %s: %s [%s]", self._what, error.message, error.code)
+        except Exception as error:  # one call fails alone, be it by a fault of ours
+            self._say_failed(error)
 
     async def _guarded(self, call: Callable[[], Awaitable[None]]) -> None:
         try:
             await call()
-        except KVBusError as error:
+        except Exception as error:  # one task fails alone
+            self._say_failed(error)
+
+    def _say_failed(self, error: Exception) -> None:
+        if isinstance(error, KVBusError):
             logger.error("kvbus: %s: %s [%s]", self._what, error.message, error.code)
+        else:
+            logger.error("kvbus: %s failed", self._what, exc_info=error)

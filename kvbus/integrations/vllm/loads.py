@@ -129,7 +129,7 @@ class Loads:
     def _begin_release(
         self, load: Load, handoff: HandoffParams, session: ControlSession | None
     ) -> None:
-        if isinstance(session, DecodeSession):
+        if isinstance(session, DecodeSession) and session.lost is None:
             stop = handoff.remote_num_tokens
             fetch = session.fetch(handoff.ticket, num_tokens=stop, first_token=stop, block_ids={})
             fetch.when_ended(lambda: self._on_released(load, fetch))
@@ -181,8 +181,7 @@ class Loads:
         else:
             if not load.is_given_up:
                 self._report(load, notice)
-            if load.handoff is not None:
-                self._begin_release(load, load.handoff, self._link.session)
+            self._release(load)
         if fetch.are_blocks_free:
             self._end(load)
 

@@ -56,6 +56,10 @@ class SchedulerSide:
         self._loads = Loads(self._engine, link, self._tally, timeout_s=options.fetch_timeout_s)
         self._offers = Offers(self._engine, link, self._tally, ttl_s=options.offer_ttl_s)
 
+    def wait_up(self, timeout_s: float) -> bool:
+        """Whether the control session was open within ``timeout_s``."""
+        return self._link is not None and self._link.wait_up(timeout_s)
+
     def expect(self, request: "Request") -> None:
         """A request has come."""
         params = request.kv_transfer_params or {}
@@ -98,6 +102,10 @@ class SchedulerSide:
             return False, None
         digest = _digest(request, num_tokens)
         return True, HandoffParams(ticket, num_tokens, digest).to_params()
+
+    def ticket(self, request_id: str) -> dict[str, Any] | None:
+        """The ticket of a request that is being computed, as soon as there is one."""
+        return self._offers.ticket(request_id) if self._offers is not None else None
 
     def step(self) -> StepResults:
         """What the workers shall report to vLLM in this step."""

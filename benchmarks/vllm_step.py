@@ -1,0 +1,135 @@
+"""Measures what a step of vLLM pays for KvbusConnector while requests are in flight.
+
+Run it from the repository's root, in an environment that has vLLM: ``python
+benchmarks/vllm_step.py``. Two agents, and the connector's sides as vLLM drives them, without a
+model: half of the requests are loads that wait for their KV, half are offers that wait for a
+reader. A step is what the scheduler asks for, its way to a worker by pickle, and what the worker
+reports. The threads of the connector's sessions run beside it, as in an engine.
+"""
+
+import argparse
+import gc
+import pickle
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request, RequestStatus
+
+from kvbus.bench.agents import agent
+from kvbus.engine import share_tensor
+from kvbus.geometry import EngineSpec, GroupSpec, KvLayout, lay_out_rank
+from kvbus.integrations.vllm.arrivals import Arrivals
+from kvbus.integrations.vllm.contract import HandoffParams, prompt_digest
+from kvbus.integrations.vllm.link import AgentLink
+from kvbus.integrations.vllm.options import ConnectorOptions
+from kvbus.integrations.vllm.scheduler_side import SchedulerSide
+from kvbus.integrations.vllm.sessions import memory_session
+from kvbus.integrations.vllm.sharing import SharedRank
+
+GROUP = GroupSpec("full", (0, 1), 32, 2, 64, "float32")
+NUM_BLOCKS = 512
+PROMPT = list(range(100, 164))
+UP_WITHIN_S = 30.0
+
+
+@contextmanager
+def scheduler(attach: Path, name: str) -> Iterator[SchedulerSide]:
+    """One engine's scheduler side, its memory registered."""
+    spec = EngineSpec(name, "model", 1, (GROUP,))
+    rank = lay_out_rank(spec, 0, KvLayout.parse("HND"), num_blocks=NUM_BLOCKS)
+    buffer = torch.zeros(rank.segments[0].size_bytes, dtype=torch.uint8)
+    with share_tensor(buffer) as storage:
+        shared = SharedRank(rank, {rank.segments[0].segment_id: storage})
+        memory = AgentLink("memory", lambda: memory_session(attach, spec, shared))
+        side = SchedulerSide(ConnectorOptions(str(attach)), spec)
+        side.meet_workers(())
+        try:
+            if not side.wait_up(UP_WITHIN_S):
+                raise SystemExit(f"error: the agent at {attach} did not take the engine")
+            yield side
+        finally:
+            side.close()
+            memory.close()
+
+
+def request(request_id: str, params: dict[str, Any]) -> Request:
+    """As vLLM's scheduler has it."""
+    sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
+    return Request(request_id, list(PROMPT), sampling, None)
+
+
+def offered(side: SchedulerSide, number: int, *, published: bool) -> dict[str, Any]:
+    """A request that is computed, or has been: the params of its decode request."""
+    wanted = request(f"offer-{number}", {"do_remote_decode": True})
+    block_ids = [[2 * number, 2 * number + 1]]
+    side.expect(wanted)
+    side.allocated(wanted, block_ids, 0)
+    deadline = time.monotonic() + UP_WITHIN_S
+    while (ticket := side.ticket(wanted.request_id)) is None:
+        if time.monotonic() > deadline:
+            raise SystemExit("error: the prefill agent gave no ticket")
+        time.sleep(0.001)
+    if not published:
+        return HandoffParams(ticket, len(PROMPT), prompt_digest(PROMPT, [""])).to_params()
+    wanted.num_computed_tokens = len(PROMPT)
+    wanted.status = RequestStatus.FINISHED_LENGTH_CAPPED
+    _, params = side.finished(wanted, block_ids)
+    return params or {}
+
+
+def load(side: SchedulerSide, number: int, params: dict[str, Any]) -> None:
+    """A load that waits for its KV."""
+    wanted = request(f"load-{number}", params)
+    side.expect(wanted)
+    num_tokens = side.matched(wanted, 0)
+    side.allocated(wanted, [[2 * number, 2 * number + 1]], num_tokens)
+
+
+def steps_us(side: SchedulerSide, num_steps: int) -> list[float]:
+    """Microseconds of each step."""
+    arrivals = Arrivals()
+    times = []
+    for _ in range(num_steps):
+        start = time.perf_counter_ns()
+        arrivals.take(pickle.loads(pickle.dumps(side.step())))  # noqa: S301 - of this process
+        times.append((time.perf_counter_ns() - start) / 1e3)
+    return times
+
+
+def main() -> None:
+    """Measure, and print what came of it."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
+    parser.add_argument("--requests", type=int, default=64, help="in flight, half of each kind")
+    parser.add_argument("--steps", type=int, default=20_000)
+    options = parser.parse_args()
+    half = options.requests // 2
+    with tempfile.TemporaryDirectory(prefix="kvs-") as name:
+        folder = Path(name)
+        with (
+            agent("prefill", folder) as offering,
+            agent("decode", folder) as reading,
+            scheduler(offering.attach_path, "p") as prefill,
+            scheduler(reading.attach_path, "d") as decode,
+        ):
+            for number in range(half):
+                load(decode, number, offered(prefill, number, published=False))
+            for number in range(half, 2 * half):
+                offered(prefill, number, published=True)
+            gc.freeze()
+            for label, side in (("decode", decode), ("prefill", prefill)):
+                times = sorted(steps_us(side, options.steps))
+                print(
+                    f"{label} side, {half} in flight: p50 {statistics.median(times):.1f} us, "
+                    f"p99 {times[len(times) * 99 // 100]:.1f} us, max {times[-1]:.0f} us"
+                )
+
+
+if __name__ == "__main__":
+    main()
