@@ -70,6 +70,7 @@ class AgentProcess:
     folder: Path
     settings: dict[str, Any]
     env: dict[str, str] = field(default_factory=dict)
+    niceness: int = 0
     process: subprocess.Popen[bytes] | None = None
     started: dict[str, Any] = field(default_factory=dict)
     expected_trouble: set[str] = field(default_factory=set)
@@ -103,12 +104,16 @@ class AgentProcess:
         self._log_from += len(self.lines())
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", f"kvbus_{self.role}", str(config)],
+                [*self._nice(), sys.executable, "-m", f"kvbus_{self.role}", str(config)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 env={**os.environ, **self.env},
             )
+
+    def _nice(self) -> list[str]:
+        """A higher priority is for root alone; others do without."""
+        return ["nice", "-n", str(self.niceness)] if self.niceness and os.geteuid() == 0 else []
 
     def wait_started(self) -> None:
         """Return once it serves."""

@@ -30,6 +30,8 @@ FOR_DECODE: Mapping[str, Any] = {
 """What routers for vLLM's own connector send with a prefill request, empty fields included."""
 
 NUM_TOKENS = 12
+AGENT_NICENESS = -10
+"""vLLM's workers spin while they wait: on two cores agents would wait seconds for their turn."""
 SETTLES_WITHIN_S = 60.0
 _SALTS = count()
 
@@ -145,6 +147,8 @@ def cluster(shape: Shape, models: Path, wire: Wire) -> Iterator[Cluster]:
             agents.prepare("prefill", **dict(shape.prefill.settings)),
             agents.prepare("decode", **dict(shape.decode.settings)),
         )
+        for side in sides:
+            side.niceness = AGENT_NICENESS
         if shape.agents_first:
             agents.start(*sides)
         plans = zip(sides, (shape.prefill, shape.decode), strict=True)

@@ -62,7 +62,7 @@ def test_a_ticket_that_lies_about_its_tokens_makes_no_wrong_ones(
     prompt = prompt_of(200, seed=300 + num_tokens)
     ticket = pair.ticket(prompt)
 
-    tokens = pair.redeem(prompt, {**ticket, "num_tokens": num_tokens}, cache_salt="a lie")
+    tokens = pair.redeem(prompt, {**ticket, "remote_num_tokens": num_tokens}, cache_salt="a lie")
 
     assert tokens == pair.alone(prompt)
     pair.redeem(prompt, ticket)

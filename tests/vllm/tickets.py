@@ -11,26 +11,27 @@ from tests.plain_sockets import free_port
 
 Params = Mapping[str, Any]
 ROUTED = ("do_remote_prefill", "do_remote_decode")
-"""What vLLM's routers look at; the other keys are the ticket's."""
+"""What vLLM's routers look at; the other keys are the connector's."""
 
+NEEDED = ("ticket", "remote_num_tokens", "prompt_digest")
 VERSION = "kvbus"
 """Of the ticket; a ticket without it is of the first."""
 
 
 def _with(**fields: Any) -> Callable[[Params], Params]:
-    return lambda ticket: {**ticket, **fields}
+    return lambda params: {**params, "ticket": {**params["ticket"], **fields}}
 
 
 def _only_routed(ticket: Params) -> Params:
     return {"do_remote_prefill": True}
 
 
-def _of_another_type(ticket: Params) -> Params:
-    return {key: value if key in ROUTED else [value] for key, value in ticket.items()}
+def _of_another_type(params: Params) -> Params:
+    return {key: value if key in ROUTED else [value] for key, value in params.items()}
 
 
-def _unreachable(ticket: Params) -> Params:
-    return {**ticket, "endpoint": f"tcp://127.0.0.1:{free_port()}"}
+def _unreachable(params: Params) -> Params:
+    return _with(endpoint=f"tcp://127.0.0.1:{free_port()}")(params)
 
 
 def _of_nixl_connector(_: Params) -> Params:
@@ -46,10 +47,18 @@ def _of_nixl_connector(_: Params) -> Params:
     }
 
 
-def lacking(ticket: Params) -> list[Params]:
-    """The ticket without one of its keys, for each that it cannot do without."""
-    own = [key for key in ticket if key not in (*ROUTED, VERSION)]
-    return [{k: v for k, v in ticket.items() if k != missing} for missing in own]
+def lacking(params: Params) -> list[Params]:
+    """The params without one of their keys, or of the ticket's, for each that is needed."""
+    ticket = params["ticket"]
+    tickets = [_without(ticket, missing) for missing in ticket if missing != VERSION]
+    return [
+        *(_without(params, missing) for missing in NEEDED),
+        *({**params, "ticket": incomplete} for incomplete in tickets),
+    ]
+
+
+def _without(fields: Params, missing: str) -> Params:
+    return {key: value for key, value in fields.items() if key != missing}
 
 
 WRONG: Mapping[str, Callable[[Params], Params]] = {
