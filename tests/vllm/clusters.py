@@ -85,6 +85,10 @@ class Cluster:
         """A `handoff` beside others."""
         return self.threads.submit(self.handoff, prompt)
 
+    def soon_if_offered(self, prompt: Sequence[int]) -> Future[list[int]]:
+        """As `soon`, while there may be no agent to offer it."""
+        return self.threads.submit(lambda: self.redeem(prompt, self.prefill_answer(prompt).params))
+
     def moved(self) -> float:
         """A count that grows with each handoff whose KV came from the prefill side."""
         return self.wire.moved(self.decode_agent, self.decode)

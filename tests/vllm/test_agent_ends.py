@@ -57,7 +57,7 @@ def test_a_prefill_agent_killed_under_many_handoffs_never_makes_wrong_tokens(
     pair: Cluster,
 ) -> None:
     prompts = [prompt_of(1500, seed=300 + number) for number in range(8)]
-    said = [pair.soon(prompt) for prompt in prompts]
+    said = [pair.soon_if_offered(prompt) for prompt in prompts]
     wait_until(pair.under_way, "a fetch has begun")
 
     pair.prefill_agent.kill()
