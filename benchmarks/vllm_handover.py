@@ -71,6 +71,7 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, list[Series]]:
             with pair(name, recipe, nixl_extra=options.nixl_extra) as servers:
                 print(f", up after {time.monotonic() - start_s:.0f} s", end="", flush=True)
                 rounds[name].append(measure(servers, plan, Prompts(number)))
+                print(f"\n{table({name: rounds[name]})}", end="", flush=True)
             print(f", done after {time.monotonic() - start_s:.0f} s", flush=True)
     return rounds
 

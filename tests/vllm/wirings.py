@@ -58,9 +58,9 @@ def by_nixl_connector(_: AgentProcess) -> Wiring:
     )
 
 
-def completed(agent: AgentProcess, _: VllmServer) -> float:
-    """Handoffs that a decode agent has completed."""
-    return agent.metric("handoffs_total", outcome="completed")
+def read_bytes(agent: AgentProcess, _: VllmServer) -> float:
+    """Bytes that a decode agent has read; an offer that is only released moves none."""
+    return agent.metric("read_bytes_total")
 
 
 def tokens_from_elsewhere(_: AgentProcess, server: VllmServer) -> float:
@@ -69,6 +69,6 @@ def tokens_from_elsewhere(_: AgentProcess, server: VllmServer) -> float:
 
 
 WIRES = {
-    "kvbus": Wire(by_kvbus, completed),
+    "kvbus": Wire(by_kvbus, read_bytes),
     "nixl": Wire(by_nixl_connector, tokens_from_elsewhere),
 }
