@@ -58,7 +58,7 @@ def test_a_request_that_ends_before_its_load_began_releases_the_offer(agents: Ag
         loading.loads.give_up("r")
         offering.until(lambda: offering.sent, "the blocks came back")
 
-        assert len(loading.loads) == 0
+        agents.all[0].says("offer.released", outcome="completed")
 
 
 def test_a_request_that_ends_during_its_load_gets_its_blocks_back_once(agents: Agents) -> None:
@@ -148,7 +148,8 @@ def test_without_an_agent_nothing_is_offered_and_no_block_is_held(agents: Agents
         side.offers.reserve("r")
 
         assert side.offers.publish("r", BLOCKS, PROMPT_TOKENS) is None
-        assert len(side.offers) == 0
+        side.step()
+        assert side.sent == []
 
 
 def test_an_abandoned_reservation_leaves_nothing_in_the_agent(agents: Agents) -> None:

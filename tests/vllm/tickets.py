@@ -65,7 +65,7 @@ WRONG: Mapping[str, Callable[[Params], Params]] = {
     "nothing but what routers look at": _only_routed,
     "values of another type": _of_another_type,
     "of vLLM's own connector": _of_nixl_connector,
-    "of another engine": _with(engine_id="nobody", engine_boot=uuid.uuid4().hex),
+    "of another engine": _with(engine_id="nobody"),
     "of an engine that has restarted": _with(engine_boot=uuid.uuid4().hex),
     "of an agent that has restarted": _with(agent_boot=uuid.uuid4().hex),
     "of an unknown offer": _with(offer_id=uuid.uuid4().hex),

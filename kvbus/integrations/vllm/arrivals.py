@@ -30,7 +30,7 @@ class Arrivals:
     def take(self, results: StepResults) -> StepResults:
         """What vLLM is to hear in this step, given what the scheduler's side says in it."""
         self._fetch_ids.update(results.started)
-        early = self._take_early() if self._told or self._unmatched else []
+        early = self._take_early() if self._told or results.started else []
         received = [each for each in results.received if each not in self._reported]
         failed = tuple(each for each in results.failed if each not in self._reported)
         for request_id in results.received:

@@ -28,8 +28,8 @@ logger = logging.getLogger("vllm.kvbus")
 class Load:
     """One load of the first ``num_tokens`` tokens of a prompt.
 
-    ``handoff`` is None when the params were refused, for ``problem``: then the load is to fail as
-    loads do.
+    With a ``problem`` the load is to fail as loads do; ``handoff`` is None if its params were
+    refused.
     """
 
     request_id: str
@@ -40,8 +40,6 @@ class Load:
     fetch_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     fetch: Fetch | None = None
     is_given_up: bool = False
-    has_ended: bool = False
-    is_over: bool = False
 
 
 class Loads:
@@ -62,9 +60,6 @@ class Loads:
         self._started: list[tuple[str, str]] = []
         self._failed: deque[str] = deque()
         self._over: deque[str] = deque()
-
-    def __len__(self) -> int:
-        return len(self._expected) + len(self._running)
 
     def expect(self, load: Load) -> None:
         """A request has come whose KV is elsewhere."""
@@ -92,7 +87,7 @@ class Loads:
         try:
             tables = tables_of(self._engine, block_ids, load.first_token, stop)
         except GeometryError as error:
-            load.handoff, load.problem = None, error.message
+            load.problem = error.message
             tables = Tables({}, {})
         self._link.post(partial(self._begin, load, stop, tables))
 
@@ -145,10 +140,8 @@ class Loads:
             )
 
     def _begin(self, load: Load, stop: int, tables: Tables, session: ControlSession | None) -> None:
-        if load.handoff is None:
+        if load.handoff is None or load.problem:
             self._fail(load, ErrorCode.INVALID, load.problem)
-        elif load.is_given_up:
-            self._end(load)
         elif not isinstance(session, DecodeSession):
             self._fail(load, ErrorCode.PEER_LOST, self._why_not(session))
         else:
@@ -166,7 +159,6 @@ class Loads:
             else:
                 load.fetch = fetch
                 fetch.when_ended(partial(self._on_ended, load, fetch))
-                fetch.when_freed(partial(self._on_freed, load))
 
     def _why_not(self, session: ControlSession | None) -> str:
         if session is None:
@@ -174,7 +166,6 @@ class Loads:
         return "the agent beside this vLLM is a prefill agent, a decode agent is needed to load"
 
     def _on_ended(self, load: Load, fetch: Fetch) -> None:
-        load.has_ended = True
         notice = fetch.notice
         if notice is not None and notice.outcome is Outcome.COMPLETED:
             self._tally.loaded(notice)
@@ -182,8 +173,7 @@ class Loads:
             if not load.is_given_up:
                 self._report(load, notice)
             self._release(load)
-        if fetch.are_blocks_free:
-            self._end(load)
+        fetch.when_freed(lambda: self._over.append(load.request_id))
 
     def _report(self, load: Load, notice: Fetched | None) -> None:
         if notice is None:
@@ -196,14 +186,11 @@ class Loads:
                 load.request_id,
             )
 
-    def _on_freed(self, load: Load) -> None:
-        if load.has_ended:
-            self._end(load)
-
     def _fail(self, load: Load, code: str, message: str) -> None:
         """Before there was a fetch."""
         self._note(load, "requested", code, message)
-        self._end(load)
+        self._release(load)
+        self._over.append(load.request_id)
 
     def _note(self, load: Load, stage: str, code: str, message: str) -> None:
         logger.error(
@@ -216,14 +203,9 @@ class Loads:
         self._tally.load_failed(code)
         self._failed.append(load.request_id)
 
-    def _end(self, load: Load) -> None:
-        if not load.is_over:
-            load.is_over = True
-            self._over.append(load.request_id)
-
     def _cancel(self, load: Load) -> None:
         load.is_given_up = True
-        if load.fetch is not None and not load.has_ended:
+        if load.fetch is not None and load.fetch.notice is None:
             self._link.spawn(load.fetch.cancel)
 
 

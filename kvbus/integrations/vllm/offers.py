@@ -63,9 +63,6 @@ class Offers:
         self._answers = True
         link.when_up(self._renew)
 
-    def __len__(self) -> int:
-        return len(self._reserved)
-
     def reserve(self, request_id: str) -> None:
         """Ask for the ticket of a request that is going to be computed; again is no more."""
         if request_id not in self._reserved:

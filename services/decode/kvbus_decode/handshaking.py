@@ -37,13 +37,14 @@ class RouteKey:
     """What must not have changed for a route to be used again."""
 
     agent_boot: str
+    engine_id: str
     engine_boot: str
     memory_id: str
 
     @classmethod
     def of(cls, ticket: Ticket, engine: LocalEngine) -> "RouteKey":
         """The key of the route from the ticket's engine into ``engine``."""
-        return cls(ticket.agent_boot, ticket.engine_boot, engine.memory_id)
+        return cls(ticket.agent_boot, ticket.engine_id, ticket.engine_boot, engine.memory_id)
 
 
 class RouteBook:
