@@ -76,7 +76,7 @@ class Assistant:
             if assisting.error is not None:
                 raise assisting.error
             if piece.route.engine.lost:
-                raise LocalError("a process of this engine ended", code=ErrorCode.ENGINE_LOST)
+                raise _engine_lost()
             read = self._pieces.open(piece, lambda read: self._check(assisting, read))
             assisting.begin(read, self._agent.loop)
             self._attend(assisting, read)
@@ -87,6 +87,7 @@ class Assistant:
     async def _piece(self, assisting: "_Assisting") -> Piece:
         asked, ticket = assisting.asked, Ticket.from_json(assisting.asked.ticket)
         engine = self._agent.engines.part(asked.engine_id, asked.ranks)
+        assisting.engine = engine
         check_tables(engine, asked.target, asked.first_token, asked.num_tokens)
         route = await self._route(assisting, ticket, engine)
         spans = piece_spans(
@@ -172,8 +173,8 @@ class Assistant:
         read = assisting.read
         if error is not None and read is not None:
             self._routes.forget(read.piece.route)
-        if read is not None and read.piece.route.engine.lost:
-            error = LocalError("a process of this engine ended", code=ErrorCode.ENGINE_LOST)
+        if assisting.engine is not None and assisting.engine.lost:
+            error = _engine_lost()
         if error is not None or read is None:
             error = assisting.error or error or LocalError("nothing was read")
             refuse(self._agent.metrics, assisting.call, error)
@@ -184,12 +185,16 @@ class Assistant:
 
 @dataclass(slots=True, eq=False)
 class _Assisting:
-    """A piece that is read for a home elsewhere; ``error`` is why it was stopped from outside."""
+    """A piece that is read for a home elsewhere; ``error`` is why it was stopped from outside.
+
+    What is done for it can fail in any way once ``engine`` is lost, whose memory is gone then.
+    """
 
     asked: Assist
     call: Call
     deadline: float
     peers: list[Peer] = field(default_factory=list)
+    engine: LocalEngine | None = None
     read: PieceRead | None = None
     error: KVBusError | None = None
     _alarm: asyncio.TimerHandle | None = None
@@ -209,3 +214,7 @@ class _Assisting:
         """It has ended."""
         if self._alarm is not None:
             self._alarm.cancel()
+
+
+def _engine_lost() -> KVBusError:
+    return LocalError("a process of this engine ended", code=ErrorCode.ENGINE_LOST)
