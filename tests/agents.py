@@ -22,7 +22,8 @@ from typing import Any, TypeVar
 import anyio
 from prometheus_client.parser import text_string_to_metric_families
 
-from tests.plain_sockets import ask, free_port
+from kvbus.bench.processes import free_port
+from tests.plain_sockets import ask
 
 WITHIN_S = 30.0
 ENDS_WITHIN_S = 15.0

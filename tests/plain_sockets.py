@@ -3,7 +3,6 @@
 Refuses to check anything: frames go out as they are given.
 """
 
-import socket
 import uuid
 from collections.abc import Mapping
 from typing import Any
@@ -12,13 +11,6 @@ import msgpack
 import zmq
 
 REPLY_WITHIN_S = 30.0
-
-
-def free_port() -> int:
-    """A port that nobody listens to now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def ask(endpoint: str, op: str, body: Mapping[str, Any], **envelope: Any) -> dict[str, Any]:

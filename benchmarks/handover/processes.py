@@ -6,7 +6,6 @@ Refuses to leave one behind: a worker of vLLM outlives its parent and spins, so 
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -59,14 +58,6 @@ def group(
         yield started
     finally:
         _end(started)
-
-
-def free_port() -> int:
-    """A TCP port that nobody listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
 
 
 def _end(started: Group) -> None:

@@ -11,8 +11,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvbus.bench.processes import free_port
+
 from .client import KEEP_ALIVE_S, Client, RequestFailed
-from .processes import Group, free_port, group
+from .processes import Group, group
 
 START_TIMEOUT_S = 400.0
 DTYPE = "bfloat16"

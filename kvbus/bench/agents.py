@@ -5,14 +5,13 @@ Refuses to look inside them: what they tell comes from their metrics page and fr
 
 import contextlib
 import http.client
-import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvbus.bench.processes import cpu_s, running
+from kvbus.bench.processes import cpu_s, free_port, running
 
 LAG = "kvbus_event_loop_lag_seconds"
 LOG_TAIL_BYTES = 2000
@@ -56,7 +55,7 @@ def agent(role: str, folder: Path, *, path: str = "") -> Iterator[BenchAgent]:
 
     A decode agent reads by ``path``, if that is given.
     """
-    port, name = _free_port(), f"{role}-{path or 'auto'}"
+    port, name = free_port(), f"{role}-{path or 'auto'}"
     runtime, log = folder / name, folder / f"{name}.log"
     config = folder / f"{name}.toml"
     config.write_text(
@@ -69,10 +68,3 @@ def agent(role: str, folder: Path, *, path: str = "") -> Iterator[BenchAgent]:
     )
     with running(f"kvbus_{role}", str(config), log=log) as process:
         yield BenchAgent(role, process.pid, runtime / "attach.sock", port, log)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port

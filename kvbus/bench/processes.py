@@ -5,12 +5,16 @@ Refuses to leave one behind: who does not end when told is killed.
 
 import contextlib
 import os
+import secrets
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 END_TIMEOUT_S = 10.0
+LOWEST_PORT, NUM_PORT_TRIES = 10_000, 100
+PORTS_OF_CLIENTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 
 
 @contextlib.contextmanager
@@ -34,6 +38,21 @@ def cpu_s(pid: int) -> float:
     """CPU seconds of a process so far, all threads, user and system."""
     fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def free_port() -> int:
+    """A TCP port of loopback that nobody listens on now, for a server that starts later.
+
+    Not one of those that the system gives to clients meanwhile. Raises `OSError`.
+    """
+    lowest_of_clients = int(PORTS_OF_CLIENTS.read_text(encoding="ascii").split()[0])
+    ports = range(LOWEST_PORT, max(lowest_of_clients, LOWEST_PORT + NUM_PORT_TRIES))
+    for _ in range(NUM_PORT_TRIES):
+        port = secrets.choice(ports)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise OSError(f"no free port from {LOWEST_PORT} to {lowest_of_clients}")
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -14,6 +14,7 @@ import pytest
 
 from kvbus.agent.config import AgentConfig, convert_config, load_shared_config
 from kvbus.agent.defaults import DECODE_DEFAULTS, PREFILL_DEFAULTS
+from kvbus.bench.processes import free_port
 from kvbus.doctor.judge.nixl import Way
 from kvbus.doctor.probe.agents import agent_facts, wanted_agents
 from kvbus.doctor.probe.children import Budget, run_alone, run_pair
@@ -27,7 +28,6 @@ from kvbus.errors import ConfigError
 from kvbus_decode.config import DecodeConfig
 from kvbus_prefill.config import PrefillConfig
 from tests.agents import AgentProcess
-from tests.plain_sockets import free_port
 
 LIMITS = """
 import json, resource, dataclasses

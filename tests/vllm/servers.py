@@ -16,8 +16,8 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from kvbus.bench.processes import free_port
 from tests.agents import wait_until
-from tests.plain_sockets import free_port
 from tests.vllm.calls import Call, Completion
 
 STARTS_WITHIN_S = 300.0

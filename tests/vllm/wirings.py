@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvbus.bench.processes import free_port
 from tests.agents import AgentProcess
-from tests.plain_sockets import free_port
 from tests.vllm.servers import VllmServer
 
 
