@@ -27,8 +27,9 @@ class SegmentMapping:
 
     Takes over ``fd`` and closes it, also when it raises. ``sealed`` is False when the engine can
     still truncate the file (torch's shared storage cannot be sealed): an engine that does so lets
-    the next access here die of SIGBUS, so an agent may want to refuse such segments. May take
-    seconds when the engine left pages unreserved: an event loop calls it in a thread.
+    the next access here die of SIGBUS, so an agent may want to refuse such segments. Enters all
+    pages into the page table, so that no read has to, and so takes about 0.1 s a GiB, and seconds
+    when the engine left pages unreserved: an event loop calls it in a thread.
     Raises ``SegmentError``.
     """
 
@@ -41,6 +42,7 @@ class SegmentMapping:
             _check_file(fd, size_bytes)
             _reserve_holes(fd, size_bytes)
             self._pages = Pages(fd, size_bytes)
+            self._pages.populate()
         except OSError as error:
             raise SegmentError(
                 f"cannot map the engine's segment of {size_bytes} bytes: {error.strerror}; "

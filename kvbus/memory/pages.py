@@ -5,6 +5,7 @@ knowing of them, so the pages go only when ``release`` asks for it, and the addr
 the last numpy or torch view of them is gone too.
 """
 
+import contextlib
 import weakref
 from typing import Any
 
@@ -34,6 +35,11 @@ class Pages:
     def view(self) -> npt.NDArray[np.uint8]:
         """Return all bytes, writable."""
         return np.asarray(self)
+
+    def populate(self) -> None:
+        """Have the first access to each page cost no more than later ones, if the kernel can."""
+        with contextlib.suppress(OSError):
+            libc.populate(self.address, self.length_bytes)
 
     def discard(self) -> None:
         """Drop the file's pages and leave zeros at the same addresses; live views stay usable."""

@@ -34,6 +34,17 @@ def is_mapped(address: int) -> bool:
     return False
 
 
+def resident_bytes(address: int) -> int:
+    """Bytes of the mapping at ``address`` that this process accesses without a page fault."""
+    wanted = False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if "-" in line.split()[0]:
+            wanted = line.startswith(f"{address:x}-")
+        elif wanted and line.startswith("Rss:"):
+            return int(line.split()[1]) * 1024
+    raise KeyError(address)
+
+
 @pytest.fixture
 def segment() -> Iterator[SharedSegment]:
     with SharedSegment(SIZE_BYTES) as segment:
@@ -53,6 +64,10 @@ def test_both_mappings_are_the_same_memory(segment: SharedSegment, mapping: Segm
     assert mapping.view()[1] == 11
     assert segment.view()[2] == 22
     assert mapping.address != segment.address
+
+
+def test_all_pages_are_there_before_the_first_access(mapping: SegmentMapping) -> None:
+    assert resident_bytes(mapping.address) == SIZE_BYTES
 
 
 def test_the_descriptor_is_closed_once_it_is_mapped(segment: SharedSegment) -> None:
