@@ -36,7 +36,7 @@ def arguments() -> argparse.Namespace:
         "--connector",
         action="append",
         choices=list(CONNECTORS),
-        help="measure this one; may be repeated; default: none, nixl, nixl-spread, kvbus",
+        help="measure this one; may be repeated; default: all",
     )
     parser.add_argument("--rounds", type=int, default=2, help="turns of all connectors")
     parser.add_argument("--requests", type=int, default=50, help="of each phase of a block")

@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import anyio
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvbus.bench.processes import free_port
+from kvbus.bench.processes import free_port, run_first
 from tests.plain_sockets import ask
 
 WITHIN_S = 30.0
@@ -71,7 +71,7 @@ class AgentProcess:
     folder: Path
     settings: dict[str, Any]
     env: dict[str, str] = field(default_factory=dict)
-    niceness: int = 0
+    runs_first: bool = False
     process: subprocess.Popen[bytes] | None = None
     started: dict[str, Any] = field(default_factory=dict)
     expected_trouble: set[str] = field(default_factory=set)
@@ -105,16 +105,14 @@ class AgentProcess:
         self._log_from += len(self.lines())
         with self.log_path.open("ab") as log:
             self.process = subprocess.Popen(
-                [*self._nice(), sys.executable, "-m", f"kvbus_{self.role}", str(config)],
+                [sys.executable, "-m", f"kvbus_{self.role}", str(config)],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 env={**os.environ, **self.env},
             )
-
-    def _nice(self) -> list[str]:
-        """A higher priority is for root alone; others do without."""
-        return ["nice", "-n", str(self.niceness)] if self.niceness and os.geteuid() == 0 else []
+        if self.runs_first:
+            run_first(self.process.pid)
 
     def wait_started(self) -> None:
         """Return once it serves."""

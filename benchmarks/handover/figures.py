@@ -33,11 +33,11 @@ class Ratio:
 RATIOS = (
     Ratio(IDLE, "kvbus", "nixl", IDLE, 0.7),
     Ratio(LOAD, "kvbus", "nixl", LOAD, 0.5),
-    Ratio(IDLE, "kvbus", "nixl-spread", IDLE, 0.7),
-    Ratio(LOAD, "kvbus", "nixl-spread", LOAD, 0.5),
+    Ratio(IDLE, "kvbus", "nixl-tuned", IDLE, 0.7),
+    Ratio(LOAD, "kvbus", "nixl-tuned", LOAD, 0.5),
     *(
         Ratio(name, connector, "none", baseline_name, 1.05 if connector == "kvbus" else None)
-        for connector in ("kvbus", "nixl", "nixl-spread")
+        for connector in ("kvbus", "nixl", "nixl-tuned")
         for name, baseline_name in ((STEP, STEP), (STEP, "step alone ms"), (PREFILL, PREFILL))
     ),
 )

@@ -20,9 +20,12 @@ PREFILL_CORE, DECODE_CORE = 0, 1
 CONNECTORS = {
     "none": "no connector: the decode server has the prompt in its own prefix cache",
     "nixl": "vLLM's NixlConnector with its defaults",
-    "nixl-spread": "the same, but model threads on a core of their own each, and NIXL's on any",
-    "kvbus": "kvbus.integrations.vllm.KvbusConnector and two agents",
+    "nixl-tuned": "the same, with one NIXL thread an engine, which may run on any core",
+    "kvbus": "kvbus.integrations.vllm.KvbusConnector, and two agents that run when they can",
+    "kvbus-equal": "the same, but the agents share the cores with workers that spin",
 }
+TUNED = {"num_threads": 0}
+"""Beside the thread that drives NIXL's progress: four of them, the default, spin as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +57,16 @@ def pair(connector: str, recipe: Recipe, *, nixl_extra: dict[str, Any]) -> Itera
     with contextlib.ExitStack() as stack:
         configs: tuple[str | None, str | None] = (None, None)
         agent_pids: tuple[int, ...] = ()
-        if connector == "kvbus":
+        if connector.startswith("kvbus"):
             agents = [
-                stack.enter_context(agent(role, recipe.folder)) for role in ("prefill", "decode")
+                stack.enter_context(agent(role, recipe.folder, first=connector == "kvbus"))
+                for role in ("prefill", "decode")
             ]
             configs = (_kvbus(agents[0].attach_path), _kvbus(agents[1].attach_path))
             agent_pids = tuple(started.pid for started in agents)
         elif connector != "none":
-            configs = (_nixl(nixl_extra), _nixl(nixl_extra))
+            extra = TUNED | nixl_extra if connector == "nixl-tuned" else nixl_extra
+            configs = (_nixl(extra), _nixl(extra))
         prefill, decode = (
             stack.enter_context(
                 starting(recipe, f"{connector}-{side}", core=core, kv_transfer_config=config)
@@ -73,7 +78,7 @@ def pair(connector: str, recipe: Recipe, *, nixl_extra: dict[str, Any]) -> Itera
         )
         for server in (prefill, decode):
             wait_ready(server)
-            if connector == "nixl-spread":
+            if connector == "nixl-tuned":
                 server.spread()
         yield Pair(connector, prefill, decode, agent_pids)
 

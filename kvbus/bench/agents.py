@@ -11,7 +11,7 @@ from pathlib import Path
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvbus.bench.processes import cpu_s, free_port, running
+from kvbus.bench.processes import cpu_s, free_port, run_first, running
 
 LAG = "kvbus_event_loop_lag_seconds"
 LOG_TAIL_BYTES = 2000
@@ -50,10 +50,11 @@ class BenchAgent:
 
 
 @contextlib.contextmanager
-def agent(role: str, folder: Path, *, path: str = "") -> Iterator[BenchAgent]:
+def agent(role: str, folder: Path, *, path: str = "", first: bool = False) -> Iterator[BenchAgent]:
     """Start the ``role`` agent below ``folder``; engines wait until it listens.
 
-    A decode agent reads by ``path``, if that is given.
+    A decode agent reads by ``path``, if that is given. With ``first`` it runs before what
+    spins, see `run_first`.
     """
     port, name = free_port(), f"{role}-{path or 'auto'}"
     runtime, log = folder / name, folder / f"{name}.log"
@@ -67,4 +68,6 @@ def agent(role: str, folder: Path, *, path: str = "") -> Iterator[BenchAgent]:
         encoding="utf-8",
     )
     with running(f"kvbus_{role}", str(config), log=log) as process:
+        if first:
+            run_first(process.pid)
         yield BenchAgent(role, process.pid, runtime / "attach.sock", port, log)

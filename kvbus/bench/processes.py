@@ -40,6 +40,16 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def run_first(pid: int) -> None:
+    """Have a process that has just started run before all ordinary ones, if this user may do so.
+
+    Its threads to come inherit that. A niceness would not do: it counts among the processes of one
+    session only.
+    """
+    with contextlib.suppress(PermissionError):
+        os.sched_setscheduler(pid, os.SCHED_RR, os.sched_param(1))
+
+
 def free_port() -> int:
     """A TCP port of loopback that nobody listens on now, for a server that starts later.
 

@@ -30,8 +30,6 @@ FOR_DECODE: Mapping[str, Any] = {
 """What routers for vLLM's own connector send with a prefill request, empty fields included."""
 
 NUM_TOKENS = 12
-AGENT_NICENESS = -10
-"""vLLM's workers spin while they wait: on two cores agents would wait seconds for their turn."""
 SETTLES_WITHIN_S = 60.0
 _SALTS = count()
 
@@ -152,7 +150,7 @@ def cluster(shape: Shape, models: Path, wire: Wire) -> Iterator[Cluster]:
             agents.prepare("decode", **dict(shape.decode.settings)),
         )
         for side in sides:
-            side.niceness = AGENT_NICENESS
+            side.runs_first = True  # vLLM's workers spin while they wait, on all cores
         if shape.agents_first:
             agents.start(*sides)
         plans = zip(sides, (shape.prefill, shape.decode), strict=True)

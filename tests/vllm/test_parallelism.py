@@ -1,21 +1,14 @@
 """Sides of unlike tensor parallelism, in float32: in bfloat16 a model says other tokens at TP 2."""
 
-import os
-
 import pytest
 
 from tests.vllm.clusters import Cluster, prompt_of
 from tests.vllm.shapes import JOINED, SPLIT
 
-LEAST_CORES = 4
 SHAPES = {"one to two": SPLIT, "two to one": JOINED}
 LENGTHS = (31, 128, 700)
 
 
-@pytest.mark.skipif(
-    len(os.sched_getaffinity(0)) < LEAST_CORES,
-    reason=f"three workers that spin, two agents: needs {LEAST_CORES} cores, or it takes minutes",
-)
 @pytest.mark.parametrize("pair", SHAPES.values(), ids=SHAPES, indirect=True)
 def test_decode_says_what_it_says_alone(pair: Cluster) -> None:
     prompts = [prompt_of(num_tokens, seed=num_tokens) for num_tokens in LENGTHS]
