@@ -2,14 +2,17 @@
 
 Run it from the repository's root, in an environment that has vLLM: ``python
 benchmarks/vllm_step.py``. Two agents, and the connector's sides as vLLM drives them, without a
-model: half of the requests are loads that wait for their KV, half are offers that wait for a
-reader. A step is what the scheduler asks for, its way to a worker by pickle, and what the worker
-reports. The threads of the connector's sessions run beside it, as in an engine.
+model: on the prefill side are offers that wait for a reader, on the decode side loads that wait for
+a prefill agent, which is stopped meanwhile. A step is what the scheduler asks for, its way to a
+worker by pickle, and what the worker reports. The threads of the connector's sessions run beside
+it, as in an engine.
 """
 
 import argparse
 import gc
+import os
 import pickle
+import signal
 import statistics
 import tempfile
 import time
@@ -26,7 +29,6 @@ from kvbus.bench.agents import agent
 from kvbus.engine import share_tensor
 from kvbus.geometry import EngineSpec, GroupSpec, KvLayout, lay_out_rank
 from kvbus.integrations.vllm.arrivals import Arrivals
-from kvbus.integrations.vllm.contract import HandoffParams, prompt_digest
 from kvbus.integrations.vllm.link import AgentLink
 from kvbus.integrations.vllm.options import ConnectorOptions
 from kvbus.integrations.vllm.scheduler_side import SchedulerSide
@@ -65,23 +67,28 @@ def request(request_id: str, params: dict[str, Any]) -> Request:
     return Request(request_id, list(PROMPT), sampling, None)
 
 
-def offered(side: SchedulerSide, number: int, *, published: bool) -> dict[str, Any]:
-    """A request that is computed, or has been: the params of its decode request."""
+def offered(side: SchedulerSide, number: int) -> dict[str, Any]:
+    """A request whose KV waits for a reader: the params of its decode request."""
     wanted = request(f"offer-{number}", {"do_remote_decode": True})
     block_ids = [[2 * number, 2 * number + 1]]
     side.expect(wanted)
     side.allocated(wanted, block_ids, 0)
-    deadline = time.monotonic() + UP_WITHIN_S
-    while (ticket := side.ticket(wanted.request_id)) is None:
-        if time.monotonic() > deadline:
-            raise SystemExit("error: the prefill agent gave no ticket")
-        time.sleep(0.001)
-    if not published:
-        return HandoffParams(ticket, len(PROMPT), prompt_digest(PROMPT, [""])).to_params()
     wanted.num_computed_tokens = len(PROMPT)
     wanted.status = RequestStatus.FINISHED_LENGTH_CAPPED
     _, params = side.finished(wanted, block_ids)
-    return params or {}
+    if params is None:
+        raise SystemExit("error: the prefill agent gave no ticket")
+    return params
+
+
+@contextmanager
+def stopped(pid: int) -> Iterator[None]:
+    """The process does nothing meanwhile."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 def load(side: SchedulerSide, number: int, params: dict[str, Any]) -> None:
@@ -103,13 +110,21 @@ def steps_us(side: SchedulerSide, num_steps: int) -> list[float]:
     return times
 
 
+def measure(label: str, side: SchedulerSide, num_steps: int) -> None:
+    """Print what its steps take."""
+    times = sorted(steps_us(side, num_steps))
+    print(
+        f"{label}: p50 {statistics.median(times):.1f} us, "
+        f"p99 {times[len(times) * 99 // 100]:.1f} us, max {times[-1]:.0f} us"
+    )
+
+
 def main() -> None:
     """Measure, and print what came of it."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n", maxsplit=1)[0])
-    parser.add_argument("--requests", type=int, default=64, help="in flight, half of each kind")
+    parser.add_argument("--requests", type=int, default=64, help="in flight on each side")
     parser.add_argument("--steps", type=int, default=20_000)
     options = parser.parse_args()
-    half = options.requests // 2
     with tempfile.TemporaryDirectory(prefix="kvs-") as name:
         folder = Path(name)
         with (
@@ -118,17 +133,13 @@ def main() -> None:
             scheduler(offering.attach_path, "p") as prefill,
             scheduler(reading.attach_path, "d") as decode,
         ):
-            for number in range(half):
-                load(decode, number, offered(prefill, number, published=False))
-            for number in range(half, 2 * half):
-                offered(prefill, number, published=True)
+            params = [offered(prefill, number) for number in range(options.requests)]
             gc.freeze()
-            for label, side in (("decode", decode), ("prefill", prefill)):
-                times = sorted(steps_us(side, options.steps))
-                print(
-                    f"{label} side, {half} in flight: p50 {statistics.median(times):.1f} us, "
-                    f"p99 {times[len(times) * 99 // 100]:.1f} us, max {times[-1]:.0f} us"
-                )
+            measure(f"{options.requests} offers", prefill, options.steps)
+            with stopped(offering.pid):
+                for number, one in enumerate(params):
+                    load(decode, number, one)
+                measure(f"{options.requests} loads", decode, options.steps)
 
 
 if __name__ == "__main__":

@@ -103,10 +103,6 @@ class SchedulerSide:
         digest = _digest(request, num_tokens)
         return True, HandoffParams(ticket, num_tokens, digest).to_params()
 
-    def ticket(self, request_id: str) -> dict[str, Any] | None:
-        """The ticket of a request that is being computed, as soon as there is one."""
-        return self._offers.ticket(request_id) if self._offers is not None else None
-
     def step(self) -> StepResults:
         """What the workers shall report to vLLM in this step."""
         if self._loads is None or self._offers is None:
