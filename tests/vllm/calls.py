@@ -4,10 +4,12 @@ Refuses to take an error for an answer, in whichever of its shapes it comes.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPResponse
 from typing import Any
+
+ANSWERS_WITHIN_S = 180.0
 
 
 class RefusedError(Exception):
@@ -38,13 +40,6 @@ class Call:
 
     connection: HTTPConnection
 
-    @classmethod
-    def sent(cls, connection: HTTPConnection, path: str, body: Mapping[str, Any]) -> "Call":
-        """Send the request."""
-        headers = {"Content-Type": "application/json", "Connection": "close"}
-        connection.request("POST", path, json.dumps(body), headers)
-        return cls(connection)
-
     def completion(self) -> Completion:
         """Wait for the whole answer; raises `RefusedError`."""
         try:
@@ -53,7 +48,7 @@ class Call:
             self.connection.close()
         (choice,) = answer["choices"]
         cached = (answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens")
-        params = answer["kv_transfer_params"]
+        params = answer.get("kv_transfer_params")
         return Completion(choice["token_ids"], choice["finish_reason"], params, cached or 0)
 
     def stream(self) -> Iterator[int]:
@@ -78,3 +73,24 @@ class Call:
         if response.status != 200:
             raise RefusedError(response.status, response.read().decode(errors="replace"))
         return response
+
+
+def ask(port: int, prompt: Sequence[int], num_tokens: int, **fields: Any) -> Call:
+    """Send a request to a server on loopback and do not wait for what it answers.
+
+    ``fields`` are vLLM's own.
+    """
+    body = {
+        "model": "model",
+        "prompt": list(prompt),
+        "max_tokens": num_tokens,
+        "temperature": 0,
+        "ignore_eos": True,
+        "return_token_ids": True,
+        "detokenize": False,
+        **fields,
+    }
+    connection = HTTPConnection("127.0.0.1", port, timeout=ANSWERS_WITHIN_S)
+    headers = {"Content-Type": "application/json", "Connection": "close"}
+    connection.request("POST", "/v1/completions", json.dumps(body), headers)
+    return Call(connection)

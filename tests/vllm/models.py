@@ -13,12 +13,16 @@ from typing import Any
 VOCABULARY = 512
 LONGEST = 4096
 WINDOW = 96
+NUM_LAYERS = 4
+LATENT, ROTATED = 512, 64
+MLA_TOKEN_BYTES = (LATENT + ROTATED) * 4
+"""What one layer keeps of a token, in float32."""
 SPREAD = 0.08  # of the weights: with less, a model says the same whatever it has read
 COMMON = {
     "vocab_size": VOCABULARY,
     "hidden_size": 512,
     "intermediate_size": 1024,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": NUM_LAYERS,
     "num_attention_heads": 8,
     "max_position_embeddings": LONGEST,
     "initializer_range": SPREAD,
@@ -61,12 +65,12 @@ def mla() -> Any:
     return DeepseekV2Config(
         **COMMON,
         num_key_value_heads=8,
-        kv_lora_rank=512,
+        kv_lora_rank=LATENT,
         q_lora_rank=None,
         qk_nope_head_dim=64,
-        qk_rope_head_dim=64,
+        qk_rope_head_dim=ROTATED,
         v_head_dim=64,
-        first_k_dense_replace=4,
+        first_k_dense_replace=NUM_LAYERS,
         n_routed_experts=2,
         num_experts_per_tok=1,
         n_shared_experts=1,

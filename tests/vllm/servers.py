@@ -18,11 +18,10 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvbus.bench.processes import free_port
 from tests.agents import wait_until
-from tests.vllm.calls import Call, Completion
+from tests.vllm.calls import ANSWERS_WITHIN_S, Call, Completion, ask
 
 STARTS_WITHIN_S = 300.0
 ENDS_WITHIN_S = 30.0
-ANSWERS_WITHIN_S = 180.0
 KV_BYTES = 128 << 20
 TAIL_CHARS = 6000
 TROUBLE = re.compile("(WARNING|ERROR).*kvbus", re.IGNORECASE)
@@ -50,6 +49,10 @@ class VllmServer:
     env: Mapping[str, str] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
     guard: subprocess.Popen[bytes] | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
 
     @property
     def log_path(self) -> Path:
@@ -102,18 +105,7 @@ class VllmServer:
 
     def begin(self, prompt: Sequence[int], num_tokens: int, **fields: Any) -> Call:
         """Send a request and do not wait for what it answers; ``fields`` are vLLM's own."""
-        body = {
-            "model": "model",
-            "prompt": list(prompt),
-            "max_tokens": num_tokens,
-            "temperature": 0,
-            "ignore_eos": True,
-            "return_token_ids": True,
-            "detokenize": False,
-            **fields,
-        }
-        connection = HTTPConnection("127.0.0.1", self.port, timeout=ANSWERS_WITHIN_S)
-        return Call.sent(connection, "/v1/completions", body)
+        return ask(self.port, prompt, num_tokens, **fields)
 
     def complete(self, prompt: Sequence[int], num_tokens: int, **fields: Any) -> Completion:
         """What it says after ``prompt``; raises `RefusedError` if it answers with an error."""
@@ -129,9 +121,12 @@ class VllmServer:
         The page is as of the last step, and an idle server makes none: a small request makes one.
         """
         self.complete([1], 1)
-        (config,) = self._samples("cache_config_info")
-        num_blocks = int(config.labels["num_gpu_blocks"]) - 1  # one is the null block
+        num_blocks = int(self._cache_config("num_gpu_blocks")) - 1  # one is the null block
         return round(self.metric("kv_cache_usage_perc") * num_blocks)
+
+    def block_size(self) -> int:
+        """Tokens of a block."""
+        return int(self._cache_config("block_size"))
 
     def pids(self, title: str) -> list[int]:
         """The processes of this server whose title has ``title`` in it."""
@@ -165,6 +160,11 @@ class VllmServer:
             return False
         finally:
             connection.close()
+
+    def _cache_config(self, name: str) -> str:
+        (config,) = self._samples("cache_config_info")
+        value: str = config.labels[name]
+        return value
 
     def _samples(self, name: str) -> list[Any]:
         page = f"http://127.0.0.1:{self.port}/metrics"

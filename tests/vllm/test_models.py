@@ -3,11 +3,13 @@
 import pytest
 
 from tests.vllm.clusters import Cluster, prompt_of
-from tests.vllm.models import WINDOW
+from tests.vllm.models import MLA_TOKEN_BYTES, NUM_LAYERS, WINDOW
+from tests.vllm.pages import filled_pages
 from tests.vllm.shapes import both
 
 MODELS = ("windowed", "hybrid")
 SHAPES = {model: both(model) for model in MODELS}
+MLA = both("mla")
 LENGTHS = (WINDOW // 2, WINDOW + 1, 3 * WINDOW + 5, 1500)
 
 
@@ -22,7 +24,7 @@ def test_decode_says_what_it_says_alone(pair: Cluster) -> None:
     assert pair.moved() >= before + len(prompts)
 
 
-@pytest.mark.parametrize("pair", [both("mla")], ids=["mla"], indirect=True)
+@pytest.mark.parametrize("pair", [MLA], ids=["mla"], indirect=True)
 def test_decode_goes_on_as_it_does_alone(pair: Cluster) -> None:
     """As vLLM's MLA on CPUs says other tokens after a prompt than after the same tokens of its own.
 
@@ -37,3 +39,20 @@ def test_decode_goes_on_as_it_does_alone(pair: Cluster) -> None:
 
     assert [tokens[:3] for tokens in said] == [own[1:4] for own in alone]
     assert pair.moved() >= before + len(prompts)
+
+
+@pytest.mark.parametrize("pair", [MLA], ids=["mla"], indirect=True)
+def test_decode_has_the_very_bytes_that_prefill_computed(pair: Cluster) -> None:
+    num_blocks = 3
+    prompt = prompt_of(num_blocks * pair.prefill.block_size(), seed=99)
+    before = filled_pages(pair.prefill, MLA_TOKEN_BYTES)
+    ticket = pair.ticket(prompt)
+    computed = filled_pages(pair.prefill, MLA_TOKEN_BYTES) - before
+    assert len(computed) == num_blocks * NUM_LAYERS
+    assert not computed & filled_pages(pair.decode, MLA_TOKEN_BYTES)
+    moved_before = pair.moved()
+
+    pair.redeem(prompt, ticket)
+
+    assert pair.moved() > moved_before
+    assert computed <= filled_pages(pair.decode, MLA_TOKEN_BYTES)
