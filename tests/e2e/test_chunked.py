@@ -122,6 +122,32 @@ async def test_chunks_arrive_while_the_offer_is_open(shapes, path, first_token):
         assert await growing.offer.released() is Outcome.COMPLETED
 
 
+async def test_an_offer_that_was_opened_without_tables_gets_them_with_its_tokens(shapes, path):
+    groups = (GROUP, WINDOW, STATE)
+    async with two_engines(shapes, path, PREFILL, DECODE, groups=groups) as (source, target):
+        theirs, ours = source.some_blocks(5, 71), target.some_blocks(6, 71)
+        firsts = source.first_blocks(71)
+        wanted = expected_after(
+            target.snapshot(),
+            source,
+            theirs,
+            target,
+            ours,
+            num_tokens=71,
+            first_blocks=firsts,
+        )
+        offer = await source.prefill.offer("r", num_tokens=0, block_ids={}, sealed=False)
+        fetch = target.decode.fetch(
+            offer.ticket, num_tokens=71, block_ids=ours, timeout_s=FETCH_TIMEOUT_S
+        )
+
+        await offer.extend(71, theirs, first_blocks=firsts)
+        await offer.seal()
+        await fetch.completed()
+
+        assert same(target.snapshot(), wanted)
+
+
 async def test_a_seal_that_brings_no_token_ends_the_fetch_and_zeroes_the_tail(shapes, path):
     async with two_engines(shapes, path, PREFILL, DECODE) as (source, target):
         growing = Growing(source, target, num_tokens=71, zero_tail=True)

@@ -20,10 +20,22 @@ from kvbus.engine import (
 from kvbus.errors import LocalError
 from kvbus.geometry import Axis, AxisName, KvPart, RankSpec, Region, Segment
 from kvbus.memory.storage import SharedStorage, share_tensor
-from kvbus.protocol.engine import Outcome
+from kvbus.protocol.engine import Fetched, Outcome
 from kvbus.protocol.envelope import Notice
 from tests.agents import until, wait_until
-from tests.engines import FULL, NHD, bits, make_spec, pair, same, works
+from tests.engines import (
+    FULL,
+    NHD,
+    NUM_BLOCKS,
+    Engine,
+    bits,
+    engine,
+    failure_of,
+    make_spec,
+    pair,
+    same,
+    works,
+)
 
 
 def rank_of(kv: torch.Tensor, storage: SharedStorage) -> RankSpec:
@@ -106,6 +118,31 @@ def test_an_engine_without_an_event_loop_polls_for_what_ended(prefill, decode):
             (offer.offer_id, Outcome.COMPLETED)
         ]
         assert target.take_fetched() == target.take_blocks_freed() == source.take_released() == []
+
+
+@pytest.mark.anyio
+async def test_a_rank_that_asked_for_it_hears_what_the_control_session_hears(prefill, decode):
+    spec = make_spec(tp=2)
+    heard: list[Fetched] = []
+    async with (
+        engine(PrefillSession, prefill.attach, make_spec(tp=2), seed=1) as source,
+        DecodeSession(decode.attach, spec) as control,
+        MemorySession(decode.attach, spec, 0, on_fetched=heard.append) as listening,
+        MemorySession(decode.attach, spec, 1) as deaf,
+    ):
+        caches = [await one.allocate(NHD, num_blocks=NUM_BLOCKS) for one in (listening, deaf)]
+        await control.register()
+        await control.ready()
+        target = Engine(spec, control, caches, NUM_BLOCKS)
+        ours = target.some_blocks(4, 40)
+        offer = await source.prefill.offer("r", num_tokens=40, block_ids=source.some_blocks(3, 40))
+
+        completed = await control.fetch(offer.ticket, num_tokens=40, block_ids=ours).completed()
+        failed = control.fetch(offer.ticket, num_tokens=40, block_ids=ours)
+        await failure_of(failed)
+        await until(lambda: len(heard) == 2)
+
+        assert heard == [completed, failed.notice]
 
 
 @pytest.mark.anyio

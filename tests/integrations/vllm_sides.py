@@ -33,14 +33,21 @@ class SharedRank:
     storages: dict[str, SharedStorage]
 
 
+@dataclass(frozen=True)
+class Registered:
+    """An engine's memory, which its agent has while the link is up."""
+
+    cache: KvCache
+    storage: SharedStorage
+    link: AgentLink[MemorySession]
+
+
 @dataclass
 class Side:
     """One engine: its memory, its links, its loads and offers, and all that these have reported."""
 
     spec: EngineSpec
-    cache: KvCache
-    storage: SharedStorage
-    memory: AgentLink[MemorySession]
+    memory: Registered
     control: AgentLink[ControlSession]
     tally: Tally
     loads: Loads
@@ -66,11 +73,13 @@ class Side:
 
     def blocks(self, ids: list[int]) -> torch.Tensor:
         """A copy of these blocks of every layer and part."""
-        parts = [self.cache.view(layer, part) for layer in GROUP.layers for part in GROUP.parts]
+        parts = [
+            self.memory.cache.view(layer, part) for layer in GROUP.layers for part in GROUP.parts
+        ]
         return torch.stack([bits(part)[ids] for part in parts])
 
     def is_up(self) -> bool:
-        return self.memory.wait_up(0) and self.control.wait_up(0)
+        return self.memory.link.wait_up(0) and self.control.wait_up(0)
 
     def offered(self, request_id: str, num_tokens: int = PROMPT_TOKENS) -> HandoffParams:
         """What the router gets once the request was computed."""
@@ -88,29 +97,37 @@ class Side:
 
 
 @contextmanager
-def side_of(path: Path, name: str, *, ttl_s: float | None = None) -> Iterator[Side]:
-    """An engine whose agent has its attach socket at ``path``, there or not."""
-    spec = EngineSpec(name, "model", 1, (GROUP,))
+def memory_of(path: Path, spec: EngineSpec) -> Iterator[Registered]:
+    """The memory of an engine of one rank, full of random bytes, for the agent at ``path``."""
     rank = lay_out_rank(spec, 0, KvLayout.parse("NHD"), num_blocks=NUM_BLOCKS)
     segment = rank.segments[0]
     buffer = torch.randint(0, 255, (segment.size_bytes,), dtype=torch.uint8)
     storage = share_tensor(buffer)
     assert isinstance(storage, SharedStorage)
     shared = SharedRank(rank, {segment.segment_id: storage})
-    memory = AgentLink("memory", lambda: memory_session(path, spec, shared))
-    tally = Tally()
-    control: AgentLink[ControlSession] = AgentLink(
-        "control", lambda: control_session(path, spec, {})
-    )
-    offers = Offers(spec, control, tally, ttl_s=ttl_s)
-    loads = Loads(spec, control, tally, timeout_s=5.0)
-    cache = KvCache(spec, rank, buffer)
+    link = AgentLink("memory", lambda: memory_session(path, spec, shared))
     try:
-        yield Side(spec, cache, storage, memory, control, tally, loads, offers)
+        yield Registered(KvCache(spec, rank, buffer), storage, link)
     finally:
-        control.close()
-        memory.close()
+        link.close()
         storage.close()
+
+
+@contextmanager
+def side_of(path: Path, name: str, *, ttl_s: float | None = None) -> Iterator[Side]:
+    """An engine whose agent has its attach socket at ``path``, there or not."""
+    spec = EngineSpec(name, "model", 1, (GROUP,))
+    with memory_of(path, spec) as memory:
+        tally = Tally()
+        control: AgentLink[ControlSession] = AgentLink(
+            "control", lambda: control_session(path, spec, {})
+        )
+        offers = Offers(spec, control, tally, ttl_s=ttl_s)
+        loads = Loads(spec, control, tally, timeout_s=5.0)
+        try:
+            yield Side(spec, memory, control, tally, loads, offers)
+        finally:
+            control.close()
 
 
 @contextmanager

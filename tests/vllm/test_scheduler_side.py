@@ -1,0 +1,201 @@
+"""The scheduler's side with vLLM's own requests and real agents, but no engine around it."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from msgspec import structs
+
+pytest.importorskip("vllm.v1.request", reason="needs vLLM: make test-vllm")
+
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
+from vllm.sampling_params import SamplingParams
+from vllm.v1.request import Request, RequestStatus
+
+from kvbus.geometry import EngineSpec
+from kvbus.integrations.vllm.options import ConnectorOptions
+from kvbus.integrations.vllm.scheduler_side import SchedulerSide, ranks_elsewhere
+from kvbus.integrations.vllm.step_results import WorkerPlace
+from tests.agents import AgentProcess, Agents, agents_ended, wait_until
+from tests.integrations.vllm_sides import BLOCKS, GROUP, PROMPT_TOKENS, memory_of
+
+PROMPT = list(range(100, 100 + PROMPT_TOKENS))
+WITHIN_S = 30.0
+
+
+@pytest.fixture(scope="module")
+def shared_agents() -> Iterator[Agents]:
+    with agents_ended(Agents) as agents:
+        agents.start(agents.prepare("prefill"), agents.prepare("decode"))
+        yield agents
+
+
+@pytest.fixture
+def agents(shared_agents: Agents) -> Iterator[Agents]:
+    """They hold nothing after each test."""
+    yield shared_agents
+    shared_agents.check()
+
+
+@contextmanager
+def scheduler_side(agent: AgentProcess, **group: Any) -> Iterator[SchedulerSide]:
+    """The scheduler's side of an engine that the agent knows; ``group`` replaces its fields."""
+    spec = EngineSpec(agent.role, "model", 1, (structs.replace(GROUP, **group),))
+    with memory_of(agent.attach, spec):
+        side = SchedulerSide(ConnectorOptions(str(agent.attach)), spec)
+        side.meet_workers([WorkerPlace(0, agent.peer)])
+        try:
+            assert side.wait_up(WITHIN_S)
+            yield side
+        finally:
+            side.close()
+
+
+def request_of(params: dict[str, Any], prompt: list[int] | None = PROMPT, **fields: Any) -> Request:
+    """A request as vLLM's scheduler has it."""
+    sampling = SamplingParams(max_tokens=5, extra_args={"kv_transfer_params": params})
+    return Request("r", list(prompt) if prompt else None, sampling, None, **fields)
+
+
+def finish(side: SchedulerSide, request: Request, status: RequestStatus) -> Any:
+    """Have a request computed and ended; what the connector says to that."""
+    side.expect(request)
+    side.allocated(request, BLOCKS, 0)
+    request.num_computed_tokens = request.num_prompt_tokens
+    request.status = status
+    return side.finished(request, BLOCKS)
+
+
+def prefilled(side: SchedulerSide, **fields: Any) -> dict[str, Any]:
+    """The params of a decode request for what was offered."""
+    request = request_of({"do_remote_decode": True}, **fields)
+    keeps, params = finish(side, request, RequestStatus.FINISHED_LENGTH_CAPPED)
+    assert keeps
+    assert params
+    result: dict[str, Any] = params
+    return result
+
+
+def loaded(side: SchedulerSide, request: Request) -> bool:
+    """Load all of a request, to its end; whether it succeeded."""
+    side.expect(request)
+    num_tokens = side.matched(request, 0)
+    assert num_tokens == PROMPT_TOKENS
+    side.allocated(request, [[1, 2, 4]], num_tokens)
+    failed: list[str] = []
+    over: list[str] = []
+
+    def is_over() -> list[str]:
+        results = side.step()
+        failed.extend(results.failed)
+        over.extend(results.received)
+        return over
+
+    wait_until(is_over, "the load is over")
+    assert over == ["r"]
+    return not failed
+
+
+def with_image(identifier: str) -> dict[str, Any]:
+    position = PlaceholderRange(offset=0, length=4)
+    feature = MultiModalFeatureSpec(None, "image", identifier, position)
+    return {"mm_features": [feature]}
+
+
+SAME: dict[str, Callable[[], dict[str, Any]]] = {
+    "text": dict,
+    "lora": lambda: {"lora_request": LoRARequest("one", 1, "/one")},
+    "image": lambda: with_image("one"),
+}
+OTHER: dict[str, Callable[[], dict[str, Any]]] = {
+    "other text": lambda: {"prompt": PROMPT[::-1]},
+    "one token other": lambda: {"prompt": [*PROMPT[:-1], 7]},
+    "a lora": SAME["lora"],
+    "an image": SAME["image"],
+    "embeddings": lambda: {"prompt": None, "prompt_embeds": torch.zeros(PROMPT_TOKENS, 8)},
+}
+
+
+@pytest.mark.parametrize("kind", SAME)
+def test_the_same_request_is_loaded(agents: Agents, kind: str) -> None:
+    with scheduler_side(agents.all[0]) as prefill, scheduler_side(agents.all[1]) as decode:
+        params = prefilled(prefill, **SAME[kind]())
+
+        assert loaded(decode, request_of(params, **SAME[kind]()))
+        wait_until(lambda: prefill.step().sent == ("r",), "the blocks came back")
+
+
+@pytest.mark.parametrize("kind", OTHER)
+def test_another_request_is_not_loaded(agents: Agents, kind: str) -> None:
+    with scheduler_side(agents.all[0]) as prefill, scheduler_side(agents.all[1]) as decode:
+        params = prefilled(prefill)
+
+        assert not loaded(decode, request_of(params, **OTHER[kind]()))
+
+
+def test_the_image_of_another_request_is_not_used(agents: Agents) -> None:
+    with scheduler_side(agents.all[0]) as prefill, scheduler_side(agents.all[1]) as decode:
+        params = prefilled(prefill, **with_image("one"))
+
+        assert not loaded(decode, request_of(params, **with_image("two")))
+
+
+@pytest.mark.parametrize(
+    "status", [RequestStatus.FINISHED_ABORTED, RequestStatus.FINISHED_ERROR], ids=str
+)
+def test_what_did_not_end_well_is_not_offered(agents: Agents, status: RequestStatus) -> None:
+    with scheduler_side(agents.all[0]) as prefill:
+        request = request_of({"do_remote_decode": True})
+
+        assert finish(prefill, request, status) == (False, None)
+        wait_until(agents.all[0].idle, "the reservation is gone")
+
+
+def test_a_prompt_with_embeddings_is_not_offered(agents: Agents) -> None:
+    with scheduler_side(agents.all[0]) as prefill:
+        embeds = torch.zeros(PROMPT_TOKENS, 8)
+        request = request_of({"do_remote_decode": True}, prompt=None, prompt_embeds=embeds)
+
+        ended = finish(prefill, request, RequestStatus.FINISHED_LENGTH_CAPPED)
+
+        assert ended == (False, None)
+        wait_until(agents.all[0].idle, "the reservation is gone")
+
+
+@pytest.mark.parametrize(("window", "num_tokens"), [(None, PROMPT_TOKENS), (32, PROMPT_TOKENS - 1)])
+def test_with_a_window_the_last_token_of_a_prompt_is_left_to_decode(
+    agents: Agents, window: int | None, num_tokens: int
+) -> None:
+    with scheduler_side(agents.all[0], window=window) as prefill:
+        request = request_of({"do_remote_decode": True})
+
+        prefill.expect(request)
+
+        assert request.num_prompt_tokens == request.num_tokens == num_tokens
+        assert list(request.all_token_ids) == PROMPT[:num_tokens]
+
+
+def test_a_prompt_of_one_token_is_left_whole(agents: Agents) -> None:
+    with scheduler_side(agents.all[0], window=32) as prefill:
+        request = request_of({"do_remote_decode": True}, prompt=[5])
+
+        prefill.expect(request)
+
+        assert list(request.all_token_ids) == [5]
+
+
+def test_ranks_are_elsewhere_whose_agent_is_not_that_of_the_first() -> None:
+    workers = [WorkerPlace(rank, f"tcp://10.0.0.{1 + rank // 2}:7711") for rank in range(6)]
+
+    elsewhere = ranks_elsewhere(workers)
+
+    assert elsewhere == {"tcp://10.0.0.2:7711": (2, 3), "tcp://10.0.0.3:7711": (4, 5)}
+
+
+def test_ranks_that_met_no_agent_are_not_elsewhere() -> None:
+    workers = [WorkerPlace(0, "tcp://10.0.0.1:7711"), WorkerPlace(1, "")]
+
+    assert ranks_elsewhere(workers) == {}
