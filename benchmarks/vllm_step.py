@@ -70,7 +70,7 @@ def request(request_id: str, params: dict[str, Any]) -> Request:
 def offered(side: SchedulerSide, number: int) -> dict[str, Any]:
     """A request whose KV waits for a reader: the params of its decode request."""
     wanted = request(f"offer-{number}", {"do_remote_decode": True})
-    block_ids = [[2 * number, 2 * number + 1]]
+    block_ids = [[2 * number + 1, 2 * number + 2]]
     side.expect(wanted)
     side.allocated(wanted, block_ids, 0)
     wanted.num_computed_tokens = len(PROMPT)
@@ -96,7 +96,7 @@ def load(side: SchedulerSide, number: int, params: dict[str, Any]) -> None:
     wanted = request(f"load-{number}", params)
     side.expect(wanted)
     num_tokens = side.matched(wanted, 0)
-    side.allocated(wanted, [[2 * number, 2 * number + 1]], num_tokens)
+    side.allocated(wanted, [[2 * number + 1, 2 * number + 2]], num_tokens)
 
 
 def steps_us(side: SchedulerSide, num_steps: int) -> list[float]:

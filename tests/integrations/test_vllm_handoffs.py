@@ -9,10 +9,25 @@ import pytest
 import torch
 
 from kvbus.integrations.vllm import tally
+from kvbus.integrations.vllm.block_tables import NULL_BLOCK
 from kvbus.integrations.vllm.contract import HandoffParams
 from kvbus.integrations.vllm.loads import Load
-from tests.agents import Agents, wait_until
-from tests.integrations.vllm_sides import BLOCKS, NUM_BLOCKS, PROMPT_TOKENS, both_sides, side_of
+from tests.agents import Agents, agents_ended, wait_until
+from tests.integrations.vllm_sides import (
+    BLOCKS,
+    GROUP,
+    NUM_BLOCKS,
+    PROMPT_TOKENS,
+    both_sides,
+    side_of,
+)
+
+MANY_BLOCKS = 512
+SLOW_READS = {
+    "env": {"UCX_TLS": "tcp"},
+    "transport": {"slice_bytes": 4096, "slice_descriptors": 1},
+}
+"""Of agents whose reads need both of them, and take long."""
 
 
 def test_what_was_offered_is_loaded_and_both_sides_hear_of_it_once(agents: Agents) -> None:
@@ -101,6 +116,15 @@ def test_an_offer_whose_load_failed_is_released(agents: Agents) -> None:
         assert loading.failed == ["r"]
 
 
+def test_an_offer_whose_blocks_vllm_lacks_is_released(agents: Agents) -> None:
+    with both_sides(*agents.all) as (offering, loading):
+        loading.load("r", offering.offered("r"), block_ids=[[1, NULL_BLOCK, 4]])
+        loading.until(lambda: loading.over, "the load is over")
+        offering.until(lambda: offering.sent, "the blocks came back")
+
+        assert loading.failed == ["r"]
+
+
 def test_params_that_were_refused_fail_the_load_without_a_fetch(agents: Agents) -> None:
     with both_sides(*agents.all) as (_, loading):
         loading.loads.expect(Load("r", PROMPT_TOKENS, None, "kv_transfer_params: no ticket"))
@@ -162,7 +186,7 @@ def test_an_abandoned_reservation_leaves_nothing_in_the_agent(agents: Agents) ->
 
 
 def test_a_ticket_that_expires_while_its_request_is_computed_is_replaced(agents: Agents) -> None:
-    with both_sides(*agents.all, ttl_s=0.2) as (offering, loading):
+    with both_sides(*agents.all, ttl_s=2.0) as (offering, loading):
         offering.offers.reserve("r")
         agents.all[0].says("offer.released", outcome="expired")
         loading.load("r", offering.offered("r"))
@@ -241,3 +265,25 @@ def test_a_decode_agent_that_ends_during_loads_fails_them_and_is_used_again(agen
         loading.until(lambda: "t" in loading.over, "the next load is over")
 
         assert sorted(loading.failed) == ["r", "s"]
+
+
+def test_a_load_that_failed_is_not_over_while_a_read_may_write_into_its_blocks() -> None:
+    with agents_ended(Agents) as agents:
+        prefill = agents.prepare("prefill", **SLOW_READS)
+        decode = agents.prepare("decode", path="direct", **SLOW_READS)
+        agents.start(prefill, decode)
+        with both_sides(prefill, decode, num_blocks=MANY_BLOCKS) as (offering, loading):
+            blocks = list(range(1, MANY_BLOCKS))
+            handoff = offering.offered("r", len(blocks) * GROUP.block_size, [blocks[::-1]])
+            before = loading.blocks(blocks)
+            loading.load("r", handoff, block_ids=[blocks])
+            wait_until(lambda: not torch.equal(loading.blocks(blocks), before), "it is read")
+            prefill.signal(signal.SIGSTOP)
+            loading.until(lambda: loading.failed or loading.over, "the load has failed")
+            loading.step()
+            over_too_soon = list(loading.over)
+            prefill.signal(signal.SIGCONT)
+            loading.until(lambda: loading.over, "the load is over")
+
+            assert over_too_soon == []
+            assert (loading.over, loading.failed) == (["r"], ["r"])

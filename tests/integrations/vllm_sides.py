@@ -23,6 +23,7 @@ GROUP = GroupSpec("full", (0, 1), 16, 2, 8, "float32")
 NUM_BLOCKS = 32
 PROMPT_TOKENS = 40
 BLOCKS = [[7, 3, 9]]
+LOADED_BLOCKS = [[1, 2, 4]]
 
 
 @dataclass(frozen=True)
@@ -81,25 +82,36 @@ class Side:
     def is_up(self) -> bool:
         return self.memory.link.wait_up(0) and self.control.wait_up(0)
 
-    def offered(self, request_id: str, num_tokens: int = PROMPT_TOKENS) -> HandoffParams:
+    def offered(
+        self,
+        request_id: str,
+        num_tokens: int = PROMPT_TOKENS,
+        block_ids: list[list[int]] = BLOCKS,
+    ) -> HandoffParams:
         """What the router gets once the request was computed."""
         self.offers.reserve(request_id)
         self.until(lambda: self.offers.ticket(request_id), f"a ticket for {request_id} is there")
-        ticket = self.offers.publish(request_id, BLOCKS, num_tokens)
+        ticket = self.offers.publish(request_id, block_ids, num_tokens)
         assert ticket is not None
         return HandoffParams(ticket, num_tokens, "")
 
-    def load(self, request_id: str, handoff: HandoffParams, num_local_tokens: int = 0) -> None:
-        """Expect, match and start a load, into blocks 1, 2 and 4."""
-        self.loads.expect(Load(request_id, PROMPT_TOKENS, handoff))
+    def load(
+        self,
+        request_id: str,
+        handoff: HandoffParams,
+        num_local_tokens: int = 0,
+        block_ids: list[list[int]] = LOADED_BLOCKS,
+    ) -> None:
+        """Expect, match and start a load."""
+        self.loads.expect(Load(request_id, handoff.remote_num_tokens, handoff))
         num_tokens = self.loads.matched(request_id, num_local_tokens)
-        self.loads.start(request_id, [[1, 2, 4]], num_tokens)
+        self.loads.start(request_id, block_ids, num_tokens)
 
 
 @contextmanager
-def memory_of(path: Path, spec: EngineSpec) -> Iterator[Registered]:
+def memory_of(path: Path, spec: EngineSpec, num_blocks: int = NUM_BLOCKS) -> Iterator[Registered]:
     """The memory of an engine of one rank, full of random bytes, for the agent at ``path``."""
-    rank = lay_out_rank(spec, 0, KvLayout.parse("NHD"), num_blocks=NUM_BLOCKS)
+    rank = lay_out_rank(spec, 0, KvLayout.parse("NHD"), num_blocks=num_blocks)
     segment = rank.segments[0]
     buffer = torch.randint(0, 255, (segment.size_bytes,), dtype=torch.uint8)
     storage = share_tensor(buffer)
@@ -114,10 +126,12 @@ def memory_of(path: Path, spec: EngineSpec) -> Iterator[Registered]:
 
 
 @contextmanager
-def side_of(path: Path, name: str, *, ttl_s: float | None = None) -> Iterator[Side]:
+def side_of(
+    path: Path, name: str, *, ttl_s: float | None = None, num_blocks: int = NUM_BLOCKS
+) -> Iterator[Side]:
     """An engine whose agent has its attach socket at ``path``, there or not."""
     spec = EngineSpec(name, "model", 1, (GROUP,))
-    with memory_of(path, spec) as memory:
+    with memory_of(path, spec, num_blocks) as memory:
         tally = Tally()
         control: AgentLink[ControlSession] = AgentLink(
             "control", lambda: control_session(path, spec, {})
@@ -132,12 +146,16 @@ def side_of(path: Path, name: str, *, ttl_s: float | None = None) -> Iterator[Si
 
 @contextmanager
 def both_sides(
-    prefill: AgentProcess, decode: AgentProcess, *, ttl_s: float | None = None
+    prefill: AgentProcess,
+    decode: AgentProcess,
+    *,
+    ttl_s: float | None = None,
+    num_blocks: int = NUM_BLOCKS,
 ) -> Iterator[tuple[Side, Side]]:
     """A prefill engine and a decode engine that their agents know."""
     with (
-        side_of(prefill.attach, "p", ttl_s=ttl_s) as offering,
-        side_of(decode.attach, "d") as loading,
+        side_of(prefill.attach, "p", ttl_s=ttl_s, num_blocks=num_blocks) as offering,
+        side_of(decode.attach, "d", num_blocks=num_blocks) as loading,
     ):
         wait_until(lambda: offering.is_up() and loading.is_up(), "both engines are registered")
         yield offering, loading
