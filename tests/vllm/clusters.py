@@ -4,6 +4,7 @@ Refuses to look inside: what a server did is read from its answers, its metrics 
 """
 
 import random
+import signal
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -69,6 +70,14 @@ class Cluster:
     def redeem(self, prompt: Sequence[int], ticket: object, **fields: Any) -> list[int]:
         """`begin`, and the tokens of its answer."""
         return self.begin(prompt, ticket, **fields).completion().tokens
+
+    def stuck(self, prompt: Sequence[int]) -> Call:
+        """A decode request whose fetch waits for the prefill agent, which is stopped."""
+        ticket = self.ticket(prompt)
+        self.prefill_agent.signal(signal.SIGSTOP)
+        call = self.begin(prompt, ticket)
+        wait_until(self.under_way, "the fetch has begun")
+        return call
 
     def handoff(self, prompt: Sequence[int], **fields: Any) -> list[int]:
         """The tokens that decode says after prefill has read ``prompt``."""

@@ -14,10 +14,7 @@ def test_after_a_prefill_agent_killed_during_a_fetch_decode_computes_the_prompt(
     pair: Cluster,
 ) -> None:
     prompt = prompt_of(400, seed=1)
-    ticket = pair.ticket(prompt)
-    pair.prefill_agent.signal(signal.SIGSTOP)
-    call = pair.begin(prompt, ticket)
-    wait_until(pair.under_way, "the fetch has begun")
+    call = pair.stuck(prompt)
 
     pair.prefill_agent.kill()
 
@@ -30,11 +27,10 @@ def test_after_a_decode_agent_killed_during_a_fetch_decode_computes_the_prompt(
     pair: Cluster,
 ) -> None:
     prompt = prompt_of(400, seed=2)
-    ticket = pair.ticket(prompt)
-    with halted([pair.prefill_agent.pid]):
-        call = pair.begin(prompt, ticket)
-        wait_until(pair.under_way, "the fetch has begun")
-        pair.decode_agent.kill()
+    call = pair.stuck(prompt)
+
+    pair.decode_agent.kill()
+    pair.prefill_agent.signal(signal.SIGCONT)
 
     assert call.completion().tokens == pair.alone(prompt)
     pair.decode_agent.restart()

@@ -3,8 +3,6 @@
 Large blocks to small ones; offers that wait for a reader for a few seconds only.
 """
 
-import signal
-
 import pytest
 
 from tests.agents import wait_until
@@ -67,11 +65,7 @@ def test_a_request_whose_offer_has_expired_is_an_error(pair: Cluster) -> None:
 def test_a_request_whose_prefill_agent_is_killed_during_its_fetch_is_an_error(
     pair: Cluster,
 ) -> None:
-    prompt = prompt_of(400, seed=202)
-    ticket = pair.ticket(prompt)
-    pair.prefill_agent.signal(signal.SIGSTOP)
-    call = pair.begin(prompt, ticket)
-    wait_until(pair.under_way, "the fetch has begun")
+    call = pair.stuck(prompt_of(400, seed=202))
 
     pair.prefill_agent.kill()
 
