@@ -14,7 +14,7 @@ import tempfile
 import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -112,7 +112,8 @@ class AgentProcess:
                 env={**os.environ, **self.env},
             )
         if self.runs_first:
-            run_first(self.process.pid)
+            with suppress(PermissionError):  # then it shares the cores, and tests take longer
+                run_first(self.process.pid)
 
     def wait_started(self) -> None:
         """Return once it serves."""

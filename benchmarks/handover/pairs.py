@@ -58,10 +58,17 @@ def pair(connector: str, recipe: Recipe, *, nixl_extra: dict[str, Any]) -> Itera
         configs: tuple[str | None, str | None] = (None, None)
         agent_pids: tuple[int, ...] = ()
         if connector.startswith("kvbus"):
-            agents = [
-                stack.enter_context(agent(role, recipe.folder, first=connector == "kvbus"))
-                for role in ("prefill", "decode")
-            ]
+            first = connector == "kvbus"
+            try:
+                agents = [
+                    stack.enter_context(agent(role, recipe.folder, first=first))
+                    for role in ("prefill", "decode")
+                ]
+            except PermissionError:
+                raise SystemExit(
+                    "error: only root, or who has CAP_SYS_NICE, can let the agents run first; "
+                    "measure --connector kvbus-equal instead"
+                ) from None
             configs = (_kvbus(agents[0].attach_path), _kvbus(agents[1].attach_path))
             agent_pids = tuple(started.pid for started in agents)
         elif connector != "none":

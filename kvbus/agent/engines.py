@@ -13,7 +13,7 @@ from anyio.abc import TaskGroup
 from kvbus.agent.guard import guarded
 from kvbus.agent.identity import AgentIdentity
 from kvbus.agent.intake import MemoryIntake
-from kvbus.agent.local_engine import EngineProcess, LocalEngine
+from kvbus.agent.local_engine import EngineProcess, LocalEngine, engine_lost
 from kvbus.agent.metrics import AgentMetrics
 from kvbus.agent.refusals import refuse
 from kvbus.bus import Call, RequestServer
@@ -106,7 +106,7 @@ class EngineDirectory:
         if engine is None:
             raise LocalError("register first", code=ErrorCode.NOT_REGISTERED)
         if engine.lost:
-            raise LocalError("a process of this engine ended", code=ErrorCode.ENGINE_LOST)
+            raise engine_lost()
         if engine.control is not process:
             raise LocalError("this is not the control session", code=ErrorCode.NOT_REGISTERED)
         if not engine.ready:
@@ -160,7 +160,7 @@ class EngineDirectory:
         if engine.ready:
             call.reply({})
         elif engine.lost:
-            raise LocalError("a process of this engine ended", code=ErrorCode.ENGINE_LOST)
+            raise engine_lost()
         else:
             engine.waiting.append(call)
 
@@ -263,7 +263,7 @@ class EngineDirectory:
         event = "engine.detached" if meant else "engine.lost"
         log.info(event, engine_id=engine.engine_id, engine_boot=engine.boot)
         for call in engine.waiting:
-            call.refuse(LocalError("a process of this engine ended", code=ErrorCode.ENGINE_LOST))
+            call.refuse(engine_lost())
         self._on_lost(engine)
         for process in engine.processes:
             process.segments.discard()

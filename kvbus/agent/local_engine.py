@@ -12,7 +12,7 @@ import structlog
 
 from kvbus.agent.engine_memory import RankMemory, Segments
 from kvbus.bus import Call, Session
-from kvbus.errors import GeometryError, KVBusError
+from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError
 from kvbus.geometry import EngineSpec, RankSpec, validate_ranks
 from kvbus.memory.attach import AttachConnection
 from kvbus.planning import PlacedRank
@@ -165,3 +165,8 @@ class LocalEngine:
             except KVBusError as error:
                 log.error("engine.unresponsive", engine_id=self.engine_id, error=error.message)
                 process.connection.hang_up()
+
+
+def engine_lost() -> LocalError:
+    """Why what is done for an engine fails once one of its processes ended."""
+    return LocalError("a process of this engine ended", code=ErrorCode.ENGINE_LOST)

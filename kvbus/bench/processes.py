@@ -41,13 +41,12 @@ def cpu_s(pid: int) -> float:
 
 
 def run_first(pid: int) -> None:
-    """Have a process that has just started run before all ordinary ones, if this user may do so.
+    """Have a process that has just started run before all ordinary ones.
 
     Its threads to come inherit that. A niceness would not do: it counts among the processes of one
-    session only.
+    session only. Raises `PermissionError` for a user who may not.
     """
-    with contextlib.suppress(PermissionError):
-        os.sched_setscheduler(pid, os.SCHED_RR, os.sched_param(1))
+    os.sched_setscheduler(pid, os.SCHED_RR, os.sched_param(1))
 
 
 def free_port() -> int:

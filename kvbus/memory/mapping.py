@@ -19,6 +19,7 @@ from kvbus.memory import libc
 from kvbus.memory.pages import Pages
 from kvbus.memory.room import check_memory
 
+_POPULATE_WITHIN_S = 2.0  # an engine waits for it while it registers
 _MEMORY_FILE_SYSTEMS = {0x01021994: "tmpfs", 0x958458F6: "hugetlbfs"}
 
 
@@ -27,8 +28,8 @@ class SegmentMapping:
 
     Takes over ``fd`` and closes it, also when it raises. ``sealed`` is False when the engine can
     still truncate the file (torch's shared storage cannot be sealed): an engine that does so lets
-    the next access here die of SIGBUS, so an agent may want to refuse such segments. Enters all
-    pages into the page table, so that no read has to, and so takes about 0.1 s a GiB, and seconds
+    the next access here die of SIGBUS, so an agent may want to refuse such segments. Enters the
+    pages into the page table, so that no read has to, for two seconds at most, and takes longer
     when the engine left pages unreserved: an event loop calls it in a thread.
     Raises ``SegmentError``.
     """
@@ -42,7 +43,7 @@ class SegmentMapping:
             _check_file(fd, size_bytes)
             _reserve_holes(fd, size_bytes)
             self._pages = Pages(fd, size_bytes)
-            self._pages.populate()
+            self._pages.populate(_POPULATE_WITHIN_S)
         except OSError as error:
             raise SegmentError(
                 f"cannot map the engine's segment of {size_bytes} bytes: {error.strerror}; "

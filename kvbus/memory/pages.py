@@ -6,6 +6,7 @@ the last numpy or torch view of them is gone too.
 """
 
 import contextlib
+import time
 import weakref
 from typing import Any
 
@@ -13,6 +14,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbus.memory import libc
+
+_POPULATED_AT_ONCE_BYTES = 1 << 28
 
 
 class Pages:
@@ -36,10 +39,18 @@ class Pages:
         """Return all bytes, writable."""
         return np.asarray(self)
 
-    def populate(self) -> None:
-        """Have the first access to each page cost no more than later ones, if the kernel can."""
+    def populate(self, within_s: float) -> None:
+        """Have the first access to each page cost no more than later ones, if the kernel can.
+
+        From the first page on, for ``within_s`` seconds at most.
+        """
+        deadline = time.monotonic() + within_s
         with contextlib.suppress(OSError):
-            libc.populate(self.address, self.length_bytes)
+            for offset in range(0, self.length_bytes, _POPULATED_AT_ONCE_BYTES):
+                if time.monotonic() >= deadline:
+                    return
+                length = min(_POPULATED_AT_ONCE_BYTES, self.length_bytes - offset)
+                libc.populate(self.address + offset, length)
 
     def discard(self) -> None:
         """Drop the file's pages and leave zeros at the same addresses; live views stay usable."""

@@ -13,6 +13,7 @@ import kvbus
 from kvbus.errors import ClosedError, SegmentError
 from kvbus.memory import libc
 from kvbus.memory.mapping import SegmentMapping
+from kvbus.memory.pages import Pages
 from kvbus.memory.segment import SharedSegment
 
 SIZE_BYTES = 1 << 24  # so large that nothing else takes the addresses once they are free
@@ -68,6 +69,17 @@ def test_both_mappings_are_the_same_memory(segment: SharedSegment, mapping: Segm
 
 def test_all_pages_are_there_before_the_first_access(mapping: SegmentMapping) -> None:
     assert resident_bytes(mapping.address) == SIZE_BYTES
+
+
+def test_pages_for_which_there_was_no_time_are_left_to_the_first_access(
+    segment: SharedSegment,
+) -> None:
+    pages = Pages(segment.fd, SIZE_BYTES)
+
+    pages.populate(within_s=0.0)
+
+    assert resident_bytes(pages.address) == 0
+    pages.release()
 
 
 def test_the_descriptor_is_closed_once_it_is_mapped(segment: SharedSegment) -> None:

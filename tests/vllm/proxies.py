@@ -3,8 +3,6 @@
 Refuses to know what it does inside: a test sees its answers, its health and its log.
 """
 
-import subprocess
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -12,13 +10,12 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
-from kvbus.bench.processes import free_port
+from kvbus.bench.processes import free_port, running
 from tests.agents import wait_until
 from tests.vllm.calls import Call, ask
 from tests.vllm.clusters import Cluster
 
 STARTS_WITHIN_S = 60.0
-ENDS_WITHIN_S = 30.0
 ANSWERS_WITHIN_S = 30.0
 
 
@@ -48,24 +45,14 @@ class ProxyProcess:
 @contextmanager
 def proxy_before(pair: Cluster) -> Iterator[ProxyProcess]:
     """Start a proxy before both servers of ``pair``, and end it."""
-    port, log_path = free_port(), pair.decode.folder / "proxy.log"
-    command = [sys.executable, "-m", "kvbus.integrations.proxy", "--port", str(port)]
-    command += ["--prefill", pair.prefill.url, "--decode", pair.decode.url]
-    with log_path.open("wb") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-    proxy = ProxyProcess(port, log_path)
-    try:
+    proxy = ProxyProcess(free_port(), pair.decode.folder / "proxy.log")
+    options = ["--port", str(proxy.port)]
+    options += ["--prefill", pair.prefill.url, "--decode", pair.decode.url]
+    with running("kvbus.integrations.proxy", *options, log=proxy.log_path) as process:
         wait_until(
             lambda: proxy.healthy() or process.poll() is not None,
-            f"healthy: {log_path}",
+            f"healthy: {proxy.log_path}",
             STARTS_WITHIN_S,
         )
-        assert process.poll() is None, log_path.read_text()
+        assert process.poll() is None, proxy.log_path.read_text()
         yield proxy
-    finally:
-        process.terminate()
-        try:
-            process.wait(ENDS_WITHIN_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import anyio
 
 from kvbus.agent.guard import guarded
-from kvbus.agent.local_engine import LocalEngine
+from kvbus.agent.local_engine import LocalEngine, engine_lost
 from kvbus.agent.refusals import refuse
 from kvbus.agent.service import Agent
 from kvbus.bus import Call
@@ -76,7 +76,7 @@ class Assistant:
             if assisting.error is not None:
                 raise assisting.error
             if piece.route.engine.lost:
-                raise _engine_lost()
+                raise engine_lost()
             read = self._pieces.open(piece, lambda read: self._check(assisting, read))
             assisting.begin(read, self._agent.loop)
             self._attend(assisting, read)
@@ -174,7 +174,7 @@ class Assistant:
         if error is not None and read is not None:
             self._routes.forget(read.piece.route)
         if assisting.engine is not None and assisting.engine.lost:
-            error = _engine_lost()
+            error = engine_lost()
         if error is not None or read is None:
             error = assisting.error or error or LocalError("nothing was read")
             refuse(self._agent.metrics, assisting.call, error)
@@ -214,7 +214,3 @@ class _Assisting:
         """It has ended."""
         if self._alarm is not None:
             self._alarm.cancel()
-
-
-def _engine_lost() -> KVBusError:
-    return LocalError("a process of this engine ended", code=ErrorCode.ENGINE_LOST)

@@ -8,9 +8,9 @@ import contextlib
 from collections import defaultdict
 from collections.abc import Callable
 
-from kvbus.agent.local_engine import LocalEngine
+from kvbus.agent.local_engine import LocalEngine, engine_lost
 from kvbus.agent.service import Agent
-from kvbus.errors import ErrorCode, KVBusError, LocalError, RequestTimeout
+from kvbus.errors import KVBusError, RequestTimeout
 from kvbus.protocol.engine import AgentRanks
 from kvbus.protocol.envelope import Body
 from kvbus.protocol.message import from_body, to_body
@@ -43,7 +43,7 @@ class Siblings:
 
     def forget(self, engine: LocalEngine) -> None:
         """The engine is gone: its ranks elsewhere are no reason to keep those that are here."""
-        error = LocalError("a process of this engine ended", code=ErrorCode.ENGINE_LOST)
+        error = engine_lost()
         for asked in list(self._asked.get(engine, ())):
             asked.on_reply(error)
 
