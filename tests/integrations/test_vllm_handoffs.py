@@ -147,6 +147,37 @@ def test_a_load_without_an_agent_fails_at_once(agents: Agents) -> None:
         assert loading.failed == loading.over == ["r"]
 
 
+def test_an_offer_that_no_agent_could_load_is_released_by_the_one_that_comes(
+    agents: Agents,
+) -> None:
+    with both_sides(*agents.all) as (offering, loading):
+        handoff = offering.offered("r")
+        agents.all[1].kill()
+        wait_until(lambda: not loading.is_up(), "the agent is missed")
+        loading.load("r", handoff)
+        loading.until(lambda: loading.over, "the load is over")
+        agents.all[1].restart()
+        offering.until(lambda: offering.sent, "the blocks came back")
+
+        agents.all[0].says("offer.released", outcome="completed")
+
+
+def test_a_release_that_its_agent_did_not_survive_is_done_by_the_next_one(agents: Agents) -> None:
+    with both_sides(*agents.all) as (offering, loading):
+        handoff = offering.offered("r")
+        agents.all[0].signal(signal.SIGSTOP)
+        loading.loads.expect(Load("r", PROMPT_TOKENS, handoff))
+        loading.loads.give_up("r")
+        wait_until(lambda: agents.all[1].status()["counts"]["fetches"], "the release has begun")
+        agents.all[1].kill()
+        wait_until(lambda: not loading.is_up(), "the agent is missed")
+        agents.all[0].signal(signal.SIGCONT)
+        agents.all[1].restart()
+        offering.until(lambda: offering.sent, "the blocks came back")
+
+        agents.all[0].says("offer.released", outcome="completed")
+
+
 def test_a_load_of_an_offer_that_is_gone_fails(agents: Agents) -> None:
     with both_sides(*agents.all) as (offering, loading):
         handoff = offering.offered("r")

@@ -134,6 +134,22 @@ def prompt_of(num_tokens: int, seed: int) -> list[int]:
     return [chosen.randrange(3, VOCABULARY) for _ in range(num_tokens)]
 
 
+def offers_again(pair: Cluster, seed: int) -> None:
+    """Return once prefill offers, each time to a decode side that answers without.
+
+    Prompts are of ``seed`` and what follows it.
+    """
+    seeds = count(seed)
+
+    def offers() -> bool:
+        prompt = prompt_of(100, seed=next(seeds))
+        params = pair.prefill_answer(prompt).params
+        assert pair.redeem(prompt, params) == pair.alone(prompt)
+        return params is not None
+
+    wait_until(offers, "an offer", SETTLES_WITHIN_S)
+
+
 def works_again(pair: Cluster, seed: int) -> None:
     """Return once a handoff moves KV; its tokens are right all the while.
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.vllm.clusters import Cluster, prompt_of, works_again
+from tests.vllm.clusters import Cluster, offers_again, prompt_of, works_again
 from tests.vllm.shapes import LATE, OTHERS
 
 
@@ -15,8 +15,10 @@ def test_servers_serve_before_their_agents_start_and_use_them_then(pair: Cluster
 
     assert tokens == pair.alone(prompt)
     assert all(logged)
-    pair.agents.start(*pair.agents.all)
-    works_again(pair, seed=1000)
+    pair.agents.start(pair.prefill_agent)
+    offers_again(pair, seed=1000)
+    pair.agents.start(pair.decode_agent)
+    works_again(pair, seed=2000)
 
 
 @pytest.mark.parametrize("pair", [OTHERS], ids=["others"], indirect=True)

@@ -36,7 +36,7 @@ class AgentLink(Generic[S]):
 
     def __init__(self, what: str, open_session: OpenSession[S]) -> None:
         self._what, self._open_session = what, open_session
-        self._on_up: Callable[[S], None] = lambda _: None
+        self._on_up: list[Callable[[S], None]] = []
         self._loop = asyncio.new_event_loop()
         self._keeper = self._loop.create_task(self._keep())
         self._tasks: TaskGroup | None = None
@@ -58,8 +58,8 @@ class AgentLink(Generic[S]):
         return self._is_up.wait(timeout_s)
 
     def when_up(self, call: Callable[[S], None]) -> None:
-        """Have ``call`` called in the link's thread with each session from now on."""
-        self._on_up = call
+        """Have ``call``, too, called in the link's thread with each session from now on."""
+        self._on_up.append(call)
 
     def post(self, call: Callable[[S | None], None]) -> None:
         """Have ``call`` called in the link's thread, after all that was posted before."""
@@ -104,7 +104,8 @@ class AgentLink(Generic[S]):
         try:
             async with self._open_session() as session:
                 self.session = session
-                self._on_up(session)
+                for call in self._on_up:
+                    call(session)
                 self._is_up.set()
                 self._problem = ""
                 logger.info("kvbus: %s is open", self._what)

@@ -17,6 +17,7 @@ from kvbus.geometry import EngineSpec
 from kvbus.integrations.vllm.block_tables import Tables, tables_of
 from kvbus.integrations.vllm.contract import HandoffParams
 from kvbus.integrations.vllm.link import AgentLink
+from kvbus.integrations.vllm.releases import Releases
 from kvbus.integrations.vllm.sessions import ControlSession
 from kvbus.integrations.vllm.tally import Tally
 from kvbus.protocol.engine import Fetched, Outcome
@@ -55,6 +56,7 @@ class Loads:
     ) -> None:
         self._engine, self._link, self._tally = engine, link, tally
         self._timeout_s = timeout_s
+        self._releases = Releases(link)
         self._expected: dict[str, Load] = {}
         self._running: dict[str, Load] = {}
         self._started: list[tuple[str, str]] = []
@@ -117,27 +119,8 @@ class Loads:
         return over
 
     def _release(self, load: Load) -> None:
-        """The KV is not needed: let the prefill engine have its blocks back."""
         if load.handoff is not None:
-            self._link.post(partial(self._begin_release, load, load.handoff))
-
-    def _begin_release(
-        self, load: Load, handoff: HandoffParams, session: ControlSession | None
-    ) -> None:
-        if isinstance(session, DecodeSession) and session.lost is None:
-            stop = handoff.remote_num_tokens
-            fetch = session.fetch(handoff.ticket, num_tokens=stop, first_token=stop, block_ids={})
-            fetch.when_ended(lambda: self._on_released(load, fetch))
-
-    def _on_released(self, load: Load, fetch: Fetch) -> None:
-        notice = fetch.notice
-        if notice is not None and notice.outcome is not Outcome.COMPLETED:
-            logger.info(
-                "kvbus: request %s: its offer, which is not needed, was not released: %s [%s]",
-                load.request_id,
-                notice.message,
-                notice.code,
-            )
+            self._releases.release(load.request_id, load.handoff)
 
     def _begin(self, load: Load, stop: int, tables: Tables, session: ControlSession | None) -> None:
         if load.handoff is None or load.problem:
