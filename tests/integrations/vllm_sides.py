@@ -59,8 +59,9 @@ class Side:
 
     def step(self) -> None:
         """As each step of vLLM does."""
-        self.failed += self.loads.take_failed()
-        self.over += self.loads.take_over()
+        failed, over = self.loads.take_ended()
+        self.failed += failed
+        self.over += over
         self.sent += self.offers.take_sent()
 
     def until(self, condition: Callable[[], Any], what: str) -> None:

@@ -107,16 +107,18 @@ class Loads:
         started, self._started = tuple(self._started), []
         return started
 
-    def take_failed(self) -> tuple[str, ...]:
-        """The requests whose load has failed since the last call."""
-        return _drained(self._failed)
+    def take_ended(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The requests whose load has failed since the last call, and those whose load is over.
 
-    def take_over(self) -> tuple[str, ...]:
-        """The requests whose blocks nothing writes into any more, since the last call."""
+        Over is a load when nothing writes into its blocks any more. A failure is never told after
+        that: blocks whose load is over count as loaded. So what is over is taken first, as the
+        link's thread goes on meanwhile, and a failure is noted before it is over.
+        """
         over = _drained(self._over)
+        failed = _drained(self._failed)
         for request_id in over:
-            del self._running[request_id]
-        return over
+            self._running.pop(request_id, None)
+        return failed, over
 
     def _release(self, load: Load) -> None:
         if load.handoff is not None:

@@ -38,10 +38,14 @@ class State(Enum):
 
 @dataclass(slots=True, eq=False)
 class Reservation:
-    """An open offer without blocks, for the ticket of a request that is being computed."""
+    """An open offer without blocks, for the ticket of a request that is being computed.
+
+    ``asked`` is the session whose agent has made the offer, or is making it: one of each session.
+    """
 
     request_id: str
     state: State = State.OPEN
+    asked: PrefillSession | None = None
     offer: Offer | None = None
     is_made: Event = field(default_factory=Event)
 
@@ -115,21 +119,25 @@ class Offers:
         return tuple(self._sent.popleft() for _ in range(len(self._sent)))
 
     def _wait_for_ticket(self, reservation: Reservation) -> None:
-        """It is there, as a rule. An agent that hangs makes the engine wait for it once."""
-        timeout_s = TICKET_WITHIN_S if self._answers else 0.0
-        self._answers = reservation.is_made.wait(timeout_s)
+        """It is there, as a rule. An agent that hangs makes the engine wait once, until it answers.
+
+        The tickets that it gave before it hung are no answer.
+        """
+        if not reservation.is_made.wait(TICKET_WITHIN_S if self._answers else 0.0):
+            self._answers = False
 
     def _renew(self, session: ControlSession) -> None:
         """The agent is there, again: what waits for a ticket asks for it."""
+        self._answers = True
         for reservation in list(self._reserved.values()):
-            if reservation.offer is None:
-                self._make(reservation, session)
+            self._make(reservation, session)
 
     def _make(self, reservation: Reservation, session: ControlSession | None) -> None:
-        if isinstance(session, PrefillSession):
-            self._link.spawn(partial(self._ask, reservation, session))
-        else:
+        if not isinstance(session, PrefillSession):
             reservation.is_made.set()
+        elif reservation.asked is not session:
+            reservation.asked, reservation.offer = session, None
+            self._link.spawn(partial(self._ask, reservation, session))
 
     async def _ask(self, reservation: Reservation, session: PrefillSession) -> None:
         try:
@@ -140,19 +148,22 @@ class Offers:
                 sealed=False,
                 ttl_s=self._ttl_s,
             )
+            self._answers = True
+            if reservation.state is not State.OPEN or reservation.asked is not session:
+                await offer.withdraw()
+                return
+            reservation.offer = offer
+            offer.when_released(lambda: self._on_released(reservation, offer, session))
         finally:
             reservation.is_made.set()
-        if reservation.state is not State.OPEN:
-            await offer.withdraw()
-            return
-        reservation.offer = offer
-        offer.when_released(lambda: self._on_released(reservation, session))
 
-    def _on_released(self, reservation: Reservation, session: PrefillSession) -> None:
+    def _on_released(self, reservation: Reservation, offer: Offer, session: PrefillSession) -> None:
+        if reservation.offer is not offer:
+            return
         if reservation.state is State.PUBLISHED:
             self._sent.append(reservation.request_id)
         elif reservation.state is State.OPEN:
-            reservation.offer = None
+            reservation.asked = reservation.offer = None
             if session.lost is None:
                 self._make(reservation, session)
 
@@ -163,7 +174,7 @@ class Offers:
             reservation.state = State.PUBLISHED
             self._link.spawn(partial(self._fill, reservation, num_tokens, tables))
         else:
-            reservation.state = State.ABANDONED
+            self._abandon(reservation)
             self._say_not_offered(reservation.request_id, "its ticket expired in that moment")
             self._sent.append(reservation.request_id)
 

@@ -1,7 +1,7 @@
 """Offers that a decode engine does not need: their prefill engine gets its blocks back early.
 
-Refuses to report how it ends: an offer that cannot be released expires by itself. While there is no
-agent to tell it, it waits for one.
+Refuses to report how it ends: an offer that cannot be released expires by itself. Releases wait
+while there is no agent, and for each other, so that loads find it free.
 """
 
 import logging
@@ -9,6 +9,7 @@ from collections import deque
 from functools import partial
 
 from kvbus.engine import DecodeSession, Fetch
+from kvbus.errors import KVBusError
 from kvbus.integrations.vllm.contract import HandoffParams
 from kvbus.integrations.vllm.link import AgentLink
 from kvbus.integrations.vllm.sessions import ControlSession
@@ -17,7 +18,8 @@ from kvbus.protocol.engine import Outcome
 logger = logging.getLogger("vllm.kvbus")
 
 MAX_WAITING = 1024
-"""Offers that wait for an agent; those of the requests that came first are left to expire."""
+"""Offers that wait; the first of more are left to expire."""
+MAX_UNDER_WAY = 16
 
 
 class Releases:
@@ -26,30 +28,37 @@ class Releases:
     def __init__(self, link: AgentLink[ControlSession]) -> None:
         self._link = link
         self._waiting: deque[tuple[str, HandoffParams]] = deque(maxlen=MAX_WAITING)
-        link.when_up(self._catch_up)
+        self._num_under_way = 0
+        link.when_up(self._begin)
 
     def release(self, request_id: str, handoff: HandoffParams) -> None:
         """The KV of a request is not needed."""
-        self._link.post(partial(self._begin, request_id, handoff))
+        self._link.post(partial(self._add, request_id, handoff))
 
-    def _catch_up(self, session: ControlSession) -> None:
-        """The agent is there, again."""
-        waiting = list(self._waiting)
-        self._waiting.clear()
-        for request_id, handoff in waiting:
-            self._begin(request_id, handoff, session)
+    def _add(self, request_id: str, handoff: HandoffParams, session: ControlSession | None) -> None:
+        self._waiting.append((request_id, handoff))
+        self._begin(session)
 
-    def _begin(
-        self, request_id: str, handoff: HandoffParams, session: ControlSession | None
-    ) -> None:
-        if session is None or session.lost is not None:
-            self._waiting.append((request_id, handoff))
-        elif isinstance(session, DecodeSession):
+    def _begin(self, session: ControlSession | None) -> None:
+        if not isinstance(session, DecodeSession) or session.lost is not None:
+            return
+        while self._waiting and self._num_under_way < MAX_UNDER_WAY:
+            request_id, handoff = self._waiting.popleft()
             stop = handoff.remote_num_tokens
-            fetch = session.fetch(handoff.ticket, num_tokens=stop, first_token=stop, block_ids={})
-            fetch.when_ended(partial(self._on_ended, request_id, handoff, fetch))
+            try:
+                fetch = session.fetch(
+                    handoff.ticket, num_tokens=stop, first_token=stop, block_ids={}
+                )
+            except KVBusError:  # it has no room for a request: one that ends makes some
+                self._waiting.append((request_id, handoff))
+                return
+            self._num_under_way += 1
+            fetch.when_ended(partial(self._on_ended, request_id, handoff, session, fetch))
 
-    def _on_ended(self, request_id: str, handoff: HandoffParams, fetch: Fetch) -> None:
+    def _on_ended(
+        self, request_id: str, handoff: HandoffParams, session: DecodeSession, fetch: Fetch
+    ) -> None:
+        self._num_under_way -= 1
         notice = fetch.notice
         if notice is None:  # the agent is gone, perhaps before it told the prefill side
             self._waiting.append((request_id, handoff))
@@ -60,3 +69,4 @@ class Releases:
                 notice.message,
                 notice.code,
             )
+        self._begin(session)

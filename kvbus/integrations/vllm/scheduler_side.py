@@ -108,7 +108,7 @@ class SchedulerSide:
         if self._loads is None or self._offers is None:
             return NOTHING
         started = self._loads.take_started()
-        failed, received = self._loads.take_failed(), self._loads.take_over()
+        failed, received = self._loads.take_ended()
         sent = self._offers.take_sent()
         if not (started or failed or received or sent):
             return NOTHING

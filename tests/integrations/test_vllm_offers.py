@@ -1,0 +1,161 @@
+"""Offers of the connector for vLLM with real agents: one for each request, and its blocks once."""
+
+import signal
+from typing import Any
+
+import pytest
+
+from kvbus.geometry import EngineSpec
+from kvbus.integrations.vllm import offers
+from kvbus.integrations.vllm.block_tables import Tables, tables_of
+from kvbus.integrations.vllm.link import AgentLink
+from kvbus.integrations.vllm.offers import Offers
+from kvbus.integrations.vllm.sessions import control_session
+from kvbus.integrations.vllm.tally import Tally
+from tests.agents import Agents, wait_until
+from tests.integrations.vllm_sides import (
+    BLOCKS,
+    GROUP,
+    PROMPT_TOKENS,
+    both_sides,
+    memory_of,
+    side_of,
+)
+
+SHORT_WAIT_S, FOR_EVER_S = 0.1, 1e6
+
+
+def test_a_prefill_engine_with_a_decode_agent_says_so_and_offers_nothing(agents: Agents) -> None:
+    with side_of(agents.all[1].attach, "p") as side:
+        wait_until(side.is_up, "the engine is registered")
+        side.offers.reserve("r")
+
+        assert side.offers.publish("r", BLOCKS, PROMPT_TOKENS) is None
+
+
+def test_without_an_agent_nothing_is_offered_and_no_block_is_held(agents: Agents) -> None:
+    agents.all[0].kill()
+    with side_of(agents.all[0].attach, "p") as side:
+        side.offers.reserve("r")
+
+        assert side.offers.publish("r", BLOCKS, PROMPT_TOKENS) is None
+        side.step()
+        assert side.sent == []
+
+
+def test_an_abandoned_reservation_leaves_nothing_in_the_agent(agents: Agents) -> None:
+    with both_sides(*agents.all) as (offering, _):
+        offering.offers.reserve("r")
+        offering.offers.abandon("r")
+        agents.all[0].says("offer.released", outcome="withdrawn")
+
+        agents.check()
+
+
+def test_a_ticket_that_expires_while_its_request_is_computed_is_replaced(agents: Agents) -> None:
+    with both_sides(*agents.all, ttl_s=2.0) as (offering, loading):
+        offering.offers.reserve("r")
+        agents.all[0].says("offer.released", outcome="expired")
+        loading.load("r", offering.offered("r"))
+        loading.until(lambda: loading.over, "the load is over")
+
+        assert loading.failed == []
+
+
+def test_an_offer_that_nobody_reads_comes_back_when_it_expires(agents: Agents) -> None:
+    with both_sides(*agents.all, ttl_s=0.2) as (offering, _):
+        offering.offered("r")
+        offering.until(lambda: offering.sent, "the blocks came back")
+
+        assert offering.sent == ["r"]
+
+
+def test_tokens_that_do_not_lie_in_the_blocks_are_not_offered(agents: Agents) -> None:
+    with both_sides(*agents.all) as (offering, _):
+        offering.offers.reserve("r")
+        offering.until(lambda: offering.offers.ticket("r"), "the ticket is there")
+
+        assert offering.offers.publish("r", BLOCKS, 100) is None
+        agents.all[0].says("offer.released", outcome="withdrawn")
+
+
+def test_blocks_come_back_when_the_prefill_agent_is_gone(agents: Agents) -> None:
+    with both_sides(*agents.all) as (offering, _):
+        offering.offered("r")
+        agents.all[0].kill()
+        offering.until(lambda: offering.sent, "the blocks came back")
+
+        assert offering.sent == ["r"]
+
+
+def test_a_request_that_waits_for_its_ticket_gets_one_of_the_agent_that_came_back(
+    agents: Agents,
+) -> None:
+    with both_sides(*agents.all) as (offering, _):
+        agents.all[0].kill()
+        wait_until(lambda: not offering.is_up(), "the agent is missed")
+        offering.offers.reserve("r")
+        agents.all[0].restart()
+        offering.until(lambda: offering.offers.ticket("r"), "the ticket is there")
+
+        assert offering.offers.publish("r", BLOCKS, PROMPT_TOKENS) is not None
+
+
+def test_a_request_that_comes_just_before_its_agent_is_offered_once(
+    agents: Agents, caplog: pytest.LogCaptureFixture
+) -> None:
+    prefill, spec = agents.all[0], EngineSpec("p", "model", 1, (GROUP,))
+    link = AgentLink("control", lambda: control_session(prefill.attach, spec, {}))
+    link.when_up(lambda _: made.reserve("r"))
+    made = Offers(spec, link, Tally(), ttl_s=None)
+    try:
+        with memory_of(prefill.attach, spec):  # without it the link is not up
+            wait_until(lambda: made.ticket("r"), "the ticket is there")
+            made.reserve("s")
+            wait_until(lambda: made.ticket("s"), "what was asked for before was answered")
+
+            assert "already offered" not in caplog.text
+    finally:
+        link.close()
+
+
+def test_an_engine_waits_once_for_an_agent_that_hangs(
+    agents: Agents, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    with both_sides(*agents.all) as (offering, _):
+        offering.offers.reserve("before")
+        offering.until(lambda: offering.offers.ticket("before"), "the ticket is there")
+        agents.all[0].signal(signal.SIGSTOP)
+        offering.offers.reserve("waits")
+        monkeypatch.setattr(offers, "TICKET_WITHIN_S", SHORT_WAIT_S)
+        assert offering.offers.publish("waits", BLOCKS, PROMPT_TOKENS) is None
+        monkeypatch.setattr(offers, "TICKET_WITHIN_S", FOR_EVER_S)
+        offering.offers.publish("before", BLOCKS, PROMPT_TOKENS)
+        offering.offers.reserve("does not wait")
+
+        assert offering.offers.publish("does not wait", BLOCKS, PROMPT_TOKENS) is None
+        assert "timeout" not in caplog.text  # of what was asked for
+        agents.all[0].signal(signal.SIGCONT)
+        offering.offers.reserve("after")
+        offering.until(lambda: offering.offers.ticket("after"), "it answers again")
+        offering.offers.reserve("waits again")
+        assert offering.offers.publish("waits again", BLOCKS, PROMPT_TOKENS) is not None
+
+
+def test_a_ticket_that_expires_while_it_is_published_leaves_no_offer(
+    agents: Agents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def tables_after_expiry(*args: Any) -> Tables:
+        agents.all[0].says("offer.released", outcome="expired")
+        wait_until(lambda: agents.all[0].status()["counts"]["offers"], "another one is made")
+        return tables_of(*args)
+
+    with both_sides(*agents.all, ttl_s=3.0) as (offering, _):
+        offering.offers.reserve("r")
+        offering.until(lambda: offering.offers.ticket("r"), "the ticket is there")
+        monkeypatch.setattr(offers, "tables_of", tables_after_expiry)
+        assert offering.offers.publish("r", BLOCKS, PROMPT_TOKENS) is not None
+        offering.until(lambda: offering.sent, "the blocks came back")
+
+        assert offering.sent == ["r"]
+        agents.all[0].says("offer.released", outcome="withdrawn")
