@@ -26,6 +26,7 @@ from kvbus.bench.processes import free_port, run_first
 from tests.plain_sockets import ask
 
 WITHIN_S = 30.0
+STARTS_WITHIN_S = 90.0
 ENDS_WITHIN_S = 15.0
 LEVELS_OF_TROUBLE = ("error", "critical")
 
@@ -118,7 +119,9 @@ class AgentProcess:
     def wait_started(self) -> None:
         """Return once it serves."""
         wait_until(
-            lambda: self.logged("agent.started") or not self.alive, f"{self.role} agent started"
+            lambda: self.logged("agent.started") or not self.alive,
+            f"{self.role} agent started",
+            STARTS_WITHIN_S,
         )
         assert self.alive, self.log_path.read_text()
         self.started = self.logged("agent.started")[-1]
@@ -256,8 +259,8 @@ class Agents:
         folder.mkdir(mode=0o700)
         defaults = {
             "agent_id": f"{role}-{number}",
-            "peer_bind": "tcp://127.0.0.1:0",
-            "events_bind": "tcp://127.0.0.1:0",
+            "peer_bind": f"tcp://127.0.0.1:{free_port()}",
+            "events_bind": f"tcp://127.0.0.1:{free_port()}",
             "runtime_dir": str(folder / "run"),
             "metrics_bind": f"127.0.0.1:{free_port()}",
             "heartbeat_s": 0.2,

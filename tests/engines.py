@@ -26,7 +26,7 @@ from tests.memories import NHD, Memory, all_bytes, rank_of
 FULL = GroupSpec("full", (0, 1), 16, 6, 8, "bfloat16")
 SMALL = GroupSpec("small", (2, 3), 4, 6, 8, "bfloat16")
 LARGE = GroupSpec("full", (0,), 64, 8, 64, "bfloat16")
-NUM_LARGE_BLOCKS = 512
+NUM_LARGE_BLOCKS = 1024
 NUM_BLOCKS = 64
 BIT_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 

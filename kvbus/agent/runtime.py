@@ -41,7 +41,7 @@ log = structlog.get_logger()
 
 AttachHandler = Callable[[AttachConnection, dict[str, Any], list[int]], Awaitable[dict[str, Any]]]
 ServiceFactory = Callable[[Agent], Service]
-FLUSH_S = 0.2
+FLUSH_S, MOST_FLUSHES = 0.2, 25
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +82,12 @@ class Runtime:
         if self._agent is None:
             raise KVBusError("the agent is starting", code=ErrorCode.BUSY)
         return self._agent
+
+    @property
+    def num_unacknowledged(self) -> int:
+        """How many notices no engine has acknowledged yet; only asked after `start`."""
+        server = self.agent.engines.server
+        return server.num_unacknowledged if server is not None else 0
 
     async def start(self, context: BusContext, make_service: ServiceFactory) -> None:
         """Bind every socket, then let engines in."""
@@ -176,8 +182,15 @@ class Runtime:
         self.service.stop()
         if self._stop_metrics is not None:
             await anyio.to_thread.run_sync(self._stop_metrics)
-        await anyio.sleep(FLUSH_S)  # what was just said has to leave the sockets
+        await self._flush()
         log.info("agent.drained", left=left)
+
+    async def _flush(self) -> None:
+        """What was just said has to leave the sockets; an engine that lives has heard of it."""
+        for _ in range(MOST_FLUSHES):
+            await anyio.sleep(FLUSH_S)
+            if not self.num_unacknowledged:
+                return
 
     async def _drain(self, race: TaskGroup) -> None:
         with anyio.move_on_after(self.config.drain_timeout_s):

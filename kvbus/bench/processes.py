@@ -15,6 +15,7 @@ from pathlib import Path
 END_TIMEOUT_S = 10.0
 LOWEST_PORT, NUM_PORT_TRIES = 10_000, 100
 PORTS_OF_CLIENTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_GIVEN: set[int] = set()
 
 
 @contextlib.contextmanager
@@ -52,14 +53,18 @@ def run_first(pid: int) -> None:
 def free_port() -> int:
     """A TCP port of loopback that nobody listens on now, for a server that starts later.
 
-    Not one of those that the system gives to clients meanwhile. Raises `OSError`.
+    Not one of those that the system gives to clients meanwhile, nor one that this process had
+    before. Raises `OSError`.
     """
     lowest_of_clients = int(PORTS_OF_CLIENTS.read_text(encoding="ascii").split()[0])
     ports = range(LOWEST_PORT, max(lowest_of_clients, LOWEST_PORT + NUM_PORT_TRIES))
     for _ in range(NUM_PORT_TRIES):
         port = secrets.choice(ports)
+        if port in _GIVEN:
+            continue
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
+            _GIVEN.add(port)
             return port
     raise OSError(f"no free port from {LOWEST_PORT} to {lowest_of_clients}")
 

@@ -74,6 +74,11 @@ class RequestServer(Owner):
         """How many sessions are known."""
         return len(self._sessions)
 
+    @property
+    def num_unacknowledged(self) -> int:
+        """How many notices were not acknowledged yet, of all sessions."""
+        return sum(session.num_unacknowledged for session in self._sessions.values())
+
     def session(self, boot: str) -> Session | None:
         """The session of the peer with that boot id."""
         return self._sessions.get(boot)

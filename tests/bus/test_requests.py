@@ -107,8 +107,10 @@ async def test_a_request_without_a_reply_fails_at_its_deadline(
     client = RequestClient(context, endpoint, boot="client")
 
     async with running(server, client):
+        await client.request("ping", {}, timeout_s=20)  # connected
         with pytest.raises(RequestTimeout) as failure:
             await client.request("ask", {}, timeout_s=0.05)
+        await client.request("ping", {}, timeout_s=20)  # the server has read what was asked before
         hold.calls[0].reply({})
         await client.request("ping", {}, timeout_s=20)
 

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.anyio
 THROUGH_SLOTS = ("packed", "reordered")
 HND = Memory(KvLayout.parse("HND"))
 SIDES = Side(tp=2), Side(tp=3, memory=HND)
-LONG = 9000
+LONG = 36000
 """Tokens whose boxes are hundreds."""
 
 

@@ -8,7 +8,7 @@ import pytest
 from tests.agents import AgentProcess, Agents, agents_ended
 
 PREFILL = {"late_read_s": 1.0, "drain_timeout_s": 20.0}
-DECODE = {"lease_s": 1.0, "request_timeout_s": 1.0, "drain_timeout_s": 20.0}
+DECODE = {"lease_s": 3.0, "request_timeout_s": 5.0, "drain_timeout_s": 20.0}
 SLOW_READS = {
     "env": {"UCX_TLS": "tcp"},
     "transport": {"slice_bytes": 4096, "slice_descriptors": 1, "close_timeout_s": 1.0},

@@ -1,6 +1,7 @@
 """A signal lets an agent finish what runs and nothing new begin; what is left then is failed."""
 
 import signal
+import time
 
 import pytest
 
@@ -14,6 +15,8 @@ from tests.plain_sockets import ask
 pytestmark = pytest.mark.anyio
 
 NOTHING = {"num_tokens": 0, "block_ids": {"full": []}}
+BUSY_S = 2.0
+"""Longer than an agent with nothing to wait for takes to end."""
 
 
 async def test_a_draining_agent_finishes_what_runs_and_refuses_what_is_new(fresh):
@@ -89,6 +92,18 @@ async def test_offers_that_a_drain_does_not_finish_are_withdrawn(fresh):
 
         assert outcome is Outcome.WITHDRAWN
         assert prefill.exit_status() == 0
+
+
+async def test_an_engine_that_is_busy_when_its_agent_ends_hears_of_its_offers(fresh):
+    prefill = fresh.prefill(drain_timeout_s=0.3)
+    fresh.start(prefill)
+    async with engine(PrefillSession, prefill.attach) as source:
+        offer = await source.prefill.offer("r", **NOTHING)
+
+        prefill.signal(signal.SIGINT)
+        time.sleep(BUSY_S)  # noqa: ASYNC251 - nothing is heard meanwhile
+
+        assert await offer.released() is Outcome.WITHDRAWN
 
 
 def test_an_idle_agent_ends_at_once_and_leaves_no_socket(fresh):

@@ -21,11 +21,11 @@ pytestmark = pytest.mark.anyio
 SHAPE = {
     "memory": Memory(),
     "num_blocks": NUM_LARGE_BLOCKS,
-    "ring_blocks": {"full": 64},
+    "ring_blocks": {"full": NUM_LARGE_BLOCKS},
     "piece_bytes": 1 << 20,
 }
-NUM_TOKENS = 64 * LARGE.block_size
-BLOCKS = {"full": list(range(64))}
+NUM_TOKENS = NUM_LARGE_BLOCKS * LARGE.block_size
+BLOCKS = {"full": list(range(NUM_LARGE_BLOCKS))}
 GONE = (
     ErrorCode.PEER_LOST,
     ErrorCode.TRANSFER_FAILED,
@@ -90,7 +90,7 @@ async def test_the_ring_is_withheld_while_a_stopped_prefill_agent_may_still_be_r
 
         assert failure.code in GONE
         assert failure.blocks_free, "the engine's own blocks are not written by the agent"
-        assert held == 64
+        assert held == NUM_LARGE_BLOCKS
 
 
 async def test_a_save_after_its_agent_has_gone_says_so_and_frees_the_ring(fresh):

@@ -229,9 +229,9 @@ async def test_a_decode_rank_that_leaves_while_it_is_read_into_fails_the_fetch(s
 async def test_a_sibling_of_a_killed_home_stops_by_the_deadline(sites, readers):
     async with spread_pair(sites, readers) as (source, target):
         offer, fetch = await start_long_read(source, target, timeout_s=3.0)
-        deadline = time.monotonic() + 3.0
         engine_id = target.spec.engine_id
         await until(lambda: readers[1].logged("handshake.done", reader=engine_id))
+        deadline = time.monotonic() + 3.0  # of the sibling, or later
 
         sites.prefill[1].signal(signal.SIGSTOP)
         readers[0].kill()

@@ -198,7 +198,7 @@ async def test_a_killed_decode_agent_loses_its_lease_and_another_reads_the_offer
 
 
 async def test_an_offer_whose_reader_was_killed_expires(fresh):
-    prefill, decode = fresh.prefill(offer_ttl_s=0.5), fresh.decode()
+    prefill, decode = fresh.prefill(offer_ttl_s=5.0), fresh.decode()
     fresh.start(prefill, decode)
     async with engine(PrefillSession, prefill.attach) as source:
         async with engine(DecodeSession, decode.attach) as target:

@@ -54,10 +54,16 @@ def test_an_abandoned_reservation_leaves_nothing_in_the_agent(agents: Agents) ->
 
 def test_a_ticket_that_expires_while_its_request_is_computed_is_replaced(agents: Agents) -> None:
     with both_sides(*agents.all, ttl_s=2.0) as (offering, loading):
+        loading.load("before", offering.offered("before"))  # the agents meet, which takes a while
+        loading.until(lambda: loading.over, "the agents know each other")
         offering.offers.reserve("r")
-        agents.all[0].says("offer.released", outcome="expired")
+        offering.until(lambda: offering.offers.ticket("r"), "the ticket is there")
+        expiring = offering.offers.ticket("r")
+        offering.until(
+            lambda: offering.offers.ticket("r") not in (None, expiring), "another ticket is there"
+        )
         loading.load("r", offering.offered("r"))
-        loading.until(lambda: loading.over, "the load is over")
+        loading.until(lambda: "r" in loading.over, "the load is over")
 
         assert loading.failed == []
 

@@ -128,7 +128,12 @@ def memory_of(path: Path, spec: EngineSpec, num_blocks: int = NUM_BLOCKS) -> Ite
 
 @contextmanager
 def side_of(
-    path: Path, name: str, *, ttl_s: float | None = None, num_blocks: int = NUM_BLOCKS
+    path: Path,
+    name: str,
+    *,
+    ttl_s: float | None = None,
+    num_blocks: int = NUM_BLOCKS,
+    fetch_timeout_s: float = 30.0,
 ) -> Iterator[Side]:
     """An engine whose agent has its attach socket at ``path``, there or not."""
     spec = EngineSpec(name, "model", 1, (GROUP,))
@@ -138,7 +143,7 @@ def side_of(
             "control", lambda: control_session(path, spec, {})
         )
         offers = Offers(spec, control, tally, ttl_s=ttl_s)
-        loads = Loads(spec, control, tally, timeout_s=5.0)
+        loads = Loads(spec, control, tally, timeout_s=fetch_timeout_s)
         try:
             yield Side(spec, memory, control, tally, loads, offers)
         finally:
@@ -152,11 +157,14 @@ def both_sides(
     *,
     ttl_s: float | None = None,
     num_blocks: int = NUM_BLOCKS,
+    fetch_timeout_s: float = 30.0,
 ) -> Iterator[tuple[Side, Side]]:
     """A prefill engine and a decode engine that their agents know."""
     with (
         side_of(prefill.attach, "p", ttl_s=ttl_s, num_blocks=num_blocks) as offering,
-        side_of(decode.attach, "d", num_blocks=num_blocks) as loading,
+        side_of(
+            decode.attach, "d", num_blocks=num_blocks, fetch_timeout_s=fetch_timeout_s
+        ) as loading,
     ):
         wait_until(lambda: offering.is_up() and loading.is_up(), "both engines are registered")
         yield offering, loading

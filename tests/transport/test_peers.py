@@ -1,5 +1,7 @@
 """Registrations that come and go while peers know each other."""
 
+import signal
+
 import numpy as np
 import pytest
 
@@ -36,10 +38,13 @@ def test_metadata_may_be_added_while_a_read_is_in_flight(
     later_address, later = peer.allocate(MIB, seed=4)
     reader.allocate(129 * MIB)
     name = reader.transport.add_peer(metadata).result(20)
+    reader.read(name, address, [(0, 0, 4096)])  # connected
 
+    peer.signal(signal.SIGSTOP)
     _, ended = reader.start(name, address, [(0, 0, 128 * MIB)])
     reader.transport.add_peer(later).result(20)
     in_flight = not ended.done()
+    peer.signal(signal.SIGCONT)
     small = reader.read(name, later_address, [(128 * MIB, 0, MIB)])
 
     assert in_flight

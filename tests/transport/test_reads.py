@@ -1,5 +1,8 @@
 """Bytes between two real processes: what arrives, in which turn, and what an abort leaves."""
 
+import signal
+import threading
+
 import numpy as np
 import pytest
 
@@ -69,17 +72,20 @@ def test_a_small_read_overtakes_a_large_one(start_peer, start_reader):
     reader.read(name, address, [(0, 0, 4096)])  # connected: from here on posts are copies
     ended = []
 
+    both_asked = threading.Event()
+    reader.transport._worker.post(both_asked.wait)
     _, large = reader.start(name, address, [(0, 0, 128 * MIB - 4096)])
     _, small = reader.start(name, address, [(128 * MIB - 4096, 0, 4096)])
     large.add_done_callback(lambda _: ended.append("large"))
     small.add_done_callback(lambda _: ended.append("small"))
+    both_asked.set()
 
     assert large.result(20).num_slices == 512
     assert ended == ["small", "large"]
 
 
 def test_after_an_abort_ended_no_byte_changes(over_tcp, start_peer, start_reader, until):
-    peer, reader = start_peer("peer/1"), start_reader(TransportLimits(slice_bytes=MIB))
+    peer, reader = start_peer("peer/1"), start_reader(TransportLimits(slice_bytes=16 << 10))
     address, metadata = peer.allocate(256 * MIB, seed=5)
     reader.allocate(256 * MIB)
     name = reader.transport.add_peer(metadata).result(20)
@@ -104,9 +110,12 @@ def test_more_reads_than_allowed_are_refused_as_busy(over_tcp, start_peer, start
     reader.allocate(64 * MIB)
     name = reader.transport.add_peer(metadata).result(20)
 
+    reader.read(name, address, [(0, 0, 4096)])  # connected
+    peer.signal(signal.SIGSTOP)
     _, first = reader.start(name, address, [(0, 0, 64 * MIB)])
     with pytest.raises(LocalError) as refused:
         reader.start(name, address, [(0, 0, 4096)])
+    peer.signal(signal.SIGCONT)
 
     assert refused.value.code is ErrorCode.BUSY
     assert first.result(20).status is ReadStatus.DONE

@@ -108,6 +108,10 @@ class Cluster:
         """How many fetches the decode agent has."""
         return int(self.decode_agent.status()["counts"]["fetches"])
 
+    def reading(self) -> float:
+        """How many prompts the prefill side has begun."""
+        return self.wire.reading(self.prefill_agent, self.prefill)
+
     @property
     def whole(self) -> bool:
         """Whether all of it runs, but agents that were never started."""
@@ -186,6 +190,9 @@ def cluster(shape: Shape, models: Path, wire: Wire) -> Iterator[Cluster]:
                 server.launch()
             for server in servers:
                 server.wait_started()
+            if shape.agents_first:
+                for side in sides:
+                    wait_until(lambda side=side: wire.ready(side), f"{side.role} is ready")
             yield made
         finally:
             made.stop()

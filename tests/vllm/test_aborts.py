@@ -20,7 +20,7 @@ def test_a_prefill_given_up_before_it_has_begun_leaves_nothing(pair: Cluster) ->
 def test_a_prefill_given_up_between_two_chunks_leaves_nothing(pair: Cluster) -> None:
     prompt = prompt_of(LONG, seed=2)
     call = pair.prefill.begin(prompt, 1, kv_transfer_params=FOR_DECODE)
-    wait_until(lambda: pair.prefill.metric("num_requests_running") > 0, "prefill has begun")
+    wait_until(pair.reading, "prefill has begun")
 
     call.abort()
 

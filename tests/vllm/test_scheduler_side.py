@@ -60,19 +60,22 @@ def request_of(params: dict[str, Any], prompt: list[int] | None = PROMPT, **fiel
     return Request("r", list(prompt) if prompt else None, sampling, None, **fields)
 
 
-def finish(side: SchedulerSide, request: Request, status: RequestStatus) -> Any:
+def finish(
+    agent: AgentProcess, side: SchedulerSide, request: Request, status: RequestStatus
+) -> Any:
     """Have a request computed and ended; what the connector says to that."""
     side.expect(request)
     side.allocated(request, BLOCKS, 0)
+    wait_until(lambda: agent.status()["counts"]["offers"], "its ticket is made")
     request.num_computed_tokens = request.num_prompt_tokens
     request.status = status
     return side.finished(request, BLOCKS)
 
 
-def prefilled(side: SchedulerSide, **fields: Any) -> dict[str, Any]:
+def prefilled(agent: AgentProcess, side: SchedulerSide, **fields: Any) -> dict[str, Any]:
     """The params of a decode request for what was offered."""
     request = request_of({"do_remote_decode": True}, **fields)
-    keeps, params = finish(side, request, RequestStatus.FINISHED_LENGTH_CAPPED)
+    keeps, params = finish(agent, side, request, RequestStatus.FINISHED_LENGTH_CAPPED)
     assert keeps
     assert params
     result: dict[str, Any] = params
@@ -122,7 +125,7 @@ OTHER: dict[str, Callable[[], dict[str, Any]]] = {
 @pytest.mark.parametrize("kind", SAME)
 def test_the_same_request_is_loaded(agents: Agents, kind: str) -> None:
     with scheduler_side(agents.all[0]) as prefill, scheduler_side(agents.all[1]) as decode:
-        params = prefilled(prefill, **SAME[kind]())
+        params = prefilled(agents.all[0], prefill, **SAME[kind]())
 
         assert loaded(decode, request_of(params, **SAME[kind]()))
         wait_until(lambda: prefill.step().sent == ("r",), "the blocks came back")
@@ -131,14 +134,14 @@ def test_the_same_request_is_loaded(agents: Agents, kind: str) -> None:
 @pytest.mark.parametrize("kind", OTHER)
 def test_another_request_is_not_loaded(agents: Agents, kind: str) -> None:
     with scheduler_side(agents.all[0]) as prefill, scheduler_side(agents.all[1]) as decode:
-        params = prefilled(prefill)
+        params = prefilled(agents.all[0], prefill)
 
         assert not loaded(decode, request_of(params, **OTHER[kind]()))
 
 
 def test_the_image_of_another_request_is_not_used(agents: Agents) -> None:
     with scheduler_side(agents.all[0]) as prefill, scheduler_side(agents.all[1]) as decode:
-        params = prefilled(prefill, **with_image("one"))
+        params = prefilled(agents.all[0], prefill, **with_image("one"))
 
         assert not loaded(decode, request_of(params, **with_image("two")))
 
@@ -150,7 +153,7 @@ def test_what_did_not_end_well_is_not_offered(agents: Agents, status: RequestSta
     with scheduler_side(agents.all[0]) as prefill:
         request = request_of({"do_remote_decode": True})
 
-        assert finish(prefill, request, status) == (False, None)
+        assert finish(agents.all[0], prefill, request, status) == (False, None)
         wait_until(agents.all[0].idle, "the reservation is gone")
 
 
@@ -159,7 +162,7 @@ def test_a_prompt_with_embeddings_is_not_offered(agents: Agents) -> None:
         embeds = torch.zeros(PROMPT_TOKENS, 8)
         request = request_of({"do_remote_decode": True}, prompt=None, prompt_embeds=embeds)
 
-        ended = finish(prefill, request, RequestStatus.FINISHED_LENGTH_CAPPED)
+        ended = finish(agents.all[0], prefill, request, RequestStatus.FINISHED_LENGTH_CAPPED)
 
         assert ended == (False, None)
         wait_until(agents.all[0].idle, "the reservation is gone")

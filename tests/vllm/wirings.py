@@ -29,9 +29,15 @@ class Wiring:
 
 @dataclass(frozen=True)
 class Wire:
-    """One way: how a server beside an agent is wired, and a count that grows with each handoff."""
+    """One way: how a server beside an agent is wired, and what tells how far it is.
+
+    ``ready`` says whether the two of a started side know each other, ``reading`` how many prompts
+    a prefill server has begun; ``moved`` grows with each handoff.
+    """
 
     wiring: Callable[[AgentProcess], Wiring]
+    ready: Callable[[AgentProcess], bool]
+    reading: Callable[[AgentProcess, VllmServer], float]
     moved: Callable[[AgentProcess, VllmServer], float]
 
 
@@ -69,6 +75,16 @@ def tokens_from_elsewhere(_: AgentProcess, server: VllmServer) -> float:
 
 
 WIRES = {
-    "kvbus": Wire(by_kvbus, read_bytes),
-    "nixl": Wire(by_nixl_connector, tokens_from_elsewhere),
+    "kvbus": Wire(
+        by_kvbus,
+        ready=lambda agent: list(agent.status()["engines"].values()) == [True],
+        reading=lambda agent, _: float(agent.status()["counts"]["offers"]),
+        moved=read_bytes,
+    ),
+    "nixl": Wire(
+        by_nixl_connector,
+        ready=lambda _: True,
+        reading=lambda _, server: server.metric("num_requests_running"),
+        moved=tokens_from_elsewhere,
+    ),
 }

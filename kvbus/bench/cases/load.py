@@ -7,6 +7,7 @@ import time
 
 import anyio
 
+from kvbus.bench.agents import BenchAgent
 from kvbus.bench.effort import Effort
 from kvbus.bench.engines import Bench, EnginePair
 from kvbus.bench.figures import Figure, Target
@@ -52,19 +53,17 @@ class _Load:
         }
         before = {name: agent.lag_counts() for name, agent in agents.items()}
         beside_s: list[float] = []
-        began = time.perf_counter()
         async with anyio.create_task_group() as tasks:
             for part in range(NUM_LARGE):
                 tasks.start_soon(self._repeat, part)
             for name, endpoint in (await self._endpoints(small)).items():
                 tasks.start_soon(self._ping, name, endpoint)
-            while time.perf_counter() < began + duration_s:
+            began, num_before = time.perf_counter(), self._num_large
+            while time.perf_counter() < began + duration_s or not all(self._pings_s.values()):
                 beside_s.append((await small.hand_off(contiguous(1))).seconds)
-            elapsed_s, num_large = time.perf_counter() - began, self._num_large
-            lags = {
-                name: added_counts(before[name], agent.lag_counts())
-                for name, agent in agents.items()
-            }
+            elapsed_s = time.perf_counter() - began
+            num_large = self._num_large - num_before
+            lags = {name: await _lags(agent, before[name]) for name, agent in agents.items()}
             self._stop.set()
         moved_bytes = num_large * self._large_blocks * BIG.block_bytes
         return [
@@ -113,3 +112,12 @@ class _Load:
                 self._pings_s[name].append(time.perf_counter() - began)
                 await anyio.sleep(PING_EVERY_S)
             tasks.cancel_scope.cancel()
+
+
+async def _lags(agent: BenchAgent, before: dict[float, float]) -> dict[float, float]:
+    """What was added to the counts since ``before``; an agent that was slow to count is awaited."""
+    while True:
+        added = added_counts(before, agent.lag_counts())
+        if any(added.values()):
+            return added
+        await anyio.sleep(PING_EVERY_S)

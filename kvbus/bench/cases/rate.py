@@ -28,12 +28,13 @@ Offered = tuple[Ticket, Tables]
 
 @dataclass(slots=True)
 class _Rate:
-    """Handoffs by many workers until the time is over; only those after ``counts_from`` count."""
+    """Handoffs by many workers until it is over; only those after ``counts_from`` count."""
 
     pair: EnginePair
     counts_from: float
-    ends_at: float
+    is_over: bool = False
     latencies_s: list[float] = field(default_factory=list)
+    any_counted: anyio.Event = field(default_factory=anyio.Event)
 
     async def run(self) -> None:
         send, receive = anyio.create_memory_object_stream[Offered](2 * OFFERS_AT_ONCE)
@@ -46,7 +47,7 @@ class _Rate:
     async def _offer(self, send: MemoryObjectSendStream[Offered]) -> None:
         blocks = cycle(scattered(4 * CONCURRENCY).prefill.tolist())
         async with send:
-            while time.perf_counter() < self.ends_at:
+            while not self.is_over:
                 batch = [_one_block(next(blocks)) for _ in range(OFFERS_AT_ONCE)]
                 tickets = await self.pair.offer_all(batch)
                 for offered in zip(tickets, batch, strict=True):
@@ -56,8 +57,9 @@ class _Rate:
         async with receive:
             async for ticket, tables in receive:
                 handoff = await self.pair.fetch(ticket, tables)
-                if self.counts_from <= time.perf_counter() < self.ends_at:
+                if self.counts_from <= time.perf_counter() and not self.is_over:
                     self.latencies_s.append(handoff.seconds)
+                    self.any_counted.set()
 
 
 async def measure_rate(bench: Bench, effort: Effort) -> list[Figure]:
@@ -67,17 +69,19 @@ async def measure_rate(bench: Bench, effort: Effort) -> list[Figure]:
         await pair.verify(contiguous(1))
         now = time.perf_counter()
         counts_from = now + effort.seconds(WARM_UP_S)
-        rate = _Rate(pair, counts_from, counts_from + duration_s)
+        rate = _Rate(pair, counts_from)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(rate.run)
             await anyio.sleep(counts_from - now)
-            before = bench.cpu_s()
+            before, began = bench.cpu_s(), time.perf_counter()
             await anyio.sleep(duration_s)
-            after = bench.cpu_s()
+            await rate.any_counted.wait()
+            rate.is_over = True
+            after, elapsed_s = bench.cpu_s(), time.perf_counter() - began
         await pair.settle()
     num = len(rate.latencies_s)
     return [
-        Figure(CASE, "handoffs", num / duration_s, "1/s", A_SECOND),
+        Figure(CASE, "handoffs", num / elapsed_s, "1/s", A_SECOND),
         Figure(CASE, "handoff p50", quantile(rate.latencies_s, 0.5) * 1e3, "ms"),
         Figure(CASE, "handoff p99", quantile(rate.latencies_s, 0.99) * 1e3, "ms"),
         *(

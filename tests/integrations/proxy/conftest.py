@@ -34,8 +34,12 @@ class Logs:
 
     def first(self, event: str) -> dict[str, Any]:
         """The first line of ``event``, once it is there."""
-        wait_until(lambda: self.of(event), f"{event} logged", WITHIN_S)
-        return self.of(event)[0]
+        return self.several(1, event)[0]
+
+    def several(self, number: int, event: str) -> list[dict[str, Any]]:
+        """The lines of ``event``, once there are that many: an answer comes before its line."""
+        wait_until(lambda: len(self.of(event)) >= number, f"{number} {event} logged", WITHIN_S)
+        return self.of(event)
 
 
 @pytest.fixture

@@ -135,7 +135,7 @@ def test_a_release_that_fails_is_logged_with_the_prefill_server_that_waits(
 
 def test_a_release_ends_in_time_though_no_server_answers(proxy, prefill, engine, logs):
     blocked, silent = engine(says(200, {})), engine(after(Gate(), says(200, {})))
-    client = proxy([prefill], [blocked, silent], release_timeout_s=0.2)
+    client = proxy([prefill], [blocked, silent], release_timeout_s=2.0)
     blocked.stop()
 
     with port_that_accepts_nothing(blocked.port), asking(client, ASKED):

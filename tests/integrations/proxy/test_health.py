@@ -40,7 +40,7 @@ def test_the_proxy_is_not_healthy_without_a_prefill_server(proxy, prefill, decod
 def test_a_server_that_does_not_answer_in_time_is_not_healthy(proxy, prefill, decode):
     decode.health_gate = Gate()
 
-    got = proxy([prefill], [decode], health_timeout_s=0.1).get("/health")
+    got = proxy([prefill], [decode], health_timeout_s=1.0).get("/health")
 
     assert got.json()["decode"] == {decode.url: "/health: ReadTimeout"}
 
