@@ -41,6 +41,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=2, help="turns of all connectors")
     parser.add_argument("--requests", type=int, default=50, help="of each phase of a block")
     parser.add_argument("--concurrency", type=int, default=8, help="requests at a time under load")
+    parser.add_argument("--only-turns", action="store_true", help="of steps, in turns, and no more")
     parser.add_argument("--tokens", type=int, default=512, help="of a prompt; whole blocks")
     parser.add_argument("--decode-tokens", type=int, default=4, help="of a decode request")
     parser.add_argument("--layers", type=int, default=8, help="of the model")
@@ -61,7 +62,13 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, list[Series]]:
     write_model(model, shape, max_tokens=max_tokens)
     print(f"{shape.token_bytes * options.tokens / 1e6:.1f} MB a request; logs in {folder}")
     recipe = Recipe(model, folder, options.kv_space_gib, max_tokens, options.serve_argument)
-    plan = Plan(options.requests, options.concurrency, options.tokens, options.decode_tokens)
+    plan = Plan(
+        options.requests,
+        options.concurrency,
+        options.tokens,
+        options.decode_tokens,
+        options.only_turns,
+    )
     chosen = options.connector or list(CONNECTORS)
     rounds: dict[str, list[Series]] = {name: [] for name in chosen}
     for number in range(options.rounds):

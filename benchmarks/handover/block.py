@@ -8,6 +8,7 @@ import itertools
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -16,6 +17,7 @@ from .handovers import Handed, closed_loop, connected
 from .pairs import Pair
 from .prompts import Prompts
 from .steps import BACKGROUND_PROMPT_TOKENS, quiet_steps, steps_beside_handovers
+from .turns import decode_steps, prefills
 
 CHECKED_PROMPTS, CHECKED_TOKENS = 4, 8
 IDLE_CPU_S, QUIET_STREAMS, MOVING_SIDES = 3.0, 3, 2
@@ -30,6 +32,7 @@ class Plan:
     concurrency: int
     prompt_tokens: int
     decode_tokens: int
+    only_turns: bool = False
 
 
 def measure(pair: Pair, plan: Plan, prompts: Prompts) -> Series:
@@ -37,29 +40,37 @@ def measure(pair: Pair, plan: Plan, prompts: Prompts) -> Series:
     with _clients(pair) as (prefill, decode):
         cached = _cache(decode, plan, prompts)
         _check(pair, prefill, decode, plan, prompts)
-        with connected(
-            pair, cached, num_sides=plan.concurrency, num_tokens=plan.decode_tokens
-        ) as sides:
-            closed_loop(sides, prompts.several(plan.concurrency, plan.prompt_tokens))
-            series = _idle_cpu(pair)
-            moved_before = _moved_tokens(decode)
-            for name, used in (("idle", sides[:1]), ("load", sides)):
-                before, start_s = pair.cpu_s(), time.perf_counter()
-                wanted = prompts.several(plan.num_requests, plan.prompt_tokens)
-                handed = closed_loop(used, wanted)
-                wall_s = time.perf_counter() - start_s
-                series |= _of_handed(name, handed)
-                series[f"{name} requests/s"] = [len(handed) / wall_s]
-                after = pair.cpu_s()
-                for who, used_s in after.items():
-                    each = (used_s - before[who]) / len(handed)
-                    series[f"{name} CPU ms a request, {who}"] = [each * 1e3]
-            _check_moved(pair, plan, _moved_tokens(decode) - moved_before)
-            _cache_again(decode, plan, cached)
-            series["idle local hit ms"] = _ms(
-                [sides[0].local_hit_s() for _ in range(plan.num_requests)]
-            )
-        return series | _steps(pair, plan, prompts, cached)
+    series: Series = {}
+    if not plan.only_turns:
+        series |= _handovers(pair, plan, prompts, cached)
+        series |= _steps(pair, plan, prompts, cached)
+    return series | _in_turns(pair, plan, prompts, cached)
+
+
+def _handovers(pair: Pair, plan: Plan, prompts: Prompts, cached: Iterator[str]) -> Series:
+    with (
+        _clients(pair) as (_, decode),
+        connected(pair, cached, num_sides=plan.concurrency, num_tokens=plan.decode_tokens) as sides,
+    ):
+        closed_loop(sides, prompts.several(plan.concurrency, plan.prompt_tokens))
+        series = _idle_cpu(pair)
+        moved_before = _moved_tokens(decode)
+        for name, used in (("idle", sides[:1]), ("load", sides)):
+            before, start_s = pair.cpu_s(), time.perf_counter()
+            handed = closed_loop(used, prompts.several(plan.num_requests, plan.prompt_tokens))
+            wall_s = time.perf_counter() - start_s
+            series |= _of_handed(name, handed)
+            series[f"{name} requests/s"] = [len(handed) / wall_s]
+            after = pair.cpu_s()
+            for who, used_s in after.items():
+                each = (used_s - before[who]) / len(handed)
+                series[f"{name} CPU ms a request, {who}"] = [each * 1e3]
+        _check_moved(pair, plan, _moved_tokens(decode) - moved_before)
+        _cache_again(decode, plan, cached)
+        series["idle local hit ms"] = _ms(
+            [sides[0].local_hit_s() for _ in range(plan.num_requests)]
+        )
+        return series
 
 
 def _steps(pair: Pair, plan: Plan, prompts: Prompts, cached: Iterator[str]) -> Series:
@@ -89,6 +100,35 @@ def _steps(pair: Pair, plan: Plan, prompts: Prompts, cached: Iterator[str]) -> S
         "prefill beside handovers ms": _ms([one.prefill_s for one in moving.handed[1:]]),
         "handover beside a stream ms": _ms([one.handover_s for one in moving.handed]),
     }
+
+
+def _in_turns(pair: Pair, plan: Plan, prompts: Prompts, cached: Iterator[str]) -> Series:
+    if not pair.works_stopped:
+        return {}
+    background = prompts.several(QUIET_STREAMS, BACKGROUND_PROMPT_TOKENS)
+    wanted = partial(prompts.several, plan.num_requests, plan.prompt_tokens)
+    with (
+        _clients(pair) as (prefill, decode),
+        connected(pair, cached, num_sides=MOVING_SIDES, num_tokens=1) as sides,
+    ):
+        _cache_again(decode, plan, cached)
+        steps = decode_steps(
+            decode, background, prefill, sides[0], wanted(), server=pair.prefill.group
+        )
+        prefilled = prefills(prefill, sides, wanted())
+    series: Series = {}
+    for kind, of_steps, of_prefills in (
+        ("moved", steps.moved, prefilled.moved),
+        ("cached", steps.cached, prefilled.cached),
+    ):
+        series |= {
+            f"step in turns, KV {kind}, ms": _ms([s for one in of_steps for s in one.all_s()]),
+            f"step during a load in turns, KV {kind}, ms": _ms(
+                [s for one in of_steps for s in one.in_handovers_s()]
+            ),
+            f"prefill in turns, KV {kind}, ms": _ms([s for one in of_prefills for s in one]),
+        }
+    return series
 
 
 def _check(pair: Pair, prefill: Client, decode: Client, plan: Plan, prompts: Prompts) -> None:

@@ -17,6 +17,11 @@ Rounds = Mapping[str, Sequence[Mapping[str, list[float]]]]
 IDLE, LOAD = "idle handover ms", "load handover ms"
 FEW = 3  # samples that have no percentiles
 STEP, PREFILL = "step beside handovers ms", "prefill beside handovers ms"
+IN_TURNS = (
+    "step in turns, KV {}, ms",
+    "step during a load in turns, KV {}, ms",
+    "prefill in turns, KV {}, ms",
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +41,25 @@ RATIOS = (
     Ratio(IDLE, "kvbus", "nixl-tuned", IDLE, 0.7),
     Ratio(LOAD, "kvbus", "nixl-tuned", LOAD, 0.5),
     *(
+        Ratio(name.format("moved"), connector, connector, name.format("cached"), 1.05)
+        for connector in ("kvbus", "kvbus-equal")
+        for name in IN_TURNS
+    ),
+    *(
         Ratio(name, connector, "none", baseline_name, 1.05 if connector == "kvbus" else None)
         for connector in ("kvbus", "nixl", "nixl-tuned")
-        for name, baseline_name in ((STEP, STEP), (STEP, "step alone ms"), (PREFILL, PREFILL))
+        for name, baseline_name in (
+            (STEP, STEP),
+            (STEP, "step alone ms"),
+            (PREFILL, PREFILL),
+        )
     ),
 )
 
 
 def pooled(rounds: Rounds, connector: str, name: str) -> list[float]:
     """The samples of all rounds."""
-    return [sample for series in rounds[connector] for sample in series.get(name, [])]
+    return [sample for series in rounds.get(connector, ()) for sample in series.get(name, [])]
 
 
 def ratio(rounds: Rounds, wanted: Ratio) -> tuple[float, float]:
@@ -76,7 +90,10 @@ def ratios(rounds: Rounds) -> list[str]:
     """One line for each ratio whose two sides were measured."""
     lines = []
     for wanted in RATIOS:
-        if not {wanted.connector, wanted.baseline} <= rounds.keys():
+        if not (
+            pooled(rounds, wanted.connector, wanted.name)
+            and pooled(rounds, wanted.baseline, wanted.baseline_name)
+        ):
             continue
         of_pooled, by_round = ratio(rounds, wanted)
         target = ""
@@ -94,6 +111,8 @@ def over_local_hits(rounds: Rounds) -> list[str]:
     """What a handover takes beyond the same decode request when nothing has to be moved."""
     lines = []
     for connector in rounds:
+        if not pooled(rounds, connector, IDLE):
+            continue
         floor = statistics.median(pooled(rounds, connector, "idle local hit ms"))
         p50 = statistics.median(pooled(rounds, connector, IDLE))
         lines.append(f"{connector}: idle handover p50 over a local hit {p50 - floor:.1f} ms")

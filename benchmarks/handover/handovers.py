@@ -16,16 +16,19 @@ from .pairs import Pair
 
 @dataclass(frozen=True, slots=True)
 class Handed:
-    """One request: its prefill, and from the prefill response to the decode's first token."""
+    """One request: its prefill, and its handover, up to the decode's first token.
+
+    The handover begins with the prefill response, or when it is asked for, if that is later.
+    """
 
     prefill_s: float
-    received_s: float
+    began_s: float
     first_token_s: float
 
     @property
     def handover_s(self) -> float:
         """The time of the handover."""
-        return self.first_token_s - self.received_s
+        return self.first_token_s - self.began_s
 
 
 class Sides:

@@ -42,6 +42,11 @@ class Pair:
         """Whether KV is handed over; if not, the decode server has it already."""
         return self.connector != "none"
 
+    @property
+    def works_stopped(self) -> bool:
+        """Whether KV can be handed over while the prefill server does not run."""
+        return self.connector.startswith("kvbus")
+
     def cpu_s(self) -> dict[str, float]:
         """CPU seconds so far of the two servers and of the agents."""
         return {

@@ -34,6 +34,16 @@ class Group:
         """CPU seconds that all its processes have used."""
         return sum(cpu_s(pid) for pid in self.pids())
 
+    @contextlib.contextmanager
+    def stopped(self) -> Iterator[None]:
+        """None of its processes runs meanwhile."""
+        pids = self.pids()
+        _signal(pids, signal.SIGSTOP)
+        try:
+            yield
+        finally:
+            _signal(pids, signal.SIGCONT)
+
     def last_words(self) -> str:
         """The end of its log."""
         return self.log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
@@ -58,6 +68,12 @@ def group(
         yield started
     finally:
         _end(started)
+
+
+def _signal(pids: Sequence[int], number: signal.Signals) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, number)
 
 
 def _end(started: Group) -> None:

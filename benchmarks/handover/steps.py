@@ -6,14 +6,17 @@ Refuses to look into an engine: a step is what a client sees of it.
 import itertools
 import queue
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from .client import Client, Prefilled, Streamed
 from .handovers import Handed, Sides
 
 BACKGROUND_PROMPT_TOKENS, BACKGROUND_TOKENS = 32, 256
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -29,7 +32,7 @@ class Steps:
 
     def in_handovers_s(self) -> list[float]:
         """Those of them that overlap a handover."""
-        spans = [(one.received_s, one.first_token_s) for one in self.handed]
+        spans = [(one.began_s, one.first_token_s) for one in self.handed]
         return [
             end - start
             for start, end in self.gaps
@@ -40,7 +43,7 @@ class Steps:
 def quiet_steps(client: Client, background: Sequence[str]) -> Steps:
     """The stream alone."""
     steps = Steps()
-    _stream_into(steps, client, background, threading.Event())
+    stream_into(steps, client, background, threading.Event())
     return steps
 
 
@@ -56,40 +59,52 @@ def steps_beside_handovers(
     """The stream while prompts are prefilled without a pause, and moved while the next one is."""
     steps, stop = Steps(), threading.Event()
     with ThreadPoolExecutor(1) as pool:
-        streaming = pool.submit(_stream_into, steps, client, itertools.cycle(background), stop)
+        streaming = pool.submit(stream_into, steps, client, itertools.cycle(background), stop)
         try:
-            steps.handed = _pipeline(prefiller, sides, prompts, offer=offer)
+            steps.handed = beside_prefills(
+                prefiller,
+                sides,
+                prompts,
+                lambda side, prompt, prefilled: side.finish(prompt, prefilled),
+                offer=offer,
+            )
         finally:
             stop.set()
         streaming.result()
     return steps
 
 
-def _pipeline(
-    prefiller: Client, sides: Sequence[Sides], prompts: Sequence[str], *, offer: bool
-) -> list[Handed]:
+def beside_prefills(
+    prefiller: Client,
+    sides: Sequence[Sides],
+    prompts: Sequence[str],
+    call: Callable[[Sides, str, Prefilled], T],
+    *,
+    offer: bool,
+) -> list[T]:
+    """Prefill ``prompts`` without a pause; ``call`` each while the next one is prefilled."""
     free: queue.SimpleQueue[Sides] = queue.SimpleQueue()
     for one in sides:
         free.put(one)
 
-    def finish(prompt: str, prefilled: Prefilled) -> Handed:
+    def run(prompt: str, prefilled: Prefilled) -> T:
         one = free.get()
         try:
-            return one.finish(prompt, prefilled)
+            return call(one, prompt, prefilled)
         finally:
             free.put(one)
 
     with ThreadPoolExecutor(len(sides)) as pool:
-        moving = [
-            pool.submit(finish, prompt, prefiller.prefill(prompt, offer=offer))
-            for prompt in prompts
+        running = [
+            pool.submit(run, prompt, prefiller.prefill(prompt, offer=offer)) for prompt in prompts
         ]
-        return [one.result() for one in moving]
+        return [one.result() for one in running]
 
 
-def _stream_into(
+def stream_into(
     steps: Steps, client: Client, background: Iterable[str], stop: threading.Event
 ) -> None:
+    """Add the gaps of one stream after the other, until all were or ``stop`` is set."""
     for prompt in background:
         if stop.is_set():
             return
