@@ -25,6 +25,7 @@ from handover.model import ModelShape, write_model
 from handover.pairs import CONNECTORS, pair
 from handover.prompts import Prompts
 from handover.servers import Recipe
+from handover.turns import WAVE
 
 BACKGROUND_ROOM_TOKENS = 1024
 
@@ -70,6 +71,12 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, list[Series]]:
         options.only_turns,
     )
     chosen = options.connector or list(CONNECTORS)
+    if options.only_turns and not all(name.startswith("kvbus") for name in chosen):
+        raise SystemExit("error: only kvbus and kvbus-equal are measured in turns: --connector")
+    if WAVE * options.tokens * shape.token_bytes > options.kv_space_gib << 29:
+        raise SystemExit(
+            f"error: {WAVE} prompts fill more than half of a KV cache: raise --kv-space-gib"
+        )
     rounds: dict[str, list[Series]] = {name: [] for name in chosen}
     for number in range(options.rounds):
         for name in chosen:

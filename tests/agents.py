@@ -127,14 +127,9 @@ class AgentProcess:
         self.started = self.logged("agent.started")[-1]
 
     def start(self) -> None:
-        """Start the process and return once it serves."""
+        """Start the process, again where it was before, and return once it serves."""
         self.launch()
         self.wait_started()
-
-    def restart(self) -> None:
-        """Start it again, where it was before."""
-        self.settings |= {"peer_bind": self.peer, "events_bind": self.started["events"]}
-        self.start()
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal; a stop is waited for."""

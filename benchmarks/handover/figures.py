@@ -48,11 +48,7 @@ RATIOS = (
     *(
         Ratio(name, connector, "none", baseline_name, 1.05 if connector == "kvbus" else None)
         for connector in ("kvbus", "nixl", "nixl-tuned")
-        for name, baseline_name in (
-            (STEP, STEP),
-            (STEP, "step alone ms"),
-            (PREFILL, PREFILL),
-        )
+        for name, baseline_name in ((STEP, STEP), (STEP, "step alone ms"), (PREFILL, PREFILL))
     ),
 )
 

@@ -1,7 +1,7 @@
-"""What moving KV costs a step: the same requests on the same servers, moved and cached in turns.
+"""What moving KV costs a step: requests of one length on the same servers, moved and cached.
 
-Refuses to compare servers that ran at different times: on a small machine their steps differ by
-more than what is looked for.
+Refuses to compare servers that ran at different times, as on a small machine their steps differ by
+more than what is looked for: the two kinds take turns.
 """
 
 import itertools
@@ -57,6 +57,8 @@ def decode_steps(
     """
     turns: Turns[Steps] = Turns()
     for wave, moved_first in _waves(prompts):
+        for _ in wave:
+            side.local_hit_s()  # what was moved before may have driven the cached prompts out
         prefilled = [(prompt, prefiller.prefill(prompt, offer=True)) for prompt in wave]
 
         def move(prefilled: Sequence[tuple[str, Prefilled]] = prefilled) -> Steps:

@@ -132,7 +132,7 @@ def test_an_agent_that_was_killed_is_replaced_where_it_was(fresh):
     agent.kill()
     left_behind = agent.attach.exists()
 
-    agent.restart()
+    agent.start()
 
     assert left_behind
     assert agent.idle()

@@ -15,7 +15,7 @@ from tests.plain_sockets import ask
 pytestmark = pytest.mark.anyio
 
 NOTHING = {"num_tokens": 0, "block_ids": {"full": []}}
-BUSY_S = 2.0
+BUSY_S = 1.5
 """Longer than an agent with nothing to wait for takes to end."""
 
 

@@ -61,7 +61,7 @@ def site(shared_site: Site) -> Iterator[Site]:
     shared_site.agents.check()
     for agent in shared_site.agents.all:
         if not agent.alive:
-            agent.restart()
+            agent.start()
 
 
 def slots(agent: AgentProcess) -> int:
@@ -153,7 +153,7 @@ async def test_a_killed_prefill_agent_fails_the_fetch_and_all_slots_come_back(si
                 await offer.released()
             await fetch.blocks_freed()
             await until(lambda: slots(site.decode) == 0)
-        site.prefill.restart()
+        site.prefill.start()
         async with engine(
             PrefillSession, site.prefill.attach, spec, num_blocks=NUM_LARGE_BLOCKS, seed=3
         ) as source:

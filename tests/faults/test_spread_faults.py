@@ -65,7 +65,7 @@ def sites(shared_sites: Sites) -> Iterator[Sites]:
     shared_sites.agents.check()
     for agent in shared_sites.agents.all:
         if not agent.alive:
-            agent.restart()
+            agent.start()
 
 
 @pytest.fixture(params=["direct", "packed"])
@@ -141,7 +141,7 @@ async def test_a_killed_prefill_agent_of_some_ranks_fails_the_fetch_until_it_is_
         await fetch.blocks_freed()
         await offer.withdraw()
         await source.lose(1)
-        sites.prefill[1].restart()
+        sites.prefill[1].start()
         await source.bring_back(1)
         source.fill(3)
 
@@ -155,7 +155,7 @@ async def test_a_restarted_prefill_agent_of_some_ranks_is_shaken_hands_with_anew
 
         sites.prefill[1].kill()
         await source.lose(1)
-        sites.prefill[1].restart()
+        sites.prefill[1].start()
         await source.bring_back(1)
         source.fill(3)
         for agent in readers:
@@ -172,7 +172,7 @@ async def test_blocks_are_withheld_until_a_killed_sibling_is_back_as_a_new_proce
         failure = await failure_of(fetch)
         withheld = await withheld_for_a_sibling(readers[0])
         await target.lose(1)
-        readers[1].restart()
+        readers[1].start()
         await fetch.blocks_freed()
         await target.bring_back(1)
         await offer.withdraw()

@@ -142,7 +142,7 @@ async def test_a_killed_prefill_agent_fails_the_read_and_works_when_it_is_back(s
                 await offer.released()
             await fetch.blocks_freed()
 
-        prefill.restart()
+        prefill.start()
         async with large(PrefillSession, prefill, seed=3) as source:
             works_at_once = await works(source, target)
             old = target.decode.fetch(offer.ticket, num_tokens=0, block_ids={"full": []})
@@ -166,7 +166,7 @@ async def test_a_restarted_prefill_agent_fails_the_fetches_of_the_one_before(fre
             await until(lambda: prefill.status()["counts"]["leases"] == 1)
             prefill.kill()
 
-        prefill.restart()
+        prefill.start()
         failure = await failure_of(fetch)
 
         assert failure.code in (ErrorCode.PEER_LOST, ErrorCode.STALE)

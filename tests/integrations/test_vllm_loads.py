@@ -136,7 +136,7 @@ def test_an_agent_that_comes_back_is_used_again(agents: Agents, number: int) -> 
         side = (offering, loading)[number]
         agents.all[number].kill()
         wait_until(lambda: not side.is_up(), "the agent is missed")
-        agents.all[number].restart()
+        agents.all[number].start()
         wait_until(side.is_up, "the engine is registered again")
         loading.load("r", offering.offered("r"))
         loading.until(lambda: loading.over, "the load is over")
@@ -155,7 +155,7 @@ def test_a_decode_agent_that_ends_during_loads_fails_them_and_is_used_again(agen
         agents.all[1].kill()
         agents.all[0].signal(signal.SIGCONT)
         loading.until(lambda: len(loading.over) == 2, "both loads are over")
-        agents.all[1].restart()
+        agents.all[1].start()
         wait_until(loading.is_up, "the engine is registered again")
         loading.load("t", offering.offered("t"))
         loading.until(lambda: "t" in loading.over, "the next load is over")

@@ -68,16 +68,18 @@ def test_an_offer_whose_blocks_vllm_lacks_is_released(agents: Agents) -> None:
         assert loading.failed == ["r"]
 
 
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM], ids=["killed", "told"])
 def test_an_offer_that_no_agent_could_load_is_released_by_the_one_that_comes(
-    agents: Agents,
+    agents: Agents, number: signal.Signals
 ) -> None:
     with both_sides(*agents.all) as (offering, loading):
         handoff = offering.offered("r")
-        agents.all[1].kill()
+        agents.all[1].signal(number)
+        agents.all[1].exit_status()
         wait_until(lambda: not loading.is_up(), "the agent is missed")
         loading.load("r", handoff)
         loading.until(lambda: loading.over, "the load is over")
-        agents.all[1].restart()
+        agents.all[1].start()
         offering.until(lambda: offering.sent, "the blocks came back")
 
         agents.all[0].says("offer.released", outcome="completed")
@@ -93,10 +95,30 @@ def test_a_release_that_its_agent_did_not_survive_is_done_by_the_next_one(agents
         agents.all[1].kill()
         wait_until(lambda: not loading.is_up(), "the agent is missed")
         agents.all[0].signal(signal.SIGCONT)
-        agents.all[1].restart()
+        agents.all[1].start()
         offering.until(lambda: offering.sent, "the blocks came back")
 
         agents.all[0].says("offer.released", outcome="completed")
+
+
+def test_what_a_draining_agent_does_not_release_is_released_by_the_next_one(
+    agents: Agents,
+) -> None:
+    with both_sides(*agents.all) as (offering, loading):
+        handoffs = {name: offering.offered(name) for name in ("r", "s")}
+        agents.all[0].signal(signal.SIGSTOP)
+        loading.load("r", handoffs["r"])
+        wait_until(lambda: agents.all[1].status()["counts"]["fetches"], "the fetch has begun")
+        agents.all[1].signal(signal.SIGTERM)
+        wait_until(lambda: agents.all[1].status()["draining"], "it drains")
+        loading.load("s", handoffs["s"])
+        loading.until(lambda: "s" in loading.over, "it takes nothing new")
+        agents.all[0].signal(signal.SIGCONT)
+        agents.all[1].exit_status()
+        agents.all[1].start()
+        offering.until(lambda: len(offering.sent) == len(handoffs), "the blocks came back")
+
+        assert "s" in loading.failed
 
 
 def test_releases_that_wait_for_each_other_are_all_done(
@@ -111,7 +133,7 @@ def test_releases_that_wait_for_each_other_are_all_done(
         for name, handoff in handoffs.items():
             loading.load(name, handoff)
         loading.until(lambda: len(loading.over) == len(names), "the loads are over")
-        agents.all[1].restart()
+        agents.all[1].start()
         offering.until(lambda: len(offering.sent) == len(names), "the blocks came back")
 
         assert sorted(offering.sent) == names

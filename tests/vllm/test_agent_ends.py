@@ -19,7 +19,7 @@ def test_after_a_prefill_agent_killed_during_a_fetch_decode_computes_the_prompt(
     pair.prefill_agent.kill()
 
     assert call.completion().tokens == pair.alone(prompt)
-    pair.prefill_agent.restart()
+    pair.prefill_agent.start()
     works_again(pair, seed=1000)
 
 
@@ -33,7 +33,7 @@ def test_after_a_decode_agent_killed_during_a_fetch_decode_computes_the_prompt(
     pair.prefill_agent.signal(signal.SIGCONT)
 
     assert call.completion().tokens == pair.alone(prompt)
-    pair.decode_agent.restart()
+    pair.decode_agent.start()
     works_again(pair, seed=2000)
 
 
@@ -59,7 +59,7 @@ def test_a_prefill_agent_killed_under_many_handoffs_never_makes_wrong_tokens(
     pair.prefill_agent.kill()
 
     assert [future.result() for future in said] == [pair.alone(prompt) for prompt in prompts]
-    pair.prefill_agent.restart()
+    pair.prefill_agent.start()
     works_again(pair, seed=3000)
 
 
@@ -69,7 +69,7 @@ def test_an_offer_whose_agent_was_killed_holds_no_blocks(pair: Cluster) -> None:
     pair.prefill_agent.kill()
 
     wait_until(lambda: pair.prefill.blocks_in_use() == 0, "the offer's blocks are free")
-    pair.prefill_agent.restart()
+    pair.prefill_agent.start()
     works_again(pair, seed=4000)
 
 
@@ -80,7 +80,7 @@ def test_requests_are_served_while_there_is_no_prefill_agent(pair: Cluster) -> N
     answer = pair.prefill_answer(prompt)
 
     assert pair.redeem(prompt, answer.params) == pair.alone(prompt)
-    pair.prefill_agent.restart()
+    pair.prefill_agent.start()
     works_again(pair, seed=5000)
 
 
@@ -91,7 +91,7 @@ def test_requests_are_served_while_there_is_no_decode_agent(pair: Cluster) -> No
     tokens = pair.handoff(prompt)
 
     assert tokens == pair.alone(prompt)
-    pair.decode_agent.restart()
+    pair.decode_agent.start()
     works_again(pair, seed=6000)
 
 
@@ -101,7 +101,7 @@ def test_a_ticket_from_before_its_agent_was_killed_has_decode_compute_the_prompt
     prompt = prompt_of(250, seed=7)
     ticket = pair.ticket(prompt)
     pair.prefill_agent.kill()
-    pair.prefill_agent.restart()
+    pair.prefill_agent.start()
 
     tokens = pair.redeem(prompt, ticket)
 

@@ -72,7 +72,7 @@ def test_a_request_whose_prefill_agent_is_killed_during_its_fetch_is_an_error(
     with pytest.raises(RefusedError) as refused:
         call.completion()
     assert refused.value.status == 500
-    pair.prefill_agent.restart()
+    pair.prefill_agent.start()
     works_again(pair, seed=2000)
 
 

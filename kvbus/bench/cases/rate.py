@@ -3,6 +3,7 @@
 Refuses to wait for offers: the prefill engine is always some ahead.
 """
 
+import math
 import time
 from dataclasses import dataclass, field
 from itertools import cycle
@@ -31,7 +32,7 @@ class _Rate:
     """Handoffs by many workers until it is over; only those after ``counts_from`` count."""
 
     pair: EnginePair
-    counts_from: float
+    counts_from: float = math.inf
     is_over: bool = False
     latencies_s: list[float] = field(default_factory=list)
     any_counted: anyio.Event = field(default_factory=anyio.Event)
@@ -67,13 +68,12 @@ async def measure_rate(bench: Bench, effort: Effort) -> list[Figure]:
     duration_s = effort.seconds(DURATION_S)
     async with bench.engines(SMALL, 8 * CONCURRENCY) as pair:
         await pair.verify(contiguous(1))
-        now = time.perf_counter()
-        counts_from = now + effort.seconds(WARM_UP_S)
-        rate = _Rate(pair, counts_from)
+        rate = _Rate(pair)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(rate.run)
-            await anyio.sleep(counts_from - now)
+            await anyio.sleep(effort.seconds(WARM_UP_S))
             before, began = bench.cpu_s(), time.perf_counter()
+            rate.counts_from = began
             await anyio.sleep(duration_s)
             await rate.any_counted.wait()
             rate.is_over = True

@@ -137,6 +137,7 @@ class Offers:
             reservation.is_made.set()
         elif reservation.asked is not session:
             reservation.asked, reservation.offer = session, None
+            reservation.is_made.clear()
             self._link.spawn(partial(self._ask, reservation, session))
 
     async def _ask(self, reservation: Reservation, session: PrefillSession) -> None:

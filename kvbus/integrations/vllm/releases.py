@@ -9,7 +9,7 @@ from collections import deque
 from functools import partial
 
 from kvbus.engine import DecodeSession, Fetch
-from kvbus.errors import KVBusError
+from kvbus.errors import ErrorCode, KVBusError
 from kvbus.integrations.vllm.contract import HandoffParams
 from kvbus.integrations.vllm.link import AgentLink
 from kvbus.integrations.vllm.sessions import ControlSession
@@ -49,7 +49,7 @@ class Releases:
                 fetch = session.fetch(
                     handoff.ticket, num_tokens=stop, first_token=stop, block_ids={}
                 )
-            except KVBusError:  # it has no room for a request: one that ends makes some
+            except KVBusError:  # it has no room for a request: with the next release
                 self._waiting.append((request_id, handoff))
                 return
             self._num_under_way += 1
@@ -60,9 +60,10 @@ class Releases:
     ) -> None:
         self._num_under_way -= 1
         notice = fetch.notice
-        if notice is None:  # the agent is gone, perhaps before it told the prefill side
+        if notice is None or notice.code == ErrorCode.DRAINING:  # it goes: the next agent does it
             self._waiting.append((request_id, handoff))
-        elif notice.outcome is not Outcome.COMPLETED:
+            return
+        if notice.outcome is not Outcome.COMPLETED:
             logger.info(
                 "kvbus: request %s: its offer, which is not needed, was not released: %s [%s]",
                 request_id,
