@@ -71,9 +71,10 @@ def run(options: argparse.Namespace, folder: Path) -> dict[str, list[Series]]:
         options.only_turns,
     )
     chosen = options.connector or list(CONNECTORS)
-    if options.only_turns and not all(name.startswith("kvbus") for name in chosen):
+    in_turns = [name for name in chosen if name.startswith("kvbus")]
+    if options.only_turns and in_turns != chosen:
         raise SystemExit("error: only kvbus and kvbus-equal are measured in turns: --connector")
-    if WAVE * options.tokens * shape.token_bytes > options.kv_space_gib << 29:
+    if in_turns and WAVE * options.tokens * shape.token_bytes > options.kv_space_gib << 29:
         raise SystemExit(
             f"error: {WAVE} prompts fill more than half of a KV cache: raise --kv-space-gib"
         )

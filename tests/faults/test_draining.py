@@ -81,29 +81,19 @@ async def test_what_a_drain_does_not_finish_fails_by_name_and_the_agents_exit(fr
         await offer.withdraw()
 
 
-async def test_offers_that_a_drain_does_not_finish_are_withdrawn(fresh):
+@pytest.mark.parametrize("busy_s", [0.0, BUSY_S], ids=["listening", "busy"])
+async def test_offers_that_a_drain_does_not_finish_are_withdrawn(fresh, busy_s):
     prefill = fresh.prefill(drain_timeout_s=0.3)
     fresh.start(prefill)
     async with engine(PrefillSession, prefill.attach) as source:
         offer = await source.prefill.offer("r", **NOTHING)
 
         prefill.signal(signal.SIGINT)
+        time.sleep(busy_s)  # noqa: ASYNC251 - the engine hears nothing meanwhile
         outcome = await offer.released()
 
         assert outcome is Outcome.WITHDRAWN
         assert prefill.exit_status() == 0
-
-
-async def test_an_engine_that_is_busy_when_its_agent_ends_hears_of_its_offers(fresh):
-    prefill = fresh.prefill(drain_timeout_s=0.3)
-    fresh.start(prefill)
-    async with engine(PrefillSession, prefill.attach) as source:
-        offer = await source.prefill.offer("r", **NOTHING)
-
-        prefill.signal(signal.SIGINT)
-        time.sleep(BUSY_S)  # noqa: ASYNC251 - nothing is heard meanwhile
-
-        assert await offer.released() is Outcome.WITHDRAWN
 
 
 def test_an_idle_agent_ends_at_once_and_leaves_no_socket(fresh):
