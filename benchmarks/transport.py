@@ -132,7 +132,7 @@ async def measure(target: dict[str, Any], memory: Any, raw: Raw) -> None:
         f"{(time.process_time() - cpu) / 2000 * 1e6:.0f} us CPU each"
     )
     for name, demands in (("idle", 0), ("demanded", 1)):
-        held = [bench.transport.demand_progress() for _ in range(demands)]
+        held = [bench.transport.hold_progress() for _ in range(demands)]
         cpu = time.process_time()
         await asyncio.sleep(2)
         print(f"{'CPU ' + name:<44} {(time.process_time() - cpu) / 2 * 100:.2f} % of a core")

@@ -15,7 +15,7 @@ def main() -> None:
     memory = np.ones(int(sys.argv[1]), np.uint8)
     transport.register(memory.ctypes.data, memory.nbytes).result()
     metadata = transport.metadata().result().hex()
-    with transport.demand_progress():
+    with transport.hold_progress():
         print(json.dumps({"address": memory.ctypes.data, "metadata": metadata}), flush=True)
         sys.stdin.read()
 

@@ -5,12 +5,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TypeVar
 
-from kvbus.agent.diagrams import Table, state_diagram, state_sentences
-from kvbus_decode import transitions as decode
-from kvbus_decode.fetch import FetchState
-from kvbus_prefill import pack
-from kvbus_prefill import transitions as prefill
-from kvbus_prefill.offer import OfferState
+from kvbus.table.diagram import Table, state_diagram, state_sentences
+from kvbus_decode.fetch import transitions as decode
+from kvbus_decode.fetch.entry import FetchState
+from kvbus_prefill.offer import transitions as prefill
+from kvbus_prefill.offer.entry import OfferState
+from kvbus_prefill.slots import entry as pack
 
 PAGE = Path(__file__).with_name("state-machines.md")
 S = TypeVar("S", bound=StrEnum)
@@ -42,9 +42,9 @@ def page() -> str:
     )
     box = section(
         "A box in a staging slot, at the prefill agent",
-        pack.PackState,
+        pack.SlotState,
         pack.TRANSITIONS,
-        {pack.PackState.WAITING: "Asked"},
+        {pack.SlotState.WAITING: "Asked"},
     )
     fetch = section(
         "A fetch, at the decode agent",

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from kvbus.agent import engine_memory, places
-from kvbus.agent.staging import StagingMemory
+from kvbus.agent.engines import rank_memory
+from kvbus.agent.staging import devices
+from kvbus.agent.staging.slot_memory import SlotMemory
 from kvbus.engine import DecodeSession, KvCache, MemorySession, PrefillSession
 from kvbus.errors import SegmentError
 from kvbus.geometry import lay_out_rank
@@ -47,7 +48,7 @@ class StandIn:
     def __init__(self) -> None:
         self.memory: dict[bytes, torch.Tensor] = {}
         self.num_open = self.num_copies = 0
-        self.rings: list[StagingMemory] = []
+        self.rings: list[SlotMemory] = []
         self.events: list[tuple[bytes, ...]] = []
 
     def open(self, passed: PassCuda) -> OpenedHandle:
@@ -66,9 +67,9 @@ class StandIn:
         self.num_copies += 1
         return copy()
 
-    async def ring(self, transport: Transport, gpu: str, **shape: int) -> StagingMemory:
+    async def ring(self, transport: Transport, gpu: str, **shape: int) -> SlotMemory:
         assert gpu == GPU
-        self.rings.append(await StagingMemory.open(transport, **shape))
+        self.rings.append(await SlotMemory.open(transport, **shape))
         return self.rings[-1]
 
 
@@ -76,9 +77,9 @@ class StandIn:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     """A GPU for every agent of this process."""
     made = StandIn()
-    monkeypatch.setattr(engine_memory, "_open_cuda", made.open)
-    monkeypatch.setattr(engine_memory, "_open_stream", made.stream)
-    monkeypatch.setattr(places, "open_gpu_ring", made.ring)
+    monkeypatch.setattr(rank_memory, "_open_cuda", made.open)
+    monkeypatch.setattr(rank_memory, "_open_stream", made.stream)
+    monkeypatch.setattr(devices, "open_gpu_slots", made.ring)
     return made
 
 

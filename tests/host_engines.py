@@ -14,7 +14,7 @@ import torch
 
 from kvbus.demo.device import device_copy
 from kvbus.engine import DecodeSession, KvCache, MemorySession, PrefillSession
-from kvbus.engine.host import (
+from kvbus.engine.bounce import (
     HostDecode,
     HostOffer,
     HostPrefill,

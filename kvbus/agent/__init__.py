@@ -1,4 +1,4 @@
-"""What both agents share: config, logs, metrics, deadlines, and the local engines they serve.
+"""What both agents share: the process, the local engines, and the staging slots.
 
 Refuses to know offers or fetches; those are the services' own.
 """

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from kvbus.engine import KvCache
-from kvbus.engine.host import CopyBlocks, Direction, HostBlocks
+from kvbus.engine.bounce import CopyBlocks, Direction, HostBlocks
 from kvbus.errors import GeometryError
 from kvbus.geometry import EngineSpec, RankSpec
 

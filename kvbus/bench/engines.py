@@ -20,7 +20,7 @@ from kvbus.bench.ranks import ATTACH_TIMEOUT_S, open_ranks
 from kvbus.bench.shapes import GROUP, Shape, Tables
 from kvbus.bus import BusContext, RequestClient, new_boot_id, new_context
 from kvbus.engine import DecodeSession, KvCache
-from kvbus.engine.host import HostDecode
+from kvbus.engine.bounce import HostDecode
 from kvbus.errors import KVBusError
 from kvbus.protocol.engine import Fetched
 

@@ -18,7 +18,7 @@ from kvbus.bench.ranks import ATTACH_TIMEOUT_S, open_ranks
 from kvbus.bench.shapes import GROUP, SHAPES
 from kvbus.bus import Call, RequestServer, new_boot_id, new_context
 from kvbus.engine import Offer, PrefillSession
-from kvbus.engine.host import HostOffer, HostPrefill
+from kvbus.engine.bounce import HostOffer, HostPrefill
 from kvbus.errors import KVBusError, LocalError
 from kvbus.protocol.engine import Released
 from kvbus.protocol.envelope import Body

@@ -10,7 +10,7 @@ from pathlib import Path
 from kvbus.bench.device import block_copy, private_cache
 from kvbus.bench.shapes import GROUP, Shape
 from kvbus.engine import KvCache, MemorySession
-from kvbus.engine.host import HostRing, LocalCopier
+from kvbus.engine.bounce import HostRing, LocalCopier
 from kvbus.geometry import EngineSpec
 from kvbus.memory.threads import copy_on_one_thread
 

@@ -15,7 +15,7 @@ def new_boot_id() -> str:
     return uuid.uuid4().hex
 
 
-class Sighting(Enum):
+class BootChange(Enum):
     """What a boot id on a message says about the peer."""
 
     SAME = auto()
@@ -31,15 +31,15 @@ class BootWatch:
         self.current: str | None = None
         self._retired: deque[str] = deque(maxlen=_MAX_RETIRED)
 
-    def see(self, boot: str) -> Sighting:
+    def see(self, boot: str) -> BootChange:
         """Take note of ``boot``; it becomes the current one unless it was retired before."""
         previous = self.current
         if boot == previous:
-            return Sighting.SAME
+            return BootChange.SAME
         if boot in self._retired:
-            return Sighting.RETIRED
+            return BootChange.RETIRED
         self.current = boot
         if previous is None:
-            return Sighting.FIRST
+            return BootChange.FIRST
         self._retired.append(previous)
-        return Sighting.CHANGED
+        return BootChange.CHANGED

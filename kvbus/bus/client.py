@@ -7,11 +7,11 @@ import asyncio
 from collections.abc import Callable
 from typing import TypeVar
 
-from kvbus.bus.boot import BootWatch, Sighting
+from kvbus.bus.boot import BootChange, BootWatch
 from kvbus.bus.inbox import NoticeInbox
 from kvbus.bus.limits import ClientCounters
-from kvbus.bus.owner import Owner
 from kvbus.bus.pump import Pump
+from kvbus.bus.socket_actor import SocketActor
 from kvbus.bus.sockets import BusContext, SocketOptions, open_dealer
 from kvbus.errors import (
     ClosedError,
@@ -46,7 +46,7 @@ class _Pending:
         self.sent = False
 
 
-class RequestClient(Owner):
+class RequestClient(SocketActor):
     """Requests to one server. The boot id must be this client's alone at that server.
 
     ``on_boot`` is called with the server's boot id when it becomes known and whenever it changes.
@@ -233,12 +233,12 @@ class RequestClient(Owner):
     def _greet(self, boot: str) -> bool:
         """The server has another boot id than it had; False when the message is an old one's."""
         sighting = self._peer.see(boot)
-        if sighting is Sighting.RETIRED:
+        if sighting is BootChange.RETIRED:
             self.counters.stale += 1
             return False
         self.counters.boots += 1
         self._inbox = NoticeInbox()
-        if sighting is Sighting.CHANGED:
+        if sighting is BootChange.CHANGED:
             self._fail_all(PeerLost("peer came back as a new process", endpoint=self.endpoint))
         self._call_user(self._on_boot, boot)
         return True

@@ -6,15 +6,15 @@ The subscriber sees it by the seqs, those in heartbeats included.
 
 import asyncio
 
-from kvbus.bus.owner import Owner
 from kvbus.bus.pump import Pump
+from kvbus.bus.socket_actor import SocketActor
 from kvbus.bus.sockets import BusContext, SocketOptions, bound_endpoint, open_publisher
 from kvbus.bus.topics import HEARTBEAT
 from kvbus.errors import LocalError
 from kvbus.protocol.envelope import Body, Notice, encode_notice
 
 
-class EventPublisher(Owner):
+class EventPublisher(SocketActor):
     """Events of one process to anyone: frames ``[op, event]``, with a seq from 1 for each op."""
 
     def __init__(

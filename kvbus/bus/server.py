@@ -11,10 +11,10 @@ from collections.abc import Callable
 import anyio
 
 from kvbus.bus.limits import ServerCounters, ServerLimits
-from kvbus.bus.owner import Owner
 from kvbus.bus.pump import Pump
 from kvbus.bus.replies import ReplyCache
 from kvbus.bus.session import Call, Session
+from kvbus.bus.socket_actor import SocketActor
 from kvbus.bus.sockets import BusContext, SocketOptions, bound_endpoint, open_router
 from kvbus.errors import ErrorCode, KVBusError, LocalError, ProtocolError
 from kvbus.protocol.envelope import Body, Reply, Request, decode, encode_reply
@@ -28,7 +28,7 @@ _UNREADABLE_ID = 0
 _GRACE_S = 0.05
 
 
-class RequestServer(Owner):
+class RequestServer(SocketActor):
     """Calls ``handler`` once for each new request, in the event loop's thread.
 
     A request is known by (boot, id): a repeat gets the kept reply, or is absorbed while the first
@@ -99,7 +99,7 @@ class RequestServer(Owner):
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
         self._pump.start(loop)
 
-    async def _farewell(self) -> None:
+    async def _on_close(self) -> None:
         """Refuse what is pending, and stay until it was read: see `_GRACE_S`."""
         self._closing = True
         for session in self._sessions.values():

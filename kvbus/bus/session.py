@@ -16,7 +16,7 @@ _RESEND_WINDOW = 64
 _MAX_BACKOFF = 8
 
 
-class Line(Protocol):
+class ServerView(Protocol):
     """What a session needs of its server."""
 
     boot: str
@@ -70,7 +70,7 @@ class Session:
     Set ``pinned`` to keep it while idle; a session that was ever notified is kept anyway.
     """
 
-    def __init__(self, line: Line, boot: str, identity: bytes) -> None:
+    def __init__(self, line: ServerView, boot: str, identity: bytes) -> None:
         self.boot = boot
         self.identity = identity
         self.pinned = False

@@ -6,11 +6,11 @@ Refuses to recover: a gap, a new boot or silence is reported, and the user resyn
 import asyncio
 from collections.abc import Callable, Iterable
 
-from kvbus.bus.boot import BootWatch, Sighting
+from kvbus.bus.boot import BootChange, BootWatch
 from kvbus.bus.limits import SubscriberCounters
-from kvbus.bus.owner import Owner
 from kvbus.bus.pump import Pump
 from kvbus.bus.sequence import TopicSequence
+from kvbus.bus.socket_actor import SocketActor
 from kvbus.bus.sockets import BusContext, SocketOptions, open_subscriber
 from kvbus.bus.timers import Timers
 from kvbus.bus.topics import HEARTBEAT
@@ -37,7 +37,7 @@ class EventListener:
         """Something came again after silence."""
 
 
-class EventSubscriber(Owner):
+class EventSubscriber(SocketActor):
     """Events of many publishers, by endpoint; endpoints may come and go at any time.
 
     Exceptions out of ``listener`` go to ``on_fault``; without one they end `run`.
@@ -158,7 +158,7 @@ class _Feed:
     def _see_boot(self, boot: str) -> None:
         if boot == self._peer.current:
             return
-        if self._peer.see(boot) is Sighting.RETIRED:
+        if self._peer.see(boot) is BootChange.RETIRED:
             raise ProtocolError("event of an earlier boot", code=ErrorCode.STALE)
         self._sequence = TopicSequence(self._owner.topics)
         self._tell(self._owner.listener.on_boot, self._endpoint, boot)

@@ -21,7 +21,7 @@ from kvbus.demo.serving import answer, run_engine, serve
 from kvbus.demo.step import Step
 from kvbus.demo.work import Decode, Decoded, EngineSetup, Failed, FirstToken
 from kvbus.engine import DecodeSession, Fetch
-from kvbus.engine.host import HostDecode, HostFetch
+from kvbus.engine.bounce import HostDecode, HostFetch
 from kvbus.errors import FetchFailed
 from kvbus.geometry import num_blocks_for
 

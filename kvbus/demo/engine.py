@@ -20,7 +20,7 @@ from kvbus.demo.request_blocks import MostBlocks
 from kvbus.demo.shape import Memory
 from kvbus.demo.work import EngineSetup, Settled
 from kvbus.engine import DecodeSession, KvCache, MemorySession, PrefillSession
-from kvbus.engine.host import Copier, HostRing, LocalCopier
+from kvbus.engine.bounce import Copier, HostRing, LocalCopier
 from kvbus.geometry import EngineSpec, GroupSpec, KvLayout, KvPart
 
 ATTACH_TIMEOUT_S = 60.0

@@ -16,7 +16,7 @@ from kvbus.demo.request_blocks import new_blocks, num_blocks, prefill_blocks
 from kvbus.demo.serving import answer
 from kvbus.demo.step import Step
 from kvbus.demo.work import Failed, Offered, Prefill, Prefilled
-from kvbus.engine.host import HostOffer, HostPrefill
+from kvbus.engine.bounce import HostOffer, HostPrefill
 from kvbus.errors import KVBusError
 
 RING_WAIT_S = 60.0

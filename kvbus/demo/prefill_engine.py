@@ -10,7 +10,7 @@ from kvbus.demo.request_blocks import most_prefill_blocks
 from kvbus.demo.serving import run_engine, serve
 from kvbus.demo.work import EngineSetup, Prefill
 from kvbus.engine import PrefillSession
-from kvbus.engine.host import HostPrefill
+from kvbus.engine.bounce import HostPrefill
 
 
 async def main(setup: EngineSetup) -> None:

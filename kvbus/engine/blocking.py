@@ -16,9 +16,9 @@ from typing import Any, Generic, Protocol, Self, TypeVar
 import torch
 from anyio.from_thread import BlockingPortal, start_blocking_portal
 
+from kvbus.engine.bounce.buffer import HostBuffer
 from kvbus.engine.decode import BlockIds, DecodeSession
 from kvbus.engine.fetch import Fetch
-from kvbus.engine.host.buffer import HostBuffer
 from kvbus.engine.memory import KvCache, MemorySession
 from kvbus.engine.prefill import Offer, PrefillSession
 from kvbus.engine.session import EngineSession, Others

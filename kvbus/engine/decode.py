@@ -15,8 +15,7 @@ from kvbus.engine.fetch import Fetch, OnFetched, OnLanded
 from kvbus.engine.session import EngineSession, Others
 from kvbus.errors import GeometryError, KVBusError, PeerLost, RequestRefused
 from kvbus.geometry import BlockTable, EngineSpec
-from kvbus.protocol.engine import AgentRole, BlocksFreed, Fetched, Landed, Outcome
-from kvbus.protocol.engine import Fetch as FetchMessage
+from kvbus.protocol.engine import AgentRole, BlocksFreed, Fetched, Landed, Outcome, StartFetch
 from kvbus.protocol.envelope import Notice
 from kvbus.protocol.message import Empty, from_body
 
@@ -90,7 +89,7 @@ class DecodeSession(EngineSession):
         """
         tables = _tables(self.engine, block_ids, first_token, num_tokens)
         fetch = Fetch(self, fetch_id or uuid.uuid4().hex, on_landed)
-        message = FetchMessage(
+        message = StartFetch(
             fetch_id=fetch.fetch_id,
             ticket=dict(ticket),
             num_tokens=num_tokens,

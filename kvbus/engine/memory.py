@@ -8,14 +8,14 @@ from pathlib import Path
 
 import torch
 
+from kvbus.engine.bounce.buffer import HostBuffer
+from kvbus.engine.bounce.sizing import RING_LAYOUT
 from kvbus.engine.fetch import OnFetched
-from kvbus.engine.host.buffer import HostBuffer
-from kvbus.engine.host.sizing import RING_LAYOUT
 from kvbus.engine.region_tensor import region_tensor
 from kvbus.engine.session import EngineSession
 from kvbus.errors import GeometryError, LocalError, SegmentError
 from kvbus.geometry import EngineSpec, KvLayout, RankSpec, lay_out_rank
-from kvbus.memory.cuda import CudaStorage, EngineEvent, allocate_cuda
+from kvbus.memory.cuda import CudaEvent, CudaStorage, allocate_cuda
 from kvbus.memory.segment import SharedSegment
 from kvbus.memory.storage import SharedStorage
 from kvbus.protocol.attach import PassCuda, PassSegment, SegmentPassed
@@ -75,7 +75,7 @@ class MemorySession(EngineSession):
         )
         self.rank = rank
         self._on_fetched = on_fetched
-        self._event: EngineEvent | None = None
+        self._event: CudaEvent | None = None
 
     async def allocate(
         self,
@@ -161,7 +161,7 @@ class MemorySession(EngineSession):
 
     async def _pass_cuda(self, segment_id: str, storage: CudaStorage) -> None:
         if self._event is None:
-            self._event = EngineEvent(storage.ordinal)
+            self._event = CudaEvent(storage.ordinal)
         message = PassCuda(
             segment_id=segment_id,
             device=storage.device,

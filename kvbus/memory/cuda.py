@@ -61,7 +61,7 @@ class CudaStorage:
         self.close()
 
 
-class EngineEvent:
+class CudaEvent:
     """The event of one memory session: what the engine had done when it last recorded it."""
 
     def __init__(self, ordinal: int) -> None:

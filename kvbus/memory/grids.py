@@ -15,7 +15,7 @@ Places = Mapping[tuple[int, str], Region]
 """The one region of each layer and part."""
 
 
-class Steps(NamedTuple):
+class GridSteps(NamedTuple):
     """What regions of one grid have in common: their segment, and bytes along the other axes."""
 
     segment_id: str
@@ -41,7 +41,7 @@ class Grid:
     has the box's first head, in token 0 of block 0.
     """
 
-    steps: Steps
+    steps: GridSteps
     origin_bytes: int
     layers: Run
     parts: Run
@@ -76,13 +76,13 @@ def find_grids(
 
     Raises `GeometryError` when the rank lacks one of them.
     """
-    columns: dict[tuple[Steps, int], list[tuple[int, int]]] = defaultdict(list)
+    columns: dict[tuple[GridSteps, int], list[tuple[int, int]]] = defaultdict(list)
     for number, part in enumerate(parts):
         for index, layer in enumerate(layers):
             region = _region(places, layer, part, heads)
             corner = _corner(region, layer, part, heads[0])
             columns[_steps(region), number].append((index, corner))
-    rows: dict[tuple[Steps, Run], list[tuple[int, int]]] = defaultdict(list)
+    rows: dict[tuple[GridSteps, Run], list[tuple[int, int]]] = defaultdict(list)
     for (steps, number), corners in columns.items():
         for layers_run, origin in _runs(corners):
             rows[steps, layers_run].append((number, origin))
@@ -116,9 +116,9 @@ def _corner(region: Region, layer: int, part: str, first_head: int) -> int:
     )
 
 
-def _steps(region: Region) -> Steps:
+def _steps(region: Region) -> GridSteps:
     axes = (AxisName.BLOCK, AxisName.TOKEN, AxisName.HEAD, AxisName.DIM)
-    return Steps(region.segment_id, *(region.stride_bytes(axis) for axis in axes))
+    return GridSteps(region.segment_id, *(region.stride_bytes(axis) for axis in axes))
 
 
 def _runs(corners: list[tuple[int, int]]) -> Iterator[tuple[Run, int]]:

@@ -21,7 +21,7 @@ WORDS = {
 }
 
 
-Steps = tuple[int, ...]
+GridSteps = tuple[int, ...]
 
 
 class TileAxis(NamedTuple):
@@ -37,9 +37,9 @@ class Tile:
     """One unit: its shape in words, the last axis contiguous on both sides; strides in words."""
 
     word_bytes: int
-    shape: Steps
-    rank_strides: Steps
-    slot_strides: Steps
+    shape: GridSteps
+    rank_strides: GridSteps
+    slot_strides: GridSteps
 
 
 def tile_of(itemsize: int, axes: tuple[TileAxis, ...], word_bytes: int) -> Tile:
@@ -67,7 +67,7 @@ def words_of(buffer: torch.Tensor, word_bytes: int) -> torch.Tensor:
 
 
 def units_view(
-    words: torch.Tensor, origin_bytes: int, starts: Starts, *, shape: Steps, strides: Steps
+    words: torch.Tensor, origin_bytes: int, starts: Starts, *, shape: GridSteps, strides: GridSteps
 ) -> torch.Tensor:
     """Axes [unit, *shape] over a storage's words; shape and strides in words."""
     word = words.itemsize

@@ -1,6 +1,6 @@
 """What a fetch would take on each path, in seconds, and the choice of path and box size.
 
-Refuses to measure: rates come from `kvbus.agent.calibration`, corrections from `PeerRates`.
+Refuses to measure: rates come from `kvbus.agent.process.calibration`, corrections from `PeerRates`.
 """
 
 from collections.abc import Collection, Mapping

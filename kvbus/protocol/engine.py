@@ -135,7 +135,7 @@ class Released(Message, frozen=True):
     outcome: Outcome
 
 
-class Fetch(Message, frozen=True):
+class StartFetch(Message, frozen=True):
     """Asks for tokens [first_token, num_tokens) of a ticket's request, into ``tables``.
 
     ``tables`` hold exactly the blocks of these tokens: of a group with a window those of its last
@@ -243,5 +243,5 @@ ENGINE_REQUESTS: tuple[type[Message], ...] = (
     Ping,
 )
 PREFILL_REQUESTS: tuple[type[Message], ...] = (MakeOffer, ExtendOffer, SealOffer, WithdrawOffer)
-DECODE_REQUESTS: tuple[type[Message], ...] = (Fetch, CancelFetch)
+DECODE_REQUESTS: tuple[type[Message], ...] = (StartFetch, CancelFetch)
 NOTICES: tuple[type[Message], ...] = (Released, Landed, Fetched, BlocksFreed)

@@ -13,7 +13,7 @@ from kvbus.errors import ErrorCode
 from kvbus.geometry import EngineSpec, RankSpec
 from kvbus.protocol.engine import AgentRanks, AgentRole, Tables
 from kvbus.protocol.message import Address, Empty, Epoch, Id, Message, Seconds, Size, Text, Tokens
-from kvbus.protocol.sibling import AbortAssist, Assist, CheckMemory
+from kvbus.protocol.remote_ranks import AbortDelegate, CheckMemory, Delegate
 from kvbus.protocol.staging import Pack, Unpack
 
 
@@ -214,7 +214,7 @@ PREFILL_PEER_REQUESTS: tuple[type[Message], ...] = (
     CheckMemory,
     Status,
 )
-DECODE_PEER_REQUESTS: tuple[type[Message], ...] = (Assist, AbortAssist, Status)
+DECODE_PEER_REQUESTS: tuple[type[Message], ...] = (Delegate, AbortDelegate, Status)
 EVENTS: dict[str, type[Message]] = {
     "heartbeat": Heartbeat,
     "offer.opened": OfferEvent,

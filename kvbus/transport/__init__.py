@@ -1,7 +1,9 @@
 """Moves bytes between agents: the only package that imports nixl."""
 
 from kvbus.transport.delivery import Deliver, OnEnd
-from kvbus.transport.facts import (
+from kvbus.transport.handles import ProgressToken, Read
+from kvbus.transport.transport import Transport
+from kvbus.transport.types import (
     CloseReport,
     MemoryKind,
     ReadOutcome,
@@ -10,15 +12,13 @@ from kvbus.transport.facts import (
     TransportLimits,
     TransportStats,
 )
-from kvbus.transport.handles import Demand, Read
-from kvbus.transport.transport import Transport
 
 __all__ = [
     "CloseReport",
     "Deliver",
-    "Demand",
     "MemoryKind",
     "OnEnd",
+    "ProgressToken",
     "Read",
     "ReadOutcome",
     "ReadStatus",

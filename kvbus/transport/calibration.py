@@ -19,9 +19,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbus.errors import ErrorCode, LocalError, TransferFailed
-from kvbus.transport.facts import MemoryKind, ReadOutcome, ReadStatus
 from kvbus.transport.slicing import Rows
 from kvbus.transport.transport import Transport
+from kvbus.transport.types import MemoryKind, ReadOutcome, ReadStatus
 
 MANY = 2048
 """One slice of descriptors."""
@@ -163,8 +163,8 @@ def _pair(name: str, deadline: float, to: Area, at: Area) -> Iterator[_Pair]:
     with (
         _transport(f"{name}/calibration/reader", deadline) as reader,
         _transport(f"{name}/calibration/target", deadline) as target,
-        reader.demand_progress(),
-        target.demand_progress(),
+        reader.hold_progress(),
+        target.hold_progress(),
     ):
         pair = _Pair(reader, target, deadline, (to, at))
         pair.connect()

@@ -6,7 +6,7 @@ Refuses to lose one: a callback that raises does not stop those behind it.
 from collections import deque
 from collections.abc import Callable
 
-from kvbus.transport.facts import ReadOutcome
+from kvbus.transport.types import ReadOutcome
 
 OnEnd = Callable[[ReadOutcome], None]
 Deliver = Callable[[Callable[[], None]], object]

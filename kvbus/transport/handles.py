@@ -19,7 +19,7 @@ class Read:
         self._abort()
 
 
-class Demand:
+class ProgressToken:
     """Keeps progress driven until it is closed: as the target of reads, and for connections."""
 
     __slots__ = ("_change",)
@@ -34,7 +34,7 @@ class Demand:
         if change:
             change(-1)
 
-    def __enter__(self) -> "Demand":
+    def __enter__(self) -> "ProgressToken":
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -8,8 +8,8 @@ import os
 from typing import Any
 
 from kvbus.errors import KVBusError, PeerLost, SegmentError, TransferFailed
-from kvbus.transport.facts import MemoryKind, Registration
 from kvbus.transport.slicing import Rows
+from kvbus.transport.types import MemoryKind, Registration
 
 
 def _import_nixl() -> tuple[Any, Any]:

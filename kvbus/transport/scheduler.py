@@ -9,10 +9,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvbus.errors import RemoteError
-from kvbus.transport.facts import MemoryKind, ReadOutcome, ReadStatus, TransportLimits
+from kvbus.transport.fair_queue import FairQueue
 from kvbus.transport.nixl_agent import Handle, HandleForgotten, NixlAgent
 from kvbus.transport.slicing import Rows, Slices
-from kvbus.transport.turns import Turns
+from kvbus.transport.types import MemoryKind, ReadOutcome, ReadStatus, TransportLimits
 
 
 @dataclass(slots=True, eq=False, kw_only=True)
@@ -74,7 +74,7 @@ class _Slice:
 class _Lane:
     """The reads from one peer: a stopped peer holds up nobody but itself."""
 
-    waiting: Turns[ReadJob] = field(default_factory=Turns)
+    waiting: FairQueue[ReadJob] = field(default_factory=FairQueue)
     posted: list[_Slice] = field(default_factory=list)
     posted_bytes: int = 0
 

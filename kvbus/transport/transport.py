@@ -13,7 +13,11 @@ from functools import partial
 
 from kvbus.errors import ClosedError, ErrorCode, LocalError, SegmentError
 from kvbus.transport.delivery import Deliver, Delivery, OnEnd, deliver_inline
-from kvbus.transport.facts import (
+from kvbus.transport.handles import ProgressToken, Read
+from kvbus.transport.nixl_agent import NixlAgent
+from kvbus.transport.scheduler import ReadJob, ReadScheduler
+from kvbus.transport.slicing import Rows, Slices, check_rows
+from kvbus.transport.types import (
     CloseReport,
     MemoryKind,
     ReadStatus,
@@ -21,10 +25,6 @@ from kvbus.transport.facts import (
     TransportLimits,
     TransportStats,
 )
-from kvbus.transport.handles import Demand, Read
-from kvbus.transport.nixl_agent import NixlAgent
-from kvbus.transport.scheduler import ReadJob, ReadScheduler
-from kvbus.transport.slicing import Rows, Slices, check_rows
 from kvbus.transport.worker import Worker
 
 
@@ -149,9 +149,9 @@ class Transport:
             raise
         return Read(partial(self._abort, job))
 
-    def demand_progress(self) -> Demand:
+    def hold_progress(self) -> ProgressToken:
         """Have progress driven until the demand is closed; demands are counted."""
-        return Demand(self._worker.demand)
+        return ProgressToken(self._worker.demand)
 
     def stats(self) -> TransportStats:
         """Counts, callable from any thread."""
@@ -166,7 +166,7 @@ class Transport:
             bytes_read=self._bytes_read,
             registered_bytes=sum(r.size_bytes for r in self._registrations.copy().values()),
             peers=len(self._peers),
-            progress_demands=self._worker.demands,
+            progress_tokens=self._worker.demands,
             progress_calls=self._worker.passes,
             unreleased_handles=scheduler.num_unreleased if scheduler else 0,
         )

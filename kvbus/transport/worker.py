@@ -11,9 +11,9 @@ from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from kvbus.errors import ClosedError, ErrorCode, LocalError
-from kvbus.transport.facts import TransportLimits
 from kvbus.transport.nixl_agent import NixlAgent
 from kvbus.transport.scheduler import ReadScheduler
+from kvbus.transport.types import TransportLimits
 
 Result = TypeVar("Result")
 Command = Callable[[], None]

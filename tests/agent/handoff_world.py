@@ -16,12 +16,12 @@ from kvbus.protocol.engine import Outcome
 from kvbus.protocol.message import Message
 from kvbus.protocol.peer import Granted
 from kvbus.protocol.ticket import Ticket
-from kvbus_decode import fetch_events as dec
-from kvbus_decode.fetch import FetchLimits
-from kvbus_decode.fetches import FetchTable
-from kvbus_prefill import offer_events as pre
-from kvbus_prefill.offer import OfferLimits
-from kvbus_prefill.offers import OfferTable
+from kvbus_decode.fetch import events as dec
+from kvbus_decode.fetch.entry import FetchLimits
+from kvbus_decode.fetch.table import FetchTable
+from kvbus_prefill.offer import events as pre
+from kvbus_prefill.offer.entry import OfferLimits
+from kvbus_prefill.offer.table import OfferTable
 
 OFFER_LIMITS = OfferLimits(max_lease_s=2.0, max_hold_s=6.0)
 FETCH_LIMITS = FetchLimits(lease_s=2.0, request_timeout_s=1.0, busy_retry_s=0.25)
@@ -221,7 +221,7 @@ class HandoffWorld(RuleBasedStateMachine):
         self.num_events += 1
         for command in self.prefill.handle(event, self.now):
             match command:
-                case pre.Reply(int(number), body):
+                case pre.SendReply(int(number), body):
                     self.wire.append(Answer(number, body))
                 case pre.Refuse(int(number), error):
                     self.wire.append(Answer(number, error))

@@ -8,8 +8,8 @@ import anyio
 import pytest
 from structlog.testing import capture_logs
 
-from kvbus.agent import calibration
-from kvbus.agent.calibration import calibrated_rates
+from kvbus.agent.process import calibration
+from kvbus.agent.process.calibration import calibrated_rates
 from kvbus.errors import ErrorCode, LocalError, SegmentError
 from kvbus.planning.cost import Rates
 

@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbus.agent.deadlines import Deadlines
+from kvbus.table.deadlines import Deadlines
 
 KEYS = st.integers(0, 5)
 TIMES = st.sampled_from([0.0, 1.0, 1.5, 2.0, 3.0])

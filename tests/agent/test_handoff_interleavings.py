@@ -10,8 +10,8 @@ from hypothesis.stateful import precondition, rule
 from kvbus.errors import ErrorCode, RemoteError
 from kvbus.protocol.engine import Outcome
 from kvbus.protocol.ticket import Ticket
-from kvbus_decode import fetch_events as dec
-from kvbus_prefill import offer_events as pre
+from kvbus_decode.fetch import events as dec
+from kvbus_prefill.offer import events as pre
 from tests.agent.handoff_world import NUM_TOKENS, HandoffWorld, Source, Target
 
 
@@ -201,7 +201,7 @@ class HandoffInterleavings(HandoffWorld):
                 self.overwrite(source, Outcome.WITHDRAWN)
         self.start_prefill()
         if noticed:
-            self.tell_decode(dec.PeerLost(boot))
+            self.tell_decode(dec.PeerGone(boot))
 
     @rarely(19)
     @rule()

@@ -9,11 +9,11 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from kvbus.agent import gpu_ring
-from kvbus.agent.config import AgentConfig, convert_config
-from kvbus.agent.gpu_ring import preferred
-from kvbus.agent.places import HOST, StagingPlaces
-from kvbus.agent.staging import StagingMemory
+from kvbus.agent.process.config import AgentConfig, convert_config
+from kvbus.agent.staging import gpu as gpu_ring
+from kvbus.agent.staging.devices import HOST, StagingDevices
+from kvbus.agent.staging.gpu import preferred
+from kvbus.agent.staging.slot_memory import SlotMemory
 from kvbus.errors import ConfigError, LocalError, SegmentError
 from kvbus.transport import Transport
 from kvbus.transport.calibration import Area, measure_wire
@@ -48,7 +48,7 @@ def config(**changes: Any) -> AgentConfig:
 
 @pytest.mark.anyio
 async def test_the_host_has_slots_from_the_start_and_other_places_have_not(transport: Transport):
-    places = await StagingPlaces.open(config(), transport)
+    places = await StagingDevices.open(config(), transport)
     with pytest.raises(LocalError, match="no staging slots in GPU-0"):
         places.at("GPU-0")
     found = places.at(HOST).num_slots, places.num_slots, places.slot_bytes, places.packs
@@ -62,8 +62,8 @@ async def test_the_host_has_slots_from_the_start_and_other_places_have_not(trans
 
 @pytest.mark.anyio
 async def test_each_place_is_registered_for_those_who_read_there(transport: Transport):
-    places = await StagingPlaces.open(config(), transport)
-    places._rings["GPU-0"] = await StagingMemory.open(transport, num_slots=3, slot_bytes=4096)
+    places = await StagingDevices.open(config(), transport)
+    places._rings["GPU-0"] = await SlotMemory.open(transport, num_slots=3, slot_bytes=4096)
     here, there = places.registrations({HOST}), places.registrations({"GPU-0"})
     both = places.registrations({HOST, "GPU-0"})
     await places.close()
@@ -74,7 +74,7 @@ async def test_each_place_is_registered_for_those_who_read_there(transport: Tran
 
 @pytest.mark.anyio
 async def test_where_packing_is_turned_off_no_place_has_slots(transport: Transport):
-    places = await StagingPlaces.open(config(staging_bytes=0), transport)
+    places = await StagingDevices.open(config(staging_bytes=0), transport)
 
     assert (places.packs, places.num_slots, places.slot_bytes) == (False, 0, 0)
     assert places.registrations({HOST}) == []
@@ -87,7 +87,7 @@ async def test_where_packing_is_turned_off_no_place_has_slots(transport: Transpo
 
 @pytest.mark.anyio
 async def test_a_gpu_that_is_not_there_has_no_slots(transport: Transport):
-    places = await StagingPlaces.open(config(), transport)
+    places = await StagingDevices.open(config(), transport)
     with pytest.raises(SegmentError, match=r"CUDA|GPU"):
         await places.make("GPU-of-nobody")
     with pytest.raises(LocalError, match="no staging slots"):
@@ -123,7 +123,7 @@ async def test_where_nixl_takes_no_gpu_memory_the_slots_are_pinned_and_the_log_s
 ):
     monkeypatch.setattr(gpu_ring, "_ordinal", lambda _gpu: 3)
     monkeypatch.setattr(gpu_ring, "_make", lambda size, *_: HostSlots(size))
-    places = await StagingPlaces.open(config(), transport)
+    places = await StagingDevices.open(config(), transport)
     with capture_logs() as logs:
         for _ in range(2):
             await places.make("GPU-0")

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from kvbus.agent.config import AgentConfig, convert_config
-from kvbus.agent.staging import StagingMemory
+from kvbus.agent.process.config import AgentConfig, convert_config
+from kvbus.agent.staging.slot_memory import SlotMemory
 from kvbus.errors import ClosedError, ConfigError, GeometryError
 from kvbus.transport import Transport
 
@@ -29,7 +29,7 @@ async def test_staging_memory_is_deregistered_before_it_is_given_back() -> None:
     transport = Transport(f"prefill/{uuid.uuid4().hex}")
     await asyncio.wrap_future(transport.start())
     try:
-        staging = await StagingMemory.open(transport, num_slots=3, slot_bytes=4096)
+        staging = await SlotMemory.open(transport, num_slots=3, slot_bytes=4096)
         with pytest.raises(GeometryError, match="slot 3 of 3 slots"):
             staging.address(3)
         apart = staging.address(2) - staging.address(0)

@@ -9,10 +9,10 @@ import msgspec
 from hypothesis.stateful import RuleBasedStateMachine
 
 from kvbus.protocol.peer import Granted
-from kvbus_decode import fetch_events as ev
-from kvbus_decode.fetch import FetchLimits, FetchState
-from kvbus_decode.fetches import FetchTable
-from kvbus_decode.transitions import TRANSITIONS
+from kvbus_decode.fetch import events as ev
+from kvbus_decode.fetch.entry import FetchLimits, FetchState
+from kvbus_decode.fetch.table import FetchTable
+from kvbus_decode.fetch.transitions import TRANSITIONS
 from tests.decode.watched import Watched, blocks, ticket_of
 
 LIMITS = FetchLimits(
@@ -107,7 +107,7 @@ class FetchWorld(RuleBasedStateMachine):
         self.num_events += 1
         for command in commands:
             self.obey(command)
-        answers = [c.reply_to for c in commands if isinstance(c, ev.Reply | ev.Refuse)]
+        answers = [c.reply_to for c in commands if isinstance(c, ev.SendReply | ev.Refuse)]
         assert answers == ([event.reply_to] if hasattr(event, "reply_to") else [])
         for watched in self.seen.values():
             assert watched.report or self.now < watched.deadline, "reported by its deadline"
@@ -157,7 +157,7 @@ class FetchWorld(RuleBasedStateMachine):
                 watched.num_aborts += 1
                 assert watched.in_flight
                 assert watched.num_aborts == 1
-            case ev.Reply() | ev.Refuse():
+            case ev.SendReply() | ev.Refuse():
                 pass
             case _:
                 self.ask(command)

@@ -8,9 +8,9 @@ from typing import Any
 
 import anyio
 
-from kvbus.agent.config import convert_config
-from kvbus.agent.places import StagingPlaces
-from kvbus.agent.runtime import Runtime
+from kvbus.agent.process.config import convert_config
+from kvbus.agent.process.runtime import Runtime
+from kvbus.agent.staging.devices import StagingDevices
 from kvbus.bus import new_boot_id, new_context
 from kvbus.protocol.engine import AgentRole
 from kvbus.transport import Transport
@@ -33,7 +33,7 @@ async def decode_agent(folder: Path, **settings: Any) -> AsyncIterator[Runtime]:
     boot, loop = new_boot_id(), asyncio.get_running_loop()
     transport = Transport(f"decode/{boot}", deliver=loop.call_soon_threadsafe)
     await asyncio.wrap_future(transport.start())
-    staging = await StagingPlaces.open(config, transport)
+    staging = await StagingDevices.open(config, transport)
     try:
         with new_context() as context:
             async with anyio.create_task_group() as tasks:

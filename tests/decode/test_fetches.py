@@ -7,10 +7,10 @@ from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import Outcome
 from kvbus.protocol.peer import Granted
 from kvbus.protocol.ticket import Ticket
-from kvbus_decode import fetch_events as ev
-from kvbus_decode.fetch import ENDS, FetchLimits, FetchState
-from kvbus_decode.fetches import FetchTable
-from kvbus_decode.transitions import TRANSITIONS
+from kvbus_decode.fetch import events as ev
+from kvbus_decode.fetch.entry import ENDS, FetchLimits, FetchState
+from kvbus_decode.fetch.table import FetchTable
+from kvbus_decode.fetch.transitions import TRANSITIONS
 
 LIMITS = FetchLimits(max_fetches=2, max_tombstones=2, request_timeout_s=5.0, busy_retry_s=0.25)
 TICKET = Ticket("p", "boot", "tcp://p", "engine-p", "engine-boot", "o1", "r1", 32)
@@ -23,7 +23,7 @@ PER_FETCH = (
     ev.ReadEnded,
     ev.LeaseConfirmed,
     ev.CancelRequested,
-    ev.PeerLost,
+    ev.PeerGone,
     ev.EngineLost,
     ev.Stopped,
     ev.DeadlinePassed,
@@ -85,7 +85,7 @@ def test_a_fetch_goes_from_resolve_to_claim_to_read_to_confirm_to_completed() ->
     steps = [table.handle(e, 0.0) for e in (requested(), READY, lease(), READ, CONFIRMED)]
 
     assert [kinds(commands) for commands in steps] == [
-        [ev.Reply, ev.ResolvePeer],
+        [ev.SendReply, ev.ResolvePeer],
         [ev.SendClaim],
         [ev.StartRead],
         [ev.SendConfirm],
@@ -114,7 +114,7 @@ def test_nothing_is_read_when_the_engine_has_all_tokens_and_the_offer_is_still_c
     "end",
     [
         CANCEL,
-        ev.PeerLost("boot"),
+        ev.PeerGone("boot"),
         ev.EngineLost("engine-d"),
         ev.Stopped(),
         renew_failed(ErrorCode.STALE),
@@ -249,7 +249,7 @@ def test_a_cancel_is_answered_ok_after_the_end_and_refused_for_an_unknown_fetch(
     again = table.handle(CANCEL, 0.0)
     unknown = table.handle(ev.CancelRequested("never", "cancel"), 0.0)
 
-    assert kinds(again) == [ev.Reply]
+    assert kinds(again) == [ev.SendReply]
     assert kinds(unknown) == [ev.Refuse]
 
 
@@ -283,4 +283,4 @@ def test_a_fetch_that_drains_keeps_its_place_until_its_transfers_end() -> None:
 
     assert isinstance(full, ev.Refuse)
     assert full.error.code is ErrorCode.BUSY
-    assert kinds(taken) == [ev.Reply, ev.ResolvePeer]
+    assert kinds(taken) == [ev.SendReply, ev.ResolvePeer]

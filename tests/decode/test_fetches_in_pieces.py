@@ -9,9 +9,9 @@ from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import Outcome
 from kvbus.protocol.peer import Granted
 from kvbus.protocol.ticket import Ticket
-from kvbus_decode import fetch_events as ev
-from kvbus_decode.fetch import FetchLimits, FetchState
-from kvbus_decode.fetches import FetchTable
+from kvbus_decode.fetch import events as ev
+from kvbus_decode.fetch.entry import FetchLimits, FetchState
+from kvbus_decode.fetch.table import FetchTable
 
 BLOCK_SIZE, NUM_TOKENS = 8, 32
 TICKET = Ticket("p", "boot", "tcp://p", "engine-p", "engine-boot", "o1", "r1", NUM_TOKENS)
@@ -289,7 +289,7 @@ def test_a_fetch_that_is_cancelled_between_two_pieces_has_its_blocks_at_once() -
 
     commands = prefill.tell(ev.CancelRequested("f1", "cancel"))
 
-    assert [type(c) for c in commands] == [ev.Reply, ev.SendRelease, ev.ReportFetched]
+    assert [type(c) for c in commands] == [ev.SendReply, ev.SendRelease, ev.ReportFetched]
     assert commands[-1].blocks_free
 
 

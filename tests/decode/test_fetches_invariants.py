@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
 
 from kvbus.errors import ErrorCode, RemoteError
-from kvbus_decode import fetch_events as ev
-from kvbus_decode.fetch import FetchState
+from kvbus_decode.fetch import events as ev
+from kvbus_decode.fetch.entry import FetchState
 from tests.decode.fetch_world import LIMITS, FetchWorld, Pending
 from tests.decode.watched import NUM_TOKENS, Offered, Watched, ticket_of
 
@@ -190,12 +190,12 @@ class FetchInterleavings(FetchWorld):
 
         (answer, *_) = self.tell(ev.CancelRequested(fetch_id, self.reply_to()))
 
-        assert isinstance(answer, ev.Reply) == kept
+        assert isinstance(answer, ev.SendReply) == kept
 
     @rarely(11)
     @rule(boot=BOOTS)
     def lose_peer(self, boot: str) -> None:
-        self.tell(ev.PeerLost(boot))
+        self.tell(ev.PeerGone(boot))
         assert all(w.report for w in self.seen.values() if w.agent_boot == boot)
 
     @rarely(13)

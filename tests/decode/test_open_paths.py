@@ -7,7 +7,7 @@ import pytest
 
 from kvbus.errors import ConfigError
 from kvbus.planning import Path
-from kvbus_decode.open_paths import open_paths
+from kvbus_decode.read.open_paths import open_paths
 
 DIRECT, PACKED, REORDERED = Path.DIRECT, Path.PACKED, Path.REORDERED
 

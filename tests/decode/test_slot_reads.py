@@ -4,7 +4,7 @@ import numpy as np
 
 from kvbus.planning import Descriptors
 from kvbus.protocol.staging import Packed
-from kvbus_decode.slot_reads import from_slot, whole_slot
+from kvbus_decode.read.slot_reads import from_slot, whole_slot
 
 PACKED = Packed(slot_id=1, address=0x7000, num_bytes=96, slot_lease_s=1.0, memory="VRAM", device=3)
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from kvbus_decode.slot_ring import SlotRing
+from kvbus_decode.read.slot_ring import SlotRing
 
 pytestmark = pytest.mark.anyio
 

@@ -12,7 +12,7 @@ from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import Outcome
 from kvbus.protocol.peer import Granted
 from kvbus.protocol.ticket import Ticket
-from kvbus_decode import fetch_events as ev
+from kvbus_decode.fetch import events as ev
 
 BLOCK_SIZE = 8
 NUM_TOKENS = 32

@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvbus.agent.config import AgentConfig, convert_config, load_shared_config
-from kvbus.agent.defaults import DECODE_DEFAULTS, PREFILL_DEFAULTS
+from kvbus.agent.process.config import AgentConfig, convert_config, load_shared_config
+from kvbus.agent.process.defaults import DECODE_DEFAULTS, PREFILL_DEFAULTS
 from kvbus.bench.processes import free_port
 from kvbus.doctor.judge.nixl import Way
 from kvbus.doctor.probe.agents import agent_facts, wanted_agents

@@ -8,7 +8,7 @@ from threading import Event
 from torch import Tensor
 
 from kvbus.engine import DecodeSession, PrefillSession
-from kvbus.engine.host import CopyBlocks, Direction, HostBlocks, HostOffer
+from kvbus.engine.bounce import CopyBlocks, Direction, HostBlocks, HostOffer
 from kvbus.geometry import StatePart, state_group
 from tests.agents import AgentProcess
 from tests.engines import FULL, make_spec

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbus.agent.local_engine import EngineProcess
+from kvbus.agent.engines.local_engine import EngineProcess
 from kvbus.engine import DecodeSession, PrefillSession
 from kvbus.errors import ErrorCode
 from tests.agents import until

@@ -9,8 +9,8 @@ import torch
 
 from kvbus.demo.device import device_copy
 from kvbus.engine import BlockingDecode, BlockingMemory, BlockingPrefill, KvCache
-from kvbus.engine.host import HostRing, LocalCopier, ring_blocks
-from kvbus.engine.host.blocking import BlockingHostDecode, BlockingHostPrefill
+from kvbus.engine.bounce import HostRing, LocalCopier, ring_blocks
+from kvbus.engine.bounce.blocking import BlockingHostDecode, BlockingHostPrefill
 from kvbus.errors import ErrorCode, FetchFailed, LocalError
 from kvbus.geometry import EngineSpec
 from kvbus.protocol.engine import Outcome

@@ -6,7 +6,7 @@ import anyio
 import pytest
 
 from kvbus.bus import ask_agent
-from kvbus.engine.host import Direction, HostOffer
+from kvbus.engine.bounce import Direction, HostOffer
 from kvbus.errors import ClosedError, ErrorCode
 from kvbus.protocol.engine import Outcome
 from kvbus.protocol.message import Empty
@@ -24,7 +24,7 @@ OFF_THE_BUS = OSError("the device fell off the bus")
 @pytest.fixture
 def patient_close(monkeypatch: pytest.MonkeyPatch) -> None:
     """An agent that is slow to say that a fetch is cancelled is waited for."""
-    monkeypatch.setattr("kvbus.engine.host.decode.CLOSE_TIMEOUT_S", 30.0)
+    monkeypatch.setattr("kvbus.engine.bounce.decode.CLOSE_TIMEOUT_S", 30.0)
 
 
 async def test_requests_that_abort_give_their_blocks_back_whatever_they_have_done(prefill, decode):

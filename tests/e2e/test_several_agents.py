@@ -82,7 +82,7 @@ async def test_every_bit_arrives_whatever_agents_the_ranks_are_at(sites, path, p
         assert outcome is Outcome.COMPLETED
         assert fetched.num_bytes == num_moved_bytes(target, num_tokens)
         assert fetched.path == path
-        assert all(agent.metric("progress_demands") == 0 for agent in sites.prefill)
+        assert all(agent.metric("progress_tokens") == 0 for agent in sites.prefill)
 
 
 @pytest.mark.parametrize("path", ["direct", "packed"])

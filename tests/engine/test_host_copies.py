@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbus.engine.host.copies import cut_into_copies
+from kvbus.engine.bounce.copies import cut_into_copies
 
 
 @st.composite

@@ -5,8 +5,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbus.engine.host import RING_LAYOUT, HostRing, ring_blocks
-from kvbus.engine.host.sizing import piece_tokens
+from kvbus.engine.bounce import RING_LAYOUT, HostRing, ring_blocks
+from kvbus.engine.bounce.sizing import piece_tokens
 from kvbus.errors import ErrorCode, GeometryError, LocalError
 from kvbus.geometry import EngineSpec, GroupSpec, StatePart, lay_out_rank, state_group
 

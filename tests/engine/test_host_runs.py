@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbus.engine.host.runs import FreeRuns
+from kvbus.engine.bounce.runs import FreeRuns
 from kvbus.errors import LocalError
 
 

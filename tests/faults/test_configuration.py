@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from kvbus.agent.config import load_config
+from kvbus.agent.process.config import load_config
 from kvbus.errors import ConfigError
 from kvbus_decode.config import DecodeConfig
 from kvbus_prefill.config import PrefillConfig

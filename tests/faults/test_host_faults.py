@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 from kvbus.engine import DecodeSession, PrefillSession
-from kvbus.engine.host import HostFetch, HostOffer
+from kvbus.engine.bounce import HostFetch, HostOffer
 from kvbus.errors import ErrorCode, KVBusError, PeerLost
 from tests.agents import AgentProcess, until
 from tests.engines import LARGE, NUM_LARGE_BLOCKS, failure_of, make_spec

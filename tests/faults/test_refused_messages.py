@@ -12,7 +12,7 @@ import msgpack
 import pytest
 from msgspec import structs
 
-from kvbus.agent.config import AgentConfig
+from kvbus.agent.process.config import AgentConfig
 from kvbus.geometry import lay_out_rank
 from kvbus.protocol.engine import Register
 from kvbus.protocol.message import to_body

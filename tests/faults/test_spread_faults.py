@@ -118,7 +118,7 @@ async def test_a_prefill_rank_that_leaves_after_the_read_fails_the_fetch(sites, 
         )
         fetch = target.decode.fetch(offer.ticket, num_tokens=64, block_ids={"full": [5]})
         await until(lambda: target.views()[1, 0, "v"][5].equal(source.views()[1, 0, "v"][3]))
-        await until(lambda: not readers[1].status()["counts"]["assisted_reads"])
+        await until(lambda: not readers[1].status()["counts"]["delegated_reads"])
 
         await source.lose(1)
         await offer.seal()
@@ -245,7 +245,7 @@ async def test_a_sibling_of_a_killed_home_stops_by_the_deadline(sites, readers):
 
         assert (failure.stage, failure.code) == ("lost", ErrorCode.PEER_LOST)
         assert not failure.blocks_free
-        assert readers[1].says("request.refused", op="assist", code="timeout")
+        assert readers[1].says("request.refused", op="delegate", code="timeout")
 
 
 async def test_a_fetch_cancelled_while_siblings_read_ends_at_all_of_them(sites, readers):
@@ -255,7 +255,7 @@ async def test_a_fetch_cancelled_while_siblings_read_ends_at_all_of_them(sites, 
         await fetch.cancel()
         failure = await failure_of(fetch)
         await fetch.blocks_freed()
-        still_read = readers[1].status()["counts"]["assisted_reads"]
+        still_read = readers[1].status()["counts"]["delegated_reads"]
         await offer.withdraw()
 
         assert failure.code is ErrorCode.CANCELLED

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 import anyio
 
-from kvbus.agent.config import convert_config
-from kvbus.agent.local_engine import EngineProcess, LocalEngine
-from kvbus.agent.places import StagingPlaces
-from kvbus.agent.runtime import Runtime
+from kvbus.agent.engines.local_engine import EngineProcess, LocalEngine
+from kvbus.agent.process.config import convert_config
+from kvbus.agent.process.runtime import Runtime
+from kvbus.agent.staging.devices import StagingDevices
 from kvbus.bus import BusContext, RequestClient, new_boot_id, new_context
 from kvbus.engine import PrefillSession
 from kvbus.geometry import EngineSpec
@@ -103,7 +103,7 @@ async def prefill_agent(folder: Path, **settings: Any) -> AsyncIterator[PrefillA
     boot, loop = new_boot_id(), asyncio.get_running_loop()
     transport = Transport(f"prefill/{boot}", deliver=loop.call_soon_threadsafe)
     await asyncio.wrap_future(transport.start())
-    staging = await StagingPlaces.open(config, transport)
+    staging = await StagingDevices.open(config, transport)
     try:
         with new_context() as context:
             async with anyio.create_task_group() as tasks:

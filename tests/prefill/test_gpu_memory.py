@@ -10,7 +10,7 @@ import torch
 from kvbus.engine import PrefillSession
 from kvbus.errors import ErrorCode, RequestRefused
 from kvbus.protocol.peer import HandshakeDone
-from kvbus_prefill import packing
+from kvbus_prefill import gather as packing
 from tests.agents import until
 from tests.gpu_stand_in import GPU, StandIn, engine_on, gpu
 from tests.prefill.inside import SETTINGS, WITHIN_S, PrefillAgent, prefill_agent

@@ -9,11 +9,11 @@ from kvbus.errors import ErrorCode
 from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import Outcome
 from kvbus.protocol.peer import Granted
-from kvbus_prefill import offer_events as ev
-from kvbus_prefill import slot_events
-from kvbus_prefill.offer import OfferLimits, OfferState
-from kvbus_prefill.offers import OfferTable
-from kvbus_prefill.transitions import TRANSITIONS
+from kvbus_prefill.offer import events as ev
+from kvbus_prefill.offer.entry import OfferLimits, OfferState
+from kvbus_prefill.offer.table import OfferTable
+from kvbus_prefill.offer.transitions import TRANSITIONS
+from kvbus_prefill.slots import events as slot_events
 
 LIMITS = OfferLimits(max_offers=2, max_tombstones=2, max_lease_s=4.0, max_hold_s=10.0)
 OPEN, SEALED, RELEASED = OfferState.OPEN, OfferState.SEALED, OfferState.RELEASED
@@ -60,7 +60,7 @@ def pack_asked(
     stop: int = 32,
     opaque: bool = False,
 ) -> ev.PackAsked:
-    asked = slot_events.Asked(("o1", epoch), "reader", "engine", 64, 2.0, "work", "pack")
+    asked = slot_events.SlotWanted(("o1", epoch), "reader", "engine", 64, 2.0, "work", "pack")
     table = BlockTable.of(blocks, first_block=first_block)
     return ev.PackAsked("o1", epoch, "full", table, stop, opaque, asked, "pack")
 
@@ -73,7 +73,7 @@ def table_after(*events: ev.Event, now: float = 0.0) -> OfferTable:
 
 
 def granted(commands: list[ev.Command]) -> Granted:
-    (body,) = (c.body for c in commands if isinstance(c, ev.Reply))
+    (body,) = (c.body for c in commands if isinstance(c, ev.SendReply))
     assert isinstance(body, Granted)
     return body
 
@@ -108,7 +108,7 @@ def test_a_confirm_ends_the_lease_before_the_blocks_are_reported_released() -> N
     commands = table.handle(ev.Confirmed("o1", 1, "confirm"), 1.0)
 
     kinds = [type(c) for c in commands if not isinstance(c, ev.Publish)]
-    assert kinds == [ev.Reply, ev.LeaseEnded, ev.ReportReleased]
+    assert kinds == [ev.SendReply, ev.EndLease, ev.ReportReleased]
     assert outcomes(commands) == [Outcome.COMPLETED]
 
 
@@ -118,7 +118,7 @@ def test_a_confirm_whose_reply_was_lost_is_answered_ok_again_and_reports_nothing
 
     commands = table.handle(confirm, 1.0)
 
-    assert [type(c) for c in commands] == [ev.Reply]
+    assert [type(c) for c in commands] == [ev.SendReply]
 
 
 @pytest.mark.parametrize(
@@ -160,7 +160,7 @@ def test_a_confirm_that_comes_at_the_end_of_the_lease_is_stale_though_nobody_tol
     commands = table.handle(ev.Confirmed("o1", 1, "confirm"), 2.0)
 
     assert code_of(commands) is ErrorCode.STALE
-    assert ev.LeaseEnded("o1", 1, "expired") in commands
+    assert ev.EndLease("o1", 1, "expired") in commands
 
 
 def test_a_confirm_before_the_seal_is_refused_and_the_lease_goes_on() -> None:
@@ -189,8 +189,8 @@ def test_a_withdrawn_offer_revokes_its_lease_before_it_is_reported_released() ->
     commands = table.handle(ev.Withdrawn("o1", "withdraw"), 1.0)
 
     kinds = [type(c) for c in commands if not isinstance(c, ev.Publish)]
-    assert kinds == [ev.Reply, ev.LeaseEnded, ev.ReportReleased]
-    assert ev.LeaseEnded("o1", 1, "revoked") in commands
+    assert kinds == [ev.SendReply, ev.EndLease, ev.ReportReleased]
+    assert ev.EndLease("o1", 1, "revoked") in commands
 
 
 def test_a_lease_outlasts_the_time_to_live_and_the_offer_expires_with_it() -> None:
@@ -315,7 +315,7 @@ def test_a_request_is_not_offered_twice_until_its_first_offer_is_released() -> N
     accepted = table.handle(again, 0.0)
 
     assert code_of(refused) is ErrorCode.OFFER_EXISTS
-    assert any(isinstance(c, ev.Reply) for c in accepted)
+    assert any(isinstance(c, ev.SendReply) for c in accepted)
 
 
 def test_an_agent_that_drains_takes_no_new_offers_and_finishes_the_old_ones() -> None:

@@ -17,18 +17,18 @@ from kvbus.errors import ErrorCode
 from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import Outcome
 from kvbus.protocol.peer import Granted
-from kvbus_prefill import offer_events as ev
-from kvbus_prefill import slot_events
-from kvbus_prefill.offer import OfferLimits, OfferState
-from kvbus_prefill.offers import OfferTable
-from kvbus_prefill.transitions import TRANSITIONS
+from kvbus_prefill.offer import events as ev
+from kvbus_prefill.offer.entry import OfferLimits, OfferState
+from kvbus_prefill.offer.table import OfferTable
+from kvbus_prefill.offer.transitions import TRANSITIONS
+from kvbus_prefill.slots import events as slot_events
 
 LIMITS = OfferLimits(max_offers=3, max_tombstones=3, max_lease_s=2.0, max_hold_s=3.0)
 ENGINES = st.sampled_from(["engine-a", "engine-b"])
 READERS = st.sampled_from(["reader-a", "reader-a", "reader-b"])
 LEASES = st.sampled_from([2.0, 100.0, 1.0, 0.5])
 ANY_OFFER = st.sampled_from([0, 0, 0, 0, 1, 1, 2, 3])
-ANSWERS = ev.Reply | ev.Refuse | ev.AdmitPack
+ANSWERS = ev.SendReply | ev.Refuse | ev.AdmitPack
 EPOCHS_AGO = st.sampled_from([0, 0, 0, 0, 0, 1, 2, -1])
 
 
@@ -230,7 +230,7 @@ class OfferInterleavings(RuleBasedStateMachine):
         table = BlockTable.of([9 if last else 1], first_block=last)
         stop, reply_to = offer.num_tokens + tokens_past, self.reply_to()
         lease = offer_id, epoch
-        asked = slot_events.Asked(lease, "reader", offer.engine_id, 1, 1.0, None, reply_to)
+        asked = slot_events.SlotWanted(lease, "reader", offer.engine_id, 1, 1.0, None, reply_to)
         self.request(
             ev.PackAsked(offer_id, epoch, "full", table, stop, False, asked, reply_to), code
         )
@@ -331,7 +331,7 @@ class OfferInterleavings(RuleBasedStateMachine):
         to = answer.asked.reply_to if isinstance(answer, ev.AdmitPack) else answer.reply_to
         assert to == event.reply_to
         assert (answer.error.code if isinstance(answer, ev.Refuse) else None) == code
-        if isinstance(answer, ev.Reply) and isinstance(answer.body, Granted):
+        if isinstance(answer, ev.SendReply) and isinstance(answer.body, Granted):
             lease = self.expected[event.offer_id].lease
             assert lease is not None
             assert (answer.body.epoch, answer.body.lease_s) == (lease[0], lease[2] - self.now)
@@ -368,12 +368,12 @@ class OfferInterleavings(RuleBasedStateMachine):
 
     def obey(self, command: ev.Command) -> None:
         match command:
-            case ev.LeaseBegan(offer_id, epoch):
+            case ev.BeginLease(offer_id, epoch):
                 assert offer_id not in self.live_leases, "one lease at a time"
                 assert epoch > self.last_epoch.get(offer_id, 0), "an epoch is never used again"
                 assert offer_id not in self.reported
                 self.live_leases[offer_id] = self.last_epoch[offer_id] = epoch
-            case ev.LeaseEnded(offer_id, epoch):
+            case ev.EndLease(offer_id, epoch):
                 assert self.live_leases.pop(offer_id) == epoch
             case ev.ReportReleased(_, offer_id, _, outcome):
                 assert offer_id not in self.live_leases, "released under a live lease"

@@ -19,7 +19,7 @@ from kvbus.errors import ErrorCode, RequestRefused
 from kvbus.geometry import AxisName, BlockTable, Box, KvPart, SlotOrder
 from kvbus.protocol.message import Empty
 from kvbus.protocol.peer import HandshakeDone
-from kvbus.protocol.sibling import CheckMemory
+from kvbus.protocol.remote_ranks import CheckMemory
 from kvbus.protocol.staging import Packed, Unpack
 from kvbus.transport import ReadOutcome, ReadStatus, Transport
 from tests.agents import until

@@ -8,11 +8,11 @@ from typing import Any
 import anyio
 import pytest
 
-from kvbus.agent.copiers import Copiers
-from kvbus.agent.local_engine import LocalEngine
+from kvbus.agent.engines.local_engine import LocalEngine
+from kvbus.agent.staging.copiers import Copiers
 from kvbus.engine import PrefillSession
 from kvbus.errors import ErrorCode, RequestRefused
-from kvbus_prefill import packing
+from kvbus_prefill import gather as packing
 from tests.agents import until
 from tests.engines import engine
 from tests.memories import Memory

@@ -5,21 +5,21 @@ from collections.abc import Hashable
 import pytest
 
 from kvbus.errors import ErrorCode, GeometryError, SegmentError
-from kvbus_prefill import slot_events as ev
-from kvbus_prefill.pack import TRANSITIONS, PackState
-from kvbus_prefill.slots import SlotLimits, SlotTable
+from kvbus_prefill.slots import events as ev
+from kvbus_prefill.slots.entry import TRANSITIONS, SlotState
+from kvbus_prefill.slots.table import SlotLimits, SlotTable
 
 LIMITS = SlotLimits(num_slots=4, slot_bytes=100, max_gathers=1, max_waiting=4, max_slot_lease_s=8.0)
-WAITING, GATHERING, PACKED = PackState.WAITING, PackState.GATHERING, PackState.PACKED
-ABANDONED, OVER = PackState.ABANDONED, PackState.OVER
+WAITING, GATHERING, PACKED = SlotState.WAITING, SlotState.GATHERING, SlotState.PACKED
+ABANDONED, OVER = SlotState.ABANDONED, SlotState.OVER
 ENDS = (ev.LeaseEnded, ev.EngineLost, ev.Stopped)
 
 
 def asked(
     name: str, lease: Hashable = "lease", *, num_bytes: int = 80, slot_lease_s: float = 2.0
-) -> ev.Asked:
+) -> ev.SlotWanted:
     """The name is what is gathered, and who waits for the answer."""
-    return ev.Asked(lease, "reader", "engine", num_bytes, slot_lease_s, name, name)
+    return ev.SlotWanted(lease, "reader", "engine", num_bytes, slot_lease_s, name, name)
 
 
 def table_after(*events: ev.Event, limits: SlotLimits = LIMITS, now: float = 0.0) -> SlotTable:

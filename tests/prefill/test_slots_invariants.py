@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvbus.errors import ErrorCode, TransferFailed
-from kvbus_prefill import slot_events as ev
-from kvbus_prefill.slots import SlotLimits, SlotTable
+from kvbus_prefill.slots import events as ev
+from kvbus_prefill.slots.table import SlotLimits, SlotTable
 
 LIMITS = SlotLimits(num_slots=5, slot_bytes=100, max_gathers=2, max_waiting=8, max_slot_lease_s=4.0)
 MOST_OF_A_LEASE = 2
@@ -73,7 +73,7 @@ class SlotInterleavings(RuleBasedStateMachine):
         if code is not None:
             box.state, expected[number] = "over", code
         engine, reader = f"engine-{box.owner}", f"reader-{box.owner}"
-        asked = ev.Asked(lease, reader, engine, num_bytes, slot_lease_s, number, number)
+        asked = ev.SlotWanted(lease, reader, engine, num_bytes, slot_lease_s, number, number)
         self.tell(asked, expected)
 
     @precondition(lambda self: self.running())

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvbus.agent.staging import StagingMemory
+from kvbus.agent.staging.slot_memory import SlotMemory
 from kvbus.protocol.message import Empty
 from kvbus.protocol.peer import HandshakeDone
 from kvbus.protocol.staging import Unpack
@@ -47,7 +47,7 @@ async def test_boxes_of_a_place_lie_in_the_slots_of_that_place(
 ) -> None:
     places = agent.runtime.agent.staging
     shape = {"num_slots": places.num_slots, "slot_bytes": places.slot_bytes}
-    there = await StagingMemory.open(agent.runtime.transport, **shape)
+    there = await SlotMemory.open(agent.runtime.transport, **shape)
     monkeypatch.setitem(places._rings, "there", there)
     there.memory, there.device = "VRAM", 5
     async with (

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kvbus.errors import ErrorCode, GeometryError, ProtocolError, RequestRefused
 from kvbus.geometry import BlockTable
-from kvbus.protocol.engine import AgentRole, Fetch, Fetched, MakeOffer, Outcome, Register
+from kvbus.protocol.engine import AgentRole, Fetched, MakeOffer, Outcome, Register, StartFetch
 from kvbus.protocol.message import (
     ErrorBody,
     Message,
@@ -88,7 +88,7 @@ WRONG: dict[str, tuple[type[Message], dict[Any, Any], str]] = {
     "bytes_are_no_text": (MakeOffer, OFFER | {"request_id": b"r"}, "request_id"),
     "text_is_no_bytes": (MakeOffer, OFFER | {"tables": {"full": {"ids": "AAAA"}}}, "ids"),
     "list_is_no_map": (MakeOffer, OFFER | {"tables": []}, "tables"),
-    "list_is_no_ticket": (Fetch, {"fetch_id": "f", "ticket": [], "num_tokens": 1}, "ticket"),
+    "list_is_no_ticket": (StartFetch, {"fetch_id": "f", "ticket": [], "num_tokens": 1}, "ticket"),
     "zero_seconds": (MakeOffer, OFFER | {"ttl_s": 0}, "ttl_s"),
     "more_than_a_day": (MakeOffer, OFFER | {"ttl_s": 86_401}, "ttl_s"),
     "not_a_number": (MakeOffer, OFFER | {"ttl_s": float("nan")}, "ttl_s"),
@@ -119,7 +119,7 @@ def test_a_body_nested_deeper_than_the_stack_is_refused_or_taken() -> None:
         deep = {"ticket": deep}
     body = {"fetch_id": "f", "num_tokens": 1, "tables": {}, "ticket": deep}
 
-    fetch = from_body(Fetch, body)
+    fetch = from_body(StartFetch, body)
 
     assert fetch.ticket is not None
     with pytest.raises(ProtocolError):

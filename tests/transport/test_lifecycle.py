@@ -12,11 +12,11 @@ from kvbus.transport import CloseReport, ReadStatus, Transport
 def test_progress_is_driven_while_demanded_and_not_otherwise(start_reader, until):
     transport = start_reader().transport
 
-    with transport.demand_progress(), transport.demand_progress() as second:
-        demands = transport.stats().progress_demands
+    with transport.hold_progress(), transport.hold_progress() as second:
+        demands = transport.stats().progress_tokens
         second.close()
         second.close()
-        left = transport.stats().progress_demands
+        left = transport.stats().progress_tokens
         until(lambda: transport.stats().progress_calls > 100)
     transport.metadata().result(20)  # the thread has passed its last pause
     passes = transport.stats().progress_calls
@@ -24,7 +24,7 @@ def test_progress_is_driven_while_demanded_and_not_otherwise(start_reader, until
         transport.metadata().result(20)
 
     assert (demands, left) == (2, 1)
-    assert transport.stats().progress_demands == 0
+    assert transport.stats().progress_tokens == 0
     assert transport.stats().progress_calls == passes
 
 
@@ -52,7 +52,7 @@ def test_a_clean_close_leaves_nothing_and_refuses_what_follows(start_reader):
         reader.start("peer", 0, [(0, 0, 1)])
     with pytest.raises(ClosedError):
         reader.transport.close(timeout_s=5)
-    reader.transport.demand_progress().close()
+    reader.transport.hold_progress().close()
 
 
 def test_a_transport_that_was_not_started_refuses_reads():

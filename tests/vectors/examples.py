@@ -22,7 +22,7 @@ from kvbus.geometry import (
 from kvbus.protocol import attach as a
 from kvbus.protocol import engine as e
 from kvbus.protocol import peer as p
-from kvbus.protocol import sibling as s
+from kvbus.protocol import remote_ranks as s
 from kvbus.protocol import staging as g
 from kvbus.protocol.message import Empty, Message
 from kvbus.protocol.ticket import Ticket
@@ -144,8 +144,8 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
         e.WithdrawOffer: (e.WithdrawOffer(offer_id="offer-1"), Empty()),
     },
     "decode": {
-        e.Fetch: (
-            e.Fetch(
+        e.StartFetch: (
+            e.StartFetch(
                 fetch_id="fetch-1",
                 ticket=TICKET,
                 num_tokens=40,
@@ -234,8 +234,8 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
             s.CheckMemory(agent_boot=PREFILL_BOOT, engine_id="prefill-0", memory_id=MEMORY_ID),
             Empty(),
         ),
-        s.Assist: (
-            s.Assist(
+        s.Delegate: (
+            s.Delegate(
                 fetch_id="fetch-1",
                 engine_id="decode-0",
                 ranks=(1,),
@@ -252,9 +252,9 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
                 zero_tail=True,
                 timeout_s=2.5,
             ),
-            s.Assisted(num_bytes=6_144, path="direct"),
+            s.Delegated(num_bytes=6_144, path="direct"),
         ),
-        s.AbortAssist: (s.AbortAssist(fetch_id="fetch-1"), Empty()),
+        s.AbortDelegate: (s.AbortDelegate(fetch_id="fetch-1"), Empty()),
         p.Status: (
             p.Status(),
             p.AgentStatus(

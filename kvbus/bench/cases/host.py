@@ -17,7 +17,7 @@ from kvbus.bench.effort import Effort
 from kvbus.bench.engines import Bench, EnginePair
 from kvbus.bench.figures import Figure, Target
 from kvbus.bench.shapes import BIG, BIG_HOST, GROUP, Tables, scattered
-from kvbus.engine.host import Direction, HostBlocks
+from kvbus.engine.bounce import Direction, HostBlocks
 
 K = TypeVar("K")
 

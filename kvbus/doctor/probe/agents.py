@@ -13,8 +13,8 @@ from pathlib import Path
 
 import anyio
 
-from kvbus.agent.config import AgentConfig, convert_config, load_shared_config
-from kvbus.agent.defaults import DECODE_DEFAULTS, PREFILL_DEFAULTS
+from kvbus.agent.process.config import AgentConfig, convert_config, load_shared_config
+from kvbus.agent.process.defaults import DECODE_DEFAULTS, PREFILL_DEFAULTS
 from kvbus.bus import ask_agent
 from kvbus.doctor.judge.agents import AgentFacts, Bind
 from kvbus.errors import ConfigError, KVBusError

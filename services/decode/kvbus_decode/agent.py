@@ -6,27 +6,27 @@ Refuses to hold any state of a fetch itself, but for what a command needs to be 
 import anyio
 import structlog
 
-from kvbus.agent.driver import Driver
-from kvbus.agent.local_engine import LocalEngine
-from kvbus.agent.refusals import refuse, unknown_op
-from kvbus.agent.service import Agent
+from kvbus.agent.engines.local_engine import LocalEngine
+from kvbus.agent.process.refusals import refuse, unknown_op
+from kvbus.agent.process.service import Agent
 from kvbus.bus import Call
-from kvbus.protocol.engine import BlocksFreed, CancelFetch, Fetch, Fetched, Landed
+from kvbus.protocol.engine import BlocksFreed, CancelFetch, Fetched, Landed, StartFetch
 from kvbus.protocol.message import from_body, to_body
 from kvbus.protocol.peer import FetchEvent
-from kvbus.protocol.sibling import AbortAssist, Assist
-from kvbus_decode import fetch_events as ev
-from kvbus_decode.assisting import Assistant
+from kvbus.protocol.remote_ranks import AbortDelegate, Delegate
+from kvbus.table.driver import Driver
+from kvbus_decode.active import ActiveFetches
 from kvbus_decode.config import DecodeConfig
-from kvbus_decode.fetch import FetchState
-from kvbus_decode.fetches import FetchTable
-from kvbus_decode.leasing import LeaseRequests
+from kvbus_decode.fetch import events as ev
+from kvbus_decode.fetch.entry import FetchState
+from kvbus_decode.fetch.table import FetchTable
 from kvbus_decode.metrics import READINGS, DecodeMetrics
-from kvbus_decode.pieces import PieceReader
-from kvbus_decode.reading import Reader
+from kvbus_decode.peer.lease_client import LeaseClient
+from kvbus_decode.read.assisting import Assistant
+from kvbus_decode.read.pieces import PieceReader
+from kvbus_decode.read.reading import Reader
+from kvbus_decode.read.siblings import Siblings
 from kvbus_decode.requests import fetch_event
-from kvbus_decode.siblings import Siblings
-from kvbus_decode.works import Works
 
 log = structlog.get_logger()
 
@@ -44,8 +44,8 @@ class DecodeService:
             on_settled=self._on_settled,
             loop=agent.loop,
         )
-        self._works = Works()
-        self._leases = LeaseRequests(agent, config, self._works, self._driver.dispatch)
+        self._works = ActiveFetches()
+        self._leases = LeaseClient(agent, config, self._works, self._driver.dispatch)
         self._pieces = PieceReader(agent, config)
         peers, routes = self._leases.peers, self._leases.routes
         self._assistant = Assistant(agent, peers, routes, self._pieces)
@@ -59,8 +59,8 @@ class DecodeService:
         """A fetch, or its cancellation."""
         engine = self._agent.engines.engine_of(call)
         match call.op:
-            case Fetch.op:
-                fetch = from_body(Fetch, call.body)
+            case StartFetch.op:
+                fetch = from_body(StartFetch, call.body)
                 timeout_s = self._config.fetch_timeout_s
                 event = fetch_event(engine, fetch, timeout_s=timeout_s, reply_to=call)
                 self._driver.dispatch(event)
@@ -73,9 +73,9 @@ class DecodeService:
     def on_peer_call(self, call: Call) -> None:
         """Another decode agent, the home of an engine that has ranks here, asks for help."""
         match call.op:
-            case Assist.op:
+            case Delegate.op:
                 self._assistant.assist(call)
-            case AbortAssist.op:
+            case AbortDelegate.op:
                 self._assistant.abort(call)
             case _:
                 raise unknown_op(call)
@@ -116,14 +116,14 @@ class DecodeService:
         return {
             "fetches": len(self._table.fetches),
             "draining_fetches": draining,
-            "assisted_reads": self._assistant.num_reads,
+            "delegated_reads": self._assistant.num_reads,
             "slots": self._pieces.num_slots_in_use,
         }
 
     def _execute(self, command: ev.Command) -> None:
         leases, reader = self._leases, self._reader
         match command:
-            case ev.Reply(reply_to=Call() as call, body=body):
+            case ev.SendReply(reply_to=Call() as call, body=body):
                 call.reply(to_body(body))
             case ev.Refuse(reply_to=Call() as call, error=error):
                 refuse(self._agent.metrics, call, error)

@@ -1,14 +1,14 @@
 """The keys of a decode agent's configuration.
 
-Refuses nothing itself; `kvbus.agent.config` reads and checks.
+Refuses nothing itself; `kvbus.agent.process.config` reads and checks.
 """
 
 from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from kvbus.agent.config import AgentConfig, Bound, Duration
-from kvbus_decode.fetch import FetchLimits
+from kvbus.agent.process.config import AgentConfig, Bound, Duration
+from kvbus_decode.fetch.entry import FetchLimits
 
 
 class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):

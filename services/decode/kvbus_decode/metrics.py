@@ -5,13 +5,13 @@ Refuses labels without a bound: no request, fetch or peer is a label.
 
 from prometheus_client import Counter, Histogram
 
-from kvbus.agent.metrics import STAGE_BUCKETS_S, AgentMetrics
-from kvbus_decode import fetch_events as ev
-from kvbus_decode.fetch import STAGES
+from kvbus.agent.process.metrics import STAGE_BUCKETS_S, AgentMetrics
+from kvbus_decode.fetch import events as ev
+from kvbus_decode.fetch.entry import STAGES
 
 READINGS = {
     "fetches": "Fetches that are live, draining ones included.",
-    "assisted_reads": "Pieces that are read for engines whose home is another agent.",
+    "delegated_reads": "Pieces that are read for engines whose home is another agent.",
     "draining_fetches": "Fetches that ended while transfers were in flight.",
     "quarantined_blocks": "Blocks that are withheld because a transfer can still write into them.",
     "peers": "Prefill agents that this agent talks to.",

@@ -6,16 +6,16 @@ moves.
 
 from collections.abc import Mapping
 
-from kvbus.agent.local_engine import LocalEngine
+from kvbus.agent.engines.local_engine import LocalEngine
 from kvbus.errors import GeometryError, LocalError
 from kvbus.geometry import BlockTable
-from kvbus.protocol.engine import Fetch
+from kvbus.protocol.engine import StartFetch
 from kvbus.protocol.ticket import Ticket
-from kvbus_decode import fetch_events as ev
+from kvbus_decode.fetch import events as ev
 
 
 def fetch_event(
-    engine: LocalEngine, fetch: Fetch, *, timeout_s: float, reply_to: object
+    engine: LocalEngine, fetch: StartFetch, *, timeout_s: float, reply_to: object
 ) -> ev.Requested:
     """The event of ``fetch``; raises `ProtocolError`, `LocalError` or `GeometryError`."""
     ticket = Ticket.from_json(fetch.ticket)

@@ -8,25 +8,25 @@ import uuid
 import anyio
 import structlog
 
-from kvbus.agent.driver import Driver
-from kvbus.agent.local_engine import LocalEngine
-from kvbus.agent.refusals import refuse, unknown_op
-from kvbus.agent.service import Agent
+from kvbus.agent.engines.local_engine import LocalEngine
+from kvbus.agent.process.refusals import refuse, unknown_op
+from kvbus.agent.process.service import Agent
 from kvbus.bus import Call
 from kvbus.errors import ErrorCode, LocalError
 from kvbus.protocol.engine import ExtendOffer, MakeOffer, Released, SealOffer, WithdrawOffer
 from kvbus.protocol.message import from_body, to_body
 from kvbus.protocol.peer import Handshake
-from kvbus.protocol.sibling import CheckMemory
+from kvbus.protocol.remote_ranks import CheckMemory
 from kvbus.protocol.staging import Pack, Unpack
 from kvbus.protocol.ticket import Ticket
-from kvbus.transport import Demand
-from kvbus_prefill import offer_events as ev
+from kvbus.table.driver import Driver
+from kvbus.transport import ProgressToken
 from kvbus_prefill.config import PrefillConfig
-from kvbus_prefill.handshakes import answer_handshake
+from kvbus_prefill.gather import Packing
+from kvbus_prefill.handshake import answer_handshake
 from kvbus_prefill.metrics import READINGS, PrefillMetrics
-from kvbus_prefill.offers import OfferTable
-from kvbus_prefill.packing import Packing
+from kvbus_prefill.offer import events as ev
+from kvbus_prefill.offer.table import OfferTable
 from kvbus_prefill.requests import check_tables, peer_event
 
 log = structlog.get_logger()
@@ -46,7 +46,7 @@ class PrefillService:
             loop=agent.loop,
         )
         self._idle = anyio.Event()
-        self._demands: dict[tuple[str, int], Demand] = {}
+        self._demands: dict[tuple[str, int], ProgressToken] = {}
         self._metrics = PrefillMetrics(agent.metrics)
         self._packing = Packing(agent, config, self._metrics, ask_offer=self._driver.dispatch)
         agent.metrics.add_readings(self._readings, READINGS)
@@ -167,15 +167,15 @@ class PrefillService:
 
     def _execute(self, command: ev.Command) -> None:
         match command:
-            case ev.Reply(reply_to=Call() as call, body=body):
+            case ev.SendReply(reply_to=Call() as call, body=body):
                 call.reply(to_body(body))
             case ev.Refuse(reply_to=Call() as call, error=error):
                 refuse(self._agent.metrics, call, error)
             case ev.AdmitPack(asked):
                 self._packing.admit(asked)
-            case ev.LeaseBegan(offer_id, epoch):
-                self._demands[offer_id, epoch] = self._agent.transport.demand_progress()
-            case ev.LeaseEnded(offer_id, epoch, reason):
+            case ev.BeginLease(offer_id, epoch):
+                self._demands[offer_id, epoch] = self._agent.transport.hold_progress()
+            case ev.EndLease(offer_id, epoch, reason):
                 self._end_lease(offer_id, epoch, reason)
             case ev.ReportReleased():
                 self._report_released(command)
@@ -225,6 +225,6 @@ class PrefillService:
         return {
             **self.counts(),
             "engines": len(self._agent.engines.engines),
-            "progress_demands": stats.progress_demands,
+            "progress_tokens": stats.progress_tokens,
             "registered_bytes": stats.registered_bytes,
         }

@@ -1,15 +1,15 @@
 """The keys of a prefill agent's configuration.
 
-Refuses nothing itself; `kvbus.agent.config` reads and checks.
+Refuses nothing itself; `kvbus.agent.process.config` reads and checks.
 """
 
 from typing import Annotated
 
 from msgspec import Meta
 
-from kvbus.agent.config import AgentConfig, Bound, Duration
-from kvbus_prefill.offer import OfferLimits
-from kvbus_prefill.slots import SlotLimits
+from kvbus.agent.process.config import AgentConfig, Bound, Duration
+from kvbus_prefill.offer.entry import OfferLimits
+from kvbus_prefill.slots.table import SlotLimits
 
 
 class PrefillConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):

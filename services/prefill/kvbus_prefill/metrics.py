@@ -5,7 +5,7 @@ Refuses labels without a bound: no request, offer or peer is a label.
 
 from prometheus_client import Counter, Histogram
 
-from kvbus.agent.metrics import STAGE_BUCKETS_S, AgentMetrics
+from kvbus.agent.process.metrics import STAGE_BUCKETS_S, AgentMetrics
 
 READINGS = {
     "offers": "Offers that are live.",
@@ -13,7 +13,7 @@ READINGS = {
     "packs": "Boxes that wait for a staging slot.",
     "slots": "Staging slots in use.",
     "engines": "Local engines.",
-    "progress_demands": "Reasons to drive NIXL's progress: live leases, late reads, handshakes.",
+    "progress_tokens": "Reasons to drive NIXL's progress: live leases, late reads, handshakes.",
     "registered_bytes": "Memory registered with NIXL.",
 }
 

@@ -5,14 +5,14 @@ Refuses tables that leave the cache or do not hold their tokens, before the offe
 
 from collections.abc import Mapping
 
-from kvbus.agent.local_engine import LocalEngine
-from kvbus.agent.refusals import unknown_op
+from kvbus.agent.engines.local_engine import LocalEngine
+from kvbus.agent.process.refusals import unknown_op
 from kvbus.bus import Call
 from kvbus.errors import ErrorCode, GeometryError, LocalError
 from kvbus.geometry import BlockTable, GroupSpec, num_blocks_for
 from kvbus.protocol.message import from_body
 from kvbus.protocol.peer import Claim, Confirm, PeerWithdraw, Release, Renew
-from kvbus_prefill import offer_events as ev
+from kvbus_prefill.offer import events as ev
 
 NO_BLOCKS = BlockTable(b"")
 

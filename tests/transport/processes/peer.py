@@ -14,7 +14,7 @@ from kvbus.transport import Registration, Transport
 def main() -> None:
     transport = Transport(sys.argv[1])
     transport.start().result(20)
-    transport.demand_progress()
+    transport.hold_progress()
     memory: list[tuple[np.ndarray, Registration]] = []
 
     def allocate(size_bytes: int, seed: int) -> dict[str, object]:

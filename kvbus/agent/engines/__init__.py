@@ -1,0 +1,1 @@
+"""The local engines of an agent: their processes and their memory."""

@@ -1,0 +1,292 @@
+"""The local engines of an agent: their processes, their registration, and their end.
+
+Refuses two engines under one id, processes of one engine that disagree about it, and requests of
+a process that did not attach. An engine is lost as a whole when any of its processes ends.
+"""
+
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+import structlog
+from anyio.abc import TaskGroup
+
+from kvbus.agent.engines.local_engine import EngineProcess, LocalEngine, engine_lost
+from kvbus.agent.engines.memory_import import MemoryImport
+from kvbus.agent.process.guard import guarded
+from kvbus.agent.process.identity import AgentIdentity
+from kvbus.agent.process.metrics import AgentMetrics
+from kvbus.agent.process.refusals import refuse
+from kvbus.bus import Call, RequestServer
+from kvbus.errors import ErrorCode, KVBusError, LocalError, ProtocolError
+from kvbus.geometry import validate_engine, validate_rank
+from kvbus.memory.attach import AttachConnection
+from kvbus.protocol.attach import Hello, PassCuda, PassSegment
+from kvbus.protocol.engine import Register
+from kvbus.protocol.message import Message, from_body, to_body
+from kvbus.transport import Transport
+
+log = structlog.get_logger()
+
+
+EngineHook = Callable[[LocalEngine], None]
+Quiesce = Callable[[LocalEngine], Awaitable[None]]
+
+
+class EngineDirectory:
+    """All local engines; the agent's attach handler, and the handler of registration requests.
+
+    ``on_ready`` and ``on_lost`` are told of engines. ``copied`` returns when no copy can touch the
+    memory of a lost engine any more, ``quiesce`` when no transfer can either.
+    """
+
+    def __init__(
+        self,
+        *,
+        transport: Transport,
+        intake: MemoryImport,
+        metrics: AgentMetrics,
+        tasks: TaskGroup,
+        on_ready: EngineHook,
+        on_lost: EngineHook,
+        copied: Quiesce,
+        quiesce: Quiesce,
+    ) -> None:
+        self.engines: dict[str, LocalEngine] = {}
+        self.identity: AgentIdentity | None = None
+        self.server: RequestServer | None = None
+        self._transport, self._metrics, self._tasks = transport, metrics, tasks
+        self._intake = intake
+        self._on_ready, self._on_lost = on_ready, on_lost
+        self._copied, self._quiesce = copied, quiesce
+        self._by_connection: dict[AttachConnection, EngineProcess] = {}
+        self._by_boot: dict[str, EngineProcess] = {}
+
+    async def on_attach_message(
+        self, connection: AttachConnection, message: dict[str, Any], fds: list[int]
+    ) -> dict[str, Any]:
+        """Answer one message of the attach socket; raises the `KVBusError` that refuses it."""
+        op, body = message.get("op"), message.get("body")
+        if not isinstance(body, dict):
+            raise ProtocolError("attach message needs 'op' and a map 'body'")
+        if op == Hello.op:
+            return to_body(self._greet(connection, from_body(Hello, body)))
+        if op == PassSegment.op:
+            segment, process = from_body(PassSegment, body), self._greeted(connection)
+            return to_body(await self._intake.import_segment(process, segment, fds))
+        if op == PassCuda.op:
+            cuda, process = from_body(PassCuda, body), self._greeted(connection)
+            return to_body(await self._intake.import_cuda(process, cuda))
+        raise ProtocolError(f"no attach message '{op}'", code=ErrorCode.UNKNOWN_OP)
+
+    def on_attach_closed(self, connection: AttachConnection) -> None:
+        """The process at the other end died, or meant to leave."""
+        process = self._by_connection.pop(connection, None)
+        if process is None:
+            return
+        process.gone = True
+        del self._by_boot[process.boot]
+        if self.server is not None:
+            self.server.forget(process.boot)
+        if process.engine is not None:
+            self._lose(process.engine, meant=process.detaching)
+        else:
+            self._tasks.start_soon(self._free, [process], None)
+
+    def process_of(self, call: Call) -> EngineProcess:
+        """The attached process that asks; raises `LocalError` when there is none."""
+        process = self._by_boot.get(call.session.boot)
+        if process is None:
+            raise LocalError("say hello on the attach socket first", code=ErrorCode.NOT_REGISTERED)
+        return process
+
+    def engine_of(self, call: Call) -> LocalEngine:
+        """The ready engine whose control process asks; raises `LocalError` when there is none."""
+        process = self.process_of(call)
+        engine = process.engine
+        if engine is None:
+            raise LocalError("register first", code=ErrorCode.NOT_REGISTERED)
+        if engine.lost:
+            raise engine_lost()
+        if engine.control is not process:
+            raise LocalError("this is not the control session", code=ErrorCode.NOT_REGISTERED)
+        if not engine.ready:
+            raise LocalError(
+                f"{engine.num_missing_ranks} of {engine.spec.num_ranks} ranks are not registered",
+                code=ErrorCode.ENGINE_NOT_READY,
+            )
+        return engine
+
+    def part(self, engine_id: str, ranks: Iterable[int]) -> LocalEngine:
+        """The engine, be its home elsewhere, whose ``ranks`` are here; raises `LocalError`."""
+        engine = self.engines.get(engine_id)
+        if engine is None:
+            raise _not_here(engine_id, ErrorCode.ENGINE_UNKNOWN)
+        if not set(ranks) <= engine.ranks.keys():
+            raise _not_here(engine_id, ErrorCode.ENGINE_NOT_READY)
+        return engine
+
+    def engine(self, engine_id: str, *, boot: str | None = None) -> LocalEngine:
+        """The ready engine with that id, and that boot if given; raises `LocalError` if none."""
+        engine = self.engines.get(engine_id)
+        if engine is not None and engine.ready and boot not in (None, engine.boot):
+            raise LocalError(
+                f"engine '{engine_id}' came back as a new process", code=ErrorCode.STALE
+            )
+        if engine is None or not engine.ready:
+            code = ErrorCode.ENGINE_UNKNOWN if engine is None else ErrorCode.ENGINE_NOT_READY
+            raise _not_here(engine_id, code)
+        return engine
+
+    def register(self, call: Call) -> None:
+        """Answer `Register`, once the memory is registered with NIXL."""
+        process = self.process_of(call)
+        wanted = from_body(Register, call.body)
+        process.session = call.session
+        call.session.pinned = True
+        engine = self._join(process, wanted)
+        process.wants_notices = wanted.rank is None or wanted.notices
+        if wanted.rank is None:
+            self._register_control(engine, process, wanted)
+            call.reply({})
+            self._announce(engine)
+        else:
+            self._tasks.start_soon(self._register_rank, call, process, engine, wanted)
+
+    def await_ready(self, call: Call) -> None:
+        """Answer when the caller's engine is ready."""
+        engine = self.process_of(call).engine
+        if engine is None:
+            raise LocalError("register first", code=ErrorCode.NOT_REGISTERED)
+        if engine.ready:
+            call.reply({})
+        elif engine.lost:
+            raise engine_lost()
+        else:
+            engine.waiting.append(call)
+
+    def detach(self, call: Call) -> None:
+        """The end-of-file that follows is meant."""
+        self.process_of(call).detaching = True
+        call.reply({})
+
+    def _greet(self, connection: AttachConnection, hello: Hello) -> Message:
+        if self.identity is None:
+            raise LocalError("the agent is starting", code=ErrorCode.BUSY)
+        if connection in self._by_connection or hello.boot in self._by_boot:
+            raise LocalError("this boot id has said hello already", code=ErrorCode.ENGINE_CONFLICT)
+        welcome = self.identity.welcome(hello)
+        process = EngineProcess(hello.engine_id, hello.boot, connection)
+        self._by_connection[connection] = self._by_boot[hello.boot] = process
+        log.info(
+            "engine.attached", engine_id=hello.engine_id, boot=hello.boot, pid=connection.peer.pid
+        )
+        return welcome
+
+    def _greeted(self, connection: AttachConnection) -> EngineProcess:
+        process = self._by_connection.get(connection)
+        if process is None:
+            raise LocalError("say hello first", code=ErrorCode.NOT_REGISTERED)
+        return process
+
+    def _join(self, process: EngineProcess, wanted: Register) -> LocalEngine:
+        spec = wanted.engine
+        validate_engine(spec)
+        if spec.engine_id != process.engine_id:
+            raise LocalError(f"hello said '{process.engine_id}', register '{spec.engine_id}'")
+        if process.engine is not None:
+            raise LocalError("this session is registered", code=ErrorCode.ENGINE_CONFLICT)
+        engine = self.engines.get(spec.engine_id)
+        if engine is not None and engine.spec != spec:
+            raise LocalError(
+                f"engine '{spec.engine_id}' is registered with another spec",
+                code=ErrorCode.ENGINE_CONFLICT,
+            )
+        taken = engine is not None and (
+            engine.control is not None if wanted.rank is None else wanted.rank.rank in engine.ranks
+        )
+        if taken:
+            raise LocalError(
+                f"engine '{spec.engine_id}' is registered by another process",
+                code=ErrorCode.ENGINE_CONFLICT,
+                engine_id=spec.engine_id,
+            )
+        return engine or LocalEngine(spec)
+
+    def _register_control(
+        self, engine: LocalEngine, process: EngineProcess, wanted: Register
+    ) -> None:
+        engine.check_others(wanted.others)
+        engine.check_whole()
+        engine.control, engine.others = process, wanted.others
+        self._add(engine, process)
+
+    async def _register_rank(
+        self, call: Call, process: EngineProcess, engine: LocalEngine, wanted: Register
+    ) -> None:
+        async def register() -> None:
+            if wanted.rank is None:
+                raise LocalError("a rank is needed")
+            validate_rank(engine.spec, wanted.rank)
+            memory = await process.segments.register(wanted.rank, self._transport)
+            joined = self._join(process, wanted)  # another process may have come in between
+            if process.gone or engine.lost:
+                raise LocalError("the process ended", code=ErrorCode.ENGINE_LOST)
+            joined.check_place(memory.rank.rank)
+            joined.check_whole(memory.rank)
+            joined.ranks[memory.rank.rank] = memory
+            joined.rank_boots[memory.rank.rank] = process.boot
+            self._add(joined, process)
+            call.reply({})
+            self._announce(joined)
+
+        await guarded(register, lambda error: refuse(self._metrics, call, error))
+
+    def _add(self, engine: LocalEngine, process: EngineProcess) -> None:
+        self.engines[engine.engine_id] = engine
+        engine.processes.add(process)
+        process.engine = engine
+
+    def _announce(self, engine: LocalEngine) -> None:
+        if not engine.ready:
+            return
+        log.info("engine.ready", engine_id=engine.engine_id, engine_boot=engine.boot)
+        self._on_ready(engine)
+        waiting, engine.waiting = engine.waiting, []
+        for call in waiting:
+            call.reply({})
+
+    def _lose(self, engine: LocalEngine, *, meant: bool) -> None:
+        if engine.lost:
+            return
+        engine.lost = True
+        del self.engines[engine.engine_id]
+        event = "engine.detached" if meant else "engine.lost"
+        log.info(event, engine_id=engine.engine_id, engine_boot=engine.boot)
+        for call in engine.waiting:
+            call.refuse(engine_lost())
+        self._on_lost(engine)
+        for process in engine.processes:
+            process.segments.discard()
+            process.connection.hang_up()
+        self._tasks.start_soon(self._free, list(engine.processes), engine)
+
+    async def _free(self, processes: list[EngineProcess], engine: LocalEngine | None) -> None:
+        """Nothing but copies of ours touches what is staged only: that goes first."""
+        if engine is not None:
+            await self._copied(engine)
+        staged = [process for process in processes if not process.segments.direct]
+        await self._unmap(staged)
+        if engine is not None and len(staged) < len(processes):
+            await self._quiesce(engine)
+        await self._unmap([process for process in processes if process.segments.direct])
+
+    async def _unmap(self, processes: list[EngineProcess]) -> None:
+        for process in processes:
+            try:
+                await process.segments.unmap(self._transport)
+            except KVBusError as error:
+                log.error("segment.kept", engine_id=process.engine_id, error=error.message)
+
+
+def _not_here(engine_id: str, code: ErrorCode) -> LocalError:
+    return LocalError(f"engine '{engine_id}' is not here", code=code, engine_id=engine_id)

@@ -1,0 +1,210 @@
+"""The memory of a local engine as its agent holds it: mapped, registered, and given back.
+
+Refuses to give addresses back while a transfer may still touch them; the bytes go at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import anyio
+
+from kvbus.agent.staging.devices import HOST
+from kvbus.errors import ErrorCode, KVBusError, LocalError
+from kvbus.geometry import AxisName, EngineSpec, RankSpec
+from kvbus.memory.mapping import SegmentMapping
+from kvbus.planning import PlacedRank
+from kvbus.protocol.attach import PassCuda, PassSegment
+from kvbus.transport import Registration, Transport
+
+if TYPE_CHECKING:
+    from kvbus.memory.copy_stream import CopyStream
+    from kvbus.memory.cuda_mapping import CudaMapping
+
+
+@dataclass(slots=True, eq=False)
+class RankMemory:
+    """One rank: its spec, and its segments, mapped; registered with NIXL unless staged only.
+
+    ``place`` is where all of it is, and so the slots that it is copied to and from. On a GPU,
+    copies run on ``stream``.
+    """
+
+    rank: RankSpec
+    mappings: Mapping[str, SegmentMapping | CudaMapping]
+    registrations: tuple[Registration, ...]
+    place: str = HOST
+    stream: CopyStream | None = None
+    num_blocks: dict[str, int] = field(init=False)
+    """Blocks that this rank's cache has, by group."""
+
+    def __post_init__(self) -> None:
+        self.num_blocks = {}
+        for region in self.rank.regions:
+            known = self.num_blocks.get(region.group)
+            size = region.size(AxisName.BLOCK)
+            self.num_blocks[region.group] = size if known is None else min(size, known)
+
+    @property
+    def direct(self) -> bool:
+        """Whether NIXL reads and writes its blocks; else its KV goes through slots."""
+        return bool(self.registrations)
+
+    @property
+    def addresses(self) -> dict[str, int]:
+        """Where each registered segment begins in this process."""
+        if not self.direct:
+            return {}
+        mapped = self.mappings.items()
+        return {name: one.address for name, one in mapped if isinstance(one, SegmentMapping)}
+
+    def placed(self, engine: EngineSpec) -> PlacedRank:
+        """The rank as the planner wants it."""
+        return PlacedRank(engine, self.rank, self.addresses)
+
+
+@dataclass(slots=True, eq=False)
+class Segments:
+    """The segments that one engine process has passed, until it registers them or dies.
+
+    ``direct`` is False when one of them is staged only: then NIXL is told of none.
+    `register` and `unmap` take turns, so that neither finds the other half done.
+    """
+
+    mappings: dict[str, SegmentMapping | CudaMapping] = field(default_factory=dict)
+    registrations: dict[str, Registration] = field(default_factory=dict)
+    direct: bool = True
+    unmapped: bool = False
+    turn: anyio.Lock = field(default_factory=anyio.Lock)
+    _place: str | None = None
+    _events: dict[bytes, None] = field(default_factory=dict)
+
+    async def add(self, segment: PassSegment, fd: int) -> SegmentMapping:
+        """Map a passed descriptor, in a thread, as reserving its pages can take long."""
+        self.check_new(segment.segment_id, HOST)
+        size_bytes = segment.size_bytes
+        mapping = await anyio.to_thread.run_sync(lambda: SegmentMapping(fd, size_bytes=size_bytes))
+        if self.unmapped:
+            mapping.unmap()
+            raise _ended()
+        self._keep(segment.segment_id, mapping, HOST)
+        self.direct &= segment.direct
+        return mapping
+
+    async def add_cuda(self, segment: PassCuda) -> None:
+        """Open memory of a GPU, in a thread."""
+        self.check_new(segment.segment_id, segment.device)
+        mapping = await anyio.to_thread.run_sync(_open_cuda, segment)
+        if self.unmapped:
+            await anyio.to_thread.run_sync(mapping.unmap)
+            raise _ended()
+        self._keep(segment.segment_id, mapping, segment.device)
+        self.direct = False
+        if segment.event is not None:
+            self._events[segment.event] = None
+
+    async def register(self, rank: RankSpec, transport: Transport) -> RankMemory:
+        """Register every segment of ``rank``, unless it is staged only.
+
+        Raises `LocalError` when a segment was not passed.
+        """
+        async with self.turn:
+            if self.unmapped:
+                raise _ended()
+            self._check_passed(rank)
+            for name, mapping in list(self.mappings.items()):  # more may be passed meanwhile
+                if not self.direct or not isinstance(mapping, SegmentMapping):
+                    break
+                if name not in self.registrations:
+                    future = transport.register(mapping.address, mapping.size_bytes)
+                    self.registrations[name] = await asyncio.wrap_future(future)
+            registrations = tuple(self.registrations.values())
+            place, stream = self._place or HOST, await self._copy_stream()
+            return RankMemory(rank, self.mappings, registrations, place, stream)
+
+    def discard(self) -> None:
+        """Give the bytes back to the machine now; the addresses stay, as private zeros.
+
+        Those of a GPU have to wait for `unmap`.
+        """
+        for mapping in self.mappings.values():
+            mapping.discard()
+
+    async def unmap(self, transport: Transport) -> None:
+        """Deregister and give the addresses back; nothing may be in flight any more."""
+        self.unmapped = True
+        async with self.turn:
+            for registration in self.registrations.values():
+                await asyncio.wrap_future(transport.deregister(registration))
+            self.registrations.clear()
+            failures = [error for one in self.mappings.values() if (error := await _unmap(one))]
+            if failures:
+                raise failures[0]
+
+    def check_new(self, segment_id: str, place: str) -> None:
+        """Raise `LocalError` for a segment that was passed, or is apart from those that were."""
+        if segment_id in self.mappings:
+            raise LocalError(f"segment '{segment_id}' was passed already", segment_id=segment_id)
+        if self._place not in (None, place):
+            raise LocalError(
+                f"segment '{segment_id}' is in {place}, those before it in {self._place}: a rank "
+                "has all of its memory in one place",
+                segment_id=segment_id,
+            )
+
+    def _keep(self, segment_id: str, mapping: SegmentMapping | CudaMapping, place: str) -> None:
+        self._place = place
+        self.mappings[segment_id] = mapping
+
+    async def _copy_stream(self) -> CopyStream | None:
+        gpus = [
+            one.ordinal for one in self.mappings.values() if not isinstance(one, SegmentMapping)
+        ]
+        if not gpus:
+            return None
+        return await anyio.to_thread.run_sync(_open_stream, gpus[0], tuple(self._events))
+
+    def _check_passed(self, rank: RankSpec) -> None:
+        for segment in rank.segments:
+            mapping = self.mappings.get(segment.segment_id)
+            if mapping is None or mapping.size_bytes < segment.size_bytes:
+                raise LocalError(
+                    f"segment '{segment.segment_id}' of {segment.size_bytes} bytes was not passed",
+                    segment_id=segment.segment_id,
+                )
+
+
+async def _unmap(mapping: SegmentMapping | CudaMapping) -> KVBusError | None:
+    """Why it could not be given back; None when it was."""
+    try:
+        if isinstance(mapping, SegmentMapping):
+            mapping.unmap()
+        else:
+            await anyio.to_thread.run_sync(mapping.unmap)
+    except KVBusError as error:
+        return error
+    return None
+
+
+def _open_cuda(segment: PassCuda) -> CudaMapping:
+    from kvbus.memory.cuda_mapping import CudaMapping  # noqa: PLC0415  # imports torch: seconds
+
+    return CudaMapping(
+        segment.device,
+        segment.handle,
+        offset_bytes=segment.offset_bytes,
+        size_bytes=segment.size_bytes,
+    )
+
+
+def _open_stream(ordinal: int, events: tuple[bytes, ...]) -> CopyStream:
+    from kvbus.memory.copy_stream import CopyStream  # noqa: PLC0415  # imports torch: seconds
+
+    return CopyStream(ordinal, events)
+
+
+def _ended() -> LocalError:
+    return LocalError("the process ended", code=ErrorCode.ENGINE_LOST)

@@ -1,0 +1,278 @@
+"""The life of an agent process: sockets up, service running, drained and stopped by a signal.
+
+Refuses to know offers or fetches. A second signal ends the drain at once.
+"""
+
+import asyncio
+import signal
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+import structlog
+from anyio.abc import TaskGroup
+
+from kvbus.agent.engines.directory import EngineDirectory
+from kvbus.agent.engines.local_engine import LocalEngine
+from kvbus.agent.engines.memory_import import MemoryImport
+from kvbus.agent.process.bus_readings import BUS_READINGS, bus_readings
+from kvbus.agent.process.config import AgentConfig, advertised
+from kvbus.agent.process.identity import AgentIdentity
+from kvbus.agent.process.loop_lag import watch_loop_lag
+from kvbus.agent.process.metrics import AgentMetrics
+from kvbus.agent.process.refusals import note_refusal, refuse
+from kvbus.agent.process.service import Agent, Service
+from kvbus.agent.staging.devices import StagingDevices
+from kvbus.bus import (
+    BusContext,
+    Call,
+    EventPublisher,
+    RequestServer,
+)
+from kvbus.errors import ErrorCode, KVBusError
+from kvbus.memory.attach import AttachConnection, AttachServer
+from kvbus.protocol.engine import AgentRole, AwaitReady, Detach, Register
+from kvbus.protocol.message import to_body
+from kvbus.protocol.peer import AgentStatus, EngineEvent, Status
+from kvbus.transport import Transport
+
+log = structlog.get_logger()
+
+AttachHandler = Callable[[AttachConnection, dict[str, Any], list[int]], Awaitable[dict[str, Any]]]
+ServiceFactory = Callable[[Agent], Service]
+FLUSH_S, MOST_FLUSHES = 0.2, 25
+
+
+@dataclass(frozen=True, slots=True)
+class _Sockets:
+    """The ZeroMQ sockets of an agent."""
+
+    engine: RequestServer
+    peer: RequestServer
+    events: EventPublisher
+
+
+@dataclass(slots=True)
+class Runtime:
+    """The parts of one running agent, wired."""
+
+    role: AgentRole
+    config: AgentConfig
+    boot: str
+    transport: Transport
+    tasks: TaskGroup
+    staging: StagingDevices
+    metrics: AgentMetrics = field(default_factory=AgentMetrics)
+    draining: bool = False
+    _service: Service | None = None
+    _agent: Agent | None = None
+    _stop_metrics: Callable[[], None] | None = None
+
+    @property
+    def service(self) -> Service:
+        """The service; only asked after `start`."""
+        if self._service is None:
+            raise KVBusError("the agent is starting", code=ErrorCode.BUSY)
+        return self._service
+
+    @property
+    def agent(self) -> Agent:
+        """What the service was given; only asked after `start`."""
+        if self._agent is None:
+            raise KVBusError("the agent is starting", code=ErrorCode.BUSY)
+        return self._agent
+
+    @property
+    def num_unacknowledged(self) -> int:
+        """How many notices no engine has acknowledged yet; only asked after `start`."""
+        server = self.agent.engines.server
+        return server.num_unacknowledged if server is not None else 0
+
+    async def start(self, context: BusContext, make_service: ServiceFactory) -> None:
+        """Bind every socket, then let engines in."""
+        engines = EngineDirectory(
+            transport=self.transport,
+            intake=MemoryImport(self.staging),
+            metrics=self.metrics,
+            tasks=self.tasks,
+            on_ready=self._on_engine_ready,
+            on_lost=self._on_engine_lost,
+            copied=self._copied,
+            quiesce=self._quiesce,
+        )
+        attach = await self._listen(engines)
+        sockets = self._bind(context)
+        self._agent = self._assemble(context, engines, sockets)
+        self._service = make_service(self._agent)
+        engines.server, engines.identity = sockets.engine, self._agent.identity
+        for owner in (sockets.engine, sockets.peer, sockets.events):
+            self.tasks.start_soon(owner.run)
+        self.tasks.start_soon(watch_loop_lag, self.metrics.loop_lag_s)
+        self.metrics.add_readings(
+            lambda: bus_readings(sockets.engine, sockets.peer, attach), BUS_READINGS
+        )
+        if self.config.metrics_bind:
+            self._stop_metrics = self.metrics.serve(self.config.metrics_bind)
+        self._log_started()
+
+    async def _listen(self, engines: EngineDirectory) -> AttachServer:
+        attach = AttachServer(
+            self.config.attach_path,
+            self._on_attach_message(engines),
+            engines.on_attach_closed,
+            max_connections=self.config.max_engine_processes,
+        )
+        await self.tasks.start(attach.serve)
+        return attach
+
+    def _bind(self, context: BusContext) -> _Sockets:
+        config = self.config
+        engine_endpoint = f"ipc://{config.runtime_path}/engine.sock"
+        return _Sockets(
+            engine=self._server(context, engine_endpoint, self._on_engine_call),
+            peer=self._server(context, config.peer_bind, self._on_peer_call),
+            events=EventPublisher(
+                context, config.events_bind, boot=self.boot, heartbeat_s=config.heartbeat_s
+            ),
+        )
+
+    def _assemble(self, context: BusContext, engines: EngineDirectory, sockets: _Sockets) -> Agent:
+        identity = AgentIdentity(
+            agent_id=self.config.agent_id,
+            boot=self.boot,
+            role=self.role,
+            engine_endpoint=sockets.engine.endpoint,
+            peer_endpoint=advertised(self.config, sockets.peer.endpoint),
+            events_endpoint=advertised(self.config, sockets.events.endpoint),
+        )
+        return Agent(
+            identity=identity,
+            transport=self.transport,
+            engines=engines,
+            publisher=sockets.events,
+            metrics=self.metrics,
+            context=context,
+            tasks=self.tasks,
+            loop=asyncio.get_running_loop(),
+            staging=self.staging,
+        )
+
+    def _log_started(self) -> None:
+        log.info(
+            "agent.started",
+            role=self.role.value,
+            attach=str(self.config.attach_path),
+            peer=self.agent.identity.peer_endpoint,
+            events=self.agent.identity.events_endpoint,
+            metrics=self.config.metrics_bind,
+        )
+
+    async def stop_when_told(self, signals: AsyncIterator[signal.Signals]) -> None:
+        """Wait for a signal, drain, and end what the drain did not; a second signal ends that."""
+        received = await anext(signals)
+        log.info("agent.draining", signal=received.name, timeout_s=self.config.drain_timeout_s)
+        self.draining = True
+        self.service.start_draining()
+        async with anyio.create_task_group() as race:
+            race.start_soon(self._drain, race)
+            await anext(signals)
+            race.cancel_scope.cancel()
+        left = {name: count for name, count in self.service.counts().items() if count}
+        self.service.stop()
+        if self._stop_metrics is not None:
+            await anyio.to_thread.run_sync(self._stop_metrics)
+        await self._flush()
+        log.info("agent.drained", left=left)
+
+    async def _flush(self) -> None:
+        """What was just said has to leave the sockets; an engine that lives has heard of it."""
+        for _ in range(MOST_FLUSHES):
+            await anyio.sleep(FLUSH_S)
+            if not self.num_unacknowledged:
+                return
+
+    async def _drain(self, race: TaskGroup) -> None:
+        with anyio.move_on_after(self.config.drain_timeout_s):
+            await self.service.drained()
+        race.cancel_scope.cancel()
+
+    def _server(
+        self, context: BusContext, endpoint: str, handler: Callable[[Call], None]
+    ) -> RequestServer:
+        def answer(call: Call) -> None:
+            try:
+                handler(call)
+            except KVBusError as error:
+                if call.answered:
+                    raise
+                refuse(self.metrics, call, error)
+
+        return RequestServer(
+            context, endpoint, boot=self.boot, handler=answer, on_fault=self._on_fault
+        )
+
+    def _on_attach_message(self, engines: EngineDirectory) -> AttachHandler:
+        async def answer(
+            connection: AttachConnection, message: dict[str, Any], fds: list[int]
+        ) -> dict[str, Any]:
+            try:
+                return await engines.on_attach_message(connection, message, fds)
+            except KVBusError as error:
+                peer = f"pid {connection.peer.pid}"
+                note_refusal(self.metrics, op=str(message.get("op")), peer=peer, error=error)
+                raise
+
+        return answer
+
+    def _on_engine_call(self, call: Call) -> None:
+        engines = self.agent.engines
+        match call.op:
+            case Register.op:
+                if self.draining:
+                    raise KVBusError("the agent is draining", code=ErrorCode.DRAINING)
+                engines.register(call)
+            case AwaitReady.op:
+                engines.await_ready(call)
+            case Detach.op:
+                engines.detach(call)
+            case Status.op:
+                call.reply(to_body(self._status()))
+            case _:
+                self.service.on_engine_call(call)
+
+    def _on_peer_call(self, call: Call) -> None:
+        if call.op == Status.op:
+            call.reply(to_body(self._status()))
+        else:
+            self.service.on_peer_call(call)
+
+    def _status(self) -> AgentStatus:
+        engines = self.agent.engines.engines
+        return AgentStatus(
+            agent_id=self.config.agent_id,
+            role=self.role,
+            engines={name: engine.ready for name, engine in engines.items()},
+            draining=self.draining,
+            counts=self.service.counts(),
+        )
+
+    def _on_engine_ready(self, engine: LocalEngine) -> None:
+        self._publish_engine("engine.ready", engine)
+
+    def _on_engine_lost(self, engine: LocalEngine) -> None:
+        self._publish_engine("engine.lost", engine)
+        self.service.on_engine_lost(engine)
+
+    async def _copied(self, engine: LocalEngine) -> None:
+        await self.service.copied(engine)
+
+    async def _quiesce(self, engine: LocalEngine) -> None:
+        await self.service.quiesce(engine)
+
+    def _publish_engine(self, op: str, engine: LocalEngine) -> None:
+        body = EngineEvent(engine_id=engine.engine_id, engine_boot=engine.boot)
+        self.agent.publisher.publish(op, to_body(body))
+
+    def _on_fault(self, error: Exception, call: Call) -> None:
+        log.error("request.failed", op=call.op, peer=call.session.boot, exc_info=error)

@@ -1,0 +1,76 @@
+"""What a service adds to the runtime that both agents share.
+
+Refuses sockets and threads: they are the runtime's, handed over in `Agent`.
+"""
+
+import asyncio
+from dataclasses import dataclass
+from typing import Protocol
+
+from anyio.abc import TaskGroup
+
+from kvbus.agent.engines.directory import EngineDirectory
+from kvbus.agent.engines.local_engine import LocalEngine
+from kvbus.agent.process.identity import AgentIdentity
+from kvbus.agent.process.metrics import AgentMetrics
+from kvbus.agent.staging.devices import StagingDevices
+from kvbus.bus import BusContext, Call, EventPublisher
+from kvbus.transport import Transport
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """What a service may use of its agent."""
+
+    identity: AgentIdentity
+    transport: Transport
+    engines: EngineDirectory
+    publisher: EventPublisher
+    metrics: AgentMetrics
+    context: BusContext
+    tasks: TaskGroup
+    loop: asyncio.AbstractEventLoop
+    staging: StagingDevices
+
+
+class Service(Protocol):
+    """The part of an agent that is its own: offers and leases, or fetches and peers.
+
+    Handlers of calls may raise a `KVBusError` instead of answering.
+    """
+
+    def on_engine_call(self, call: Call) -> None:
+        """A request of a local engine, other than registration."""
+        ...
+
+    def on_peer_call(self, call: Call) -> None:
+        """A request on the peer socket."""
+        ...
+
+    def on_engine_lost(self, engine: LocalEngine) -> None:
+        """The engine is gone; what it asked for ends."""
+        ...
+
+    async def copied(self, engine: LocalEngine) -> None:
+        """Return when no copy can touch the memory of a lost engine any more."""
+        ...
+
+    async def quiesce(self, engine: LocalEngine) -> None:
+        """Return when no transfer can touch the memory of a lost engine any more."""
+        ...
+
+    def start_draining(self) -> None:
+        """Refuse new work from now on."""
+        ...
+
+    def stop(self) -> None:
+        """Fail what still runs."""
+        ...
+
+    async def drained(self) -> None:
+        """Return when nothing runs any more; only awaited once draining has started."""
+        ...
+
+    def counts(self) -> dict[str, int]:
+        """What the agent holds, for `Status` and for metrics."""
+        ...

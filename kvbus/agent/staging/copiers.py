@@ -1,0 +1,93 @@
+"""Owns the threads that copy between the memory of local engines and staging slots.
+
+Refuses to copy for an engine that is lost. What runs when that happens goes on: the addresses must
+stay until `quiesce` returns. Never runs on the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, TypeVar
+
+import anyio
+
+from kvbus.agent.engines.local_engine import LocalEngine
+from kvbus.agent.engines.rank_memory import RankMemory
+from kvbus.errors import ErrorCode, LocalError
+from kvbus.geometry import GroupSpec
+
+if TYPE_CHECKING:
+    from kvbus.memory.paged import PagedMemory
+
+T = TypeVar("T")
+
+
+class Copiers:
+    """At most ``num_threads`` copies at once, each given the tensors of one group on one rank.
+
+    These are made once, in a thread, and kept until the engine is forgotten. A copy that waits for
+    a thread starts as soon as another ends, without the event loop's doing.
+    """
+
+    def __init__(self, *, num_threads: int) -> None:
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="kvbus-copy")
+        self._paged: dict[tuple[RankMemory, str], PagedMemory] = {}
+        self._running: dict[LocalEngine, set[anyio.Event]] = defaultdict(set)
+
+    async def run(
+        self,
+        copy: Callable[[PagedMemory], T],
+        *,
+        engine: LocalEngine,
+        memory: RankMemory,
+        group: GroupSpec,
+    ) -> T:
+        """What ``copy`` returns, in a thread; cancelling waits for its end.
+
+        Raises `LocalError` (``engine_lost``), and what ``copy`` raises.
+        """
+        if engine.lost:
+            raise LocalError("a process of the engine ended", code=ErrorCode.ENGINE_LOST)
+        key = memory, group.name
+        known, stream = self._paged.get(key), memory.stream
+
+        def in_thread() -> tuple[PagedMemory, T]:
+            paged = known or _paged_memory(memory, group)
+            if stream is None:
+                return paged, copy(paged)
+            return paged, stream.run(lambda: copy(paged), gone=lambda: engine.lost)
+
+        ended = anyio.Event()
+        self._running[engine].add(ended)
+        try:
+            with anyio.CancelScope(shield=True):
+                paged, result = await asyncio.wrap_future(self._threads.submit(in_thread))
+        finally:
+            ended.set()
+            self._running[engine].discard(ended)
+            if not self._running[engine]:
+                del self._running[engine]
+        if not engine.lost:
+            self._paged[key] = paged
+        return result
+
+    async def quiesce(self, engine: LocalEngine) -> None:
+        """Return when nothing copies from or to the engine's memory any more."""
+        for ended in list(self._running.get(engine, ())):
+            await ended.wait()
+
+    def forget(self, engine: LocalEngine) -> None:
+        """The engine is lost: keep no tensors of its memory."""
+        lost = set(engine.ranks.values())
+        self._paged = {key: paged for key, paged in self._paged.items() if key[0] not in lost}
+
+
+def _paged_memory(memory: RankMemory, group: GroupSpec) -> PagedMemory:
+    from kvbus.memory.paged import PagedMemory  # noqa: PLC0415  # imports torch: seconds
+    from kvbus.memory.views import mapping_tensor  # noqa: PLC0415
+
+    buffers = {name: mapping_tensor(mapping) for name, mapping in memory.mappings.items()}
+    return PagedMemory(group, memory.rank.regions, buffers)

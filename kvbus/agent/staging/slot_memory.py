@@ -1,0 +1,103 @@
+"""Owns the staging memory of an agent: cut into slots, registered with NIXL, given back at the end.
+
+Refuses to say who uses which slot; that is the service's. The bytes of a slot are a uint8 tensor,
+which is only passed on here: `kvbus.memory` knows what to do with it.
+"""
+
+import asyncio
+from typing import Any, Protocol, Self
+
+import anyio
+
+from kvbus.errors import GeometryError
+from kvbus.memory.segment import SharedSegment
+from kvbus.transport import MemoryKind, Registration, Transport
+
+
+class SlotStorage(Protocol):
+    """What the slots are cut from."""
+
+    @property
+    def address(self) -> int:
+        """Where the first byte is in this process."""
+        ...
+
+    @property
+    def tensor(self) -> Any:
+        """All bytes, as a uint8 tensor."""
+        ...
+
+    def close(self) -> None:
+        """Give the memory back."""
+        ...
+
+
+class SlotMemory:
+    """Slots 0 to ``num_slots`` - 1 of ``slot_bytes`` each, one behind the other."""
+
+    def __init__(
+        self,
+        segment: SlotStorage,
+        registration: Registration,
+        transport: Transport,
+        *,
+        slot_bytes: int,
+    ) -> None:
+        self.registration, self.slot_bytes = registration, slot_bytes
+        self.num_slots = registration.size_bytes // slot_bytes
+        self.memory: MemoryKind = registration.memory
+        self.device = registration.device
+        self._segment, self._transport = segment, transport
+        self._tensor: Any = segment.tensor
+
+    @classmethod
+    async def open(cls, transport: Transport, *, num_slots: int, slot_bytes: int) -> Self:
+        """Make and register the memory, its pages present; raises `SegmentError`.
+
+        Imports torch, which takes seconds the first time; in a thread.
+        """
+        size_bytes = num_slots * slot_bytes
+        segment = await anyio.to_thread.run_sync(lambda: _make(size_bytes))
+        try:
+            future = transport.register(segment.address, size_bytes)
+            registration = await asyncio.wrap_future(future)
+        except BaseException:
+            segment.close()
+            raise
+        return cls(segment, registration, transport, slot_bytes=slot_bytes)
+
+    def address(self, slot: int) -> int:
+        """Where slot number ``slot`` begins in this process."""
+        return self._segment.address + self._offset_bytes(slot)
+
+    def tensor(self, slot: int) -> Any:
+        """The bytes of slot number ``slot``: a contiguous uint8 torch tensor, always the same."""
+        offset_bytes = self._offset_bytes(slot)
+        return self._tensor[offset_bytes : offset_bytes + self.slot_bytes]
+
+    async def close(self) -> None:
+        """Deregister, then give the memory back; nothing may copy into it or out of it any more.
+
+        Raises `LocalError` (``busy``), and keeps it, while a transfer writes into it.
+        """
+        await asyncio.wrap_future(self._transport.deregister(self.registration))
+        self.unmap()
+
+    def unmap(self) -> None:
+        """Give the memory back once the transport, closed without handles left, let go of it."""
+        self._tensor = None
+        self._segment.close()
+
+    def _offset_bytes(self, slot: int) -> int:
+        if not 0 <= slot < self.num_slots:
+            raise GeometryError(f"slot {slot} of {self.num_slots} slots", slot=slot)
+        return slot * self.slot_bytes
+
+
+def _make(size_bytes: int) -> SharedSegment:
+    from kvbus.memory.threads import copy_on_one_thread  # noqa: PLC0415  # imports torch: seconds
+
+    copy_on_one_thread()
+    segment = SharedSegment(size_bytes, name="kvbus-staging")
+    segment.tensor.zero_()  # every page is mapped from here on
+    return segment

@@ -1,0 +1,251 @@
+"""One fetch of an engine that goes through a ring: room, the agent's fetch, and the loads.
+
+Refuses to report an end while a load of it still writes into the engine's blocks.
+"""
+
+import contextlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+
+from kvbus.engine.bounce.buffer import Direction
+from kvbus.engine.bounce.copier import Copier
+from kvbus.engine.bounce.request_blocks import RequestBlocks
+from kvbus.engine.bounce.ring import HostRing, RingTables
+from kvbus.engine.decode import DecodeSession
+from kvbus.engine.fetch import Fetch
+from kvbus.errors import ErrorCode, FetchFailed, KVBusError
+from kvbus.geometry import BlockTable, GroupSpec
+from kvbus.planning import Spans
+from kvbus.protocol.engine import Fetched
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """How an engine's fetches go: who reads, into what, and who copies from there."""
+
+    session: DecodeSession
+    ring: HostRing
+    copier: Copier
+    piece_tokens: int
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class FetchRequest:
+    """What the engine wants; ``spans`` are the positions of each group."""
+
+    ticket: Mapping[str, Any]
+    num_tokens: int
+    first_token: int
+    timeout_s: float | None
+    zero_tail: bool
+    spans: Spans
+
+
+class HostFetch:
+    """One fetch of this engine; ``fetch_id`` is the agent's, empty while there is no room."""
+
+    def __init__(
+        self, way: Way, request: FetchRequest, device_tables: Mapping[str, BlockTable]
+    ) -> None:
+        self._way, self._request, self._device_tables = way, request, device_tables
+        self._loaded = {name: start for name, (start, _) in request.spans.items()}
+        self._landed = _Landed()
+        self._fetch: Fetch | None = None
+        self._ended = anyio.Event()
+        self._on_end: list[Callable[[], None]] = []
+        self._outcome: Fetched | FetchFailed | None = None
+        self._waiting = anyio.CancelScope()
+
+    @property
+    def fetch_id(self) -> str:
+        """As in the agent's log."""
+        return self._fetch.fetch_id if self._fetch is not None else ""
+
+    async def completed(self) -> Fetched:
+        """The notice of success: the KV is in the engine's blocks, and valid.
+
+        Raises `FetchFailed`; nothing writes into the blocks then. Stage ``requested`` and code
+        ``busy`` mean that there was no room in the ring in time, stage ``loading`` that the
+        engine's copy function raised, which is the cause.
+        """
+        await self._ended.wait()
+        if isinstance(self._outcome, Fetched):
+            return self._outcome
+        raise self._outcome or _failed("the fetch ended without an outcome", ErrorCode.INTERNAL)
+
+    async def blocks_freed(self) -> None:
+        """Return when nothing can write into the engine's blocks: when the fetch has ended."""
+        await self._ended.wait()
+
+    def when_ended(self, call: Callable[[], None]) -> None:
+        """Have ``call`` called when the fetch has ended; at once when it has by now."""
+        if self._ended.is_set():
+            call()
+        else:
+            self._on_end.append(call)
+
+    async def cancel(self) -> None:
+        """Give up; `completed` raises with code ``cancelled``, unless the KV is confirmed by then.
+
+        What is being loaded is loaded first.
+        """
+        self._waiting.cancel()
+        if self._fetch is not None:
+            with contextlib.suppress(KVBusError):  # the session is lost, and so is the fetch
+                await self._fetch.cancel()
+
+    async def run(self) -> None:
+        """Called by the host decode: from the wait for room to the end."""
+        try:
+            self._end(await self._run())
+        except FetchFailed as error:
+            self._end(error)
+        except KVBusError as error:
+            self._end(_failed(error.message, error.code, stage="requested"))
+        except Exception as error:  # such as a ticket that is none: this fetch fails alone
+            failure = _failed(f"the fetch cannot be asked for: {error}", ErrorCode.INVALID)
+            failure.__cause__ = error
+            self._end(failure)
+        finally:
+            self._end(_failed("the host decode was closed", ErrorCode.CLOSED))
+
+    async def _run(self) -> Fetched:
+        ring = self._way.ring
+        wanted = {name: len(table) for name, table in self._device_tables.items()}
+        tables: RingTables = {}
+        with self._waiting:
+            tables = await ring.take(wanted, wait_s=self._way.wait_s)
+        held = _Held(ring, tables)
+        try:
+            fetch = self._start(tables)
+        except BaseException:
+            ring.give(tables)
+            raise
+        fetch.when_freed(held.free)
+        try:
+            return await self._follow(fetch, tables)
+        finally:
+            held.free()
+
+    def _start(self, tables: RingTables) -> Fetch:
+        if self._waiting.cancel_called:
+            raise _failed("the engine cancelled the fetch", ErrorCode.CANCELLED, stage="requested")
+        request = self._request
+        fetch = self._fetch = self._way.session.fetch(
+            request.ticket,
+            num_tokens=request.num_tokens,
+            block_ids=tables,
+            first_token=request.first_token,
+            timeout_s=request.timeout_s,
+            zero_tail=request.zero_tail,
+            piece_tokens=self._way.piece_tokens,
+            on_landed=self._landed.land,
+        )
+        fetch.when_ended(self._landed.end)
+        return fetch
+
+    async def _follow(self, fetch: Fetch, tables: RingTables) -> Fetched:
+        """Load what has landed while the rest does, and the rest once it is confirmed."""
+        firsts = {name: table.first_block for name, table in self._device_tables.items()}
+        blocks = RequestBlocks(
+            self._way.session.engine,
+            firsts=firsts,
+            ring_tables=tables,
+            device_tables=self._device_tables,
+        )
+        failure: FetchFailed | None = None
+        while await self._landed.news():
+            if failure is None:
+                try:
+                    await self._load(blocks, self._landed.num_tokens, last=False)
+                except FetchFailed as error:
+                    failure = error
+                    await self.cancel()
+        if failure is not None:
+            raise failure
+        try:
+            fetched = await fetch.completed()
+        except FetchFailed as error:  # the agent writes into the ring only
+            failure = _failed(error.message, error.code, stage=error.stage, fetch_id=fetch.fetch_id)
+            raise failure from error
+        await self._load(blocks, self._request.num_tokens, last=True)
+        return fetched
+
+    async def _load(self, blocks: RequestBlocks, num_tokens: int, *, last: bool) -> None:
+        spans = {}
+        for group in blocks.engine.groups:
+            start, stop = self._loaded[group.name], self._stop(group, num_tokens, last=last)
+            if start < stop:
+                spans[group.name] = start, stop
+                self._loaded[group.name] = stop
+        if not spans:
+            return
+        try:
+            with anyio.CancelScope(shield=True):
+                await self._way.copier(Direction.LOAD, blocks.copies(spans))
+        except Exception as error:  # the engine's own, of any kind
+            message = f"the engine's copy function failed: {error}"
+            code = ErrorCode.TRANSFER_FAILED
+            raise _failed(message, code, stage="loading", fetch_id=self.fetch_id) from error
+
+    def _stop(self, group: GroupSpec, num_tokens: int, *, last: bool) -> int:
+        """Whole blocks while more may land; in the end all, and the zeroed tail if wanted."""
+        (start, stop), size = self._request.spans[group.name], group.block_size
+        if not last:
+            return 0 if group.state else min(stop, num_tokens) // size * size
+        return -(-stop // size) * size if self._request.zero_tail and start < stop else stop
+
+    def _end(self, outcome: Fetched | FetchFailed) -> None:
+        """The first outcome counts."""
+        if self._ended.is_set():
+            return
+        self._outcome = outcome
+        self._ended.set()
+        for call in self._on_end:
+            call()
+
+
+class _Held:
+    """Blocks of the ring that the agent writes into, and that are loaded from: free after both."""
+
+    def __init__(self, ring: HostRing, tables: RingTables) -> None:
+        self._ring, self._tables = ring, tables
+        self._num_users = 2
+
+    def free(self) -> None:
+        """One of the two is done with them."""
+        self._num_users -= 1
+        if not self._num_users:
+            self._ring.give(self._tables)
+
+
+class _Landed:
+    """News of an agent's fetch: how far its pieces have landed, and that it has ended."""
+
+    def __init__(self) -> None:
+        self.num_tokens, self._has_ended = 0, False
+        self._news = anyio.Event()
+
+    def land(self, num_tokens: int) -> None:
+        self.num_tokens = num_tokens
+        self._news.set()
+
+    def end(self) -> None:
+        self._has_ended = True
+        self._news.set()
+
+    async def news(self) -> bool:
+        """Wait for some; False when the fetch has ended."""
+        await self._news.wait()
+        self._news = anyio.Event()
+        return not self._has_ended
+
+
+def _failed(
+    message: str, code: ErrorCode, *, stage: str = "lost", fetch_id: str = ""
+) -> FetchFailed:
+    return FetchFailed(message, code=code, stage=stage, blocks_free=True, fetch_id=fetch_id)

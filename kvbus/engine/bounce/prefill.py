@@ -1,0 +1,253 @@
+"""Saves the KV of a prefill engine into the ring, piece by piece, and offers it from there.
+
+Refuses to keep the engine's own blocks: once `HostOffer.save` has returned they are the engine's.
+The ring's blocks are free when the agent says that the offer is released.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import anyio
+
+from kvbus.engine.bounce.buffer import Direction
+from kvbus.engine.bounce.copier import Copier
+from kvbus.engine.bounce.request_blocks import (
+    RequestBlocks,
+    block_arrays,
+    blocks_of,
+    check_groups,
+)
+from kvbus.engine.bounce.ring import HostRing
+from kvbus.engine.bounce.sizing import PIECE_BYTES, piece_tokens
+from kvbus.engine.prefill import BlockIds, Offer, PrefillSession
+from kvbus.errors import ClosedError, GeometryError, KVBusError, LocalError
+from kvbus.protocol.engine import Outcome
+
+
+class HostPrefill:
+    """Makes the offers of one prefill engine that goes through a ring.
+
+    About ``piece_bytes`` are saved at a time: small enough that a piece is on the wire while the
+    next is saved.
+    """
+
+    def __init__(
+        self,
+        session: PrefillSession,
+        ring: HostRing,
+        copier: Copier,
+        *,
+        piece_bytes: int = PIECE_BYTES,
+    ) -> None:
+        self.session, self.ring, self.copier = session, ring, copier
+        self.piece_tokens = piece_tokens(session.engine, piece_bytes=piece_bytes)
+
+    async def begin(
+        self,
+        request_id: str,
+        *,
+        num_tokens: int,
+        first_blocks: Mapping[str, int] | None = None,
+        wait_s: float = 0.0,
+    ) -> "HostOffer":
+        """Take the ring's blocks for a request of ``num_tokens`` tokens; nothing is offered yet.
+
+        Of a group with a window the engine may keep only the tail: ``first_blocks`` says from which
+        block of the request on. Waits for room for at most ``wait_s``. Raises `LocalError`
+        (``busy``) when the ring is full, and `GeometryError` when it will never be large enough.
+        """
+        engine, firsts = self.session.engine, dict(first_blocks or {})
+        check_groups(engine, firsts)
+        wanted = {
+            group.name: max(0, blocks_of(group, num_tokens) - firsts.get(group.name, 0))
+            for group in engine.groups
+        }
+        tables = await self.ring.take(wanted, wait_s=wait_s)
+        blocks = RequestBlocks(engine, firsts=firsts, ring_tables=tables)
+        return HostOffer(self, request_id, num_tokens, blocks)
+
+
+class HostOffer:
+    """One request: `save` what is computed, `offer` it before or after, and `seal`; or `abort`.
+
+    ``num_saved`` of its ``num_tokens`` tokens are in the ring. After a `save` that failed or was
+    cancelled there is only `abort`.
+    """
+
+    def __init__(
+        self, host: HostPrefill, request_id: str, num_tokens: int, blocks: RequestBlocks
+    ) -> None:
+        self.request_id, self.num_tokens, self.num_saved = request_id, num_tokens, 0
+        self._host, self._blocks = host, blocks
+        self._states_at: dict[str, int] = {}
+        self._offer: Offer | None = None
+        self._saves, self._step = anyio.Lock(), anyio.Lock()
+        self._is_copying = self._is_over = False
+        self._closed = ""
+
+    @property
+    def offer_id(self) -> str:
+        """The agent's id of the offer; raises `LocalError` before `offer`."""
+        return self._offered().offer_id
+
+    async def save(self, num_tokens: int, block_ids: BlockIds) -> None:
+        """Copy what was computed since the last call: ``num_tokens`` tokens are ready in all.
+
+        ``block_ids`` are the engine's new blocks by group, in order of position; a block that was
+        filled partly is gone on with. Of a state, its block as it is after these tokens. Returns
+        when the copies are done; the engine may then use the blocks for something else. What is
+        saved is offered piece by piece when `offer` was called before.
+        Raises `GeometryError` for blocks that do not fit the tokens, `ClosedError` after the end
+        and after `seal`, `RequestRefused` when the offer has ended, and what the engine's copy
+        function raised.
+        """
+        given = block_arrays(block_ids)
+        async with self._saves:
+            self._check_open()
+            self._check_progress(num_tokens)
+            self._blocks.add(num_tokens, given)
+            states = [name for name in given if self._blocks.engine.group(name).state]
+            try:
+                for stop in self._ends_of_pieces(num_tokens):
+                    await self._save_piece(stop, states=[])
+                with_state = [name for name in states if len(given[name])]
+                await self._save_piece(num_tokens, states=with_state)
+            except BaseException:
+                self._closed = self._closed or "a save of it did not end well"
+                raise
+
+    async def offer(self, *, ttl_s: float | None = None) -> dict[str, Any]:
+        """Offer what is saved, and what will be; returns the ticket. Raises `RequestRefused`.
+
+        A `save` may be under way: what it copies is offered after this.
+        """
+        async with self._step:
+            self._check_open()
+            if self._offer is not None:
+                raise LocalError(f"request '{self.request_id}' is offered already")
+            with anyio.CancelScope(shield=True):  # else an offer could be made that nobody knows
+                offer = await self._host.session.offer(
+                    self.request_id,
+                    num_tokens=self.num_saved,
+                    block_ids=self._ring_blocks(0, self.num_saved),
+                    sealed=False,
+                    ttl_s=ttl_s,
+                    first_blocks=self._blocks.firsts,
+                )
+            self._offer = offer
+            offer.when_released(self._end)
+        return offer.ticket
+
+    async def seal(self) -> None:
+        """Say that all is saved; raises `GeometryError` when something is not."""
+        async with self._step:
+            self._check_open()
+            self._check_complete()
+            offer = self._offered()
+            self._closed = "it is sealed"
+            await offer.seal()
+
+    async def abort(self) -> None:
+        """Give the request up; an offer is withdrawn, one that has ended is ok.
+
+        The ring's blocks are free at once, or when the piece that is being copied is. Raises what a
+        request to the agent can: `RequestTimeout`.
+        """
+        self._closed = self._closed or "it was aborted"
+        async with self._step:
+            if self._offer is None:
+                self._end()
+            elif not self._is_over:
+                await self._withdraw(self._offer)
+
+    async def released(self) -> Outcome:
+        """How the offer ended, see `Offer.released`.
+
+        The ring's blocks are free then, or when the piece that is being copied is.
+        """
+        return await self._offered().released()
+
+    async def _withdraw(self, offer: Offer) -> None:
+        try:
+            await offer.withdraw()
+        except KVBusError:
+            if not self._is_over:
+                raise
+
+    def _ends_of_pieces(self, num_tokens: int) -> range:
+        """Those in front of the last one, which ends at ``num_tokens``."""
+        size = self._host.piece_tokens
+        return range((self.num_saved // size + 1) * size, num_tokens, size) if size else range(0)
+
+    async def _save_piece(self, stop: int, *, states: list[str]) -> None:
+        start = self.num_saved
+        groups = [group for group in self._blocks.engine.groups if not group.state]
+        spans = {group.name: (start, stop) for group in groups} | dict.fromkeys(states, (0, 1))
+        await self._copy(spans)
+        async with self._step:  # who was cancelled meanwhile has nothing offered
+            self._check_open()
+            self.num_saved = stop
+            self._states_at |= dict.fromkeys(states, stop)
+            if self._offer is not None:
+                await self._offer.extend(stop, self._ring_blocks(start, stop))
+
+    async def _copy(self, spans: Mapping[str, tuple[int, int]]) -> None:
+        """The ring's blocks are not given back while anything is copied into them."""
+        self._check_open()
+        copies = self._blocks.copies(spans)
+        if not copies:
+            return
+        self._is_copying = True
+        try:
+            with anyio.CancelScope(shield=True):
+                await self._host.copier(Direction.SAVE, copies)
+        finally:
+            self._is_copying = False
+            if self._is_over:
+                self._give_back()
+
+    def _ring_blocks(self, start: int, stop: int) -> dict[str, Any]:
+        return {name: self._blocks.in_ring(name, start, stop) for name in self._blocks.ring_tables}
+
+    def _check_progress(self, num_tokens: int) -> None:
+        if not self.num_saved <= num_tokens <= self.num_tokens:
+            raise GeometryError(
+                f"{num_tokens} tokens are said to be ready, of {self.num_tokens}, after "
+                f"{self.num_saved}",
+                field="num_tokens",
+            )
+
+    def _check_complete(self) -> None:
+        lacking = [
+            group.name
+            for group in self._blocks.engine.groups
+            if group.state and self._states_at.get(group.name, 0) != self.num_tokens
+        ]
+        if self.num_saved < self.num_tokens or lacking:
+            raise GeometryError(
+                f"{self.num_saved} of {self.num_tokens} tokens of request '{self.request_id}' are "
+                f"saved{', not the last state of ' + ', '.join(lacking) if lacking else ''}: save "
+                "the rest first",
+                num_tokens=self.num_saved,
+            )
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError(f"request '{self.request_id}' is over: {self._closed}")
+
+    def _offered(self) -> Offer:
+        if self._offer is None:
+            raise LocalError(f"request '{self.request_id}' is not offered yet: call offer()")
+        return self._offer
+
+    def _end(self) -> None:
+        """Nobody reads the ring's blocks any more."""
+        self._closed = self._closed or "its offer has ended"
+        if not self._is_over:
+            self._is_over = True
+            if not self._is_copying:
+                self._give_back()
+
+    def _give_back(self) -> None:
+        """Of `_end` and the end of a copy, the later one comes here, once."""
+        self._host.ring.give(self._blocks.ring_tables)

@@ -1,0 +1,81 @@
+"""Messages for engines whose ranks are spread over several agents, as in multi-node parallelism.
+
+Refuses nothing itself; types and ranges are in the annotations, meaning is the agent's to check.
+The agent with the engine's control session is its home: it has the offers, leases and fetches.
+"""
+
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+
+from kvbus.protocol.engine import Tables
+from kvbus.protocol.message import Empty, Epoch, Id, Message, Seconds, Size, Text, Tokens
+
+AnySeconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
+
+Ranks = Annotated[
+    tuple[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)], ...],
+    msgspec.Meta(min_length=1, max_length=1024),
+]
+
+
+class CheckMemory(Message, frozen=True):
+    """Asks whether the ranks of an engine are still those of the handshake; ``stale`` if not.
+
+    A reader asks each agent without the lease, after the last byte landed and before the confirm.
+    Such an agent does not know when it is read: it serves the reads of an offer for ``progress_s``,
+    so a reader asks before it reads, too, and whenever it renews the lease. 0 ends that.
+    """
+
+    op: ClassVar[str] = "check"
+    reply: ClassVar[type[Message]] = Empty
+
+    agent_boot: Id
+    engine_id: Id
+    memory_id: Id
+    offer_id: Text = ""
+    progress_s: AnySeconds = 0.0
+
+
+class Delegated(Message, frozen=True):
+    """Reply to `Delegate`: all bytes of the piece are in the sibling's ranks."""
+
+    num_bytes: Size
+    path: Text
+
+
+class Delegate(Message, frozen=True):
+    """The home of a decode engine asks a sibling to read one piece into the ranks that it has.
+
+    Answered when nothing of it is in flight any more, be it done, failed or aborted. The lease is
+    the home's; so is the confirm. ``memory_ids`` are of the prefill agents, its home's first, as
+    the reader's home knows them: a sibling that knows others shakes hands again.
+    """
+
+    op: ClassVar[str] = "delegate"
+    reply: ClassVar[type[Message]] = Delegated
+
+    fetch_id: Id
+    engine_id: Id
+    ranks: Ranks
+    ticket: dict[str, Any]
+    memory_ids: Annotated[tuple[Id, ...], msgspec.Meta(min_length=1, max_length=1024)]
+    epoch: Epoch
+    source: Tables
+    target: Tables
+    first_token: Tokens
+    num_tokens: Tokens
+    start: Tokens
+    stop: Tokens
+    last: bool
+    zero_tail: bool
+    timeout_s: Seconds
+
+
+class AbortDelegate(Message, frozen=True):
+    """Ends the reading for a fetch; the `Delegate` is answered when that is so."""
+
+    op: ClassVar[str] = "abort_delegate"
+    reply: ClassVar[type[Message]] = Empty
+
+    fetch_id: Id

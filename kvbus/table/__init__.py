@@ -1,0 +1,1 @@
+"""The kit of the sans-IO state machines: tables, deadlines, and what drives them (pure)."""

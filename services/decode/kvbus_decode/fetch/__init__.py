@@ -1,0 +1,1 @@
+"""Fetches: one state machine for all of them (pure)."""

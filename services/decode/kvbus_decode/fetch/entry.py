@@ -1,0 +1,224 @@
+"""One fetch: what was asked for, how far it is, and how it ends.
+
+Refuses to decide which event may do what; that is the table in `kvbus_decode.fetch.transitions`.
+"""
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from kvbus.errors import ErrorCode, KVBusError, LocalError, RemoteError
+from kvbus.geometry import BlockTable
+from kvbus.protocol.engine import Outcome, StageTimes
+from kvbus.protocol.peer import Granted
+from kvbus_decode.fetch import events as ev
+
+
+class FetchState(StrEnum):
+    """Where a fetch is. The last three are ends; draining is one as well, but for its blocks."""
+
+    RESOLVING = "resolving"
+    """The prefill agent is being connected to, and asked whether its engine fits ours."""
+
+    CLAIMING = "claiming"
+    """The lease was asked for, or is asked for again because another reader has it."""
+
+    WAITING = "waiting"
+    """The lease is ours and what was ready is read; the prefill engine still computes."""
+
+    READING = "reading"
+    """A piece, all that was ready when it began, is on its way into the blocks."""
+
+    CONFIRMING = "confirming"
+    """All bytes have landed; only the prefill agent knows whether the lease was live."""
+
+    DRAINING = "draining"
+    """The fetch has ended and said so, but bytes can still land: its blocks are not free."""
+
+    COMPLETED = "completed"
+    """The KV is valid."""
+
+    FAILED = "failed"
+    """There is no KV, and nothing in flight."""
+
+    CANCELLED = "cancelled"
+    """The engine did not want the KV any more; nothing is in flight."""
+
+
+STAGES = (
+    FetchState.RESOLVING,
+    FetchState.CLAIMING,
+    FetchState.WAITING,
+    FetchState.READING,
+    FetchState.CONFIRMING,
+)
+ENDS = (FetchState.COMPLETED, FetchState.FAILED, FetchState.CANCELLED)
+
+
+@dataclass(frozen=True, slots=True)
+class FetchLimits:
+    """Bounds of the table; durations in seconds.
+
+    A fetch whose transfers cannot be stopped keeps its place in ``max_fetches`` until they end.
+    """
+
+    max_fetches: int = 4096
+    max_tombstones: int = 4096
+    lease_s: float = 10.0
+    request_timeout_s: float = 5.0
+    busy_retry_s: float = 0.05
+
+
+@dataclass(slots=True)
+class ReaderLease:
+    """The lease as this side sees it: it ends no later here than at the prefill agent."""
+
+    epoch: int
+    expires_at: float
+    renew_at: float
+    renewing: bool = False
+
+
+@dataclass(slots=True)
+class FetchEntry:
+    """One fetch; ``deadline`` is absolute.
+
+    ``num_ready`` and ``sealed`` are what the last grant said of the offer, ``read_to`` is where the
+    pieces that have landed end. ``piece`` is set from StartRead to ReadEnded. ``hinted`` is True
+    when news came in while a claim or renewal was under way, whose reply may be older.
+    """
+
+    requested: ev.Requested
+    deadline: float
+    state: FetchState = FetchState.RESOLVING
+    entered_at: float = 0.0
+    stages_s: dict[FetchState, float] = field(default_factory=dict)
+    held: ReaderLease | None = None
+    claim_again_at: float | None = None
+    tables: dict[str, BlockTable] = field(default_factory=dict)
+    num_ready: int = 0
+    sealed: bool = False
+    num_read: int = 0
+    last_was_read: bool = False
+    piece: ev.StartRead | None = None
+    hinted: bool = False
+    num_bytes: int = 0
+    path: str = ""
+    ends_as: FetchState = FetchState.FAILED
+    error: KVBusError | None = None
+
+    @property
+    def fetch_id(self) -> str:
+        """The engine's own name of the fetch."""
+        return self.requested.fetch_id
+
+    @property
+    def read_to(self) -> int:
+        """Tokens up to here are in the engine's blocks."""
+        return self.requested.first_token + self.num_read
+
+    def next_piece(self) -> ev.StartRead | None:
+        """All that is ready and not read yet, or the state that came with the seal, or None.
+
+        Less of it when the engine wants smaller pieces. None though the offer is sealed means that
+        everything was read.
+        """
+        wanted, piece_tokens = self.requested.num_tokens, self.requested.piece_tokens
+        stop = min(self.num_ready, wanted)
+        if piece_tokens:
+            stop = min(stop, (self.read_to // piece_tokens + 1) * piece_tokens)
+        if stop <= self.read_to and not (self.sealed and self._lacks_last()):
+            return None
+        last = self.sealed and stop == wanted
+        epoch = self.held.epoch if self.held else 0
+        return ev.StartRead(self.fetch_id, epoch, dict(self.tables), self.read_to, stop, last)
+
+    def _lacks_last(self) -> bool:
+        """Whether something is due that only the last piece does."""
+        requested = self.requested
+        wants_any = requested.num_tokens > requested.first_token
+        needs_last = requested.has_state or requested.zero_tail
+        return needs_last and wants_any and not self.last_was_read
+
+    def next_deadline(self) -> float | None:
+        """When somebody must look at this fetch again; None while only transfers can end it."""
+        if self.state is FetchState.DRAINING or self.state in ENDS:
+            return None
+        times = [self.deadline]
+        if self.claim_again_at is not None:
+            times.append(self.claim_again_at)
+        if self.held is not None and self.state is not FetchState.CONFIRMING:
+            times.append(self.held.expires_at)
+            if not self.held.renewing:
+                times.append(self.held.renew_at)
+        return min(times)
+
+    def enter(self, state: FetchState, now: float) -> None:
+        """Move to ``state`` and account the time in the one before."""
+        if self.state in STAGES:
+            spent = self.stages_s.get(self.state, 0.0) + now - self.entered_at
+            self.stages_s[self.state] = spent
+        self.state, self.entered_at = state, now
+
+    def hold(self, sent_at: float, granted: Granted) -> None:
+        """Take over what a claim or a renewal granted.
+
+        Raises `RemoteError` when it takes back what an earlier grant said, `LocalError` when the
+        offer will never have the tokens, `GeometryError` when its blocks do not follow.
+        """
+        expires_at = sent_at + granted.lease_s
+        before = self.held
+        self.held = ReaderLease(granted.epoch, expires_at, sent_at + granted.lease_s / 3)
+        if before is not None and before.epoch != granted.epoch:
+            raise _taken_back("lease epoch", before.epoch, granted.epoch)
+        self._check_grown(granted)
+        for group, more in granted.tables.items():
+            known = self.tables.get(group)
+            self.tables[group] = more if known is None else known.extended(more)
+        self.num_ready, self.sealed = granted.num_tokens, granted.sealed
+
+    def _check_grown(self, granted: Granted) -> None:
+        """An offer only grows, up to its seal; what was read of it would be of another one."""
+        if granted.num_tokens < self.num_ready:
+            raise _taken_back("number of tokens", self.num_ready, granted.num_tokens)
+        if self.sealed and not granted.sealed:
+            raise _taken_back("seal", self.sealed, granted.sealed)
+        wanted = self.requested.num_tokens
+        if granted.sealed and granted.num_tokens < wanted:
+            message = f"the offer has {granted.num_tokens} tokens, {wanted} were asked for"
+            raise LocalError(message, num_tokens=granted.num_tokens)
+        if granted.sealed and self.requested.has_state and granted.num_tokens > wanted:
+            message = f"the state is that of token {granted.num_tokens}, not of token {wanted}"
+            raise LocalError(message, num_tokens=granted.num_tokens)
+
+    def land(self, ended: ev.ReadEnded) -> None:
+        """The piece is over; its tokens count when all its bytes have landed."""
+        piece, self.piece = self.piece, None
+        self.num_bytes += ended.num_bytes
+        self.path = ended.path or self.path
+        if piece is not None and ended.error is None:
+            self.num_read += piece.stop - piece.start
+            self.last_was_read = piece.last
+
+    def report(self, outcome: Outcome, stage: FetchState, *, blocks_free: bool) -> ev.ReportFetched:
+        """The one message that tells the engine how the fetch ended."""
+        return ev.ReportFetched(
+            fetch_id=self.fetch_id,
+            engine_id=self.requested.engine_id,
+            request_id=self.requested.ticket.request_id,
+            outcome=outcome,
+            stage=stage.value,
+            blocks_free=blocks_free,
+            num_bytes=self.num_bytes,
+            stages_s=StageTimes(**{state.value: spent for state, spent in self.stages_s.items()}),
+            error=self.error,
+            path=self.path,
+        )
+
+
+def _taken_back(what: str, before: int, after: int) -> RemoteError:
+    return RemoteError(
+        f"the prefill agent took back the {what} of an offer: it was {before}, now it is {after}",
+        code=ErrorCode.INVALID,
+        before=before,
+        after=after,
+    )

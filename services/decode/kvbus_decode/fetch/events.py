@@ -1,0 +1,289 @@
+"""What can happen to fetches, and what the agent is told to do about it.
+
+Refuses behaviour: these are values. `kvbus_decode.fetch.transitions` says which event leads
+to which command. ``reply_to`` is what the agent uses to answer the request that caused an event.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvbus.errors import ErrorCode, KVBusError
+from kvbus.geometry import BlockTable
+from kvbus.protocol.engine import Outcome, StageTimes
+from kvbus.protocol.peer import Granted
+from kvbus.protocol.ticket import Ticket
+from kvbus.table.events import (
+    DeadlinePassed,
+    DrainStarted,
+    EngineLost,
+    Refuse,
+    SendReply,
+    Stopped,
+)
+
+__all__ = [
+    "AbortRead",
+    "CancelRequested",
+    "Command",
+    "DeadlinePassed",
+    "DrainStarted",
+    "EngineLost",
+    "Event",
+    "FetchEvent",
+    "LeaseConfirmed",
+    "LeaseGranted",
+    "OfferAdvanced",
+    "PeerGone",
+    "PeerReady",
+    "ReadEnded",
+    "Refuse",
+    "RenewFailed",
+    "ReportBlocksFreed",
+    "ReportFetched",
+    "ReportLanded",
+    "Requested",
+    "ResolvePeer",
+    "SendClaim",
+    "SendConfirm",
+    "SendRelease",
+    "SendRenew",
+    "SendReply",
+    "StartRead",
+    "StepFailed",
+    "Stopped",
+    "TableEvent",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Requested:
+    """The engine asks for tokens [first_token, num_tokens) of the ticket's request.
+
+    ``has_state`` when the engine has groups of opaque state: theirs is that of the last token, so
+    it is read once the offer is sealed. ``zero_tail`` when it wants the unused slots of its last
+    blocks zeroed. With ``piece_tokens`` it wants pieces that end at multiples of it, and to be told
+    of each that has landed; 0 without.
+    """
+
+    fetch_id: str
+    engine_id: str
+    ticket: Ticket
+    first_token: int
+    num_tokens: int
+    tables: Mapping[str, BlockTable]
+    timeout_s: float
+    reply_to: object
+    has_state: bool = False
+    zero_tail: bool = False
+    piece_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class PeerReady:
+    """The prefill agent is connected and its engine fits ours."""
+
+    fetch_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseGranted:
+    """SendReply to a claim or renewal that was sent at ``sent_at``: the lease counts from there.
+
+    The reply to a claim brings the ticket: its lease is given back though its fetch be forgotten.
+    """
+
+    fetch_id: str
+    sent_at: float
+    granted: Granted
+    claimed: Ticket | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class StepFailed:
+    """A command of this fetch ended with an error: resolve, claim or confirm."""
+
+    fetch_id: str
+    error: KVBusError
+
+
+@dataclass(frozen=True, slots=True)
+class RenewFailed:
+    """A renewal ended with an error; a confirm of the same fetch may be under way by then."""
+
+    fetch_id: str
+    error: KVBusError
+
+
+@dataclass(frozen=True, slots=True)
+class OfferAdvanced:
+    """A hint that the offer has more tokens, or is sealed, or that its lease was revoked."""
+
+    fetch_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReadEnded:
+    """Nothing of the piece is in flight any more; ``error`` is None when all bytes have landed.
+
+    ``path`` names how they were read, empty when nothing was.
+    """
+
+    fetch_id: str
+    num_bytes: int
+    error: KVBusError | None = None
+    path: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseConfirmed:
+    """The prefill agent says that the lease was live after the last byte had landed."""
+
+    fetch_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class CancelRequested:
+    """The engine does not want the KV any more."""
+
+    fetch_id: str
+    reply_to: object
+
+
+@dataclass(frozen=True, slots=True)
+class PeerGone:
+    """The process that the fetch reads from is gone, or has come back as another."""
+
+    agent_boot: str
+
+
+FetchEvent = (
+    PeerReady
+    | LeaseGranted
+    | StepFailed
+    | RenewFailed
+    | OfferAdvanced
+    | ReadEnded
+    | LeaseConfirmed
+    | CancelRequested
+)
+TableEvent = PeerGone | EngineLost | DrainStarted | Stopped | DeadlinePassed
+Event = Requested | FetchEvent | TableEvent
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvePeer:
+    """Connect to the ticket's agent and shake hands; answer `PeerReady` or `StepFailed`."""
+
+    fetch_id: str
+    timeout_s: float
+    requested: Requested
+
+
+@dataclass(frozen=True, slots=True)
+class SendClaim:
+    """Ask for the lease; answer `LeaseGranted` or `StepFailed`."""
+
+    fetch_id: str
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SendRenew:
+    """Ask for more time and for news; answer `LeaseGranted` or `RenewFailed`."""
+
+    fetch_id: str
+    epoch: int
+    timeout_s: float
+    known_blocks: Mapping[str, int]
+
+
+@dataclass(frozen=True, slots=True)
+class StartRead:
+    """Read a piece, tokens [start, stop), out of ``tables``; answer `ReadEnded`, once.
+
+    Pieces of a fetch follow each other, one at a time. Groups of state are read with the ``last``
+    one, which may have no tokens.
+    """
+
+    fetch_id: str
+    epoch: int
+    tables: Mapping[str, BlockTable]
+    start: int
+    stop: int
+    last: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AbortRead:
+    """Post nothing more of the piece; `ReadEnded` follows when what was posted is terminal."""
+
+    fetch_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class SendConfirm:
+    """Ask whether the lease is live; answer `LeaseConfirmed` or `StepFailed`."""
+
+    fetch_id: str
+    epoch: int
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SendRelease:
+    """Give a lease back; the answer does not matter, the lease ends by itself as well."""
+
+    ticket: Ticket
+    epoch: int
+    code: ErrorCode
+
+
+@dataclass(frozen=True, slots=True)
+class ReportLanded:
+    """Tell the engine that tokens up to here are in its blocks; not yet that they are valid."""
+
+    fetch_id: str
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class ReportFetched:
+    """Tell the engine how the fetch ended; ``stage`` is the state that it ended in.
+
+    ``num_bytes`` are those that have landed by then, ``path`` how the last of them were read.
+    """
+
+    fetch_id: str
+    engine_id: str
+    request_id: str
+    outcome: Outcome
+    stage: str
+    blocks_free: bool
+    num_bytes: int
+    stages_s: StageTimes
+    error: KVBusError | None = None
+    path: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class ReportBlocksFreed:
+    """Tell the engine that nothing writes into the blocks of an ended fetch any more."""
+
+    fetch_id: str
+    engine_id: str
+
+
+Command = (
+    SendReply
+    | Refuse
+    | ResolvePeer
+    | SendClaim
+    | SendRenew
+    | StartRead
+    | AbortRead
+    | SendConfirm
+    | SendRelease
+    | ReportLanded
+    | ReportFetched
+    | ReportBlocksFreed
+)

@@ -1,0 +1,1 @@
+"""The prefill agents that fetches read from: connections, handshakes, routes and leases."""

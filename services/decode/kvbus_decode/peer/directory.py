@@ -1,0 +1,135 @@
+"""The agents that this agent talks to: connections, their events, and their end.
+
+Refuses more peers than the limit while all of them are in use.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import anyio
+import structlog
+
+from kvbus.agent.process.service import Agent
+from kvbus.bus import EventListener, EventSubscriber, RequestClient
+from kvbus.errors import ErrorCode, LocalError
+from kvbus_decode.config import DecodeConfig
+
+log = structlog.get_logger()
+
+Extent = tuple[int, int]
+"""First and one-past-last address of registered memory."""
+
+
+@dataclass(slots=True, eq=False)
+class Peer:
+    """One agent, by the endpoint in tickets, or by the one that an engine's home names.
+
+    ``nixl_agents`` are those of its processes, with all memory that NIXL was told of.
+    """
+
+    endpoint: str
+    client: RequestClient
+    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
+    nixl_agents: dict[str, set[Extent]] = field(default_factory=dict)
+    nixl_turn: anyio.Lock = field(default_factory=anyio.Lock)
+    events_endpoint: str = ""
+    num_users: int = 0
+
+
+PeerBoot = Callable[[Peer, str], None]
+PeerDropped = Callable[[Peer], None]
+
+
+class PeerDirectory:
+    """All peers; who uses one holds it from `acquire` to `release`.
+
+    ``on_boot`` is told a peer's boot id when it is known and when it changes, ``on_dropped`` of a
+    peer that made room, ``listener`` gets the events.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        config: DecodeConfig,
+        *,
+        on_boot: PeerBoot,
+        on_dropped: PeerDropped,
+        listener: EventListener,
+    ) -> None:
+        self._agent, self._config = agent, config
+        self._on_boot, self._on_dropped = on_boot, on_dropped
+        self._peers: dict[str, Peer] = {}
+        self._subscriber = EventSubscriber(
+            agent.context,
+            listener,
+            topics=("offer.extended", "offer.sealed", "lease.revoked", "lease.expired"),
+            silence_s=config.silence_s,
+            max_endpoints=config.max_peers,
+            on_fault=_log_fault,
+        )
+        agent.tasks.start_soon(self._subscriber.run)
+
+    def __len__(self) -> int:
+        return len(self._peers)
+
+    def acquire(self, endpoint: str) -> Peer:
+        """The peer at ``endpoint``, connected when it is new; raises `LocalError` (``busy``)."""
+        peer = self._peers.pop(endpoint, None) or self._connect(endpoint)
+        self._peers[endpoint] = peer  # the latest used is the last to make room
+        peer.num_users += 1
+        return peer
+
+    def find(self, endpoint: str) -> Peer | None:
+        """The peer at ``endpoint``, if it is known."""
+        return self._peers.get(endpoint)
+
+    def release(self, peer: Peer) -> None:
+        """One user less."""
+        peer.num_users -= 1
+
+    def listen(self, peer: Peer, events_endpoint: str) -> None:
+        """Subscribe to the peer's events, in place of those of its earlier process."""
+        if peer.events_endpoint != events_endpoint:
+            self._subscriber.remove(peer.events_endpoint)
+            peer.events_endpoint = events_endpoint
+        self._subscriber.add(events_endpoint)
+
+    def _connect(self, endpoint: str) -> Peer:
+        if len(self._peers) >= self._config.max_peers:
+            self._drop_idle()
+        client = RequestClient(
+            self._agent.context,
+            endpoint,
+            boot=self._agent.identity.boot,
+            on_boot=lambda boot: self._see_boot(endpoint, boot),
+            on_fault=_log_fault,
+        )
+        peer = Peer(endpoint, client)
+        self._agent.tasks.start_soon(self._run, peer)
+        return peer
+
+    async def _run(self, peer: Peer) -> None:
+        with peer.scope:
+            await peer.client.run()
+
+    def _drop_idle(self) -> None:
+        idle = next((peer for peer in self._peers.values() if not peer.num_users), None)
+        if idle is None:
+            raise LocalError(
+                f"{len(self._peers)} peers are in use, which is the limit (max_peers)",
+                code=ErrorCode.BUSY,
+            )
+        del self._peers[idle.endpoint]
+        self._on_dropped(idle)
+        self._subscriber.remove(idle.events_endpoint)
+        idle.scope.cancel()
+
+    def _see_boot(self, endpoint: str, boot: str) -> None:
+        peer = self._peers.get(endpoint)
+        if peer is not None:
+            self._on_boot(peer, boot)
+
+
+def _log_fault(error: Exception) -> None:
+    """A defect in handling one message of one peer; the others go on."""
+    log.error("peer.message_failed", exc_info=error)

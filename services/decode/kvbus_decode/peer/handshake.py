@@ -1,0 +1,244 @@
+"""Routes and the handshakes that make them: with an engine's home, then with each other agent.
+
+Refuses an engine whose KV ours cannot use; both sides log the field and both values.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import anyio
+import structlog
+
+from kvbus.agent.engines.local_engine import LocalEngine
+from kvbus.agent.process.guard import guarded
+from kvbus.agent.process.service import Agent
+from kvbus.errors import ErrorCode, GeometryError, KVBusError, RequestTimeout
+from kvbus.geometry import validate_engine, validate_rank
+from kvbus.planning import PlacedRank, check_compatible
+from kvbus.protocol.engine import AgentRanks
+from kvbus.protocol.envelope import PROTOCOL_VERSION
+from kvbus.protocol.message import from_body
+from kvbus.protocol.peer import EngineMemory, Handshake, HandshakeDone
+from kvbus.protocol.ticket import Ticket
+from kvbus_decode.peer.directory import Peer, PeerDirectory
+from kvbus_decode.peer.handshake_client import ask_any_handshake, ask_handshake
+from kvbus_decode.peer.nixl import NixlMemory, NixlPeers
+from kvbus_decode.peer.route import Route, Source
+
+log = structlog.get_logger()
+
+REASON_GRACE_S = 0.5
+"""A handshake that ends in time knows better than who waits for it which agent did not answer."""
+
+
+@dataclass(frozen=True, slots=True)
+class RouteKey:
+    """What must not have changed for a route to be used again."""
+
+    agent_boot: str
+    engine_id: str
+    engine_boot: str
+    memory_id: str
+
+    @classmethod
+    def of(cls, ticket: Ticket, engine: LocalEngine) -> "RouteKey":
+        """The key of the route from the ticket's engine into ``engine``."""
+        return cls(ticket.agent_boot, ticket.engine_id, ticket.engine_boot, engine.memory_id)
+
+
+class RouteBook:
+    """All routes, and the handshakes under way."""
+
+    def __init__(self, agent: Agent, peers: PeerDirectory) -> None:
+        self._agent, self._peers = agent, peers
+        self._nixl = NixlPeers(agent.transport)
+        self._routes: dict[RouteKey, Route] = {}
+        self._shaking: dict[RouteKey, asyncio.Future[Route]] = {}
+
+    def find(self, ticket: Ticket, engine: LocalEngine) -> Route | None:
+        """The route, if it is known."""
+        return self._routes.get(RouteKey.of(ticket, engine))
+
+    async def route(
+        self, peer: Peer, ticket: Ticket, engine: LocalEngine, *, timeout_s: float
+    ) -> Route:
+        """The route for ``ticket`` into ``engine``, by a handshake when it is not known.
+
+        Fetches that need the same handshake wait for one. Raises `KVBusError`.
+        """
+        key = RouteKey.of(ticket, engine)
+        if key in self._routes:
+            return self._routes[key]
+        shaking = self._shaking.get(key)
+        if shaking is None:
+            shaking = self._shaking[key] = self._agent.loop.create_future()
+            self._agent.tasks.start_soon(self._shake_hands, key, peer, ticket, engine, timeout_s)
+        with anyio.move_on_after(timeout_s + REASON_GRACE_S):
+            return await asyncio.shield(shaking)
+        raise RequestTimeout(
+            f"no handshake with {peer.endpoint} within {timeout_s:g} s",
+            code=ErrorCode.PEER_UNREACHABLE,
+            endpoint=peer.endpoint,
+        )
+
+    def forget(self, route: Route) -> None:
+        """The route is of no use: the next fetch shakes hands again."""
+        self._routes = {key: known for key, known in self._routes.items() if known is not route}
+
+    def forget_multi_agent(self, ticket: Ticket) -> None:
+        """A fetch of this ticket failed: routes from its engine are of no use if it is spread."""
+        boots = ticket.agent_boot, ticket.engine_boot
+        self._keep_only(
+            lambda key, route: (key.agent_boot, key.engine_boot) != boots or len(route.sources) == 1
+        )
+
+    def forget_engine(self, engine: LocalEngine) -> None:
+        """Drop the routes into an engine that is gone."""
+        memory_id = engine.memory_id
+        self._keep_only(lambda key, _: key.memory_id != memory_id)
+
+    def forget_peer(self, peer: Peer) -> None:
+        """Drop the routes through a peer, and its NIXL agents."""
+        self._keep_only(lambda _, route: all(source.peer is not peer for source in route.sources))
+        self._agent.tasks.start_soon(self._forget_nixl, peer)
+
+    def see_boot(self, peer: Peer, boot: str) -> list[str]:
+        """A peer's boot id; returns the earlier ones whose offers are lost with their process."""
+        old = {
+            (route, source)
+            for route in self._routes.values()
+            for source in route.sources
+            if source.peer is peer and source.agent_boot != boot
+        }
+        if not old:
+            return []
+        log.warning("peer.restarted", peer=peer.endpoint, peer_boot=boot)
+        lost = {route for route, _ in old}
+        self._keep_only(lambda _, route: route not in lost)
+        self._agent.tasks.start_soon(self._forget_nixl, peer)
+        return sorted({source.agent_boot for route, source in old if source is route.home})
+
+    def _keep_only(self, wanted: Callable[[RouteKey, Route], bool]) -> None:
+        self._routes = {key: route for key, route in self._routes.items() if wanted(key, route)}
+
+    def _sources(self) -> set[Source]:
+        return {source for route in self._routes.values() for source in route.sources}
+
+    async def _forget_nixl(self, peer: Peer) -> None:
+        used = {source.nixl_agent for source in self._sources()}
+        await self._nixl.forget(peer, list(peer.nixl_agents.keys() - used))
+
+    async def _shake_hands(
+        self, key: RouteKey, peer: Peer, ticket: Ticket, engine: LocalEngine, timeout_s: float
+    ) -> None:
+        waiting = self._shaking[key]
+        bound = log.bind(peer=ticket.agent_id, engine_id=ticket.engine_id)
+
+        async def shake() -> None:
+            route = await self._negotiate(peer, ticket, engine, timeout_s)
+            bound.info("handshake.done", reader=engine.engine_id, num_agents=len(route.sources))
+            self._keep(key, route)
+            waiting.set_result(route)
+
+        def fail(error: KVBusError) -> None:
+            bound.warning(
+                "handshake.refused",
+                code=error.code,
+                reason=error.message,
+                **{f"detail_{name}": value for name, value in error.detail.items()},
+            )
+            waiting.set_exception(error)
+            waiting.exception()  # marks it as seen: its waiters may all have given up
+
+        await guarded(shake, fail)
+        del self._shaking[key]
+
+    async def _negotiate(
+        self, peer: Peer, ticket: Ticket, engine: LocalEngine, timeout_s: float
+    ) -> Route:
+        deadline = self._agent.loop.time() + timeout_s
+        handshake = self._handshake(engine, ticket.engine_id, ticket.engine_boot)
+        reply = await ask_handshake(peer.client, ticket, handshake, timeout_s=timeout_s)
+        done = from_body(HandshakeDone, reply)
+        check_compatible(done.memory.engine, engine.spec)
+        home = await self._source(peer, ticket.agent_boot, done, deadline)
+        self._peers.listen(peer, done.events_endpoint)
+        others = [await self._meet(other, done, engine, deadline=deadline) for other in done.others]
+        sources = home, *others
+        return await anyio.to_thread.run_sync(Route, done.memory.engine, sources, engine)
+
+    async def _meet(
+        self, other: AgentRanks, home: HandshakeDone, engine: LocalEngine, *, deadline: float
+    ) -> Source:
+        """The handshake with an agent that has some ranks of the engine, but not its leases."""
+        peer = self._peers.acquire(other.endpoint)
+        try:
+            handshake = self._handshake(engine, home.memory.engine.engine_id, "", other.ranks)
+            timeout_s = max(1e-3, deadline - self._agent.loop.time())
+            boot, reply = await ask_any_handshake(peer.client, handshake, timeout_s=timeout_s)
+            done = from_body(HandshakeDone, reply)
+            if done.memory.engine != home.memory.engine:
+                raise GeometryError(
+                    f"the agents of engine '{home.memory.engine.engine_id}' disagree about it",
+                    code=ErrorCode.INCOMPATIBLE,
+                    field="engine",
+                )
+            return await self._source(peer, boot, done, deadline)
+        finally:
+            self._peers.release(peer)
+
+    def _handshake(
+        self, engine: LocalEngine, engine_id: str, boot: str, ranks: tuple[int, ...] = ()
+    ) -> Handshake:
+        ours = engine.memory()
+        return Handshake(
+            min_protocol=PROTOCOL_VERSION,
+            max_protocol=PROTOCOL_VERSION,
+            agent_boot=self._agent.identity.boot,
+            agent_id=self._agent.identity.agent_id,
+            engine_id=engine_id,
+            engine_boot=boot,
+            reader=EngineMemory(engine=ours.engine, ranks=ours.ranks),
+            ranks=ranks,
+        )
+
+    async def _source(self, peer: Peer, boot: str, done: HandshakeDone, deadline: float) -> Source:
+        placed, memory = _placed(done.memory), NixlMemory.of(done)
+        live = [source.nixl for source in self._sources() if source.peer is peer]
+        await self._nixl.add(peer, memory, live, deadline=deadline)
+        return Source(
+            peer=peer,
+            agent_boot=boot,
+            nixl=memory,
+            memory_id=done.memory_id,
+            slot_bytes=done.slot_bytes,
+            ranks=placed,
+        )
+
+    def _keep(self, key: RouteKey, route: Route) -> None:
+        """Remember a route, in place of those of the prefill engine's earlier processes."""
+        home, engine_id = route.home.peer, route.prefill.engine_id
+        self._keep_only(
+            lambda known, other: (
+                other.home.peer is not home
+                or other.prefill.engine_id != engine_id
+                or known.engine_boot == key.engine_boot
+            )
+        )
+        self._routes[key] = route
+
+
+def _placed(memory: EngineMemory) -> dict[int, PlacedRank]:
+    """The peer's ranks for the planner; raises `GeometryError` for what cannot be."""
+    validate_engine(memory.engine)
+    if len(memory.addresses) != len(memory.ranks):
+        raise GeometryError(f"{len(memory.ranks)} ranks with {len(memory.addresses)} addresses")
+    placed: dict[int, PlacedRank] = {}
+    for rank, addresses in zip(memory.ranks, memory.addresses, strict=True):
+        validate_rank(memory.engine, rank)
+        named = {segment.segment_id for segment in rank.segments}
+        if addresses and not named <= addresses.keys():
+            raise GeometryError(f"rank {rank.rank} has segments without an address")
+        placed[rank.rank] = PlacedRank(memory.engine, rank, addresses)
+    return placed

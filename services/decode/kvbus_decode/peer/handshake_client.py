@@ -1,0 +1,91 @@
+"""The handshake's request and reply: with the process that a ticket names, and with no other.
+
+Refuses the reply of a process that came after that one: its tickets are stale.
+"""
+
+from kvbus.bus import RequestClient
+from kvbus.errors import (
+    ErrorCode,
+    KVBusError,
+    PeerLost,
+    RemoteError,
+    RequestRefused,
+    RequestTimeout,
+)
+from kvbus.protocol.envelope import Body
+from kvbus.protocol.message import to_body
+from kvbus.protocol.peer import Handshake
+from kvbus.protocol.ticket import Ticket
+
+
+async def ask_handshake(
+    client: RequestClient, ticket: Ticket, handshake: Handshake, *, timeout_s: float
+) -> Body:
+    """The reply's body; raises `RemoteError`: ``peer_unreachable``, ``stale``, or a refusal."""
+    try:
+        reply = await _ask_process(client, ticket, handshake, timeout_s)
+    except RequestTimeout as error:
+        raise _unreachable(client) from error
+    except KVBusError as error:
+        if client.peer_boot in (None, ticket.agent_boot):
+            raise
+        raise _stale(client) from error
+    if client.peer_boot != ticket.agent_boot:
+        raise _stale(client)
+    return reply
+
+
+async def ask_any_handshake(
+    client: RequestClient, handshake: Handshake, *, timeout_s: float
+) -> tuple[str, Body]:
+    """The boot id of whatever process answers, and its reply; raises `RemoteError`.
+
+    Its refusals name the agent: the ticket does not.
+    """
+    try:
+        reply = await _ask_any(client, handshake, timeout_s)
+    except RequestTimeout as error:
+        raise _unreachable(client) from error
+    except RequestRefused as error:
+        message = f"the prefill agent at {client.endpoint}: {error.message}"
+        raise RemoteError(message, code=error.code, endpoint=client.endpoint) from error
+    return client.peer_boot or "", reply
+
+
+async def _ask_any(client: RequestClient, handshake: Handshake, timeout_s: float) -> Body:
+    """Ask once more when the first answer was also the first sign of a new process."""
+    try:
+        return await client.request(handshake.op, to_body(handshake), timeout_s=timeout_s)
+    except PeerLost:
+        return await client.request(handshake.op, to_body(handshake), timeout_s=timeout_s)
+
+
+async def _ask_process(
+    client: RequestClient, ticket: Ticket, handshake: Handshake, timeout_s: float
+) -> Body:
+    """Ask once more when the first answer was also the first sign of the ticket's process.
+
+    A new boot id fails every request that waits, those that the new process got included.
+    """
+    try:
+        return await client.request(handshake.op, to_body(handshake), timeout_s=timeout_s)
+    except PeerLost:
+        if client.peer_boot != ticket.agent_boot:
+            raise
+    return await client.request(handshake.op, to_body(handshake), timeout_s=timeout_s)
+
+
+def _unreachable(client: RequestClient) -> RemoteError:
+    return RemoteError(
+        f"no prefill agent answers at {client.endpoint}",
+        code=ErrorCode.PEER_UNREACHABLE,
+        endpoint=client.endpoint,
+    )
+
+
+def _stale(client: RequestClient) -> RemoteError:
+    return RemoteError(
+        "the ticket is of an earlier process of the prefill agent",
+        code=ErrorCode.STALE,
+        endpoint=client.endpoint,
+    )

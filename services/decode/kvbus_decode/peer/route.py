@@ -1,0 +1,181 @@
+"""How one decode engine reads one prefill engine: which ranks, of which agents, and the plans.
+
+Refuses to talk to anybody: a route is made of what handshakes brought.
+"""
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+
+from kvbus.agent.engines.local_engine import LocalEngine
+from kvbus.errors import GeometryError
+from kvbus.geometry import (
+    DTYPE_SIZES_BYTES,
+    AxisName,
+    BlockTable,
+    EngineSpec,
+    RankSpec,
+    validate_ranks,
+)
+from kvbus.planning import DirectPlan, FetchWork, PlacedRank, ReadMap, Share, Spans
+from kvbus_decode.peer.directory import Peer
+from kvbus_decode.peer.nixl import NixlMemory
+from kvbus_decode.read.slot_reads import SlotReads
+
+PER_POSITION = (AxisName.LAYER, AxisName.KV, AxisName.HEAD, AxisName.DIM)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Source:
+    """One agent that has ranks of the prefill engine, and its memory there.
+
+    ``slot_bytes`` is the largest box that it packs; 0 when it packs none.
+    """
+
+    peer: Peer
+    agent_boot: str
+    nixl: NixlMemory
+    memory_id: str
+    slot_bytes: int
+    ranks: Mapping[int, PlacedRank]
+
+    @property
+    def nixl_agent(self) -> str:
+        """What NIXL calls the agent."""
+        return self.nixl.agent
+
+
+@dataclass(frozen=True, slots=True)
+class SourcePlan:
+    """What is read from one source, on any path; ``direct`` is None when that one is not open."""
+
+    source: Source
+    shares: tuple[Share, ...]
+    direct: DirectPlan | None
+
+
+class Route:
+    """From all ranks of a prefill engine to the ranks of a decode engine that are here.
+
+    The first of ``sources`` is the engine's home, where its leases are. Takes some 100 ms for
+    engines of many ranks and layers: make it in a thread. Raises `GeometryError` when the ranks do
+    not hold all that the decode engine needs.
+    """
+
+    def __init__(
+        self, prefill: EngineSpec, sources: tuple[Source, ...], engine: LocalEngine
+    ) -> None:
+        self.prefill, self.sources, self.engine = prefill, sources, engine
+        self._holders = {rank: source for source in sources for rank in source.ranks}
+        placed_there = [placed for source in sources for placed in source.ranks.values()]
+        ranks = [placed.rank for placed in placed_there]
+        validate_ranks(prefill, ranks)
+        self.readers = {placed.rank.rank: placed for placed in engine.placed()}
+        """The ranks of the decode engine that are here, by number."""
+        self.slot_reads = {n: SlotReads(reader) for n, reader in self.readers.items()}
+        self.prefill_direct = all(placed.direct for placed in placed_there)
+        """Whether READs can start in the blocks of every rank of the prefill engine."""
+        self.decode_direct = all(placed.direct for placed in self.readers.values())
+        """Whether READs can end in the blocks of every rank of ours that is here."""
+        self._map = ReadMap(ranks, [placed.rank for placed in self.readers.values()])
+        self._num_blocks = _num_blocks(ranks)
+        self._position_bytes = _position_bytes(self.readers.values())
+        self._plans = [tuple(self._make_plans(n)) for n in range(self._map.num_choices)]
+        holders = {rank: placed for s in sources for rank, placed in s.ranks.items()}
+        self.work = FetchWork(holders, self.readers, self._map.shares())
+        """What a fetch is on each path; which replicas it reads makes no difference to that."""
+        self._next_spread = 0
+
+    @property
+    def home(self) -> Source:
+        """The agent that has the engine's offers."""
+        return self.sources[0]
+
+    @property
+    def others(self) -> tuple[Source, ...]:
+        """The agents that have ranks, but not the leases."""
+        return self.sources[1:]
+
+    @property
+    def memory_ids(self) -> tuple[str, ...]:
+        """What of the prefill engine's memory was shaken hands about, the home's first."""
+        return tuple(source.memory_id for source in self.sources)
+
+    def next_replica_index(self) -> int:
+        """Another number for each fetch, so that replicas are read in turn."""
+        self._next_spread = (self._next_spread + 1) % self._map.num_choices
+        return self._next_spread
+
+    def plans(self, spread: int) -> tuple[SourcePlan, ...]:
+        """What is read from each source, for one choice among replicas."""
+        return self._plans[spread % self._map.num_choices]
+
+    def check_tables(self, tables: Mapping[str, BlockTable], spans: Spans) -> None:
+        """Raise `GeometryError` unless the offer's ``tables`` hold ``spans`` in real blocks."""
+        for group in self.prefill.groups:
+            start, stop = spans[group.name]
+            if stop <= start:
+                continue
+            table = tables.get(group.name, BlockTable(b""))
+            self._check_ids(group.name, table)
+            first, end = table.first_block, table.first_block + len(table)
+            if not (first * group.block_size <= start and stop <= end * group.block_size):
+                raise GeometryError(
+                    f"the offer's table of group '{group.name}' has blocks {first} to {end}, "
+                    f"positions {start} to {stop} were asked for",
+                    group=group.name,
+                )
+
+    def num_bytes(self, spans: Spans) -> int:
+        """Bytes of these positions, for all ranks that are here."""
+        return sum(
+            position_bytes * (spans[group][1] - spans[group][0])
+            for group, position_bytes in self._position_bytes.items()
+        )
+
+    def _check_ids(self, group: str, table: BlockTable) -> None:
+        """That no id is there twice has been seen to where the offer was made."""
+        largest, num_blocks = int(table.array().max(initial=0)), self._num_blocks[group]
+        if largest >= num_blocks:
+            raise GeometryError(
+                f"the offer names block {largest} of group '{group}', the prefill engine has "
+                f"{num_blocks}",
+                group=group,
+                block_id=largest,
+                num_blocks=num_blocks,
+            )
+
+    def _make_plans(self, spread: int) -> list[SourcePlan]:
+        by_source: dict[Source, list[Share]] = defaultdict(list)
+        for share in self._map.shares(spread):
+            by_source[self._holders[share.holder]].append(share)
+        return [
+            SourcePlan(source, tuple(shares), self._direct_plan(source, shares))
+            for source, shares in by_source.items()
+        ]
+
+    def _direct_plan(self, source: Source, shares: list[Share]) -> DirectPlan | None:
+        if not (self.prefill_direct and self.decode_direct):
+            return None
+        return DirectPlan(source.ranks, self.readers, shares)
+
+
+def _num_blocks(ranks: list[RankSpec]) -> dict[str, int]:
+    """Blocks that every rank has, by group."""
+    num_blocks: dict[str, int] = {}
+    for region in (region for rank in ranks for region in rank.regions):
+        size = region.size(AxisName.BLOCK)
+        num_blocks[region.group] = min(size, num_blocks.get(region.group, size))
+    return num_blocks
+
+
+def _position_bytes(readers: Iterable[PlacedRank]) -> Counter[str]:
+    """Bytes of one position over all ranks, by group."""
+    position_bytes = Counter[str]()
+    for placed in readers:
+        for region in placed.rank.regions:
+            itemsize = DTYPE_SIZES_BYTES[placed.engine.group(region.group).dtype]
+            sizes = (region.size(axis) for axis in PER_POSITION)
+            position_bytes[region.group] += itemsize * prod(sizes)
+    return position_bytes

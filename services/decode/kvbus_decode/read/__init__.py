@@ -1,0 +1,1 @@
+"""Reads: how the chunks of fetches get into the engine's blocks."""

@@ -1,0 +1,66 @@
+"""Which paths a route can take, with what the configuration wants and what both sides have.
+
+Refuses a route without any, and says which key of which side has closed them.
+"""
+
+from kvbus.errors import ConfigError
+from kvbus.planning import Path
+from kvbus_decode.peer.route import Route
+
+
+def open_paths(route: Route, wanted: str, *, packs_here: bool) -> tuple[Path, ...]:
+    """The paths that are ``wanted`` (one, or ``auto``) and can be taken, in the order of `Path`.
+
+    ``packs_here`` says whether this agent has slots. Raises `ConfigError` when there is none.
+    """
+    closed = _closed(route, packs_here=packs_here)
+    found = tuple(path for path in Path if wanted in ("auto", path) and path not in closed)
+    if found:
+        return found
+    if wanted != "auto":
+        raise ConfigError(
+            f"key 'path' of the configuration forces '{wanted}', but {closed[Path(wanted)]}",
+            key="path",
+        )
+    staged = _staged_only(route)
+    raise ConfigError(
+        f"{staged}, so that its KV goes through staging slots alone, but {closed[Path.PACKED]}: "
+        "raise it there",
+        key="staging_bytes",
+    )
+
+
+def no_common_order(wanted: str) -> ConfigError:
+    """The refusal of the reordered path, when it is the one that is left."""
+    if wanted == "auto":
+        return ConfigError(
+            "key 'staging_bytes' is 0 at the decode agent, and without slots of its own it cannot "
+            "read an engine that is staged only into regions of different orders: raise it",
+            key="staging_bytes",
+        )
+    return ConfigError(
+        f"key 'path' of the configuration forces '{wanted}', which cannot be taken: the decode "
+        "engine's regions have different orders",
+        key="path",
+    )
+
+
+def _closed(route: Route, *, packs_here: bool) -> dict[Path, str]:
+    """Why paths cannot be taken."""
+    closed: dict[Path, str] = {}
+    if not (route.prefill_direct and route.decode_direct):
+        closed[Path.DIRECT] = _staged_only(route)
+    if not route.decode_direct:
+        closed[Path.REORDERED] = "the memory of the decode engine is staged only"
+    if not packs_here:
+        closed[Path.PACKED] = "key 'staging_bytes' is 0 at the decode agent"
+    for source in route.sources:
+        if not source.slot_bytes:
+            reason = f"key 'staging_bytes' is 0 at the prefill agent ({source.peer.endpoint})"
+            closed[Path.PACKED] = closed[Path.REORDERED] = reason
+    return closed
+
+
+def _staged_only(route: Route) -> str:
+    side = "decode" if not route.decode_direct else "prefill"
+    return f"the memory of the {side} engine is staged only"

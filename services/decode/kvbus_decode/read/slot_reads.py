@@ -1,0 +1,93 @@
+"""READs out of the prefill agent's slots: in one piece, or block by block into an engine's memory.
+
+Refuses to know what a slot holds beyond its box and its order.
+"""
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+import msgspec
+import numpy as np
+
+from kvbus.agent.staging.slot_memory import SlotMemory
+from kvbus.geometry import (
+    BlockTable,
+    Box,
+    GroupSpec,
+    RankSpec,
+    Segment,
+    SlotOrder,
+    slot_bytes,
+    slot_region,
+    slot_table,
+)
+from kvbus.planning import Descriptors, DirectPlan, PlacedRank, Share
+from kvbus.protocol.staging import Packed
+
+MAX_PLANS = 1024
+
+
+def whole_slot(packed: Packed, staging: SlotMemory, slot: int) -> Descriptors:
+    """One READ from their slot to ours."""
+    local, num_bytes = staging.address(slot), packed.num_bytes
+    return Descriptors(
+        local=np.array([[local, num_bytes, staging.device]], dtype=np.uint64),
+        remote=np.array([[packed.address, num_bytes, packed.device]], dtype=np.uint64),
+    )
+
+
+def from_slot(reads: Descriptors, packed: Packed) -> Descriptors:
+    """READs of a slot at address 0, which are changed, as READs of the slot where it is."""
+    reads.remote[:, 0] += np.uint64(packed.address)
+    reads.remote[:, 2] = packed.device
+    return reads
+
+
+@dataclass(slots=True)
+class SlotReads:
+    """READs from slots in the order of a rank into its blocks; the plans of a shape are kept."""
+
+    reader: PlacedRank
+    _plans: "OrderedDict[tuple[object, ...], DirectPlan]" = field(default_factory=OrderedDict)
+
+    def descriptors(self, box: Box, order: SlotOrder, *, table: BlockTable) -> Descriptors:
+        """From a slot at address 0 into the rank's blocks of ``table``; the caller's to change."""
+        blocks = slot_table(box, order)
+        return self._plan(box, order, len(blocks)).descriptors(
+            {box.group: blocks}, {box.group: table}, {box.group: (box.start, box.stop)}
+        )
+
+    def _plan(self, box: Box, order: SlotOrder, num_blocks: int) -> DirectPlan:
+        """The plan from a slot at address 0."""
+        key = (box.group, box.layers, box.parts, box.first_head, box.num_heads, order, num_blocks)
+        plan = self._plans.pop(key, None) or self._make_plan(box, order)
+        self._plans[key] = plan
+        if len(self._plans) > MAX_PLANS:
+            self._plans.popitem(last=False)
+        return plan
+
+    def _make_plan(self, box: Box, order: SlotOrder) -> DirectPlan:
+        slot = slot_rank(self.reader, box, order)
+        share = Share(
+            holder=slot.rank.rank,
+            reader=self.reader.rank.rank,
+            group=box.group,
+            layers=box.layers,
+            parts=box.parts,
+            first_head=box.first_head,
+            num_heads=box.num_heads,
+        )
+        return DirectPlan({share.holder: slot}, {share.reader: self.reader}, [share])
+
+
+def slot_rank(reader: PlacedRank, box: Box, order: SlotOrder) -> PlacedRank:
+    """A slot as the planner sees ranks: one region at address 0, in blocks of the order's."""
+    group = reader.engine.group(box.group)
+    segment = Segment("slot", slot_bytes(group, box, order))
+    rank = RankSpec(rank=0, segments=(segment,), regions=(slot_region(group, box, order),))
+    engine = msgspec.structs.replace(reader.engine, groups=(_sized(group, order),))
+    return PlacedRank(engine, rank, {"slot": 0})
+
+
+def _sized(group: GroupSpec, order: SlotOrder) -> GroupSpec:
+    return msgspec.structs.replace(group, block_size=order.block_size)

@@ -1,0 +1,201 @@
+"""Gathers the boxes that readers ask for into staging slots, in worker threads.
+
+Refuses, as ``stale``, readers of memory that is not there any more; who may have a slot, and when,
+is the slot table's. The memory of an engine is not given back while a gather reads it.
+"""
+
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from kvbus.agent.engines.local_engine import LocalEngine
+from kvbus.agent.process.guard import guarded
+from kvbus.agent.process.refusals import refuse, unknown_op
+from kvbus.agent.process.service import Agent
+from kvbus.agent.staging.copiers import Copiers
+from kvbus.agent.staging.slot_memory import SlotMemory
+from kvbus.bus import Call
+from kvbus.errors import ErrorCode, KVBusError, LocalError
+from kvbus.protocol.message import from_body, to_body
+from kvbus.protocol.remote_ranks import CheckMemory
+from kvbus.protocol.staging import Pack, Packed, Unpack
+from kvbus_prefill.config import PrefillConfig
+from kvbus_prefill.gather_box import Gather, check_box
+from kvbus_prefill.metrics import PrefillMetrics
+from kvbus_prefill.offer import events as offers
+from kvbus_prefill.progress_lease import ProgressLeases
+from kvbus_prefill.requests import refuse_stale_boot
+from kvbus_prefill.slots import events as ev
+from kvbus_prefill.slots.devices import SlotDevices
+
+if TYPE_CHECKING:
+    from kvbus.memory.paged import PagedMemory
+
+
+class Packing:
+    """The packed path of a prefill agent: its requests, its slots and its gathers.
+
+    ``ask_offer`` is told of a box of an offer that is here, and `admit` is called when its lease
+    is live. What an engine offers elsewhere, of which only some ranks are here, is bounded by the
+    leases of the slots alone: its reader confirms where the offer is.
+    """
+
+    def __init__(
+        self,
+        agent: Agent,
+        config: PrefillConfig,
+        metrics: PrefillMetrics,
+        *,
+        ask_offer: Callable[[offers.PackAsked], None],
+    ) -> None:
+        self._agent, self._metrics, self._ask_offer = agent, metrics, ask_offer
+        self._slots = SlotDevices(agent, config, self._execute)
+        self._copiers = Copiers(num_threads=config.pack_threads)
+        self._late_read_s = config.late_read_s
+        self._attendance = ProgressLeases(
+            agent.transport, agent.loop, max_readers=config.max_offers
+        )
+
+    def on_call(self, call: Call) -> None:
+        """A reader wants a box, gives slots back, or asks whether the memory is still the same."""
+        match call.op:
+            case Pack.op:
+                self._pack(from_body(Pack, call.body), call)
+            case Unpack.op:
+                unpack = from_body(Unpack, call.body)
+                refuse_stale_boot(unpack.agent_boot, self._agent.identity.boot)
+                self._slots.dispatch_all(ev.GivenBack(unpack.slot_ids, call.session.boot))
+                call.reply({})
+            case CheckMemory.op:
+                self._check(from_body(CheckMemory, call.body), call)
+            case _:
+                raise unknown_op(call)
+
+    def admit(self, asked: ev.SlotWanted) -> None:
+        """The offer has the box, and its lease is live."""
+        if isinstance(asked.work, Gather):
+            self._slots.dispatch(asked.work.memory.place, asked)
+
+    def end_lease(self, offer_id: str, epoch: int) -> None:
+        """Nothing that was gathered under this lease is valid any more."""
+        self._slots.dispatch_all(ev.LeaseEnded((offer_id, epoch)))
+
+    def end_engine(self, engine: LocalEngine) -> None:
+        """Its slots are free, but those that are gathered into."""
+        self._slots.dispatch_all(ev.EngineLost(engine.engine_id))
+        self._copiers.forget(engine)
+
+    async def quiesce(self, engine: LocalEngine) -> None:
+        """Return when no gather reads the engine's memory any more."""
+        await self._copiers.quiesce(engine)
+
+    def stop(self) -> None:
+        """Refuse what waits."""
+        self._slots.stop()
+
+    def counts(self) -> dict[str, int]:
+        """Boxes that wait, and slots in use."""
+        return self._slots.counts()
+
+    def _check(self, check: CheckMemory, call: Call) -> None:
+        """A reader is about to read, goes on reading, or has read what is offered elsewhere."""
+        refuse_stale_boot(check.agent_boot, self._agent.identity.boot)
+        self._engine(check.engine_id, check.memory_id)
+        reader = call.session.boot, check.offer_id
+        if check.progress_s:
+            self._attendance.begin(reader, for_s=check.progress_s + self._late_read_s)
+        else:
+            self._attendance.end(reader)
+        call.reply({})
+
+    def _pack(self, pack: Pack, call: Call) -> None:
+        refuse_stale_boot(pack.agent_boot, self._agent.identity.boot)
+        reader = call.session.boot
+        self._slots.dispatch_all(ev.GivenBack(pack.done, reader))
+        staging = self._agent.staging
+        staging.check_packs()
+        engine = self._engine(pack.engine_id, pack.memory_id)
+        gather = check_box(engine, pack, max_bytes=staging.slot_bytes)
+        at_home = engine.control is not None
+        lease = pack.offer_id, pack.epoch
+        asked = ev.SlotWanted(
+            lease=lease if at_home else (reader, *lease),
+            reader=reader,
+            engine_id=engine.engine_id,
+            num_bytes=gather.num_bytes,
+            slot_lease_s=pack.slot_lease_s,
+            work=gather,
+            reply_to=call,
+        )
+        if not at_home:
+            self.admit(asked)
+            return
+        self._ask_offer(
+            offers.PackAsked(
+                offer_id=pack.offer_id,
+                epoch=pack.epoch,
+                group=pack.box.group,
+                table=pack.table,
+                stop=pack.box.stop,
+                opaque=bool(gather.group.state),
+                asked=asked,
+                reply_to=call,
+            )
+        )
+
+    def _engine(self, engine_id: str, memory_id: str) -> LocalEngine:
+        """The engine with exactly these processes; raises `LocalError` (``stale``)."""
+        engine = self._agent.engines.engines.get(engine_id)
+        if engine is None or engine.memory_id != memory_id:
+            raise LocalError(
+                f"engine '{engine_id}' has ended, or came back with other memory",
+                code=ErrorCode.STALE,
+                engine_id=engine_id,
+                theirs=memory_id,
+                ours=engine.memory_id if engine else "",
+            )
+        return engine
+
+    def _execute(self, memory: SlotMemory, command: ev.Command) -> None:
+        match command:
+            case ev.StartGather(slot_id, slot, Gather() as gather):
+                buffer = memory.tensor(slot)
+                self._agent.tasks.start_soon(self._gather, slot_id, buffer, gather)
+            case ev.ReplyPacked(Call() as call, slot_id, slot, num_bytes, slot_lease_s):
+                self._metrics.packed_bytes.inc(num_bytes)
+                packed = Packed(
+                    slot_id=slot_id,
+                    address=memory.address(slot),
+                    num_bytes=num_bytes,
+                    slot_lease_s=slot_lease_s,
+                    memory=memory.memory,
+                    device=memory.device,
+                )
+                call.reply(to_body(packed))
+            case ev.Refuse(Call() as call, error):
+                refuse(self._agent.metrics, call, error)
+
+    async def _gather(self, slot_id: int, buffer: Any, gather: Gather) -> None:
+        failures: list[KVBusError] = []
+
+        async def copy() -> None:
+            taken_s = await self._copiers.run(
+                lambda paged: _timed_gather(paged, gather, buffer),
+                engine=gather.engine,
+                memory=gather.memory,
+                group=gather.group,
+            )
+            self._metrics.gather_s.observe(taken_s)
+
+        await guarded(copy, failures.append)
+        ended = ev.GatherEnded(slot_id, failures[0] if failures else None)
+        self._slots.dispatch(gather.memory.place, ended)
+
+
+def _timed_gather(paged: "PagedMemory", work: Gather, buffer: Any) -> float:
+    """Copy, in a thread; returns the seconds that it took."""
+    from kvbus.memory.copying import Slot, gather  # noqa: PLC0415  # imports torch: seconds
+
+    started_at = time.perf_counter()
+    gather(paged, work.table, work.box, Slot(buffer, work.order))
+    return time.perf_counter() - started_at

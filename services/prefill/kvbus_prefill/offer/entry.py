@@ -1,0 +1,134 @@
+"""One offer and the lease on it: what it holds, and how either ends.
+
+Refuses to decide which event may do what; that is the table in `kvbus_prefill.offer.transitions`.
+
+A lease is not a state of its own: an offer that is open or sealed has one live lease or none.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from kvbus.errors import ErrorCode, GeometryError, LocalError
+from kvbus.geometry import BlockTable
+from kvbus.protocol.engine import Outcome
+from kvbus.protocol.peer import LeaseEvent, OfferEvent
+from kvbus_prefill.offer import events as ev
+
+
+class OfferState(StrEnum):
+    """Where an offer is: its blocks belong to the agent until it is released."""
+
+    OPEN = "open"
+    """The engine still computes: blocks and tokens are added."""
+
+    SEALED = "sealed"
+    """All tokens are there; only now can a reader confirm."""
+
+    RELEASED = "released"
+    """Over, and said so: no lease is live, the blocks are the engine's again."""
+
+
+@dataclass(frozen=True, slots=True)
+class OfferLimits:
+    """Bounds of the table; durations in seconds.
+
+    ``max_lease_s`` caps one grant, ``max_hold_s`` all renewals of one lease together, and all
+    leases with which one reader follows itself.
+    """
+
+    max_offers: int = 4096
+    max_tombstones: int = 4096
+    max_lease_s: float = 30.0
+    max_hold_s: float = 600.0
+
+
+@dataclass(slots=True)
+class Lease:
+    """A reader's right to read; ``held_until`` is the end that no renewal moves."""
+
+    epoch: int
+    reader_id: str
+    expires_at: float
+    held_until: float
+
+
+@dataclass(slots=True)
+class OfferEntry:
+    """One offer; ``expires_at`` counts only while there is no lease."""
+
+    opened: ev.Opened
+    state: OfferState
+    num_tokens: int
+    tables: dict[str, BlockTable]
+    expires_at: float
+    opened_at: float = 0.0
+    epoch: int = 0
+    lease: Lease | None = None
+    outcome: Outcome | None = None
+
+    @property
+    def offer_id(self) -> str:
+        """The id that tickets carry."""
+        return self.opened.offer_id
+
+    @property
+    def deadline(self) -> float:
+        """When somebody must look at this offer again."""
+        return self.expires_at if self.lease is None else self.lease.expires_at
+
+    def live_lease(self, epoch: int) -> Lease:
+        """The lease, if ``epoch`` is its own; raises `LocalError` (``stale``) otherwise."""
+        if self.lease is None or self.lease.epoch != epoch:
+            raise LocalError(
+                f"lease epoch {epoch} is not live",
+                code=ErrorCode.STALE,
+                offer_id=self.offer_id,
+                epoch=epoch,
+                current_epoch=self.epoch,
+                state=self.outcome or self.state,
+            )
+        return self.lease
+
+    def check_holds(self, group: str, table: BlockTable) -> None:
+        """Raise `GeometryError` unless the blocks of ``table`` are the offer's, at its places."""
+        known = self.tables.get(group, BlockTable(b""))
+        skipped = table.first_block - known.first_block
+        if skipped < 0 or known.ids[4 * skipped : 4 * skipped + len(table.ids)] != table.ids:
+            raise GeometryError(
+                f"blocks {table.first_block} to {table.first_block + len(table)} of group "
+                f"'{group}' are not those of the offer",
+                offer_id=self.offer_id,
+                group=group,
+            )
+
+    def end_lease(self, reason: str) -> list[ev.Command]:
+        """End the lease, if there is one, because it was confirmed, returned, revoked or late."""
+        lease, self.lease = self.lease, None
+        if lease is None:
+            return []
+        return [
+            ev.EndLease(self.offer_id, lease.epoch, reason),
+            ev.Publish(f"lease.{reason}", LeaseEvent(offer_id=self.offer_id, epoch=lease.epoch)),
+        ]
+
+    def release(self, outcome: Outcome) -> list[ev.Command]:
+        """End the offer; a live lease is revoked first, so its blocks are nobody else's."""
+        commands = self.end_lease("revoked")
+        self.state, self.outcome, self.tables = OfferState.RELEASED, outcome, {}
+        opened = self.opened
+        report = ev.ReportReleased(
+            opened.engine_id,
+            opened.offer_id,
+            opened.request_id,
+            outcome,
+            self.num_tokens,
+            self.opened_at,
+        )
+        return [*commands, report, self.published("offer.released")]
+
+    def published(self, op: str) -> ev.Publish:
+        """The event ``op`` with what subscribers may know of this offer."""
+        outcome = "" if self.outcome is None else str(self.outcome)
+        return ev.Publish(
+            op, OfferEvent(offer_id=self.offer_id, num_tokens=self.num_tokens, outcome=outcome)
+        )

@@ -1,0 +1,204 @@
+"""What can happen to offers, and what the agent is told to do about it.
+
+Refuses behaviour: these are values. `kvbus_prefill.offer.table` says which event leads to which
+command.
+``reply_to`` is whatever the agent uses to answer the request that caused an event.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvbus.geometry import BlockTable
+from kvbus.protocol.engine import Outcome
+from kvbus.protocol.message import Message
+from kvbus.table.events import (
+    DeadlinePassed,
+    DrainStarted,
+    EngineLost,
+    Refuse,
+    SendReply,
+    Stopped,
+)
+from kvbus_prefill.slots.events import SlotWanted
+
+__all__ = [
+    "AdmitPack",
+    "BeginLease",
+    "Claimed",
+    "Command",
+    "Confirmed",
+    "DeadlinePassed",
+    "DrainStarted",
+    "EndLease",
+    "EngineLost",
+    "Event",
+    "Extended",
+    "Opened",
+    "PackAsked",
+    "Publish",
+    "Refuse",
+    "Renewed",
+    "ReportReleased",
+    "RequestEvent",
+    "Returned",
+    "Sealed",
+    "SendReply",
+    "Stopped",
+    "TableEvent",
+    "Withdrawn",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The engine offers the KV of a request; ``ttl_s`` runs while nobody holds a lease."""
+
+    offer_id: str
+    engine_id: str
+    request_id: str
+    num_tokens: int
+    tables: Mapping[str, BlockTable]
+    sealed: bool
+    ttl_s: float
+    ticket: Mapping[str, Any]
+    reply_to: object
+
+
+@dataclass(frozen=True, slots=True)
+class Extended:
+    """The engine has computed more; ``tables`` hold only what is new, ``num_tokens`` the sum."""
+
+    offer_id: str
+    num_tokens: int
+    tables: Mapping[str, BlockTable]
+    reply_to: object
+
+
+@dataclass(frozen=True, slots=True)
+class Sealed:
+    """The engine will add no more."""
+
+    offer_id: str
+    reply_to: object
+
+
+@dataclass(frozen=True, slots=True)
+class Withdrawn:
+    """The engine or a router ends the offer."""
+
+    offer_id: str
+    reply_to: object
+
+
+@dataclass(frozen=True, slots=True)
+class Claimed:
+    """A reader asks for the lease."""
+
+    offer_id: str
+    reader_id: str
+    lease_s: float
+    reply_to: object
+
+
+@dataclass(frozen=True, slots=True)
+class Renewed:
+    """A reader asks for more time, and for the blocks that it does not know yet."""
+
+    offer_id: str
+    epoch: int
+    lease_s: float
+    known_blocks: Mapping[str, int]
+    reply_to: object
+
+
+@dataclass(frozen=True, slots=True)
+class Confirmed:
+    """A reader has all bytes and asks whether its lease was live all along."""
+
+    offer_id: str
+    epoch: int
+    reply_to: object
+
+
+@dataclass(frozen=True, slots=True)
+class Returned:
+    """A reader gives its lease back without having used it."""
+
+    offer_id: str
+    epoch: int
+    reply_to: object
+
+
+@dataclass(frozen=True, slots=True)
+class PackAsked:
+    """A reader wants positions up to ``stop`` of the blocks of ``table`` gathered.
+
+    ``opaque`` says that they are a state, which is there once the offer is sealed.
+    """
+
+    offer_id: str
+    epoch: int
+    group: str
+    table: BlockTable
+    stop: int
+    opaque: bool
+    asked: SlotWanted
+    reply_to: object
+
+
+RequestEvent = (
+    Opened | Extended | Sealed | Withdrawn | Claimed | Renewed | Confirmed | Returned | PackAsked
+)
+TableEvent = EngineLost | DrainStarted | Stopped | DeadlinePassed
+Event = RequestEvent | TableEvent
+
+
+@dataclass(frozen=True, slots=True)
+class ReportReleased:
+    """Tell the engine that the offer's blocks are its own again."""
+
+    engine_id: str
+    offer_id: str
+    request_id: str
+    outcome: Outcome
+    num_tokens: int
+    opened_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Publish:
+    """Tell subscribers; ``op`` is the event's name on the wire."""
+
+    op: str
+    body: Message
+
+
+@dataclass(frozen=True, slots=True)
+class BeginLease:
+    """A reader may read from now on: its connection set-up and its READs need progress."""
+
+    offer_id: str
+    epoch: int
+
+
+@dataclass(frozen=True, slots=True)
+class EndLease:
+    """The lease is over, for whatever ``reason``: confirmed, returned, expired or revoked."""
+
+    offer_id: str
+    epoch: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class AdmitPack:
+    """The lease is live and the offer has the blocks: let the box wait for a slot.
+
+    It is answered when it is gathered, or refused.
+    """
+
+    asked: SlotWanted
+
+
+Command = SendReply | Refuse | ReportReleased | Publish | BeginLease | EndLease | AdmitPack

@@ -1,0 +1,248 @@
+"""Which event does what to an offer in which state: the table, and its handlers.
+
+Refuses by raising `LocalError` before anything has changed; `OfferTable` turns that into a reply.
+Every handler returns the commands for the agent, in order.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from kvbus.errors import ErrorCode, GeometryError, LocalError
+from kvbus.geometry import BlockTable
+from kvbus.protocol.engine import Outcome
+from kvbus.protocol.message import Empty
+from kvbus.protocol.peer import Granted, LeaseEvent
+from kvbus_prefill.offer import events as ev
+from kvbus_prefill.offer.entry import Lease, OfferEntry, OfferLimits, OfferState
+
+OPEN, SEALED, RELEASED = OfferState.OPEN, OfferState.SEALED, OfferState.RELEASED
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a handler may know of the world: the time, and the bounds of the table."""
+
+    now: float
+    limits: OfferLimits
+
+
+Commands = list[ev.Command]
+Handler = Callable[[OfferEntry, Any, Context], Commands]
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """A handler, and the states in which it can leave the offer."""
+
+    handler: Handler
+    to: tuple[OfferState, ...]
+
+
+def extend(offer: OfferEntry, event: ev.Extended, at: Context) -> Commands:
+    """More blocks and tokens; the time to live starts anew."""
+    if event.num_tokens < offer.num_tokens:
+        raise LocalError(
+            f"offer has {offer.num_tokens} tokens, an extension cannot leave {event.num_tokens}"
+        )
+    offer.tables |= {
+        group: offer.tables[group].extended(more) if group in offer.tables else more
+        for group, more in event.tables.items()
+    }
+    offer.num_tokens = event.num_tokens
+    offer.expires_at = at.now + offer.opened.ttl_s
+    return [ev.SendReply(event.reply_to, Empty()), offer.published("offer.extended")]
+
+
+def seal(offer: OfferEntry, event: ev.Sealed, at: Context) -> Commands:
+    """Nothing will be added; the time to live starts anew."""
+    offer.state = SEALED
+    offer.expires_at = at.now + offer.opened.ttl_s
+    return [ev.SendReply(event.reply_to, Empty()), offer.published("offer.sealed")]
+
+
+def withdraw(offer: OfferEntry, event: ev.Withdrawn, _: Context) -> Commands:
+    """The request was aborted: revoke the lease, so that its reader fails, and release."""
+    return [ev.SendReply(event.reply_to, Empty()), *offer.release(Outcome.WITHDRAWN)]
+
+
+def end_with_owner(offer: OfferEntry, _event: ev.EngineLost | ev.Stopped, _: Context) -> Commands:
+    """The engine or the agent ends, and the offer with it."""
+    return offer.release(Outcome.WITHDRAWN)
+
+
+def expire(offer: OfferEntry, _event: ev.DeadlinePassed, at: Context) -> Commands:
+    """End a lease that was not renewed, then an offer that nobody has read in time."""
+    commands: Commands = []
+    if offer.lease is not None and offer.lease.expires_at <= at.now:
+        commands += offer.end_lease("expired")
+    if offer.lease is None and offer.expires_at <= at.now:
+        commands += offer.release(Outcome.EXPIRED)
+    return commands
+
+
+def claim(offer: OfferEntry, event: ev.Claimed, at: Context) -> Commands:
+    """Grant the lease under a new epoch; the same reader may claim again, another has to wait.
+
+    Who claims again while it holds the lease does not hold the offer longer than by renewing.
+    """
+    revoked: Commands = []
+    held_until = at.now + at.limits.max_hold_s
+    if offer.lease is not None:
+        if offer.lease.reader_id != event.reader_id:
+            raise LocalError(
+                "another reader has the lease",
+                code=ErrorCode.BUSY,
+                retry_after_s=offer.lease.expires_at - at.now,
+            )
+        held_until = offer.lease.held_until
+        revoked = offer.end_lease("revoked")
+    offer.epoch += 1
+    offer.lease = Lease(offer.epoch, event.reader_id, at.now, held_until)
+    return [
+        *revoked,
+        ev.BeginLease(offer.offer_id, offer.epoch),
+        ev.SendReply(event.reply_to, _grant(offer, offer.lease, event.lease_s, {}, at)),
+        ev.Publish("lease.granted", LeaseEvent(offer_id=offer.offer_id, epoch=offer.epoch)),
+    ]
+
+
+def renew(offer: OfferEntry, event: ev.Renewed, at: Context) -> Commands:
+    """More time under the same epoch, and what was added since."""
+    lease = offer.live_lease(event.epoch)
+    granted = _grant(offer, lease, event.lease_s, event.known_blocks, at)
+    return [ev.SendReply(event.reply_to, granted)]
+
+
+def confirm(offer: OfferEntry, event: ev.Confirmed, _: Context) -> Commands:
+    """The reader has everything, under a lease that was live all along: the offer is done."""
+    offer.live_lease(event.epoch)
+    done = [*offer.end_lease("ended"), *offer.release(Outcome.COMPLETED)]
+    return [ev.SendReply(event.reply_to, Empty()), *done]
+
+
+def refuse_early_confirm(offer: OfferEntry, event: ev.Confirmed, _: Context) -> Commands:
+    """The engine still writes, so its blocks cannot be released yet."""
+    offer.live_lease(event.epoch)
+    raise LocalError("the offer is not sealed yet", code=ErrorCode.OFFER_OPEN)
+
+
+def give_back(offer: OfferEntry, event: ev.Returned, _: Context) -> Commands:
+    """The reader gave up; the offer waits for another one."""
+    offer.live_lease(event.epoch)
+    return [ev.SendReply(event.reply_to, Empty()), *offer.end_lease("ended")]
+
+
+def admit_pack(offer: OfferEntry, event: ev.PackAsked, _: Context) -> Commands:
+    """Under a live lease, and of what the offer has."""
+    offer.live_lease(event.epoch)
+    if event.opaque and offer.state is OPEN:
+        raise LocalError(
+            f"group '{event.group}' is a state, it is there once the offer is sealed",
+            code=ErrorCode.OFFER_OPEN,
+        )
+    if not event.opaque and event.stop > offer.num_tokens:
+        raise GeometryError(
+            f"box ends at token {event.stop}, the offer has {offer.num_tokens} now",
+            stop=event.stop,
+            num_tokens=offer.num_tokens,
+        )
+    offer.check_holds(event.group, event.table)
+    return [ev.AdmitPack(event.asked)]
+
+
+def refuse_sealed(offer: OfferEntry, _event: ev.RequestEvent, _: Context) -> Commands:
+    """A sealed offer does not change."""
+    raise LocalError("the offer is sealed", code=ErrorCode.OFFER_SEALED, offer_id=offer.offer_id)
+
+
+def refuse_ended(offer: OfferEntry, _event: ev.RequestEvent, _: Context) -> Commands:
+    """Says what became of the offer."""
+    raise LocalError(
+        f"the offer was {offer.outcome}",
+        code=ENDED_CODES.get(offer.outcome, ErrorCode.OFFER_UNKNOWN),
+        offer_id=offer.offer_id,
+    )
+
+
+def refuse_stale(
+    offer: OfferEntry, event: ev.Renewed | ev.Returned | ev.PackAsked, _: Context
+) -> Commands:
+    """No lease of an ended offer is live."""
+    offer.live_lease(event.epoch)
+    return []
+
+
+def confirm_again(offer: OfferEntry, event: ev.Confirmed, _: Context) -> Commands:
+    """The reply to the confirm that completed the offer was lost: say it again."""
+    if offer.outcome is not Outcome.COMPLETED or event.epoch != offer.epoch:
+        offer.live_lease(event.epoch)
+    return [ev.SendReply(event.reply_to, Empty())]
+
+
+def withdraw_again(_offer: OfferEntry, event: ev.Withdrawn, _: Context) -> Commands:
+    """It is over already, which is what the sender wanted."""
+    return [ev.SendReply(event.reply_to, Empty())]
+
+
+def _grant(
+    offer: OfferEntry, lease: Lease, lease_s: float, known_blocks: Mapping[str, int], at: Context
+) -> Granted:
+    wanted = min(at.now + min(lease_s, at.limits.max_lease_s), lease.held_until)
+    lease.expires_at = max(lease.expires_at, wanted)
+    return Granted(
+        epoch=lease.epoch,
+        lease_s=max(lease.expires_at - at.now, 1e-6),
+        num_tokens=offer.num_tokens,
+        sealed=offer.state is SEALED,
+        tables={
+            group: _after(table, known_blocks.get(group, 0))
+            for group, table in offer.tables.items()
+        },
+    )
+
+
+def _after(table: BlockTable, known_blocks: int) -> BlockTable:
+    """The part of a table behind the blocks that the reader already knows."""
+    skipped = min(known_blocks, len(table))
+    return BlockTable(ids=table.ids[4 * skipped :], first_block=table.first_block + skipped)
+
+
+ENDED_CODES: Mapping[Outcome | None, ErrorCode] = {
+    Outcome.COMPLETED: ErrorCode.OFFER_COMPLETED,
+    Outcome.WITHDRAWN: ErrorCode.OFFER_WITHDRAWN,
+    Outcome.EXPIRED: ErrorCode.OFFER_EXPIRED,
+}
+
+TRANSITIONS: Mapping[tuple[OfferState, type[ev.Event]], Transition] = {
+    (OPEN, ev.Extended): Transition(extend, (OPEN,)),
+    (OPEN, ev.Sealed): Transition(seal, (SEALED,)),
+    (OPEN, ev.Withdrawn): Transition(withdraw, (RELEASED,)),
+    (OPEN, ev.Claimed): Transition(claim, (OPEN,)),
+    (OPEN, ev.Renewed): Transition(renew, (OPEN,)),
+    (OPEN, ev.Confirmed): Transition(refuse_early_confirm, (OPEN,)),
+    (OPEN, ev.Returned): Transition(give_back, (OPEN,)),
+    (OPEN, ev.PackAsked): Transition(admit_pack, (OPEN,)),
+    (OPEN, ev.EngineLost): Transition(end_with_owner, (RELEASED,)),
+    (OPEN, ev.Stopped): Transition(end_with_owner, (RELEASED,)),
+    (OPEN, ev.DeadlinePassed): Transition(expire, (OPEN, RELEASED)),
+    (SEALED, ev.Extended): Transition(refuse_sealed, (SEALED,)),
+    (SEALED, ev.Sealed): Transition(refuse_sealed, (SEALED,)),
+    (SEALED, ev.Withdrawn): Transition(withdraw, (RELEASED,)),
+    (SEALED, ev.Claimed): Transition(claim, (SEALED,)),
+    (SEALED, ev.Renewed): Transition(renew, (SEALED,)),
+    (SEALED, ev.Confirmed): Transition(confirm, (RELEASED,)),
+    (SEALED, ev.Returned): Transition(give_back, (SEALED,)),
+    (SEALED, ev.PackAsked): Transition(admit_pack, (SEALED,)),
+    (SEALED, ev.EngineLost): Transition(end_with_owner, (RELEASED,)),
+    (SEALED, ev.Stopped): Transition(end_with_owner, (RELEASED,)),
+    (SEALED, ev.DeadlinePassed): Transition(expire, (SEALED, RELEASED)),
+    (RELEASED, ev.Extended): Transition(refuse_ended, (RELEASED,)),
+    (RELEASED, ev.Sealed): Transition(refuse_ended, (RELEASED,)),
+    (RELEASED, ev.Withdrawn): Transition(withdraw_again, (RELEASED,)),
+    (RELEASED, ev.Claimed): Transition(refuse_ended, (RELEASED,)),
+    (RELEASED, ev.Renewed): Transition(refuse_stale, (RELEASED,)),
+    (RELEASED, ev.Confirmed): Transition(confirm_again, (RELEASED,)),
+    (RELEASED, ev.Returned): Transition(refuse_stale, (RELEASED,)),
+    (RELEASED, ev.PackAsked): Transition(refuse_stale, (RELEASED,)),
+}

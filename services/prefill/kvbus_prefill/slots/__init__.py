@@ -1,0 +1,1 @@
+"""Staging slots and who may have them: one state machine for each device (pure)."""

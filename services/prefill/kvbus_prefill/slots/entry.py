@@ -1,0 +1,142 @@
+"""One box that a reader wants in a staging slot: where it is, and which event does what to it.
+
+Refuses to know other boxes: whose turn it is, is for `kvbus_prefill.slots.table` to say.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from kvbus.errors import ErrorCode, KVBusError, LocalError
+from kvbus_prefill.slots import events as ev
+
+
+class SlotState(StrEnum):
+    """Where a box is; it has a slot from gathering on, until it is over."""
+
+    WAITING = "waiting"
+    """It is another lease's turn, or no slot or no thread is free."""
+
+    GATHERING = "gathering"
+    """The box is copied into its slot."""
+
+    PACKED = "packed"
+    """The reader was told, and may read the slot."""
+
+    ABANDONED = "abandoned"
+    """Refused and not wanted any more, but the copy still runs: its slot is not free."""
+
+    OVER = "over"
+    """The slot, if it had one, is free."""
+
+
+WAITING, GATHERING, PACKED = SlotState.WAITING, SlotState.GATHERING, SlotState.PACKED
+ABANDONED, OVER = SlotState.ABANDONED, SlotState.OVER
+
+
+@dataclass(slots=True)
+class SlotEntry:
+    """One box; ``slot_id`` names this use of a slot and no other."""
+
+    slot_id: int
+    asked: ev.SlotWanted
+    slot_lease_s: float
+    expires_at: float
+    state: SlotState = WAITING
+    slot: int | None = None
+
+
+Commands = list[ev.Command]
+Handler = Callable[[SlotEntry, Any], Commands]
+
+
+@dataclass(frozen=True, slots=True)
+class Transition:
+    """A handler, and the states in which it can leave the box."""
+
+    handler: Handler
+    to: tuple[SlotState, ...]
+
+
+def start(pack: SlotEntry, event: ev.TurnCame) -> Commands:
+    """The slot is this box's from now on."""
+    pack.state, pack.slot = GATHERING, event.slot
+    return [ev.StartGather(pack.slot_id, event.slot, pack.asked.work)]
+
+
+def end_gather(pack: SlotEntry, event: ev.GatherEnded) -> Commands:
+    """The reader may read, or learns why not."""
+    if event.error is not None or pack.slot is None:
+        pack.state = OVER
+        error = event.error or KVBusError("the box was gathered into no slot")
+        return [ev.Refuse(pack.asked.reply_to, error)]
+    pack.state = PACKED
+    asked = pack.asked
+    return [
+        ev.ReplyPacked(asked.reply_to, pack.slot_id, pack.slot, asked.num_bytes, pack.slot_lease_s)
+    ]
+
+
+def give_up(pack: SlotEntry, event: ev.Event) -> Commands:
+    """It was not gathered yet."""
+    pack.state = OVER
+    return [ev.Refuse(pack.asked.reply_to, _reason(pack, event))]
+
+
+def abandon(pack: SlotEntry, event: ev.Event) -> Commands:
+    """The reader need not wait for the copy; the slot has to."""
+    pack.state = ABANDONED
+    return [ev.Refuse(pack.asked.reply_to, _reason(pack, event))]
+
+
+def free(pack: SlotEntry, _event: ev.Event) -> Commands:
+    """Nobody writes into the slot, and nothing that is read from it now is valid."""
+    pack.state = OVER
+    return []
+
+
+def ignore(_pack: SlotEntry, _event: ev.Event) -> Commands:
+    """It was said before, or by somebody who cannot know."""
+    return []
+
+
+def _reason(pack: SlotEntry, event: ev.Event) -> LocalError:
+    match event:
+        case ev.LeaseEnded():
+            return LocalError("the lease of the offer ended", code=ErrorCode.STALE)
+        case ev.EngineLost():
+            return LocalError("a process of the engine ended", code=ErrorCode.ENGINE_LOST)
+        case ev.Stopped():
+            return LocalError("the agent stops", code=ErrorCode.CLOSED)
+    return LocalError(
+        f"the box was not gathered within its slot lease of {pack.slot_lease_s} s",
+        code=ErrorCode.TIMEOUT,
+        slot_lease_s=pack.slot_lease_s,
+    )
+
+
+TRANSITIONS: Mapping[tuple[SlotState, type[ev.Event]], Transition] = {
+    (WAITING, ev.TurnCame): Transition(start, (GATHERING,)),
+    (WAITING, ev.GivenBack): Transition(ignore, (WAITING,)),
+    (WAITING, ev.LeaseEnded): Transition(give_up, (OVER,)),
+    (WAITING, ev.EngineLost): Transition(give_up, (OVER,)),
+    (WAITING, ev.Stopped): Transition(give_up, (OVER,)),
+    (WAITING, ev.DeadlinePassed): Transition(give_up, (OVER,)),
+    (GATHERING, ev.GatherEnded): Transition(end_gather, (PACKED, OVER)),
+    (GATHERING, ev.GivenBack): Transition(ignore, (GATHERING,)),
+    (GATHERING, ev.LeaseEnded): Transition(abandon, (ABANDONED,)),
+    (GATHERING, ev.EngineLost): Transition(abandon, (ABANDONED,)),
+    (GATHERING, ev.Stopped): Transition(abandon, (ABANDONED,)),
+    (GATHERING, ev.DeadlinePassed): Transition(abandon, (ABANDONED,)),
+    (PACKED, ev.GivenBack): Transition(free, (OVER,)),
+    (PACKED, ev.LeaseEnded): Transition(free, (OVER,)),
+    (PACKED, ev.EngineLost): Transition(free, (OVER,)),
+    (PACKED, ev.Stopped): Transition(free, (OVER,)),
+    (PACKED, ev.DeadlinePassed): Transition(free, (OVER,)),
+    (ABANDONED, ev.GatherEnded): Transition(free, (OVER,)),
+    (ABANDONED, ev.GivenBack): Transition(ignore, (ABANDONED,)),
+    (ABANDONED, ev.LeaseEnded): Transition(ignore, (ABANDONED,)),
+    (ABANDONED, ev.EngineLost): Transition(ignore, (ABANDONED,)),
+    (ABANDONED, ev.Stopped): Transition(ignore, (ABANDONED,)),
+}

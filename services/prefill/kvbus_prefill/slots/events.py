@@ -1,0 +1,109 @@
+"""What can happen to the staging slots, and what the agent is told to do about it.
+
+Refuses behaviour: these are values. `kvbus_prefill.slots.table` says which event leads to which
+command.
+A ``lease`` is any key: (offer id, epoch) of an offer here, the reader's own key for one elsewhere.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from kvbus.errors import KVBusError
+from kvbus.table.events import DeadlinePassed, EngineLost, Refuse, Stopped
+
+__all__ = [
+    "Command",
+    "DeadlinePassed",
+    "EngineLost",
+    "Event",
+    "GatherEnded",
+    "GivenBack",
+    "LeaseEnded",
+    "Refuse",
+    "ReplyPacked",
+    "SlotWanted",
+    "StartGather",
+    "Stopped",
+    "TurnCame",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class SlotWanted:
+    """A reader wants ``num_bytes`` gathered into a slot; ``work`` is what the agent needs for it.
+
+    ``reader`` is the boot id of the session that asked: only it can give the slot back.
+    """
+
+    lease: Hashable
+    reader: str
+    engine_id: str
+    num_bytes: int
+    slot_lease_s: float
+    work: object
+    reply_to: object
+
+
+@dataclass(frozen=True, slots=True)
+class TurnCame:
+    """A slot and a thread are free, and no other lease comes first."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class GatherEnded:
+    """The copy into a slot ended, with ``error`` if it failed."""
+
+    slot_id: int
+    error: KVBusError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GivenBack:
+    """A reader has read slots, or does not want them any more; ids that it has not do nothing."""
+
+    slot_ids: tuple[int, ...]
+    reader: str
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseEnded:
+    """The lease of an offer is over: what was gathered under it is not valid any more."""
+
+    lease: Hashable
+
+
+Event = (
+    SlotWanted
+    | TurnCame
+    | GatherEnded
+    | GivenBack
+    | LeaseEnded
+    | EngineLost
+    | Stopped
+    | DeadlinePassed
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StartGather:
+    """Copy the box of ``work`` into slot number ``slot``, and tell when that has ended."""
+
+    slot_id: int
+    slot: int
+    work: object
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyPacked:
+    """Tell the reader that its box lies in slot number ``slot``."""
+
+    reply_to: object
+    slot_id: int
+    slot: int
+    num_bytes: int
+    slot_lease_s: float
+
+
+Command = StartGather | ReplyPacked | Refuse
