@@ -5,9 +5,11 @@ from enum import StrEnum
 from pathlib import Path
 from typing import TypeVar
 
-from kvbus.table.diagram import Table, state_diagram, state_sentences
+from kvbus.table.diagram import Transitions, state_diagram, state_sentences
 from kvbus_decode.fetch import transitions as decode
 from kvbus_decode.fetch.entry import FetchState
+from kvbus_decode.read import transitions as read
+from kvbus_decode.read.leg import LegState
 from kvbus_prefill.offer import transitions as prefill
 from kvbus_prefill.offer.entry import OfferState
 from kvbus_prefill.slots import entry as pack
@@ -25,7 +27,7 @@ change of state. Events that are refused, or that come too late to matter, are n
 """
 
 
-def section(title: str, states: type[S], table: Table[S], starts: Mapping[S, str]) -> str:
+def section(title: str, states: type[S], table: Transitions[S], starts: Mapping[S, str]) -> str:
     """One machine: its diagram, and a sentence for each state."""
     sentences = [f"- **{state}**: {what}" for state, what in state_sentences(states).items()]
     diagram = f"```mermaid\n{state_diagram(table, starts)}\n```"
@@ -52,7 +54,13 @@ def page() -> str:
         decode.TRANSITIONS,
         {FetchState.RESOLVING: "Requested"},
     )
-    return HEAD + offer + box + fetch
+    leg = section(
+        "A leg of a read, at the decode agent",
+        LegState,
+        read.TRANSITIONS,
+        {LegState.WANTED: "ChunkWanted"},
+    )
+    return HEAD + offer + box + fetch + leg
 
 
 if __name__ == "__main__":

@@ -46,9 +46,12 @@ PURE_FOLDERS = (
     "services/prefill/kvbus_prefill/offer",
     "services/decode/kvbus_decode/fetch",
 )
-PURE_MODULES = tuple(
-    f"services/prefill/kvbus_prefill/slots/{name}.py"
-    for name in ("events", "entry", "turns", "table")
+PURE_MODULES = (
+    *(f"services/prefill/kvbus_prefill/slots/{name}.py" for name in ("events", "entry", "table")),
+    *(
+        f"services/decode/kvbus_decode/read/{name}.py"
+        for name in ("events", "leg", "entry", "transitions", "table")
+    ),
 )
 IMPURE = {"zmq", "nixl", "torch", "asyncio", "anyio", "time", "random", "structlog", "socket"}
 

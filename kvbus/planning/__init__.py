@@ -19,7 +19,8 @@ from kvbus.planning.fetch_work import FetchWork
 from kvbus.planning.mapping import ReadMap, Share
 from kvbus.planning.observed import PeerRates
 from kvbus.planning.pairs import PlacedRank
-from kvbus.planning.spans import Spans, piece_spans, tail_spans, whole_spans
+from kvbus.planning.slot_reads import SlotReads, from_slot, whole_slot
+from kvbus.planning.spans import Spans, chunk_spans, tail_spans, whole_spans
 
 __all__ = [
     "ALL_PATHS",
@@ -38,12 +39,15 @@ __all__ = [
     "ReadMap",
     "ReorderedWork",
     "Share",
+    "SlotReads",
     "Spans",
     "check_compatible",
     "choose",
+    "chunk_spans",
     "cut_into_boxes",
-    "piece_spans",
+    "from_slot",
     "reader_order",
     "tail_spans",
+    "whole_slot",
     "whole_spans",
 ]

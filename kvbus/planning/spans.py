@@ -1,6 +1,6 @@
-"""Spans: which positions of each group's block table one piece of a fetch moves.
+"""Spans: which positions of each group's block table one chunk of a fetch moves.
 
-Refuses to know tables: a span may be empty, and then its group needs no blocks.
+A span may be empty: then its group needs no blocks.
 """
 
 from collections.abc import Iterable, Mapping
@@ -16,16 +16,16 @@ def whole_spans(groups: Iterable[GroupSpec], first_token: int, num_tokens: int) 
     return {group.name: group.positions(first_token, num_tokens) for group in groups}
 
 
-def piece_spans(
+def chunk_spans(
     groups: Iterable[GroupSpec],
     whole: tuple[int, int],
-    piece: tuple[int, int],
+    chunk: tuple[int, int],
     *,
     last: bool,
 ) -> Spans:
-    """What tokens [piece) of a fetch of tokens [whole) move.
+    """What tokens [chunk) of a fetch of tokens [whole) move.
 
-    A state is that of the last token: it comes with the ``last`` piece, be that one empty.
+    A state is that of the last token: it comes with the ``last`` chunk, even an empty one.
     """
     spans = {}
     for group in groups:
@@ -33,8 +33,8 @@ def piece_spans(
         if group.state:
             spans[group.name] = (lo, hi if last else lo)
         else:
-            start = max(lo, piece[0])
-            spans[group.name] = (start, max(start, min(hi, piece[1])))
+            start = max(lo, chunk[0])
+            spans[group.name] = (start, max(start, min(hi, chunk[1])))
     return spans
 
 

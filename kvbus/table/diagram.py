@@ -1,38 +1,26 @@
 """A state machine as Mermaid text and as a list of its states, both read from the code.
 
-Refuses to know any machine of its own, and to draw what changes nothing: a handler whose name
-starts with ``refuse`` or ``ignore``.
+What changes nothing is not drawn: a handler whose name starts with ``refuse`` or ``ignore``.
 """
 
 import ast
 import inspect
 import textwrap
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from enum import StrEnum
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
+
+from kvbus.table.transition import Transition
 
 UNDRAWN = ("refuse", "ignore")
 MAX_LABEL = 4
 S = TypeVar("S", bound=StrEnum)
-S_co = TypeVar("S_co", bound=StrEnum, covariant=True)
 
 
-class Transition(Protocol[S_co]):
-    """What the tables of both agents hold for a state and an event."""
-
-    @property
-    def handler(self) -> Callable[..., Any]:
-        """What is done; its name decides whether the edge is drawn."""
-
-    @property
-    def to(self) -> tuple[S_co, ...]:
-        """The states in which it can leave."""
+Transitions = Mapping[tuple[S, type[Any]], Transition[S]]
 
 
-Table = Mapping[tuple[S, type[Any]], Transition[S]]
-
-
-def state_diagram(table: Table[S], starts: Mapping[S, str]) -> str:
+def state_diagram(table: Transitions[S], starts: Mapping[S, str]) -> str:
     """The table as a Mermaid ``stateDiagram-v2``; ``starts`` are the first states, with labels.
 
     One edge for each pair of states, with the events that lead from one to the other.
@@ -60,7 +48,7 @@ def state_sentences(states: type[S]) -> dict[S, str]:
     return {state: found[state.name] for state in states}
 
 
-def _edges(table: Table[S]) -> dict[tuple[S, S], set[str]]:
+def _edges(table: Transitions[S]) -> dict[tuple[S, S], set[str]]:
     edges: dict[tuple[S, S], set[str]] = {}
     for (source, event), transition in table.items():
         if not transition.handler.__name__.startswith(UNDRAWN):
@@ -69,9 +57,10 @@ def _edges(table: Table[S]) -> dict[tuple[S, S], set[str]]:
     return edges
 
 
-def _ends(table: Table[S]) -> set[S]:
+def _ends(table: Transitions[S]) -> set[S]:
     leaves = {source for (source, _), step in table.items() if any(t != source for t in step.to)}
-    return {source for source, _ in table} - leaves
+    states = {source for source, _ in table} | {t for step in table.values() for t in step.to}
+    return states - leaves
 
 
 def _label(events: list[str]) -> str:

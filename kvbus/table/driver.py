@@ -4,7 +4,7 @@ Refuses to nest: an event that a command causes waits until the commands before 
 """
 
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, Protocol, TypeVar
 
 E_contra = TypeVar("E_contra", contravariant=True)
@@ -12,7 +12,7 @@ E = TypeVar("E")
 C = TypeVar("C")
 
 
-class Table(Protocol[E_contra, C]):
+class Drivable(Protocol[E_contra, C]):
     """What a sans-IO state machine looks like from outside."""
 
     def handle(self, event: E_contra, now: float) -> list[C]:
@@ -45,21 +45,21 @@ class Clock(Protocol):
 
 
 class Driver(Generic[E, C]):
-    """Feeds ``table`` and hands each command to ``execute``, in the event loop's thread.
+    """Feeds ``table``, and hands each command to the one of ``commands`` for its class.
 
-    ``on_settled`` is called when all that an event led to is done.
+    All in the event loop's thread. ``on_settled`` is called when all that an event led to is done.
     """
 
     def __init__(
         self,
-        table: Table[E, C],
-        execute: Callable[[C], None],
+        table: Drivable[E, C],
+        commands: Mapping[type[C], Callable[[Any], None]],
         *,
         deadline_passed: E,
         on_settled: Callable[[], None],
         loop: Clock,
     ) -> None:
-        self._table, self._execute = table, execute
+        self._table, self._commands = table, commands
         self._deadline_passed, self._on_settled = deadline_passed, on_settled
         self._loop = loop
         self._events: deque[E] = deque()
@@ -81,7 +81,7 @@ class Driver(Generic[E, C]):
         try:
             while self._events:
                 for command in self._table.handle(self._events.popleft(), self.now):
-                    self._execute(command)
+                    self._commands[type(command)](command)
         finally:
             self._running = False
             self._set_alarm()

@@ -85,7 +85,7 @@ class Target:
     first_token: int = 0
     has_state: bool = False
     read_to: int = 0
-    num_pieces: int = 0
+    num_chunks: int = 0
     landed: dict[int, str] = field(default_factory=dict)
     outcome: Outcome | None = None
     blocks_free: bool = False
@@ -99,19 +99,19 @@ class Target:
         state = {STATE: self.source.state()} if self.has_state and tokens else {}
         return {token: self.source.kv(token) for token in tokens} | state
 
-    def start_piece(self, piece: dec.StartRead) -> None:
-        """Check that the piece is written by now, and follows the one before."""
-        assert piece.start == self.read_to, "every token once, and in order"
-        assert piece.stop <= self.source.num_written, "read before it was written"
-        assert not piece.last or (self.source.sealed and piece.stop == NUM_TOKENS)
-        assert piece.stop > piece.start or (piece.last and self.has_state)
-        self.read_to = piece.stop
-        self.num_pieces += 1
+    def start_chunk(self, chunk: dec.ReadChunk) -> None:
+        """Check that the chunk is written by now, and follows the one before."""
+        assert chunk.start == self.read_to, "every token once, and in order"
+        assert chunk.stop <= self.source.num_written, "read before it was written"
+        assert not chunk.last or (self.source.sealed and chunk.stop == NUM_TOKENS)
+        assert chunk.stop > chunk.start or (chunk.last and self.has_state)
+        self.read_to = chunk.stop
+        self.num_chunks += 1
 
-    def places(self, piece: dec.StartRead) -> list[int]:
-        """What the piece writes: tokens, and the state with the last one."""
-        tokens = list(range(piece.start, piece.stop))
-        return [*tokens, STATE] if piece.last and self.has_state else tokens
+    def places(self, chunk: dec.ReadChunk) -> list[int]:
+        """What the chunk writes: tokens, and the state with the last one."""
+        tokens = list(range(chunk.start, chunk.stop))
+        return [*tokens, STATE] if chunk.last and self.has_state else tokens
 
 
 @dataclass(frozen=True)
@@ -145,7 +145,7 @@ class HandoffWorld(RuleBasedStateMachine):
         self.asked: dict[int, tuple[float, Sent]] = {}
         self.num_asked = 0
         self.num_fetches = 0
-        self.reads: dict[str, dec.StartRead] = {}
+        self.reads: dict[str, dec.ReadChunk] = {}
         self.start_prefill()
         self.start_decode()
 
@@ -172,13 +172,13 @@ class HandoffWorld(RuleBasedStateMachine):
             source.sealed = True
             self.tell_prefill(pre.Sealed(source.offer_id, None))
 
-    def land_at(self, piece: dec.StartRead, place: int) -> None:
+    def land_at(self, chunk: dec.ReadChunk, place: int) -> None:
         """The bytes of one token, or of the state, arrive as they are in memory now."""
-        target = self.targets[piece.fetch_id]
+        target = self.targets[chunk.fetch_id]
         assert not target.blocks_free, "bytes land in blocks that the engine has back"
         slot = target.source.state_slot
         if place != STATE:
-            block = int(piece.tables["full"].array()[place // BLOCK_SIZE])
+            block = int(chunk.tables["full"].array()[place // BLOCK_SIZE])
             slot = block * BLOCK_SIZE + place % BLOCK_SIZE
         target.landed[place] = self.memory[slot]
 
@@ -234,9 +234,9 @@ class HandoffWorld(RuleBasedStateMachine):
         self.num_events += 1
         for command in self.decode.handle(event, self.now):
             match command:
-                case dec.StartRead(fetch_id):
-                    assert fetch_id not in self.reads, "one piece at a time"
-                    self.targets[fetch_id].start_piece(command)
+                case dec.ReadChunk(fetch_id):
+                    assert fetch_id not in self.reads, "one chunk at a time"
+                    self.targets[fetch_id].start_chunk(command)
                     self.reads[fetch_id] = command
                 case dec.ReportFetched():
                     self.check_report(command)

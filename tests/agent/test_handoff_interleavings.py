@@ -154,22 +154,22 @@ class HandoffInterleavings(HandoffWorld):
     @precondition(lambda self: self.reads)
     @rule(which=st.integers(0, 3), place=st.integers(0, NUM_TOKENS))
     def land(self, which: int, place: int) -> None:
-        piece = list(self.reads.values())[which % len(self.reads)]
-        places = self.targets[piece.fetch_id].places(piece)
-        self.land_at(piece, places[place % len(places)])
+        chunk = list(self.reads.values())[which % len(self.reads)]
+        places = self.targets[chunk.fetch_id].places(chunk)
+        self.land_at(chunk, places[place % len(places)])
 
     @precondition(lambda self: self.reads)
     @rule(which=st.integers(0, 3), works=st.sampled_from([True, True, True, False]))
     def end_read(self, which: int, works: bool) -> None:
-        piece = list(self.reads.values())[which % len(self.reads)]
-        target = self.targets[piece.fetch_id]
-        for place in target.places(piece):
+        chunk = list(self.reads.values())[which % len(self.reads)]
+        target = self.targets[chunk.fetch_id]
+        for place in target.places(chunk):
             if works and place not in target.landed:
-                self.land_at(piece, place)
-        del self.reads[piece.fetch_id]
+                self.land_at(chunk, place)
+        del self.reads[chunk.fetch_id]
         lost = None if works else RemoteError("fabric", code=ErrorCode.TRANSFER_FAILED)
-        num_bytes = piece.stop - piece.start
-        self.tell_decode(dec.ReadEnded(piece.fetch_id, num_bytes, lost, "direct"))
+        num_bytes = chunk.stop - chunk.start
+        self.tell_decode(dec.ChunkRead(chunk.fetch_id, num_bytes, lost, "direct"))
 
     @precondition(lambda self: self.targets)
     @rule(num_rounds=st.integers(1, 4), num_more=st.sampled_from([0, 5, 8, 16]))
@@ -233,8 +233,8 @@ class HandoffInterleavings(HandoffWorld):
     def teardown(self) -> None:
         self.settle_everything()
 
-        assert not self.prefill.offers
-        assert not self.decode.fetches
+        assert not self.prefill.live
+        assert not self.decode.live
         assert all(source.outcome for source in self.sources.values())
         assert all(target.outcome for target in self.targets.values())
 

@@ -8,7 +8,7 @@ from tests.agent.test_handoff_interleavings import HandoffInterleavings, connect
 
 
 @pytest.mark.parametrize("has_state", [True, False])
-def test_a_handoff_in_pieces_completes_with_the_right_kv_when_nothing_is_lost(
+def test_a_handoff_in_chunks_completes_with_the_right_kv_when_nothing_is_lost(
     has_state: bool,
 ) -> None:
     world = HandoffInterleavings()
@@ -22,12 +22,12 @@ def test_a_handoff_in_pieces_completes_with_the_right_kv_when_nothing_is_lost(
         world.end_read(0, works=True)
     world.settle_everything()
 
-    assert world.targets["fetch-0"].num_pieces == 4
+    assert world.targets["fetch-0"].num_chunks == 4
     assert world.targets["fetch-0"].outcome is Outcome.COMPLETED
     assert world.sources["offer-0"].outcome is Outcome.COMPLETED
 
 
-def test_a_fetch_whose_offer_is_withdrawn_between_two_pieces_fails() -> None:
+def test_a_fetch_whose_offer_is_withdrawn_between_two_chunks_fails() -> None:
     world = HandoffInterleavings()
     world.offer(num_tokens=16, sealed=False, ttl_s=8.0)
     world.fetch(0, timeout_s=60.0)
@@ -37,7 +37,7 @@ def test_a_fetch_whose_offer_is_withdrawn_between_two_pieces_fails() -> None:
     world.withdraw(0)
     world.settle_everything()
 
-    assert world.targets["fetch-0"].num_pieces == 1
+    assert world.targets["fetch-0"].num_chunks == 1
     assert world.targets["fetch-0"].outcome is Outcome.FAILED
 
 

@@ -16,9 +16,9 @@ from kvbus_decode.fetch.transitions import TRANSITIONS
 from tests.decode.watched import Watched, blocks, ticket_of
 
 LIMITS = FetchLimits(
-    max_fetches=3, max_tombstones=3, lease_s=2.0, request_timeout_s=1.0, busy_retry_s=0.25
+    max_fetches=3, max_retired=3, lease_s=2.0, request_timeout_s=1.0, busy_retry_s=0.25
 )
-Asked = ev.ResolvePeer | ev.SendClaim | ev.SendRenew | ev.StartRead | ev.SendConfirm
+Asked = ev.ResolvePeer | ev.SendClaim | ev.SendRenew | ev.ReadChunk | ev.SendConfirm
 
 
 @dataclass
@@ -46,10 +46,10 @@ class FetchWorld(RuleBasedStateMachine):
         self.last_epoch = 0
 
     def is_kept(self, fetch_id: str) -> bool:
-        return fetch_id in self.table.fetches or fetch_id in self.table.tombstones
+        return fetch_id in self.table.live or fetch_id in self.table.retired
 
     def is_full(self) -> bool:
-        return self.draining or len(self.table.fetches) >= LIMITS.max_fetches
+        return self.draining or len(self.table.live) >= LIMITS.max_fetches
 
     def tell_hint(self, fetch_id: str) -> None:
         self.tell(ev.DeadlinePassed())
@@ -98,7 +98,7 @@ class FetchWorld(RuleBasedStateMachine):
         return f"reply-{self.num_requests}"
 
     def tell(self, event: ev.Event) -> list[ev.Command]:
-        states = {f: fetch.state for f, fetch in self.table.fetches.items()}
+        states = {f: fetch.state for f, fetch in self.table.live.items()}
         due = self.table.next_deadline()
         self.cause = event
 
@@ -130,7 +130,7 @@ class FetchWorld(RuleBasedStateMachine):
                 assert after is state
 
     def state_of(self, fetch_id: str) -> FetchState | None:
-        fetch = self.table.fetches.get(fetch_id) or self.table.tombstones.get(fetch_id)
+        fetch = self.table.live.get(fetch_id) or self.table.retired.get(fetch_id)
         return fetch.state if fetch else None
 
     def obey(self, command: ev.Command) -> None:
@@ -152,7 +152,7 @@ class FetchWorld(RuleBasedStateMachine):
                 assert not watched.report.blocks_free
                 assert not watched.blocks_freed, "freed twice"
                 watched.blocks_freed = True
-            case ev.AbortRead(fetch_id):
+            case ev.StopRead(fetch_id):
                 watched = self.seen[fetch_id]
                 watched.num_aborts += 1
                 assert watched.in_flight
@@ -172,8 +172,8 @@ class FetchWorld(RuleBasedStateMachine):
             self.check_question(command, watched)
         if isinstance(command, ev.SendConfirm):
             watched.ask_confirm()
-        if isinstance(command, ev.StartRead):
-            watched.start_piece(command, self.now)
+        if isinstance(command, ev.ReadChunk):
+            watched.start_chunk(command, self.now)
         else:
             assert 0 < command.timeout_s <= LIMITS.request_timeout_s
         self.pending.append(Pending(self.now, command))

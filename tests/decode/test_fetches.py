@@ -12,7 +12,7 @@ from kvbus_decode.fetch.entry import ENDS, FetchLimits, FetchState
 from kvbus_decode.fetch.table import FetchTable
 from kvbus_decode.fetch.transitions import TRANSITIONS
 
-LIMITS = FetchLimits(max_fetches=2, max_tombstones=2, request_timeout_s=5.0, busy_retry_s=0.25)
+LIMITS = FetchLimits(max_fetches=2, max_retired=2, request_timeout_s=5.0, busy_retry_s=0.25)
 TICKET = Ticket("p", "boot", "tcp://p", "engine-p", "engine-boot", "o1", "r1", 32)
 PER_FETCH = (
     ev.PeerReady,
@@ -20,7 +20,7 @@ PER_FETCH = (
     ev.StepFailed,
     ev.RenewFailed,
     ev.OfferAdvanced,
-    ev.ReadEnded,
+    ev.ChunkRead,
     ev.LeaseConfirmed,
     ev.CancelRequested,
     ev.PeerGone,
@@ -29,7 +29,7 @@ PER_FETCH = (
     ev.DeadlinePassed,
 )
 READY = ev.PeerReady("f1")
-READ = ev.ReadEnded("f1", 4096)
+READ = ev.ChunkRead("f1", 4096)
 CONFIRMED = ev.LeaseConfirmed("f1")
 CANCEL = ev.CancelRequested("f1", "cancel")
 
@@ -87,7 +87,7 @@ def test_a_fetch_goes_from_resolve_to_claim_to_read_to_confirm_to_completed() ->
     assert [kinds(commands) for commands in steps] == [
         [ev.SendReply, ev.ResolvePeer],
         [ev.SendClaim],
-        [ev.StartRead],
+        [ev.ReadChunk],
         [ev.SendConfirm],
         [ev.ReportFetched],
     ]
@@ -129,9 +129,9 @@ def test_a_read_that_is_given_up_is_reported_now_and_its_blocks_when_it_is_termi
     drained = table.handle(READ, 1.0)
 
     assert report(ended).blocks_free is False
-    assert ev.AbortRead("f1") in ended
+    assert ev.StopRead("f1") in ended
     assert kinds(drained) == [ev.SendRelease, ev.ReportBlocksFreed]
-    assert not table.fetches
+    assert not table.live
 
 
 @pytest.mark.parametrize(

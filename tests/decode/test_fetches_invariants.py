@@ -45,7 +45,7 @@ class FetchInterleavings(FetchWorld):
         boot=BOOTS,
         first_token=st.sampled_from([0, 0, 12, NUM_TOKENS]),
         has_state=st.booleans(),
-        piece_tokens=st.sampled_from([0, 8, 12]),
+        chunk_tokens=st.sampled_from([0, 8, 12]),
         num_ready=st.sampled_from([0, 8, 20, NUM_TOKENS]),
         sealed=st.booleans(),
         timeout_s=st.sampled_from([60.0, 60.0, 60.0, 3.0, 0.5]),
@@ -58,7 +58,7 @@ class FetchInterleavings(FetchWorld):
         boot: str,
         first_token: int,
         has_state: bool,
-        piece_tokens: int,
+        chunk_tokens: int,
         num_ready: int,
         sealed: bool,
         timeout_s: float,
@@ -78,7 +78,7 @@ class FetchInterleavings(FetchWorld):
             timeout_s=timeout_s,
             reply_to=self.reply_to(),
             has_state=has_state,
-            piece_tokens=piece_tokens,
+            chunk_tokens=chunk_tokens,
         )
         must_refuse = fetch_id in self.seen or self.is_full()
         if not must_refuse:
@@ -143,11 +143,11 @@ class FetchInterleavings(FetchWorld):
         asked, fetch_id = pending.asked, pending.asked.fetch_id
         error = None if code is None else RemoteError("any", code=code)
         match asked:
-            case ev.StartRead():
+            case ev.ReadChunk():
                 self.tell(ev.DeadlinePassed())
                 num_bytes = 100 * (asked.stop - asked.start)
-                ended = ev.ReadEnded(fetch_id, num_bytes, error, path)
-                self.seen[fetch_id].end_piece(ended, self.now)
+                ended = ev.ChunkRead(fetch_id, num_bytes, error, path)
+                self.seen[fetch_id].end_chunk(ended, self.now)
                 self.tell(ended)
             case ev.SendRenew() if error is not None:
                 self.tell(ev.RenewFailed(fetch_id, error))
@@ -226,10 +226,10 @@ class FetchInterleavings(FetchWorld):
 
     @invariant()
     def the_tables_are_bounded_and_hold_what_is_not_over(self) -> None:
-        assert len(self.table.fetches) <= LIMITS.max_fetches
-        assert len(self.table.tombstones) <= LIMITS.max_tombstones
+        assert len(self.table.live) <= LIMITS.max_fetches
+        assert len(self.table.retired) <= LIMITS.max_retired
         not_over = {f for f, w in self.seen.items() if w.report is None or w.in_flight}
-        assert set(self.table.fetches) == not_over
+        assert set(self.table.live) == not_over
         draining = sum(w.report is not None and w.in_flight for w in self.seen.values())
         assert self.table.num_in(FetchState.DRAINING) == draining
 
@@ -242,7 +242,7 @@ class FetchInterleavings(FetchWorld):
 
     @invariant()
     def what_is_over_keeps_no_tables_of_an_offer(self) -> None:
-        assert not any(fetch.tables or fetch.piece for fetch in self.table.tombstones.values())
+        assert not any(fetch.tables or fetch.chunk for fetch in self.table.retired.values())
 
     @invariant()
     def blocks_of_ended_fetches_are_freed_once_nothing_is_in_flight(self) -> None:
@@ -258,7 +258,7 @@ class FetchInterleavings(FetchWorld):
                 self.answer(which=0, code=ErrorCode.BUSY, lease_s=2.0, path="")
             self.pass_time_to_the_next_deadline()
 
-        assert not self.table.fetches
+        assert not self.table.live
         for watched in self.seen.values():
             assert watched.report is not None
             ended = watched.given_back | watched.superseded

@@ -71,9 +71,9 @@ class Watched:
     granted: set[int] = field(default_factory=set)
     given_back: set[int] = field(default_factory=set)
     superseded: set[int] = field(default_factory=set)
-    piece: ev.StartRead | None = None
-    piece_started_at: float = 0.0
-    num_pieces: int = 0
+    chunk: ev.ReadChunk | None = None
+    chunk_started_at: float = 0.0
+    num_chunks: int = 0
     num_blocks_held: int = 0
     read_to: int = 0
     state_was_read: bool = False
@@ -102,7 +102,7 @@ class Watched:
 
     @property
     def in_flight(self) -> bool:
-        return self.piece is not None
+        return self.chunk is not None
 
     def is_told(self, sent_at: float, granted: Granted) -> None:
         """The grant is about to be handed to the table."""
@@ -112,53 +112,53 @@ class Watched:
             self.told_blocks += sum(len(table) for table in granted.tables.values())
             self.renew_at = sent_at + granted.lease_s / 3
 
-    def start_piece(self, piece: ev.StartRead, now: float) -> None:
-        """Check that the piece follows the one before, and is all that is ready."""
+    def start_chunk(self, chunk: ev.ReadChunk, now: float) -> None:
+        """Check that the chunk follows the one before, and is all that is ready."""
         assert self.granted
         assert not self.in_flight
         assert not self.confirm_asked
-        assert piece.start == self.read_to, "every token once, and in order"
-        assert piece.stop <= self.offer.num_ready, "read before it was ready"
-        assert piece.stop == self.next_stop(), "not all that is ready"
-        assert piece.last == (self.told_sealed and piece.stop == NUM_TOKENS)
-        assert not piece.last or self.offer.sealed, "the last piece before the seal"
-        if piece.start == piece.stop:
-            assert piece.last
+        assert chunk.start == self.read_to, "every token once, and in order"
+        assert chunk.stop <= self.offer.num_ready, "read before it was ready"
+        assert chunk.stop == self.next_stop(), "not all that is ready"
+        assert chunk.last == (self.told_sealed and chunk.stop == NUM_TOKENS)
+        assert not chunk.last or self.offer.sealed, "the last chunk before the seal"
+        if chunk.start == chunk.stop:
+            assert chunk.last
             assert self.requested.has_state
             assert self.requested.first_token < NUM_TOKENS
             assert not self.state_was_read
-        self.piece, self.piece_started_at = piece, now
-        self.num_pieces += 1
-        self.num_blocks_held = self.check_tables(piece)
+        self.chunk, self.chunk_started_at = chunk, now
+        self.num_chunks += 1
+        self.num_blocks_held = self.check_tables(chunk)
 
     def next_stop(self) -> int:
-        """All that is ready, or up to the end of a piece of the size that the engine wants."""
-        stop, size = min(self.told_ready, NUM_TOKENS), self.requested.piece_tokens
+        """All that is ready, or up to the end of a chunk of the size that the engine wants."""
+        stop, size = min(self.told_ready, NUM_TOKENS), self.requested.chunk_tokens
         ends = range(0, NUM_TOKENS + 1, size) if size else []
         return min([stop, *(end for end in ends if end > self.read_to)])
 
-    def check_tables(self, piece: ev.StartRead) -> int:
-        """The blocks of the offer, at least those of the piece; returns how many."""
-        held = piece.tables["full"]
+    def check_tables(self, chunk: ev.ReadChunk) -> int:
+        """The blocks of the offer, at least those of the chunk; returns how many."""
+        held = chunk.tables["full"]
         assert held == blocks(0, len(held))
-        assert num_blocks(piece.stop) <= len(held) <= self.told_blocks
+        assert num_blocks(chunk.stop) <= len(held) <= self.told_blocks
         return len(held)
 
-    def end_piece(self, ended: ev.ReadEnded, now: float) -> None:
-        """The piece is about to end."""
-        assert self.piece is not None
-        assert self.check_tables(self.piece) == self.num_blocks_held, "grown under the read"
-        piece, self.piece = self.piece, None
+    def end_chunk(self, ended: ev.ChunkRead, now: float) -> None:
+        """The chunk is about to end."""
+        assert self.chunk is not None
+        assert self.check_tables(self.chunk) == self.num_blocks_held, "grown under the read"
+        chunk, self.chunk = self.chunk, None
         if self.report is None:
             self.num_bytes += ended.num_bytes
             self.path = ended.path or self.path
-            self.reading_s += now - self.piece_started_at
+            self.reading_s += now - self.chunk_started_at
         if ended.error is None:
-            self.read_to, self.state_was_read = piece.stop, piece.last
-            self.has_news = self.report is None and self.requested.piece_tokens > 0
+            self.read_to, self.state_was_read = chunk.stop, chunk.last
+            self.has_news = self.report is None and self.requested.chunk_tokens > 0
 
     def is_landed(self, num_tokens: int) -> None:
-        """The engine is told so; once for each piece."""
+        """The engine is told so; once for each chunk."""
         assert self.has_news, "told of what did not land"
         assert num_tokens == self.read_to
         self.has_news = False
@@ -191,10 +191,10 @@ class Watched:
         self.report = report
 
     def check_stages(self, report: ev.ReportFetched, now: float) -> None:
-        """Every moment is in one stage, and reading is when a piece was in flight."""
+        """Every moment is in one stage, and reading is when a chunk was in flight."""
         spent, reading_s = report.stages_s, self.reading_s
         if self.in_flight:
-            reading_s += now - self.piece_started_at
+            reading_s += now - self.chunk_started_at
         total_s = spent.resolving + spent.claiming + spent.waiting + spent.reading
         assert total_s + spent.confirming == pytest.approx(now - self.asked_at)
         assert spent.reading == pytest.approx(reading_s)
@@ -204,7 +204,7 @@ class Watched:
 
         ``is_asking`` when a claim or a renewal is under way.
         """
-        assert not self.has_news, "a piece landed, and the engine was not told"
+        assert not self.has_news, "a chunk landed, and the engine was not told"
         if not (self.listens and self.granted):
             return
         if not self.in_flight:

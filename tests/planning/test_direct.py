@@ -28,7 +28,7 @@ from kvbus.planning import (
     ReadMap,
     Share,
     Spans,
-    piece_spans,
+    chunk_spans,
     whole_spans,
 )
 from tests.planning.handoffs import Case, cases, where_elements_lie
@@ -141,7 +141,7 @@ def test_the_pieces_of_a_fetch_move_what_the_whole_moves_each_byte_once(
     reads = []
     for number, (start, stop) in enumerate(pairwise(ends), start=2):
         last = number == len(ends)
-        spans = piece_spans(groups, (case.start, case.stop), (start, stop), last=last)
+        spans = chunk_spans(groups, (case.start, case.stop), (start, stop), last=last)
         tables = {
             group.name: grown_to(case.prefill.tables[group.name], spans[group.name][1], group)
             for group in groups

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbus.geometry import GroupSpec, StatePart, state_group
-from kvbus.planning import piece_spans, whole_spans
+from kvbus.planning import chunk_spans, whole_spans
 from kvbus.planning.spans import tail_spans
 from tests.planning.handoffs import wanted_positions
 
@@ -38,7 +38,7 @@ def test_the_pieces_of_a_fetch_have_each_position_once_and_in_their_order(
     ends = [start, *sorted(data.draw(st.lists(st.integers(start, stop), max_size=5))), stop]
 
     pieces = [
-        piece_spans(groups, (start, stop), piece, last=number == len(ends) - 2)
+        chunk_spans(groups, (start, stop), piece, last=number == len(ends) - 2)
         for number, piece in enumerate(pairwise(ends))
     ]
 
@@ -53,8 +53,8 @@ def test_the_pieces_of_a_fetch_have_each_position_once_and_in_their_order(
 def test_a_state_comes_with_the_last_piece_though_that_has_no_tokens() -> None:
     whole = (0, 20)
 
-    before = piece_spans((FULL, STATE), whole, (0, 20), last=False)
-    after = piece_spans((FULL, STATE), whole, (20, 20), last=True)
+    before = chunk_spans((FULL, STATE), whole, (0, 20), last=False)
+    after = chunk_spans((FULL, STATE), whole, (20, 20), last=True)
 
     assert before == {"full": (0, 20), "state": (0, 0)}
     assert after == {"full": (20, 20), "state": (0, 1)}

@@ -15,7 +15,7 @@ from kvbus_prefill.offer.table import OfferTable
 from kvbus_prefill.offer.transitions import TRANSITIONS
 from kvbus_prefill.slots import events as slot_events
 
-LIMITS = OfferLimits(max_offers=2, max_tombstones=2, max_lease_s=4.0, max_hold_s=10.0)
+LIMITS = OfferLimits(max_offers=2, max_retired=2, max_lease_s=4.0, max_hold_s=10.0)
 OPEN, SEALED, RELEASED = OfferState.OPEN, OfferState.SEALED, OfferState.RELEASED
 REQUESTS = (
     ev.Extended,
@@ -239,7 +239,7 @@ def test_an_extension_that_leaves_a_gap_is_refused_and_changes_nothing() -> None
     commands = table.handle(gap, 1.0)
 
     assert code_of(commands) is ErrorCode.GEOMETRY
-    assert table.offers["o1"].num_tokens == 32
+    assert table.live["o1"].num_tokens == 32
     assert table.next_deadline() == 8.0
 
 

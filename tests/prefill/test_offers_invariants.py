@@ -17,13 +17,14 @@ from kvbus.errors import ErrorCode
 from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import Outcome
 from kvbus.protocol.peer import Granted
+from kvbus.table import Story
 from kvbus_prefill.offer import events as ev
 from kvbus_prefill.offer.entry import OfferLimits, OfferState
 from kvbus_prefill.offer.table import OfferTable
 from kvbus_prefill.offer.transitions import TRANSITIONS
 from kvbus_prefill.slots import events as slot_events
 
-LIMITS = OfferLimits(max_offers=3, max_tombstones=3, max_lease_s=2.0, max_hold_s=3.0)
+LIMITS = OfferLimits(max_offers=3, max_retired=3, max_lease_s=2.0, max_hold_s=3.0)
 ENGINES = st.sampled_from(["engine-a", "engine-b"])
 READERS = st.sampled_from(["reader-a", "reader-a", "reader-b"])
 LEASES = st.sampled_from([2.0, 100.0, 1.0, 0.5])
@@ -72,21 +73,20 @@ def copy_of(table: OfferTable) -> OfferTable:
     """A table to try things with: nothing that `handle` changes is shared."""
     deadlines = copy.copy(table._deadlines)
     deadlines._when, deadlines._heap = dict(deadlines._when), list(deadlines._heap)
-    return OfferTable(
-        limits=table.limits,
-        offers={
-            offer_id: replace(
-                offer,
-                tables=dict(offer.tables),
-                lease=None if offer.lease is None else replace(offer.lease),
-            )
-            for offer_id, offer in table.offers.items()
-        },
-        tombstones=OrderedDict(table.tombstones),
-        draining=table.draining,
-        _requests=dict(table._requests),
-        _deadlines=deadlines,
-    )
+    made = OfferTable(table.limits)
+    made.live = {
+        offer_id: replace(
+            offer,
+            tables=dict(offer.tables),
+            lease=None if offer.lease is None else replace(offer.lease),
+            story=Story(),
+        )
+        for offer_id, offer in table.live.items()
+    }
+    made.retired = OrderedDict(table.retired)
+    made.draining, made._requests = table.draining, dict(table._requests)
+    made._deadlines = deadlines
+    return made
 
 
 class OfferInterleavings(RuleBasedStateMachine):
@@ -106,7 +106,7 @@ class OfferInterleavings(RuleBasedStateMachine):
 
     # The environment.
 
-    @precondition(lambda self: len(self.table.offers) < 2 or self.num_events % 4 == 0)
+    @precondition(lambda self: len(self.table.live) < 2 or self.num_events % 4 == 0)
     @rule(
         engine_id=ENGINES,
         request=st.integers(0, 3),
@@ -297,7 +297,7 @@ class OfferInterleavings(RuleBasedStateMachine):
         """Its tombstone was pushed out by younger ones, or is by what is due now."""
         table = copy_of(self.table)
         table.handle(ev.DeadlinePassed(), self.now)
-        return offer_id not in table.offers and offer_id not in table.tombstones
+        return offer_id not in table.live and offer_id not in table.retired
 
     def refusal(self, offer_id: str) -> ErrorCode | None:
         if self.forgotten(offer_id):
@@ -336,12 +336,12 @@ class OfferInterleavings(RuleBasedStateMachine):
             assert lease is not None
             assert (answer.body.epoch, answer.body.lease_s) == (lease[0], lease[2] - self.now)
         if commands == [answer] and code is not None:
-            assert self.table.offers == before.offers
-            assert self.table.tombstones == before.tombstones
+            assert self.table.live == before.live
+            assert self.table.retired == before.retired
             assert self.table.next_deadline() == before.next_deadline()
 
     def tell(self, event: ev.Event) -> list[ev.Command]:
-        states = {o: offer.state for o, offer in self.table.offers.items()}
+        states = {o: offer.state for o, offer in self.table.live.items()}
         due = self.table.next_deadline()
         overdue = due is not None and due <= self.now
 
@@ -360,7 +360,7 @@ class OfferInterleavings(RuleBasedStateMachine):
         """Only the states that the table of transitions declares, and only where it applies."""
         hit = getattr(event, "offer_id", None)
         for offer_id, state in states.items():
-            after = (self.table.offers.get(offer_id) or self.table.tombstones[offer_id]).state
+            after = (self.table.live.get(offer_id) or self.table.retired[offer_id]).state
             if not refused and (hit == offer_id or (hit is None and after is not state)):
                 assert after in TRANSITIONS[state, type(event)].to
             else:
@@ -386,17 +386,17 @@ class OfferInterleavings(RuleBasedStateMachine):
 
     @invariant()
     def the_tables_are_bounded(self) -> None:
-        assert len(self.table.offers) <= LIMITS.max_offers
-        assert list(self.table.tombstones) == list(self.reported)[-LIMITS.max_tombstones :]
+        assert len(self.table.live) <= LIMITS.max_offers
+        assert list(self.table.retired) == list(self.reported)[-LIMITS.max_retired :]
         assert self.table._requests.keys() == {
-            (o.opened.engine_id, o.opened.request_id) for o in self.table.offers.values()
+            (o.opened.engine_id, o.opened.request_id) for o in self.table.live.values()
         }
 
     @invariant()
     def somebody_will_look_at_every_live_offer_by_its_bound(self) -> None:
         due = self.table.next_deadline()
-        assert (due is None) == (not self.table.offers)
-        for offer_id in self.table.offers:
+        assert (due is None) == (not self.table.live)
+        for offer_id in self.table.live:
             bound = self.expected[offer_id].expires_at + LIMITS.max_hold_s
             assert due is not None
             assert due <= bound
@@ -411,9 +411,9 @@ class OfferInterleavings(RuleBasedStateMachine):
         for offer in expected.values():
             offer.age(self.now)
         live = {offer_id for offer_id, offer in expected.items() if offer.outcome is None}
-        assert set(table.offers) == live
+        assert set(table.live) == live
         for offer_id in live:
-            offer, lease = table.offers[offer_id], expected[offer_id].lease
+            offer, lease = table.live[offer_id], expected[offer_id].lease
             assert offer.state == (OfferState.SEALED if expected[offer_id].sealed else "open")
             held = offer.lease and (offer.lease.epoch, offer.lease.reader_id)
             assert held == (lease and lease[:2])
@@ -425,7 +425,7 @@ class OfferInterleavings(RuleBasedStateMachine):
             self.now = max(self.now, due)
             self.tell_the_time()
 
-        assert not self.table.offers
+        assert not self.table.live
         assert not self.live_leases
         assert self.reported == {o: offer.outcome for o, offer in self.expected.items()}
 

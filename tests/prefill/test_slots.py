@@ -6,8 +6,8 @@ import pytest
 
 from kvbus.errors import ErrorCode, GeometryError, SegmentError
 from kvbus_prefill.slots import events as ev
-from kvbus_prefill.slots.entry import TRANSITIONS, SlotState
-from kvbus_prefill.slots.table import SlotLimits, SlotTable
+from kvbus_prefill.slots.entry import TRANSITIONS, SlotLimits, SlotState
+from kvbus_prefill.slots.table import SlotTable
 
 LIMITS = SlotLimits(num_slots=4, slot_bytes=100, max_gathers=1, max_waiting=4, max_slot_lease_s=8.0)
 WAITING, GATHERING, PACKED = SlotState.WAITING, SlotState.GATHERING, SlotState.PACKED
@@ -123,7 +123,7 @@ def test_the_end_of_a_lease_frees_all_its_slots_and_refuses_what_waits() -> None
     commands = table.handle(ev.LeaseEnded("lease"), 1.0)
 
     assert refused(commands) == {"a2": ErrorCode.STALE, "a3": ErrorCode.STALE}
-    assert [pack.state for pack in table.packs.values()] == [ABANDONED]
+    assert [pack.state for pack in table.live.values()] == [ABANDONED]
 
 
 @pytest.mark.parametrize(

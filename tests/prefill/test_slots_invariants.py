@@ -15,7 +15,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from kvbus.errors import ErrorCode, TransferFailed
 from kvbus_prefill.slots import events as ev
-from kvbus_prefill.slots.table import SlotLimits, SlotTable
+from kvbus_prefill.slots.entry import SlotLimits
+from kvbus_prefill.slots.table import SlotTable
 
 LIMITS = SlotLimits(num_slots=5, slot_bytes=100, max_gathers=2, max_waiting=8, max_slot_lease_s=4.0)
 MOST_OF_A_LEASE = 2
@@ -247,7 +248,7 @@ class SlotInterleavings(RuleBasedStateMachine):
         assert self.answered.keys() == self.boxes.keys()
         assert self.table.num_slots_in_use == self.table.num_waiting == 0
         table = self.table
-        for left in (table.packs, table._leases, table._num_held, table._turns._waiting):
+        for left in (table.live, table._leases, table._pool._num_held, table._pool._waiting):
             assert not left
         assert table.next_deadline() is None
 

@@ -1,7 +1,4 @@
-"""The decode agent: requests become events of the fetch table, its commands become work.
-
-Refuses to hold any state of a fetch itself, but for what a command needs to be carried out.
-"""
+"""The decode agent: requests become events of the fetch table, its commands become work."""
 
 import anyio
 import structlog
@@ -10,22 +7,25 @@ from kvbus.agent.engines.local_engine import LocalEngine
 from kvbus.agent.process.refusals import refuse, unknown_op
 from kvbus.agent.process.service import Agent
 from kvbus.bus import Call
-from kvbus.protocol.engine import BlocksFreed, CancelFetch, Fetched, Landed, StartFetch
+from kvbus.errors import ErrorCode, KVBusError, LocalError
+from kvbus.protocol.engine import AgentRanks, BlocksFreed, CancelFetch, Fetched, Landed, StartFetch
 from kvbus.protocol.message import from_body, to_body
 from kvbus.protocol.peer import FetchEvent
 from kvbus.protocol.remote_ranks import AbortDelegate, Delegate
-from kvbus.table.driver import Driver
-from kvbus_decode.active import ActiveFetches
+from kvbus.table import Driver
+from kvbus_decode.active import ActiveFetch, ActiveFetches
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.fetch import events as ev
 from kvbus_decode.fetch.entry import FetchState
 from kvbus_decode.fetch.table import FetchTable
 from kvbus_decode.metrics import READINGS, DecodeMetrics
 from kvbus_decode.peer.lease_client import LeaseClient
-from kvbus_decode.read.assisting import Assistant
-from kvbus_decode.read.pieces import PieceReader
-from kvbus_decode.read.reading import Reader
-from kvbus_decode.read.siblings import Siblings
+from kvbus_decode.read.chunk import make_chunk
+from kvbus_decode.read.delegate import DelegateServer
+from kvbus_decode.read.events import ChunkEnded
+from kvbus_decode.read.leg import Leg
+from kvbus_decode.read.reader import Reader
+from kvbus_decode.read.remote_ranks import DelegateJob, delegate_leg
 from kvbus_decode.requests import fetch_event
 
 log = structlog.get_logger()
@@ -37,20 +37,31 @@ class DecodeService:
     def __init__(self, agent: Agent, config: DecodeConfig) -> None:
         self._agent, self._config = agent, config
         self._table = FetchTable(limits=config.fetch_limits)
+        self._active = ActiveFetches()
+        self._leases = leases = LeaseClient(agent, config, self._active, self._dispatch)
+        peers, routes = leases.peers, leases.routes
+        self._reader = Reader(agent, config, peers)
+        self._delegates = DelegateServer(agent, peers, routes, self._reader)
         self._driver: Driver[ev.Event, ev.Command] = Driver(
             self._table,
-            self._execute,
+            {
+                ev.SendReply: self._reply,
+                ev.Refuse: self._refuse,
+                ev.ResolvePeer: leases.resolve,
+                ev.SendClaim: leases.claim,
+                ev.SendRenew: leases.renew,
+                ev.ReadChunk: self._read_chunk,
+                ev.StopRead: self._stop_read,
+                ev.SendConfirm: leases.confirm,
+                ev.SendRelease: leases.give_back,
+                ev.ReportLanded: self._report_landed,
+                ev.ReportFetched: self._report_fetched,
+                ev.ReportBlocksFreed: self._report_blocks_freed,
+            },
             deadline_passed=ev.DeadlinePassed(),
             on_settled=self._on_settled,
             loop=agent.loop,
         )
-        self._works = ActiveFetches()
-        self._leases = LeaseClient(agent, config, self._works, self._driver.dispatch)
-        self._pieces = PieceReader(agent, config)
-        peers, routes = self._leases.peers, self._leases.routes
-        self._assistant = Assistant(agent, peers, routes, self._pieces)
-        self._siblings = Siblings(agent, peers)
-        self._reader = Reader(self._pieces, self._siblings, self._works, self._driver.dispatch)
         self._idle = anyio.Event()
         self._metrics = DecodeMetrics(agent.metrics)
         agent.metrics.add_readings(self._readings, READINGS)
@@ -63,10 +74,10 @@ class DecodeService:
                 fetch = from_body(StartFetch, call.body)
                 timeout_s = self._config.fetch_timeout_s
                 event = fetch_event(engine, fetch, timeout_s=timeout_s, reply_to=call)
-                self._driver.dispatch(event)
+                self._dispatch(event)
             case CancelFetch.op:
                 cancel = from_body(CancelFetch, call.body)
-                self._driver.dispatch(ev.CancelRequested(cancel.fetch_id, call))
+                self._dispatch(ev.CancelRequested(cancel.fetch_id, call))
             case _:
                 raise unknown_op(call)
 
@@ -74,79 +85,119 @@ class DecodeService:
         """Another decode agent, the home of an engine that has ranks here, asks for help."""
         match call.op:
             case Delegate.op:
-                self._assistant.assist(call)
+                self._delegates.delegate(call)
             case AbortDelegate.op:
-                self._assistant.abort(call)
+                self._delegates.abort(call)
             case _:
                 raise unknown_op(call)
 
     def on_engine_lost(self, engine: LocalEngine) -> None:
         """Its fetches end; nobody is there to be told."""
-        self._driver.dispatch(ev.EngineLost(engine.engine_id))
-        self._pieces.abort_all(engine)
-        self._siblings.forget(engine)
+        self._dispatch(ev.EngineLost(engine.engine_id))
+        self._reader.lose_engine(engine)
         self._leases.routes.forget_engine(engine)
 
     async def copied(self, engine: LocalEngine) -> None:
         """Return when nothing scatters into the engine's memory any more."""
-        await self._pieces.copies_done(engine)
+        await self._reader.copies_done(engine)
 
     async def quiesce(self, engine: LocalEngine) -> None:
         """Return when no transfer can write into the engine's memory any more."""
-        await self._pieces.reads_done(engine)
+        await self._reader.reads_done(engine)
 
     def start_draining(self) -> None:
         """No new fetches; those that are live go on."""
-        self._driver.dispatch(ev.DrainStarted())
+        self._dispatch(ev.DrainStarted())
 
     async def drained(self) -> None:
         """Return when the last fetch has ended and its blocks are free."""
         await self._idle.wait()
-        await self._assistant.drained()
+        await self._delegates.drained()
 
     def stop(self) -> None:
         """Fail what is left."""
-        self._driver.dispatch(ev.Stopped())
+        self._dispatch(ev.Stopped())
         self._driver.stop()
-        self._assistant.stop()
+        self._delegates.stop()
+        self._reader.stop()
 
     def counts(self) -> dict[str, int]:
         """What the table holds."""
         draining = self._table.num_in(FetchState.DRAINING)
         return {
-            "fetches": len(self._table.fetches),
+            "fetches": len(self._table.live),
             "draining_fetches": draining,
-            "delegated_reads": self._assistant.num_reads,
-            "slots": self._pieces.num_slots_in_use,
+            "delegated_reads": self._delegates.num_reads,
+            "slots": self._reader.num_slots_in_use,
         }
 
-    def _execute(self, command: ev.Command) -> None:
-        leases, reader = self._leases, self._reader
-        match command:
-            case ev.SendReply(reply_to=Call() as call, body=body):
-                call.reply(to_body(body))
-            case ev.Refuse(reply_to=Call() as call, error=error):
-                refuse(self._agent.metrics, call, error)
-            case ev.ResolvePeer():
-                leases.resolve(command)
-            case ev.SendClaim():
-                leases.claim(command)
-            case ev.SendRenew():
-                leases.renew(command)
-            case ev.StartRead():
-                reader.start_read(command)
-            case ev.AbortRead():
-                reader.abort_read(command)
-            case ev.SendConfirm():
-                leases.confirm(command)
-            case ev.SendRelease():
-                leases.give_back(command)
-            case ev.ReportLanded(fetch_id, num_tokens):
-                self._notify(Landed(fetch_id=fetch_id, num_tokens=num_tokens))
-            case ev.ReportFetched():
-                self._report_fetched(command)
-            case ev.ReportBlocksFreed():
-                self._report_blocks_freed(command)
+    def _dispatch(self, event: ev.Event) -> None:
+        self._driver.dispatch(event)
+
+    def _reply(self, command: ev.SendReply) -> None:
+        if isinstance(command.reply_to, Call):
+            command.reply_to.reply(to_body(command.body))
+
+    def _refuse(self, command: ev.Refuse) -> None:
+        if isinstance(command.reply_to, Call):
+            refuse(self._agent.metrics, command.reply_to, command.error)
+
+    def _read_chunk(self, command: ev.ReadChunk) -> None:
+        """Read here, and have the agents with other ranks of the engine read."""
+        fetch = self._active[command.fetch_id]
+        requested, route = fetch.requested, fetch.route
+        try:
+            if route is None:
+                raise LocalError("the fetch has no route", code=ErrorCode.INTERNAL)
+            chunk = make_chunk(
+                route,
+                offer_id=requested.ticket.offer_id,
+                epoch=command.epoch,
+                source=command.tables,
+                target=requested.tables,
+                whole=(requested.first_token, requested.num_tokens),
+                part=(command.start, command.stop),
+                last=command.last,
+                zero_tail=requested.zero_tail,
+                replica_index=fetch.replica_index,
+                deadline=fetch.deadline,
+            )
+        except KVBusError as error:
+            self._dispatch(ev.ChunkRead(command.fetch_id, 0, error))
+            return
+        remote_legs = [self._remote_leg(fetch, command, other) for other in fetch.engine.others]
+        self._reader.start(command.fetch_id, chunk, self._on_chunk_ended, remote_legs=remote_legs)
+
+    def _remote_leg(self, fetch: ActiveFetch, command: ev.ReadChunk, other: AgentRanks) -> Leg:
+        requested = fetch.requested
+        question = Delegate(
+            fetch_id=fetch.fetch_id,
+            engine_id=fetch.engine.engine_id,
+            ranks=other.ranks,
+            ticket=requested.ticket.to_json(),
+            memory_ids=fetch.route.memory_ids if fetch.route else (),
+            epoch=command.epoch,
+            source=dict(command.tables),
+            target=dict(requested.tables),
+            first_token=requested.first_token,
+            num_tokens=requested.num_tokens,
+            start=command.start,
+            stop=command.stop,
+            last=command.last,
+            zero_tail=requested.zero_tail,
+            timeout_s=max(1e-3, fetch.deadline - self._agent.loop.time()),
+        )
+        return delegate_leg(DelegateJob(other, question))
+
+    def _on_chunk_ended(self, ended: ChunkEnded) -> None:
+        self._dispatch(ev.ChunkRead(str(ended.key), ended.num_bytes, ended.error, ended.path))
+
+    def _stop_read(self, command: ev.StopRead) -> None:
+        error = LocalError("the read was aborted", code=ErrorCode.CANCELLED)
+        self._reader.stop_read(command.fetch_id, error)
+
+    def _report_landed(self, command: ev.ReportLanded) -> None:
+        self._notify(Landed(fetch_id=command.fetch_id, num_tokens=command.num_tokens))
 
     def _report_fetched(self, fetched: ev.ReportFetched) -> None:
         """The engine first: it waits, while the log and the counters do not."""
@@ -179,7 +230,7 @@ class DecodeService:
 
     def _notify(self, notice: Landed | Fetched | BlocksFreed) -> None:
         """Tell the engine that asked; one that came back under its id does not know the fetch."""
-        work = self._works.find(notice.fetch_id)
+        work = self._active.find(notice.fetch_id)
         if work is not None:
             work.engine.notify(notice)
 
@@ -207,7 +258,7 @@ class DecodeService:
         )
 
     def _on_settled(self) -> None:
-        if self._table.draining and not self._table.fetches:
+        if self._table.draining and not self._table.live:
             self._idle.set()
 
     def _readings(self) -> dict[str, float]:

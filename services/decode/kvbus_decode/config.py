@@ -1,7 +1,4 @@
-"""The keys of a decode agent's configuration.
-
-Refuses nothing itself; `kvbus.agent.process.config` reads and checks.
-"""
+"""The keys of a decode agent's configuration; `kvbus.agent.process.config` reads and checks."""
 
 from typing import Annotated, Literal
 
@@ -9,6 +6,7 @@ from msgspec import Meta
 
 from kvbus.agent.process.config import AgentConfig, Bound, Duration
 from kvbus_decode.fetch.entry import FetchLimits
+from kvbus_decode.read.table import ReadLimits
 
 
 class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -65,3 +63,7 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
             request_timeout_s=self.request_timeout_s,
             busy_retry_s=self.busy_retry_s,
         )
+
+    def read_limits(self, *, num_slots: int) -> ReadLimits:
+        """The bounds of the read table."""
+        return ReadLimits(legs_in_flight=self.boxes_in_flight, num_slots=num_slots)

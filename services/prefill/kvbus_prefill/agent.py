@@ -19,7 +19,7 @@ from kvbus.protocol.peer import Handshake
 from kvbus.protocol.remote_ranks import CheckMemory
 from kvbus.protocol.staging import Pack, Unpack
 from kvbus.protocol.ticket import Ticket
-from kvbus.table.driver import Driver
+from kvbus.table import Driver
 from kvbus.transport import ProgressToken
 from kvbus_prefill.config import PrefillConfig
 from kvbus_prefill.gather import Packing
@@ -40,13 +40,21 @@ class PrefillService:
         self._table = OfferTable(limits=config.offer_limits)
         self._driver: Driver[ev.Event, ev.Command] = Driver(
             self._table,
-            self._execute,
+            {
+                ev.SendReply: self._reply,
+                ev.Refuse: self._refuse,
+                ev.AdmitPack: self._admit_pack,
+                ev.BeginLease: self._begin_lease,
+                ev.EndLease: self._end_lease,
+                ev.ReportReleased: self._report_released,
+                ev.Publish: self._publish,
+            },
             deadline_passed=ev.DeadlinePassed(),
             on_settled=self._on_settled,
             loop=agent.loop,
         )
         self._idle = anyio.Event()
-        self._demands: dict[tuple[str, int], ProgressToken] = {}
+        self._tokens: dict[tuple[str, int], ProgressToken] = {}
         self._metrics = PrefillMetrics(agent.metrics)
         self._packing = Packing(agent, config, self._metrics, ask_offer=self._driver.dispatch)
         agent.metrics.add_readings(self._readings, READINGS)
@@ -112,7 +120,7 @@ class PrefillService:
     def counts(self) -> dict[str, int]:
         """What the table holds."""
         table = self._table
-        offers = {"offers": len(table.offers), "leases": table.num_leases()}
+        offers = {"offers": len(table.live), "leases": table.num_leases()}
         return offers | self._packing.counts()
 
     def _open(self, engine: LocalEngine, offer: MakeOffer, call: Call) -> None:
@@ -143,7 +151,7 @@ class PrefillService:
         )
 
     def _extend(self, engine: LocalEngine, more: ExtendOffer, call: Call) -> None:
-        offer = self._table.offers.get(self._own(engine, more.offer_id))
+        offer = self._table.live.get(self._own(engine, more.offer_id))
         if offer is not None:
             known = offer.tables
             tables = known | {
@@ -154,44 +162,47 @@ class PrefillService:
         self._driver.dispatch(ev.Extended(more.offer_id, more.num_tokens, more.tables, call))
 
     def _seal(self, engine: LocalEngine, sealed: SealOffer, call: Call) -> None:
-        offer = self._table.offers.get(self._own(engine, sealed.offer_id))
+        offer = self._table.live.get(self._own(engine, sealed.offer_id))
         if offer is not None:
             check_tables(engine, offer.tables, offer.num_tokens, sealed=True)
         self._driver.dispatch(ev.Sealed(sealed.offer_id, call))
 
     def _own(self, engine: LocalEngine, offer_id: str) -> str:
-        offer = self._table.offers.get(offer_id)
+        offer = self._table.live.get(offer_id)
         if offer is not None and offer.opened.engine_id != engine.engine_id:
             raise LocalError("the offer is another engine's", code=ErrorCode.OFFER_UNKNOWN)
         return offer_id
 
-    def _execute(self, command: ev.Command) -> None:
-        match command:
-            case ev.SendReply(reply_to=Call() as call, body=body):
-                call.reply(to_body(body))
-            case ev.Refuse(reply_to=Call() as call, error=error):
-                refuse(self._agent.metrics, call, error)
-            case ev.AdmitPack(asked):
-                self._packing.admit(asked)
-            case ev.BeginLease(offer_id, epoch):
-                self._demands[offer_id, epoch] = self._agent.transport.hold_progress()
-            case ev.EndLease(offer_id, epoch, reason):
-                self._end_lease(offer_id, epoch, reason)
-            case ev.ReportReleased():
-                self._report_released(command)
-            case ev.Publish(op, body):
-                self._agent.publisher.publish(op, to_body(body))
+    def _reply(self, command: ev.SendReply) -> None:
+        if isinstance(command.reply_to, Call):
+            command.reply_to.reply(to_body(command.body))
 
-    def _end_lease(self, offer_id: str, epoch: int, reason: str) -> None:
+    def _refuse(self, command: ev.Refuse) -> None:
+        if isinstance(command.reply_to, Call):
+            refuse(self._agent.metrics, command.reply_to, command.error)
+
+    def _admit_pack(self, command: ev.AdmitPack) -> None:
+        self._packing.admit(command.asked)
+
+    def _publish(self, command: ev.Publish) -> None:
+        self._agent.publisher.publish(command.op, to_body(command.body))
+
+    def _begin_lease(self, command: ev.BeginLease) -> None:
+        """Connection set-up and READs need progress here."""
+        token = self._agent.transport.hold_progress()
+        self._tokens[command.offer_id, command.epoch] = token
+
+    def _end_lease(self, command: ev.EndLease) -> None:
         """A reader that came to its end needs no progress; a late one, so that it can end."""
+        offer_id, epoch, reason = command.offer_id, command.epoch, command.reason
         self._metrics.leases.labels(reason).inc()
         self._packing.end_lease(offer_id, epoch)
-        demand = self._demands.pop((offer_id, epoch))
+        token = self._tokens.pop((offer_id, epoch))
         if reason == "ended":
-            demand.close()
+            token.close()
             return
         log.warning(f"lease.{reason}", offer_id=offer_id, epoch=epoch)
-        self._agent.loop.call_later(self._config.late_read_s, demand.close)
+        self._agent.loop.call_later(self._config.late_read_s, token.close)
 
     def _report_released(self, released: ev.ReportReleased) -> None:
         lived_s = self._driver.now - released.opened_at
@@ -217,7 +228,7 @@ class PrefillService:
             )
 
     def _on_settled(self) -> None:
-        if self._table.draining and not self._table.offers:
+        if self._table.draining and not self._table.live:
             self._idle.set()
 
     def _readings(self) -> dict[str, float]:

@@ -9,7 +9,7 @@ from msgspec import Meta
 
 from kvbus.agent.process.config import AgentConfig, Bound, Duration
 from kvbus_prefill.offer.entry import OfferLimits
-from kvbus_prefill.slots.table import SlotLimits
+from kvbus_prefill.slots.entry import SlotLimits
 
 
 class PrefillConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):

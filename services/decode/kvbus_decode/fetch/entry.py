@@ -1,15 +1,14 @@
-"""One fetch: what was asked for, how far it is, and how it ends.
+"""One fetch: what was asked for, how far it is, and how it ends."""
 
-Refuses to decide which event may do what; that is the table in `kvbus_decode.fetch.transitions`.
-"""
-
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from kvbus.errors import ErrorCode, KVBusError, LocalError, RemoteError
 from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import Outcome, StageTimes
 from kvbus.protocol.peer import Granted
+from kvbus.table import Context as AnyContext
+from kvbus.table import Story
 from kvbus_decode.fetch import events as ev
 
 
@@ -26,7 +25,7 @@ class FetchState(StrEnum):
     """The lease is ours and what was ready is read; the prefill engine still computes."""
 
     READING = "reading"
-    """A piece, all that was ready when it began, is on its way into the blocks."""
+    """A chunk, all that was ready when it began, is on its way into the blocks."""
 
     CONFIRMING = "confirming"
     """All bytes have landed; only the prefill agent knows whether the lease was live."""
@@ -62,10 +61,13 @@ class FetchLimits:
     """
 
     max_fetches: int = 4096
-    max_tombstones: int = 4096
+    max_retired: int = 4096
     lease_s: float = 10.0
     request_timeout_s: float = 5.0
     busy_retry_s: float = 0.05
+
+
+Context = AnyContext[FetchLimits]
 
 
 @dataclass(slots=True)
@@ -83,7 +85,7 @@ class FetchEntry:
     """One fetch; ``deadline`` is absolute.
 
     ``num_ready`` and ``sealed`` are what the last grant said of the offer, ``read_to`` is where the
-    pieces that have landed end. ``piece`` is set from StartRead to ReadEnded. ``hinted`` is True
+    chunks that have landed end. ``chunk`` is set from ReadChunk to ChunkRead. ``hinted`` is True
     when news came in while a claim or renewal was under way, whose reply may be older.
     """
 
@@ -99,12 +101,13 @@ class FetchEntry:
     sealed: bool = False
     num_read: int = 0
     last_was_read: bool = False
-    piece: ev.StartRead | None = None
+    chunk: ev.ReadChunk | None = None
     hinted: bool = False
     num_bytes: int = 0
     path: str = ""
     ends_as: FetchState = FetchState.FAILED
     error: KVBusError | None = None
+    story: Story = field(default_factory=Story, compare=False)
 
     @property
     def fetch_id(self) -> str:
@@ -116,31 +119,42 @@ class FetchEntry:
         """Tokens up to here are in the engine's blocks."""
         return self.requested.first_token + self.num_read
 
-    def next_piece(self) -> ev.StartRead | None:
+    def next_chunk(self) -> ev.ReadChunk | None:
         """All that is ready and not read yet, or the state that came with the seal, or None.
 
-        Less of it when the engine wants smaller pieces. None though the offer is sealed means that
+        Less of it when the engine wants smaller chunks. None though the offer is sealed means that
         everything was read.
         """
-        wanted, piece_tokens = self.requested.num_tokens, self.requested.piece_tokens
+        wanted, chunk_tokens = self.requested.num_tokens, self.requested.chunk_tokens
         stop = min(self.num_ready, wanted)
-        if piece_tokens:
-            stop = min(stop, (self.read_to // piece_tokens + 1) * piece_tokens)
+        if chunk_tokens:
+            stop = min(stop, (self.read_to // chunk_tokens + 1) * chunk_tokens)
         if stop <= self.read_to and not (self.sealed and self._lacks_last()):
             return None
         last = self.sealed and stop == wanted
         epoch = self.held.epoch if self.held else 0
-        return ev.StartRead(self.fetch_id, epoch, dict(self.tables), self.read_to, stop, last)
+        return ev.ReadChunk(self.fetch_id, epoch, dict(self.tables), self.read_to, stop, last)
 
     def _lacks_last(self) -> bool:
-        """Whether something is due that only the last piece does."""
+        """Whether something is due that only the last chunk does."""
         requested = self.requested
         wants_any = requested.num_tokens > requested.first_token
         needs_last = requested.has_state or requested.zero_tail
         return needs_last and wants_any and not self.last_was_read
 
-    def next_deadline(self) -> float | None:
-        """When somebody must look at this fetch again; None while only transfers can end it."""
+    @property
+    def key(self) -> str:
+        """Names the fetch in the table."""
+        return self.requested.fetch_id
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has ended and its blocks are free."""
+        return self.state in ENDS
+
+    @property
+    def due_at(self) -> float | None:
+        """When somebody must look at this fetch again; None while only its read can end it."""
         if self.state is FetchState.DRAINING or self.state in ENDS:
             return None
         times = [self.deadline]
@@ -151,6 +165,15 @@ class FetchEntry:
             if not self.held.renewing:
                 times.append(self.held.renew_at)
         return min(times)
+
+    def request_timeout_s(self, at: Context) -> float:
+        """How long one request for this fetch may take."""
+        return max(1e-3, min(at.limits.request_timeout_s, self.deadline - at.now))
+
+    def retire(self) -> None:
+        """Keep no tables, and not the request that is answered."""
+        self.tables = {}
+        self.requested = replace(self.requested, tables={}, reply_to=None)
 
     def enter(self, state: FetchState, now: float) -> None:
         """Move to ``state`` and account the time in the one before."""
@@ -190,14 +213,14 @@ class FetchEntry:
             message = f"the state is that of token {granted.num_tokens}, not of token {wanted}"
             raise LocalError(message, num_tokens=granted.num_tokens)
 
-    def land(self, ended: ev.ReadEnded) -> None:
-        """The piece is over; its tokens count when all its bytes have landed."""
-        piece, self.piece = self.piece, None
+    def land(self, ended: ev.ChunkRead) -> None:
+        """The chunk is over; its tokens count when all its bytes have landed."""
+        chunk, self.chunk = self.chunk, None
         self.num_bytes += ended.num_bytes
         self.path = ended.path or self.path
-        if piece is not None and ended.error is None:
-            self.num_read += piece.stop - piece.start
-            self.last_was_read = piece.last
+        if chunk is not None and ended.error is None:
+            self.num_read += chunk.stop - chunk.start
+            self.last_was_read = chunk.last
 
     def report(self, outcome: Outcome, stage: FetchState, *, blocks_free: bool) -> ev.ReportFetched:
         """The one message that tells the engine how the fetch ended."""

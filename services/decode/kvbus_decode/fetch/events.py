@@ -22,8 +22,8 @@ from kvbus.table.events import (
 )
 
 __all__ = [
-    "AbortRead",
     "CancelRequested",
+    "ChunkRead",
     "Command",
     "DeadlinePassed",
     "DrainStarted",
@@ -35,7 +35,7 @@ __all__ = [
     "OfferAdvanced",
     "PeerGone",
     "PeerReady",
-    "ReadEnded",
+    "ReadChunk",
     "Refuse",
     "RenewFailed",
     "ReportBlocksFreed",
@@ -48,8 +48,8 @@ __all__ = [
     "SendRelease",
     "SendRenew",
     "SendReply",
-    "StartRead",
     "StepFailed",
+    "StopRead",
     "Stopped",
     "TableEvent",
 ]
@@ -61,7 +61,7 @@ class Requested:
 
     ``has_state`` when the engine has groups of opaque state: theirs is that of the last token, so
     it is read once the offer is sealed. ``zero_tail`` when it wants the unused slots of its last
-    blocks zeroed. With ``piece_tokens`` it wants pieces that end at multiples of it, and to be told
+    blocks zeroed. With ``chunk_tokens`` it wants chunks that end at multiples of it, and to be told
     of each that has landed; 0 without.
     """
 
@@ -75,7 +75,7 @@ class Requested:
     reply_to: object
     has_state: bool = False
     zero_tail: bool = False
-    piece_tokens: int = 0
+    chunk_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,8 +122,8 @@ class OfferAdvanced:
 
 
 @dataclass(frozen=True, slots=True)
-class ReadEnded:
-    """Nothing of the piece is in flight any more; ``error`` is None when all bytes have landed.
+class ChunkRead:
+    """Nothing of the chunk is in flight any more; ``error`` is None when all bytes have landed.
 
     ``path`` names how they were read, empty when nothing was.
     """
@@ -162,7 +162,7 @@ FetchEvent = (
     | StepFailed
     | RenewFailed
     | OfferAdvanced
-    | ReadEnded
+    | ChunkRead
     | LeaseConfirmed
     | CancelRequested
 )
@@ -198,8 +198,8 @@ class SendRenew:
 
 
 @dataclass(frozen=True, slots=True)
-class StartRead:
-    """Read a piece, tokens [start, stop), out of ``tables``; answer `ReadEnded`, once.
+class ReadChunk:
+    """Read a chunk, tokens [start, stop), out of ``tables``; answer `ChunkRead`, once.
 
     Pieces of a fetch follow each other, one at a time. Groups of state are read with the ``last``
     one, which may have no tokens.
@@ -214,8 +214,8 @@ class StartRead:
 
 
 @dataclass(frozen=True, slots=True)
-class AbortRead:
-    """Post nothing more of the piece; `ReadEnded` follows when what was posted is terminal."""
+class StopRead:
+    """Post nothing more of the chunk; `ChunkRead` follows when what was posted is terminal."""
 
     fetch_id: str
 
@@ -279,8 +279,8 @@ Command = (
     | ResolvePeer
     | SendClaim
     | SendRenew
-    | StartRead
-    | AbortRead
+    | ReadChunk
+    | StopRead
     | SendConfirm
     | SendRelease
     | ReportLanded

@@ -1,51 +1,229 @@
-"""Which event does what to a fetch in which state: the table.
+"""Which event does what to a fetch in which state: the table, and its handlers.
 
-Refuses nothing aloud: an event that comes too late for its fetch changes nothing, but a lease that
-it brings is given back. Every handler returns the commands for the agent, in order.
+An event that comes too late for its fetch changes nothing, but a lease that it brings is given
+back. Every handler returns the commands for the agent, in order.
+
+Blocks are never freed under a read: while a chunk is in flight the end is reported at once, and the
+blocks when the read has ended (draining). A chunk is what the prefill agent said is ready, and only
+a sealed offer is confirmed.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
 
-from kvbus_decode.fetch import endings, progress
+from kvbus.errors import ErrorCode, KVBusError, LocalError, RemoteError
+from kvbus.protocol.engine import Outcome
+from kvbus.protocol.message import Empty
+from kvbus.table import Transition
 from kvbus_decode.fetch import events as ev
-from kvbus_decode.fetch.context import Commands, Context
-from kvbus_decode.fetch.entry import ENDS, STAGES, FetchEntry, FetchState
+from kvbus_decode.fetch.entry import ENDS, STAGES, Context, FetchEntry, FetchState
 
 RESOLVING, CLAIMING, WAITING = FetchState.RESOLVING, FetchState.CLAIMING, FetchState.WAITING
 READING, CONFIRMING, DRAINING = FetchState.READING, FetchState.CONFIRMING, FetchState.DRAINING
 COMPLETED, FAILED, CANCELLED = ENDS
 
-Handler = Callable[[FetchEntry, Any, Context], Commands]
+Commands = list[ev.Command]
 
 
-@dataclass(frozen=True, slots=True)
-class Transition:
-    """A handler, and the states in which it can leave the fetch."""
-
-    handler: Handler
-    to: tuple[FetchState, ...]
+def start_claim(fetch: FetchEntry, _event: ev.PeerReady, at: Context) -> Commands:
+    """The peer is known: ask it for the lease."""
+    fetch.enter(CLAIMING, at.now)
+    return [ev.SendClaim(fetch.fetch_id, fetch.request_timeout_s(at))]
 
 
-def _table() -> Mapping[tuple[FetchState, type[ev.Event]], Transition]:
-    rows: dict[tuple[FetchState, type[ev.Event]], Transition] = {}
+def take_grant(fetch: FetchEntry, event: ev.LeaseGranted, at: Context) -> Commands:
+    """The lease, or more of it, and what the offer has by now; during a chunk that waits."""
+    try:
+        fetch.hold(event.sent_at, event.granted)
+    except KVBusError as error:
+        return fail(fetch, error, at)
+    commands = [] if fetch.chunk is not None else _go_on(fetch, at)
+    return [*commands, *_renew(fetch, at)] if fetch.hinted and not fetch.sealed else commands
+
+
+def retry_or_fail(fetch: FetchEntry, event: ev.StepFailed, at: Context) -> Commands:
+    """A claim that found the offer leased to another reader is tried again until the deadline."""
+    if event.error.code is not ErrorCode.BUSY:
+        return fail(fetch, event.error, at)
+    fetch.claim_again_at = at.now + at.limits.busy_retry_s
+    return []
+
+
+def note_renewal_failed(fetch: FetchEntry, event: ev.RenewFailed, at: Context) -> Commands:
+    """A renewal that timed out may be tried again while the lease lasts; a refused one ends it."""
+    if event.error.code is not ErrorCode.TIMEOUT or fetch.held is None:
+        return fail(fetch, event.error, at)
+    fetch.held.renewing = False
+    fetch.held.renew_at = at.now
+    return _renew(fetch, at) if at.now < fetch.held.expires_at else []
+
+
+def ask_for_news(fetch: FetchEntry, _event: ev.OfferAdvanced, at: Context) -> Commands:
+    """A hint: renewing tells what is true. During a renewal, ask once more after it."""
+    fetch.hinted = True
+    return _renew(fetch, at)
+
+
+def note_hint(fetch: FetchEntry, _event: ev.OfferAdvanced, _: Context) -> Commands:
+    """News that may be newer than the grant on its way: ask once more after that."""
+    fetch.hinted = True
+    return []
+
+
+def end_chunk(fetch: FetchEntry, event: ev.ChunkRead, at: Context) -> Commands:
+    """A chunk has landed: on to the next; or the fabric failed, and nothing is in flight."""
+    fetch.land(event)
+    if event.error is not None:
+        return fail(fetch, event.error, at)
+    commands = _go_on(fetch, at)
+    if fetch.requested.chunk_tokens:
+        commands.append(ev.ReportLanded(fetch.fetch_id, fetch.read_to))
+    return commands
+
+
+def complete(fetch: FetchEntry, _event: ev.LeaseConfirmed, at: Context) -> Commands:
+    """The KV is valid: the only way to this state."""
+    fetch.enter(COMPLETED, at.now)
+    return [fetch.report(Outcome.COMPLETED, COMPLETED, blocks_free=True)]
+
+
+def check_time(fetch: FetchEntry, _event: ev.DeadlinePassed, at: Context) -> Commands:
+    """The fetch's deadline, the lease's end, the next renewal, the next try of a busy claim."""
+    if fetch.deadline <= at.now:
+        message = f"the fetch did not end within its deadline, it was {fetch.state}"
+        return fail(fetch, RemoteError(message, code=ErrorCode.TIMEOUT), at)
+    if fetch.claim_again_at is not None and fetch.claim_again_at <= at.now:
+        fetch.claim_again_at, fetch.hinted = None, False
+        return [ev.SendClaim(fetch.fetch_id, fetch.request_timeout_s(at))]
+    if fetch.held is None or fetch.state is CONFIRMING:
+        return []
+    if fetch.held.expires_at <= at.now:
+        message = "the lease ended before the read did"
+        return fail(fetch, RemoteError(message, code=ErrorCode.LEASE_EXPIRED), at)
+    return _renew(fetch, at) if fetch.held.renew_at <= at.now else []
+
+
+def fail_step(fetch: FetchEntry, event: ev.StepFailed, at: Context) -> Commands:
+    """The step that this state waits for did not work."""
+    return fail(fetch, event.error, at)
+
+
+def cancel(fetch: FetchEntry, event: ev.CancelRequested, at: Context) -> Commands:
+    """The engine gave up: say yes, and end."""
+    error = LocalError("the engine cancelled the fetch", code=ErrorCode.CANCELLED)
+    return [
+        ev.SendReply(event.reply_to, Empty()),
+        *fail(fetch, error, at, ends_as=CANCELLED),
+    ]
+
+
+def lose_peer(fetch: FetchEntry, _event: ev.PeerGone, at: Context) -> Commands:
+    """Nobody can grant or confirm any more."""
+    return fail(fetch, RemoteError("the prefill agent is gone", code=ErrorCode.PEER_LOST), at)
+
+
+def lose_engine(fetch: FetchEntry, _event: ev.EngineLost, at: Context) -> Commands:
+    """Nobody wants the KV any more."""
+    return fail(fetch, RemoteError("the decode engine is gone", code=ErrorCode.ENGINE_LOST), at)
+
+
+def stop(fetch: FetchEntry, _event: ev.Stopped, at: Context) -> Commands:
+    """The agent ends."""
+    return fail(fetch, LocalError("the decode agent stops", code=ErrorCode.DRAINING), at)
+
+
+def finish_draining(fetch: FetchEntry, event: ev.ChunkRead, at: Context) -> Commands:
+    """The last transfer is terminal: the engine gets its blocks back, and the lease goes."""
+    fetch.land(event)
+    fetch.enter(fetch.ends_as, at.now)
+    freed = ev.ReportBlocksFreed(fetch.fetch_id, fetch.requested.engine_id)
+    return [*_release_lease(fetch), freed]
+
+
+def accept_late_cancel(_fetch: FetchEntry, event: ev.CancelRequested, _: Context) -> Commands:
+    """It has ended already; the notice says how."""
+    return [ev.SendReply(event.reply_to, Empty())]
+
+
+def release_late_lease(fetch: FetchEntry, event: ev.LeaseGranted, _: Context) -> Commands:
+    """A claim was granted after its fetch had ended: do not let the offer wait for its expiry."""
+    if fetch.held is not None and fetch.held.epoch == event.granted.epoch:
+        return []
+    code = fetch.error.code if fetch.error else ErrorCode.CANCELLED
+    return [ev.SendRelease(fetch.requested.ticket, event.granted.epoch, code)]
+
+
+def ignore(_fetch: FetchEntry, _event: ev.Event, _: Context) -> Commands:
+    """Comes too late to matter, or is a hint that this state does not need."""
+    return []
+
+
+def _go_on(fetch: FetchEntry, at: Context) -> Commands:
+    """Nothing is in flight: read what is ready, or confirm when that was all, or wait for more."""
+    fetch.chunk = fetch.next_chunk()
+    if fetch.chunk is not None:
+        fetch.enter(READING, at.now)
+        return [fetch.chunk]
+    if fetch.sealed:
+        return _start_confirm(fetch, at)
+    fetch.enter(WAITING, at.now)
+    return []
+
+
+def _renew(fetch: FetchEntry, at: Context) -> Commands:
+    """Ask for more time and news, unless that is asked already; answers every hint so far."""
+    if fetch.held is None or fetch.held.renewing:
+        return []
+    fetch.held.renewing = True
+    fetch.hinted = False
+    known = {group: len(table) for group, table in fetch.tables.items()}
+    return [ev.SendRenew(fetch.fetch_id, fetch.held.epoch, fetch.request_timeout_s(at), known)]
+
+
+def _start_confirm(fetch: FetchEntry, at: Context) -> Commands:
+    fetch.enter(CONFIRMING, at.now)
+    epoch = fetch.held.epoch if fetch.held else 0
+    return [ev.SendConfirm(fetch.fetch_id, epoch, fetch.request_timeout_s(at))]
+
+
+def fail(
+    fetch: FetchEntry, error: KVBusError, at: Context, *, ends_as: FetchState = FAILED
+) -> Commands:
+    """Report the end now; while a chunk is in flight the blocks come later, by draining."""
+    stage, in_flight = fetch.state, fetch.chunk is not None
+    fetch.error = error
+    fetch.ends_as = ends_as
+    fetch.enter(DRAINING if in_flight else ends_as, at.now)
+    outcome = Outcome.CANCELLED if ends_as is CANCELLED else Outcome.FAILED
+    report = fetch.report(outcome, stage, blocks_free=not in_flight)
+    if in_flight:
+        return [ev.StopRead(fetch.fetch_id), report]
+    return [*_release_lease(fetch), report]
+
+
+def _release_lease(fetch: FetchEntry) -> Commands:
+    if fetch.held is None or fetch.error is None:
+        return []
+    return [ev.SendRelease(fetch.requested.ticket, fetch.held.epoch, fetch.error.code)]
+
+
+def _table() -> Mapping[tuple[FetchState, type[ev.Event]], Transition[FetchState]]:
+    rows: dict[tuple[FetchState, type[ev.Event]], Transition[FetchState]] = {}
     for state in FetchState:
-        rows |= {(state, kind): Transition(endings.ignore, (state,)) for kind in IGNORED_BY_DEFAULT}
+        rows |= {(state, kind): Transition(ignore, (state,)) for kind in IGNORED_BY_DEFAULT}
     for state in STAGES:
         ends = (DRAINING,) if state is READING else (FAILED,)
         stays = () if state in (RESOLVING, CONFIRMING) else (state,)
         rows[state, ev.CancelRequested] = Transition(
-            endings.cancel, (DRAINING,) if state is READING else (CANCELLED,)
+            cancel, (DRAINING,) if state is READING else (CANCELLED,)
         )
-        rows[state, ev.PeerGone] = Transition(endings.lose_peer, ends)
-        rows[state, ev.EngineLost] = Transition(endings.lose_engine, ends)
-        rows[state, ev.Stopped] = Transition(endings.stop, ends)
-        rows[state, ev.StepFailed] = Transition(endings.fail_step, ends)
-        rows[state, ev.DeadlinePassed] = Transition(progress.check_time, (*stays, *ends))
+        rows[state, ev.PeerGone] = Transition(lose_peer, ends)
+        rows[state, ev.EngineLost] = Transition(lose_engine, ends)
+        rows[state, ev.Stopped] = Transition(stop, ends)
+        rows[state, ev.StepFailed] = Transition(fail_step, ends)
+        rows[state, ev.DeadlinePassed] = Transition(check_time, (*stays, *ends))
     for state in (DRAINING, *ENDS):
-        rows[state, ev.CancelRequested] = Transition(endings.accept_late_cancel, (state,))
-        rows[state, ev.LeaseGranted] = Transition(endings.give_back_late_lease, (state,))
+        rows[state, ev.CancelRequested] = Transition(accept_late_cancel, (state,))
+        rows[state, ev.LeaseGranted] = Transition(release_late_lease, (state,))
     rows.update(SPECIFIC)
     return rows
 
@@ -56,7 +234,7 @@ IGNORED_BY_DEFAULT: tuple[type[ev.Event], ...] = (
     ev.StepFailed,
     ev.RenewFailed,
     ev.OfferAdvanced,
-    ev.ReadEnded,
+    ev.ChunkRead,
     ev.LeaseConfirmed,
     ev.PeerGone,
     ev.EngineLost,
@@ -66,20 +244,20 @@ IGNORED_BY_DEFAULT: tuple[type[ev.Event], ...] = (
 
 AFTER_A_GRANT = (WAITING, READING, CONFIRMING, FAILED)
 
-SPECIFIC: Mapping[tuple[FetchState, type[ev.Event]], Transition] = {
-    (RESOLVING, ev.PeerReady): Transition(progress.start_claim, (CLAIMING,)),
-    (CLAIMING, ev.LeaseGranted): Transition(progress.take_grant, AFTER_A_GRANT),
-    (CLAIMING, ev.StepFailed): Transition(progress.retry_or_fail, (CLAIMING, FAILED)),
-    (CLAIMING, ev.OfferAdvanced): Transition(progress.note_hint, (CLAIMING,)),
-    (WAITING, ev.LeaseGranted): Transition(progress.take_grant, AFTER_A_GRANT),
-    (WAITING, ev.OfferAdvanced): Transition(progress.ask_for_news, (WAITING,)),
-    (WAITING, ev.RenewFailed): Transition(progress.note_renewal_failed, (WAITING, FAILED)),
-    (READING, ev.LeaseGranted): Transition(progress.take_grant, (READING, DRAINING)),
-    (READING, ev.OfferAdvanced): Transition(progress.ask_for_news, (READING,)),
-    (READING, ev.RenewFailed): Transition(progress.note_renewal_failed, (READING, DRAINING)),
-    (READING, ev.ReadEnded): Transition(progress.end_piece, (READING, WAITING, CONFIRMING, FAILED)),
-    (CONFIRMING, ev.LeaseConfirmed): Transition(progress.complete, (COMPLETED,)),
-    (DRAINING, ev.ReadEnded): Transition(endings.finish_draining, (FAILED, CANCELLED)),
+SPECIFIC: Mapping[tuple[FetchState, type[ev.Event]], Transition[FetchState]] = {
+    (RESOLVING, ev.PeerReady): Transition(start_claim, (CLAIMING,)),
+    (CLAIMING, ev.LeaseGranted): Transition(take_grant, AFTER_A_GRANT),
+    (CLAIMING, ev.StepFailed): Transition(retry_or_fail, (CLAIMING, FAILED)),
+    (CLAIMING, ev.OfferAdvanced): Transition(note_hint, (CLAIMING,)),
+    (WAITING, ev.LeaseGranted): Transition(take_grant, AFTER_A_GRANT),
+    (WAITING, ev.OfferAdvanced): Transition(ask_for_news, (WAITING,)),
+    (WAITING, ev.RenewFailed): Transition(note_renewal_failed, (WAITING, FAILED)),
+    (READING, ev.LeaseGranted): Transition(take_grant, (READING, DRAINING)),
+    (READING, ev.OfferAdvanced): Transition(ask_for_news, (READING,)),
+    (READING, ev.RenewFailed): Transition(note_renewal_failed, (READING, DRAINING)),
+    (READING, ev.ChunkRead): Transition(end_chunk, (READING, WAITING, CONFIRMING, FAILED)),
+    (CONFIRMING, ev.LeaseConfirmed): Transition(complete, (COMPLETED,)),
+    (DRAINING, ev.ChunkRead): Transition(finish_draining, (FAILED, CANCELLED)),
 }
 
 TRANSITIONS = _table()

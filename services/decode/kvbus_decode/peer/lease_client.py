@@ -214,7 +214,7 @@ class LeaseClient(EventListener):
         """Hold every peer of the route, unless the fetch has ended meanwhile."""
         if self._works.find(work.fetch_id) is not work:
             return
-        work.route, work.spread = route, route.next_replica_index()
+        work.route, work.replica_index = route, route.next_replica_index()
         for source in route.sources[1:]:
             work.peers.append(self.peers.acquire(source.peer.endpoint))
         self._dispatch(ev.PeerReady(work.fetch_id))

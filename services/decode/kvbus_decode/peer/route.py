@@ -18,10 +18,17 @@ from kvbus.geometry import (
     RankSpec,
     validate_ranks,
 )
-from kvbus.planning import DirectPlan, FetchWork, PlacedRank, ReadMap, Share, Spans
+from kvbus.planning import (
+    DirectPlan,
+    FetchWork,
+    PlacedRank,
+    ReadMap,
+    Share,
+    SlotReads,
+    Spans,
+)
 from kvbus_decode.peer.directory import Peer
 from kvbus_decode.peer.nixl import NixlMemory
-from kvbus_decode.read.slot_reads import SlotReads
 
 PER_POSITION = (AxisName.LAYER, AxisName.KV, AxisName.HEAD, AxisName.DIM)
 

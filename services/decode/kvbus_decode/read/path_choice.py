@@ -1,23 +1,36 @@
-"""Chooses the path of each piece, by what it is predicted to take and what earlier ones took.
+"""Chooses the path of each chunk, by what it is predicted to take and what earlier ones took."""
 
-Refuses paths that one side cannot take: packing is turned off there, or a slot is too small.
-"""
-
+from dataclasses import dataclass
 from weakref import WeakKeyDictionary
 
 import structlog
 
 from kvbus.agent.process.calibration import calibrated_rates
 from kvbus.agent.process.service import Agent
-from kvbus.planning import Path, PeerRates, Rates
+from kvbus.planning import FetchShape, Path, PeerRates, Rates
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.peer.route import Route
+from kvbus_decode.read.chunk import Chunk
 from kvbus_decode.read.open_paths import no_common_order, open_paths
-from kvbus_decode.read.piece import Piece, PieceRead
 
 log = structlog.get_logger()
 
 DIRECT_ONLY = (Path.DIRECT,)
+
+
+@dataclass(frozen=True, slots=True)
+class PathChoice:
+    """A path, the size of its boxes in bytes (0 without), and the shape that it was predicted by.
+
+    ``shape`` is None when nothing had to be predicted: then nothing is learned either.
+    """
+
+    path: Path
+    box_bytes: int = 0
+    shape: FetchShape | None = None
+
+
+DIRECT = PathChoice(Path.DIRECT)
 
 
 class PathChooser:
@@ -30,52 +43,53 @@ class PathChooser:
         if config.calibrate:
             agent.tasks.start_soon(self._calibrate)
 
-    def choose(self, read: PieceRead) -> tuple[Path, int]:
-        """The path of a piece, and the size of its boxes in bytes, 0 without.
+    def choose(self, chunk: Chunk) -> PathChoice:
+        """The path of a chunk.
 
         A box has to fit the slots of both sides; where no path has boxes that do, that is for
         `cut_into_boxes` to refuse. Raises `ConfigError` when no path is open.
         """
-        piece = read.piece
+        route = chunk.route
         packs_here = self._agent.staging.packs
-        paths = open_paths(piece.route, self._config.path, packs_here=packs_here)
-        if paths == DIRECT_ONLY or _moves_nothing(piece):
-            return paths[0], 0
-        if Path.DIRECT in paths and self._is_plain(piece):
-            return Path.DIRECT, 0
-        work, slot_bytes = piece.route.work, self._slot_bytes(piece.route)
-        read.shape = work.shape(piece.spans, slot_bytes=slot_bytes)
-        if not any(read.shape.work(path) for path in paths):
-            read.shape = work.shape(piece.spans)
-        if not any(read.shape.work(path) for path in paths):
+        paths = open_paths(route, self._config.path, packs_here=packs_here)
+        if paths == DIRECT_ONLY or chunk.is_empty:
+            return PathChoice(paths[0])
+        if Path.DIRECT in paths and self._is_plain(chunk):
+            return DIRECT
+        work, slot_bytes = route.work, self._slot_bytes(route)
+        shape = work.shape(chunk.spans, slot_bytes=slot_bytes)
+        if not any(shape.work(path) for path in paths):
+            shape = work.shape(chunk.spans)
+        if not any(shape.work(path) for path in paths):
             raise no_common_order(self._config.path)
-        choice = self._peer(piece.route).choose(read.shape, paths=paths)
+        choice = self._peer(route).choose(shape, paths=paths)
         if choice.box_bytes is None:
-            return choice.path, 0
-        return choice.path, min(
-            slot_bytes, max(choice.box_bytes, work.least_box_bytes(choice.path))
-        )
+            return PathChoice(choice.path, shape=shape)
+        box_bytes = min(slot_bytes, max(choice.box_bytes, work.least_box_bytes(choice.path)))
+        return PathChoice(choice.path, box_bytes, shape)
 
-    def observe(self, read: PieceRead, path: Path, seconds: float) -> None:
-        """A piece has landed; short ones say nothing of the rates."""
-        if read.shape is not None:
-            self._peer(read.piece.route).observe(read.shape, path, seconds=seconds)
+    def observe(self, route: Route, choice: PathChoice, seconds: float) -> None:
+        """A chunk has landed."""
+        if choice.shape is not None:
+            self._peer(route).observe(choice.shape, choice.path, seconds=seconds)
 
     async def _calibrate(self) -> None:
         name = f"{self._agent.transport.name}-calibration"
         self._rates = await calibrated_rates(name, slots_in_flight=self._config.boxes_in_flight)
 
-    def _is_plain(self, piece: Piece) -> bool:
+    def _is_plain(self, chunk: Chunk) -> bool:
         """Whether direct is best without asking the model.
 
         Its descriptors cost less than the first request of the other paths would, or than half of
         a gather of its bytes.
         """
-        rates = self._rates
-        spent_s = _num_descriptors(piece) * rates.seconds_per_descriptor
+        rates, route = self._rates, chunk.route
+        plans = route.plans(chunk.replica_index)
+        num = sum(plan.direct.num_descriptors(chunk.spans) for plan in plans if plan.direct)
+        spent_s = num * rates.seconds_per_descriptor
         if spent_s <= rates.seconds_per_request:
             return True
-        return spent_s <= piece.route.num_bytes(piece.spans) / rates.gather_bytes_per_s / 2
+        return spent_s <= route.num_bytes(chunk.spans) / rates.gather_bytes_per_s / 2
 
     def _peer(self, route: Route) -> PeerRates:
         known = self._by_route.get(route)
@@ -90,14 +104,3 @@ class PathChooser:
         if self._agent.staging.packs:
             slots.append(self._agent.staging.slot_bytes)
         return min(slots)
-
-
-def _num_descriptors(piece: Piece) -> int:
-    """READs of the direct path, about."""
-    plans = piece.route.plans(piece.spread)
-    return sum(plan.direct.num_descriptors(piece.spans) for plan in plans if plan.direct)
-
-
-def _moves_nothing(piece: Piece) -> bool:
-    """Whether it has no positions, as one that only zeroes a tail."""
-    return all(stop <= start for start, stop in piece.spans.values())

@@ -1,17 +1,17 @@
 """One offer and the lease on it: what it holds, and how either ends.
 
-Refuses to decide which event may do what; that is the table in `kvbus_prefill.offer.transitions`.
-
 A lease is not a state of its own: an offer that is open or sealed has one live lease or none.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
 from kvbus.errors import ErrorCode, GeometryError, LocalError
 from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import Outcome
 from kvbus.protocol.peer import LeaseEvent, OfferEvent
+from kvbus.table import Context as AnyContext
+from kvbus.table import Story
 from kvbus_prefill.offer import events as ev
 
 
@@ -37,9 +37,12 @@ class OfferLimits:
     """
 
     max_offers: int = 4096
-    max_tombstones: int = 4096
+    max_retired: int = 4096
     max_lease_s: float = 30.0
     max_hold_s: float = 600.0
+
+
+Context = AnyContext[OfferLimits]
 
 
 @dataclass(slots=True)
@@ -65,6 +68,17 @@ class OfferEntry:
     epoch: int = 0
     lease: Lease | None = None
     outcome: Outcome | None = None
+    story: Story = field(default_factory=Story, compare=False)
+
+    @property
+    def key(self) -> str:
+        """Names the offer in the table."""
+        return self.opened.offer_id
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its blocks are the engine's again."""
+        return self.state is OfferState.RELEASED
 
     @property
     def offer_id(self) -> str:
@@ -72,9 +86,13 @@ class OfferEntry:
         return self.opened.offer_id
 
     @property
-    def deadline(self) -> float:
+    def due_at(self) -> float:
         """When somebody must look at this offer again."""
         return self.expires_at if self.lease is None else self.lease.expires_at
+
+    def retire(self) -> None:
+        """Keep no tables, and not the request that is answered."""
+        self.opened = replace(self.opened, tables={}, ticket={}, reply_to=None)
 
     def live_lease(self, epoch: int) -> Lease:
         """The lease, if ``epoch`` is its own; raises `LocalError` (``stale``) otherwise."""

@@ -4,39 +4,21 @@ Refuses by raising `LocalError` before anything has changed; `OfferTable` turns 
 Every handler returns the commands for the agent, in order.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
 
 from kvbus.errors import ErrorCode, GeometryError, LocalError
 from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import Outcome
 from kvbus.protocol.message import Empty
 from kvbus.protocol.peer import Granted, LeaseEvent
+from kvbus.table import Transition
 from kvbus_prefill.offer import events as ev
-from kvbus_prefill.offer.entry import Lease, OfferEntry, OfferLimits, OfferState
+from kvbus_prefill.offer.entry import Context, Lease, OfferEntry, OfferState
 
 OPEN, SEALED, RELEASED = OfferState.OPEN, OfferState.SEALED, OfferState.RELEASED
 
 
-@dataclass(frozen=True, slots=True)
-class Context:
-    """What a handler may know of the world: the time, and the bounds of the table."""
-
-    now: float
-    limits: OfferLimits
-
-
 Commands = list[ev.Command]
-Handler = Callable[[OfferEntry, Any, Context], Commands]
-
-
-@dataclass(frozen=True, slots=True)
-class Transition:
-    """A handler, and the states in which it can leave the offer."""
-
-    handler: Handler
-    to: tuple[OfferState, ...]
 
 
 def extend(offer: OfferEntry, event: ev.Extended, at: Context) -> Commands:
@@ -214,7 +196,7 @@ ENDED_CODES: Mapping[Outcome | None, ErrorCode] = {
     Outcome.EXPIRED: ErrorCode.OFFER_EXPIRED,
 }
 
-TRANSITIONS: Mapping[tuple[OfferState, type[ev.Event]], Transition] = {
+TRANSITIONS: Mapping[tuple[OfferState, type[ev.Event]], Transition[OfferState]] = {
     (OPEN, ev.Extended): Transition(extend, (OPEN,)),
     (OPEN, ev.Sealed): Transition(seal, (SEALED,)),
     (OPEN, ev.Withdrawn): Transition(withdraw, (RELEASED,)),

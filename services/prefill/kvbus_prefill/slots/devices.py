@@ -5,6 +5,7 @@ Refuses to say who may have a slot; that is the table's. A place without slots h
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 
 from kvbus.agent.process.service import Agent
@@ -60,7 +61,9 @@ class SlotDevices:
         table = SlotTable(self._config.slot_limits(num_slots=memory.num_slots), self._ids)
         driver: Driver[ev.Event, ev.Command] = Driver(
             table,
-            lambda command: self._execute(memory, command),
+            dict.fromkeys(
+                (ev.StartGather, ev.ReplyPacked, ev.Refuse), partial(self._execute, memory)
+            ),
             deadline_passed=ev.DeadlinePassed(),
             on_settled=lambda: None,
             loop=self._agent.loop,

@@ -1,14 +1,12 @@
-"""One box that a reader wants in a staging slot: where it is, and which event does what to it.
+"""One box that a reader wants in a staging slot: where it is, and which event does what to it."""
 
-Refuses to know other boxes: whose turn it is, is for `kvbus_prefill.slots.table` to say.
-"""
-
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
-from typing import Any
 
 from kvbus.errors import ErrorCode, KVBusError, LocalError
+from kvbus.table import Context as AnyContext
+from kvbus.table import Story, Transition
 from kvbus_prefill.slots import events as ev
 
 
@@ -35,6 +33,26 @@ WAITING, GATHERING, PACKED = SlotState.WAITING, SlotState.GATHERING, SlotState.P
 ABANDONED, OVER = SlotState.ABANDONED, SlotState.OVER
 
 
+@dataclass(frozen=True, slots=True)
+class SlotLimits:
+    """Bounds of the table; ``max_gathers`` run at once, ``max_waiting`` wait over all leases."""
+
+    num_slots: int = 16
+    slot_bytes: int = 8 << 20
+    max_gathers: int = 1
+    max_waiting: int = 1024
+    max_slot_lease_s: float = 30.0
+    max_retired: int = 256
+
+    @property
+    def max_slots_of_a_lease(self) -> int:
+        """Half of them, so that a reader that stopped leaves some; but 2, as packing pipelines."""
+        return min(self.num_slots, max(2, self.num_slots // 2))
+
+
+Context = AnyContext[SlotLimits]
+
+
 @dataclass(slots=True)
 class SlotEntry:
     """One box; ``slot_id`` names this use of a slot and no other."""
@@ -45,27 +63,38 @@ class SlotEntry:
     expires_at: float
     state: SlotState = WAITING
     slot: int | None = None
+    story: Story = field(default_factory=Story, compare=False)
+
+    @property
+    def key(self) -> int:
+        """Names the box in the table."""
+        return self.slot_id
+
+    @property
+    def is_over(self) -> bool:
+        """Whether its slot is free."""
+        return self.state is OVER
+
+    @property
+    def due_at(self) -> float | None:
+        """When its lease ends; None while only its copy counts."""
+        return None if self.state is ABANDONED else self.expires_at
+
+    def retire(self) -> None:
+        """Keep neither the memory that it was copied from nor the request."""
+        self.asked = replace(self.asked, work=None, reply_to=None)
 
 
 Commands = list[ev.Command]
-Handler = Callable[[SlotEntry, Any], Commands]
 
 
-@dataclass(frozen=True, slots=True)
-class Transition:
-    """A handler, and the states in which it can leave the box."""
-
-    handler: Handler
-    to: tuple[SlotState, ...]
-
-
-def start(pack: SlotEntry, event: ev.TurnCame) -> Commands:
+def start(pack: SlotEntry, event: ev.TurnCame, _: Context) -> Commands:
     """The slot is this box's from now on."""
     pack.state, pack.slot = GATHERING, event.slot
     return [ev.StartGather(pack.slot_id, event.slot, pack.asked.work)]
 
 
-def end_gather(pack: SlotEntry, event: ev.GatherEnded) -> Commands:
+def end_gather(pack: SlotEntry, event: ev.GatherEnded, _: Context) -> Commands:
     """The reader may read, or learns why not."""
     if event.error is not None or pack.slot is None:
         pack.state = OVER
@@ -78,25 +107,25 @@ def end_gather(pack: SlotEntry, event: ev.GatherEnded) -> Commands:
     ]
 
 
-def give_up(pack: SlotEntry, event: ev.Event) -> Commands:
+def give_up(pack: SlotEntry, event: ev.Event, _: Context) -> Commands:
     """It was not gathered yet."""
     pack.state = OVER
     return [ev.Refuse(pack.asked.reply_to, _reason(pack, event))]
 
 
-def abandon(pack: SlotEntry, event: ev.Event) -> Commands:
+def abandon(pack: SlotEntry, event: ev.Event, _: Context) -> Commands:
     """The reader need not wait for the copy; the slot has to."""
     pack.state = ABANDONED
     return [ev.Refuse(pack.asked.reply_to, _reason(pack, event))]
 
 
-def free(pack: SlotEntry, _event: ev.Event) -> Commands:
+def free(pack: SlotEntry, _event: ev.Event, _: Context) -> Commands:
     """Nobody writes into the slot, and nothing that is read from it now is valid."""
     pack.state = OVER
     return []
 
 
-def ignore(_pack: SlotEntry, _event: ev.Event) -> Commands:
+def ignore(_pack: SlotEntry, _event: ev.Event, _: Context) -> Commands:
     """It was said before, or by somebody who cannot know."""
     return []
 
@@ -116,7 +145,7 @@ def _reason(pack: SlotEntry, event: ev.Event) -> LocalError:
     )
 
 
-TRANSITIONS: Mapping[tuple[SlotState, type[ev.Event]], Transition] = {
+TRANSITIONS: Mapping[tuple[SlotState, type[ev.Event]], Transition[SlotState]] = {
     (WAITING, ev.TurnCame): Transition(start, (GATHERING,)),
     (WAITING, ev.GivenBack): Transition(ignore, (WAITING,)),
     (WAITING, ev.LeaseEnded): Transition(give_up, (OVER,)),

@@ -1,70 +1,46 @@
-"""All staging slots of a prefill agent in one place: admission, turns, leases, ends (sans-IO).
-
-Refuses clocks, sockets, tensors, logs and random numbers: events and times come in, commands come
-out. Refuses a box that is larger than a slot, and more waiting boxes than the limit.
-"""
+"""All staging slots of a prefill agent on one device: admission, turns, leases, ends (sans-IO)."""
 
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Hashable, Iterator
 from itertools import count
 
 from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError
-from kvbus.table.deadlines import Deadlines
+from kvbus.table import FairPool, Table
 from kvbus_prefill.slots import events as ev
-from kvbus_prefill.slots.entry import TRANSITIONS, Commands, SlotEntry, SlotState
-from kvbus_prefill.slots.turns import Turns
+from kvbus_prefill.slots.entry import TRANSITIONS, Commands, SlotEntry, SlotLimits, SlotState
+
+COPYING = (SlotState.GATHERING, SlotState.ABANDONED)
 
 
-@dataclass(frozen=True, slots=True)
-class SlotLimits:
-    """Bounds of the table; ``max_gathers`` run at once, ``max_waiting`` wait over all leases."""
+class SlotTable(Table[int, SlotEntry, SlotLimits, ev.Command]):
+    """All boxes that are not over, by slot id; ``ids`` gives those, for all tables of an agent.
 
-    num_slots: int = 16
-    slot_bytes: int = 8 << 20
-    max_gathers: int = 1
-    max_waiting: int = 1024
-    max_slot_lease_s: float = 30.0
-
-    @property
-    def max_slots_of_a_lease(self) -> int:
-        """Half of them, so that a reader that stopped leaves some; but 2, as packing pipelines."""
-        return min(self.num_slots, max(2, self.num_slots // 2))
-
-
-@dataclass(slots=True)
-class SlotTable:
-    """All slots of one place, and who waits for one; `handle` is the only way to change anything.
-
-    ``packs`` holds every box that is not over, by slot id; ``ids`` gives those, for all tables of
-    an agent.
+    Refuses a box that is larger than a slot, and more waiting boxes than the limit.
     """
 
-    limits: SlotLimits = field(default_factory=SlotLimits)
-    ids: Iterator[int] = field(default_factory=lambda: count(1))
-    packs: dict[int, SlotEntry] = field(default_factory=dict)
-    stopped: bool = False
-    _free: list[int] = field(init=False)
-    _num_gathers: int = 0
-    _turns: Turns = field(default_factory=Turns)
-    _leases: defaultdict[Hashable, dict[int, SlotEntry]] = field(
-        default_factory=lambda: defaultdict(dict)
-    )
-    _num_held: defaultdict[Hashable, int] = field(default_factory=lambda: defaultdict(int))
-    _deadlines: Deadlines[int] = field(default_factory=Deadlines)
+    transitions = TRANSITIONS
 
-    def __post_init__(self) -> None:
-        self._free = list(reversed(range(self.limits.num_slots)))
+    def __init__(self, limits: SlotLimits | None = None, ids: Iterator[int] | None = None) -> None:
+        limits = limits or SlotLimits()
+        super().__init__(limits, max_retired=limits.max_retired)
+        self.stopped = False
+        self._ids = ids or count(1)
+        self._num_copies = 0
+        self._leases: defaultdict[Hashable, dict[int, SlotEntry]] = defaultdict(dict)
+        most = limits.max_slots_of_a_lease
+        self._pool: FairPool[Hashable, int] = FairPool(
+            limits.num_slots, may_have=lambda held, _free: held < most
+        )
 
     @property
     def num_waiting(self) -> int:
         """Boxes without a slot."""
-        return len(self._turns)
+        return self._pool.num_waiting
 
     @property
     def num_slots_in_use(self) -> int:
         """Slots that are gathered into, or read, or neither yet free."""
-        return self.limits.num_slots - len(self._free)
+        return self._pool.num_in_use
 
     def handle(self, event: ev.Event, now: float) -> list[ev.Command]:
         """Apply ``event`` at time ``now`` and return what the agent has to do, in order.
@@ -75,36 +51,37 @@ class SlotTable:
         match event:
             case ev.SlotWanted():
                 commands += self._ask(event, now)
-            case ev.GatherEnded(slot_id):
-                commands += self._apply(self.packs[slot_id], event)
-            case ev.GivenBack(slot_ids, reader):
-                known = [self.packs[i] for i in dict.fromkeys(slot_ids) if i in self.packs]
-                commands += self._apply_all([p for p in known if p.asked.reader == reader], event)
-            case ev.LeaseEnded(lease):
-                commands += self._apply_all(self._leases.get(lease, {}).values(), event)
-            case ev.EngineLost(engine_id):
-                mine = [p for p in self.packs.values() if p.asked.engine_id == engine_id]
-                commands += self._apply_all(mine, event)
-            case ev.Stopped():
-                self.stopped = True
-                commands += self._apply_all(self.packs.values(), event)
-        return commands + self._take_turns()
+            case ev.DeadlinePassed():
+                pass
+            case _:
+                self.stopped |= isinstance(event, ev.Stopped)
+                commands += self._apply_all(self._hit_by(event), event, now)
+        return commands + self._take_turns(now)
 
-    def next_deadline(self) -> float | None:
-        """When to send `DeadlinePassed` at the latest, or None while nothing can expire."""
-        return self._deadlines.next()
+    def _hit_by(self, event: ev.Event) -> list[SlotEntry]:
+        match event:
+            case ev.GatherEnded(slot_id):
+                return [self.live[slot_id]]
+            case ev.GivenBack(slot_ids, reader):
+                known = [self.live[i] for i in dict.fromkeys(slot_ids) if i in self.live]
+                return [box for box in known if box.asked.reader == reader]
+            case ev.LeaseEnded(lease):
+                return list(self._leases.get(lease, {}).values())
+            case ev.EngineLost(engine_id):
+                return [box for box in self.live.values() if box.asked.engine_id == engine_id]
+            case _:
+                return list(self.live.values())
 
     def _ask(self, asked: ev.SlotWanted, now: float) -> Commands:
         try:
             self._check_admission(asked)
         except KVBusError as error:
             return [ev.Refuse(asked.reply_to, error)]
-        slot_id = next(self.ids)
         slot_lease_s = min(asked.slot_lease_s, self.limits.max_slot_lease_s)
-        pack = SlotEntry(slot_id, asked, slot_lease_s, expires_at=now + slot_lease_s)
-        self.packs[pack.slot_id] = self._leases[asked.lease][pack.slot_id] = pack
-        self._turns.join(asked.lease, pack.slot_id)
-        self._deadlines.set(pack.slot_id, pack.expires_at)
+        box = SlotEntry(next(self._ids), asked, slot_lease_s, expires_at=now + slot_lease_s)
+        self._leases[asked.lease][box.slot_id] = box
+        self._pool.wait(asked.lease, box.slot_id)
+        self._add(box)
         return []
 
     def _check_admission(self, asked: ev.SlotWanted) -> None:
@@ -117,54 +94,36 @@ class SlotTable:
                 box_bytes=asked.num_bytes,
                 slot_bytes=self.limits.slot_bytes,
             )
-        if len(self._turns) >= self.limits.max_waiting:
+        if self.num_waiting >= self.limits.max_waiting:
             raise LocalError(
-                f"{len(self._turns)} boxes wait for a staging slot, which is the limit",
+                f"{self.num_waiting} boxes wait for a staging slot, which is the limit",
                 code=ErrorCode.BUSY,
                 max_packs=self.limits.max_waiting,
             )
 
-    def _take_turns(self) -> Commands:
+    def _take_turns(self, now: float) -> Commands:
+        """Slots to boxes that wait, as long as threads are free to gather into them."""
         commands: Commands = []
-        while self._free and self._num_gathers < self.limits.max_gathers:
-            slot_id = self._turns.take(self._may_have_slot)
-            if slot_id is None:
+        while self._num_copies < self.limits.max_gathers:
+            if (granted := self._pool.acquire()) is None:
                 break
-            pack, slot = self.packs[slot_id], self._free.pop()
-            self._num_held[pack.asked.lease] += 1
-            commands += self._apply(pack, ev.TurnCame(slot))
+            slot_id, slot = granted
+            commands += self._apply(self.live[slot_id], ev.TurnCame(slot), now)
         return commands
 
-    def _may_have_slot(self, lease: Hashable) -> bool:
-        return self._num_held.get(lease, 0) < self.limits.max_slots_of_a_lease
-
-    def _apply(self, pack: SlotEntry, event: ev.Event) -> Commands:
-        before = pack.state
-        commands = TRANSITIONS[before, type(event)].handler(pack, event)
-        running = (SlotState.GATHERING, SlotState.ABANDONED)
-        self._num_gathers += (pack.state in running) - (before in running)
-        if pack.state is SlotState.ABANDONED:
-            self._deadlines.discard(pack.slot_id)
-        elif pack.state is SlotState.OVER:
-            if before is SlotState.WAITING:
-                self._turns.leave(pack.asked.lease, pack.slot_id)
-            self._forget(pack)
+    def _apply(self, entry: SlotEntry, event: object, now: float) -> Commands:
+        before = entry.state
+        commands = super()._apply(entry, event, now)
+        self._num_copies += (entry.state in COPYING) - (before in COPYING)
+        if entry.is_over and before is SlotState.WAITING:
+            self._pool.leave(entry.asked.lease, entry.slot_id)
         return commands
 
-    def _apply_all(self, packs: Iterable[SlotEntry], event: ev.Event) -> Commands:
-        return [command for pack in list(packs) for command in self._apply(pack, event)]
-
-    def _forget(self, pack: SlotEntry) -> None:
-        lease = pack.asked.lease
-        self._deadlines.discard(pack.slot_id)
-        del self.packs[pack.slot_id], self._leases[lease][pack.slot_id]
-        if pack.slot is not None:
-            self._free.append(pack.slot)
-            self._num_held[lease] -= 1
+    def _retire(self, entry: SlotEntry) -> None:
+        lease = entry.asked.lease
+        del self._leases[lease][entry.slot_id]
         if not self._leases[lease]:
             del self._leases[lease]
-            self._num_held.pop(lease, None)
-
-    def _expire(self, now: float) -> Commands:
-        due = [self.packs[slot_id] for slot_id in self._deadlines.pop_due(now)]
-        return self._apply_all(due, ev.DeadlinePassed())
+        if entry.slot is not None:
+            self._pool.release(entry.slot)
+        super()._retire(entry)

@@ -1,4 +1,4 @@
-"""A fetch of an offer that is still computed: read piece by piece, as the tokens become ready."""
+"""A fetch of an offer that is still computed: read chunk by chunk, as the tokens become ready."""
 
 from typing import Any
 
@@ -19,8 +19,8 @@ HINT = ev.OfferAdvanced("f1")
 LOST = RemoteError("the fabric failed", code=ErrorCode.TRANSFER_FAILED)
 
 
-def landed(num_bytes: int = 100, path: str = "direct") -> ev.ReadEnded:
-    return ev.ReadEnded("f1", num_bytes, None, path)
+def landed(num_bytes: int = 100, path: str = "direct") -> ev.ChunkRead:
+    return ev.ChunkRead("f1", num_bytes, None, path)
 
 
 def tables(start: int, stop: int) -> dict[str, BlockTable]:
@@ -32,7 +32,7 @@ class Prefill:
     """One fetch at time ``now``, and the grants of an offer that grows by whole blocks."""
 
     def __init__(
-        self, *, first_token: int = 0, has_state: bool = False, piece_tokens: int = 0
+        self, *, first_token: int = 0, has_state: bool = False, chunk_tokens: int = 0
     ) -> None:
         self.table = FetchTable(FetchLimits())
         self.known = 0
@@ -46,7 +46,7 @@ class Prefill:
             timeout_s=60.0,
             reply_to="fetch",
             has_state=has_state,
-            piece_tokens=piece_tokens,
+            chunk_tokens=chunk_tokens,
         )
         self.tell(requested)
         self.tell(ev.PeerReady("f1"))
@@ -70,12 +70,12 @@ class Prefill:
 
     @property
     def state(self) -> FetchState:
-        fetch = self.table.fetches.get("f1") or self.table.tombstones["f1"]
+        fetch = self.table.live.get("f1") or self.table.retired["f1"]
         return fetch.state
 
 
-def piece(start: int, stop: int, *, last: bool = False, ready: int | None = None) -> ev.StartRead:
-    return ev.StartRead("f1", 1, tables(0, ready or stop), start, stop, last)
+def chunk(start: int, stop: int, *, last: bool = False, ready: int | None = None) -> ev.ReadChunk:
+    return ev.ReadChunk("f1", 1, tables(0, ready or stop), start, stop, last)
 
 
 def confirm() -> ev.SendConfirm:
@@ -92,11 +92,11 @@ def test_what_is_ready_is_read_while_the_rest_is_computed() -> None:
     third = prefill.news(32, sealed=True)
     done = prefill.tell(landed())
 
-    assert (first, at_rest, second) == ([piece(0, 8)], [], [piece(8, 24)])
-    assert (third, done) == ([piece(24, 32, last=True)], [confirm()])
+    assert (first, at_rest, second) == ([chunk(0, 8)], [], [chunk(8, 24)])
+    assert (third, done) == ([chunk(24, 32, last=True)], [confirm()])
 
 
-def test_news_during_a_piece_is_one_next_piece_as_soon_as_that_has_landed() -> None:
+def test_news_during_a_chunk_is_one_next_chunk_as_soon_as_that_has_landed() -> None:
     prefill = Prefill()
     prefill.grant(8)
 
@@ -104,10 +104,10 @@ def test_news_during_a_piece_is_one_next_piece_as_soon_as_that_has_landed() -> N
     after = prefill.tell(landed())
 
     assert during == [[], []]
-    assert after == [piece(8, 24)]
+    assert after == [chunk(8, 24)]
 
 
-def test_the_tables_of_a_piece_do_not_grow_under_it() -> None:
+def test_the_tables_of_a_chunk_do_not_grow_under_it() -> None:
     prefill = Prefill()
     (first,) = prefill.grant(8)
 
@@ -142,66 +142,66 @@ def test_a_claim_that_is_sent_after_a_hint_answers_it() -> None:
     assert commands == []
 
 
-def test_a_sealed_offer_that_is_there_is_one_last_piece() -> None:
+def test_a_sealed_offer_that_is_there_is_one_last_chunk() -> None:
     prefill = Prefill()
 
     commands = prefill.grant(32, sealed=True)
 
-    assert commands == [piece(0, 32, last=True)]
+    assert commands == [chunk(0, 32, last=True)]
 
 
-def test_pieces_of_the_wanted_size_are_told_of_as_they_land_after_what_follows_them() -> None:
-    prefill = Prefill(first_token=3, piece_tokens=8)
+def test_chunks_of_the_wanted_size_are_told_of_as_they_land_after_what_follows_them() -> None:
+    prefill = Prefill(first_token=3, chunk_tokens=8)
 
     first = prefill.grant(32, sealed=True)
     then = [prefill.tell(landed()) for _ in range(4)]
 
-    assert first == [piece(3, 8, ready=32)]
+    assert first == [chunk(3, 8, ready=32)]
     assert then == [
-        [piece(8, 16, ready=32), ev.ReportLanded("f1", 8)],
-        [piece(16, 24, ready=32), ev.ReportLanded("f1", 16)],
-        [piece(24, 32, last=True), ev.ReportLanded("f1", 24)],
+        [chunk(8, 16, ready=32), ev.ReportLanded("f1", 8)],
+        [chunk(16, 24, ready=32), ev.ReportLanded("f1", 16)],
+        [chunk(24, 32, last=True), ev.ReportLanded("f1", 24)],
         [confirm(), ev.ReportLanded("f1", 32)],
     ]
 
 
-def test_a_piece_ends_where_the_ready_tokens_do_though_the_engine_wants_larger_ones() -> None:
-    prefill = Prefill(piece_tokens=16)
+def test_a_chunk_ends_where_the_ready_tokens_do_though_the_engine_wants_larger_ones() -> None:
+    prefill = Prefill(chunk_tokens=16)
 
     first = prefill.grant(8)
     at_rest = prefill.tell(landed())
     second = prefill.news(32, sealed=True)
 
-    assert first == [piece(0, 8)]
+    assert first == [chunk(0, 8)]
     assert at_rest == [ev.ReportLanded("f1", 8)]
-    assert second == [piece(8, 16, ready=32)]
+    assert second == [chunk(8, 16, ready=32)]
 
 
-def test_a_piece_that_did_not_land_is_not_told_of() -> None:
-    prefill = Prefill(piece_tokens=8)
+def test_a_chunk_that_did_not_land_is_not_told_of() -> None:
+    prefill = Prefill(chunk_tokens=8)
     prefill.grant(32, sealed=True)
 
-    commands = prefill.tell(ev.ReadEnded("f1", 0, LOST))
+    commands = prefill.tell(ev.ChunkRead("f1", 0, LOST))
 
     assert [type(c) for c in commands] == [ev.SendRelease, ev.ReportFetched]
 
 
-def test_no_piece_goes_beyond_the_tokens_that_were_asked_for() -> None:
+def test_no_chunk_goes_beyond_the_tokens_that_were_asked_for() -> None:
     prefill = Prefill()
 
     commands = prefill.grant(40)
 
-    assert commands == [piece(0, 32, ready=40)]
+    assert commands == [chunk(0, 32, ready=40)]
 
 
-def test_tokens_that_the_engine_has_are_not_waited_for_in_pieces() -> None:
+def test_tokens_that_the_engine_has_are_not_waited_for_in_chunks() -> None:
     prefill = Prefill(first_token=12)
 
     before = prefill.grant(8)
     commands = prefill.news(16)
 
     assert before == []
-    assert commands == [piece(12, 16)]
+    assert commands == [chunk(12, 16)]
 
 
 def test_a_fetch_that_has_all_tokens_waits_for_the_seal_and_then_confirms() -> None:
@@ -215,7 +215,7 @@ def test_a_fetch_that_has_all_tokens_waits_for_the_seal_and_then_confirms() -> N
     assert sealed == [confirm()]
 
 
-def test_the_state_is_read_as_a_last_piece_without_tokens_once_the_offer_is_sealed() -> None:
+def test_the_state_is_read_as_a_last_chunk_without_tokens_once_the_offer_is_sealed() -> None:
     prefill = Prefill(has_state=True)
     prefill.grant(32)
 
@@ -224,18 +224,18 @@ def test_the_state_is_read_as_a_last_piece_without_tokens_once_the_offer_is_seal
     done = prefill.tell(landed())
 
     assert read == []
-    assert sealed == [piece(32, 32, last=True)]
+    assert sealed == [chunk(32, 32, last=True)]
     assert done == [confirm()]
 
 
-def test_a_seal_during_the_piece_that_ends_at_the_last_token_is_not_in_that_piece() -> None:
+def test_a_seal_during_the_chunk_that_ends_at_the_last_token_is_not_in_that_chunk() -> None:
     prefill = Prefill(has_state=True)
     prefill.grant(32)
     prefill.news(32, sealed=True)
 
     commands = prefill.tell(landed())
 
-    assert commands == [piece(32, 32, last=True)]
+    assert commands == [chunk(32, 32, last=True)]
 
 
 @pytest.mark.parametrize("has_state", [True, False])
@@ -257,7 +257,7 @@ def test_an_engine_that_has_everything_reads_nothing_and_confirms_after_the_seal
     [(8, False, 1), (16, True, 1), (24, False, 2)],
     ids=["fewer tokens", "sealed too short", "another epoch"],
 )
-def test_news_that_no_piece_can_follow_fails_the_fetch(
+def test_news_that_no_chunk_can_follow_fails_the_fetch(
     num_tokens: int, sealed: bool, epoch: int, in_flight: bool
 ) -> None:
     prefill = Prefill()
@@ -282,7 +282,7 @@ def test_an_offer_that_is_open_again_after_its_seal_fails_the_fetch() -> None:
     assert prefill.state is FetchState.DRAINING
 
 
-def test_a_fetch_that_is_cancelled_between_two_pieces_has_its_blocks_at_once() -> None:
+def test_a_fetch_that_is_cancelled_between_two_chunks_has_its_blocks_at_once() -> None:
     prefill = Prefill()
     prefill.grant(16)
     prefill.tell(landed())
@@ -293,11 +293,11 @@ def test_a_fetch_that_is_cancelled_between_two_pieces_has_its_blocks_at_once() -
     assert commands[-1].blocks_free
 
 
-def test_a_fetch_that_failed_between_two_pieces_starts_no_other() -> None:
+def test_a_fetch_that_failed_between_two_chunks_starts_no_other() -> None:
     prefill = Prefill()
     prefill.grant(16)
     prefill.tell(HINT)
-    prefill.tell(ev.ReadEnded("f1", 0, LOST))
+    prefill.tell(ev.ChunkRead("f1", 0, LOST))
 
     commands = prefill.grant(32, sealed=True)
 
@@ -305,7 +305,7 @@ def test_a_fetch_that_failed_between_two_pieces_starts_no_other() -> None:
     assert prefill.state is FetchState.FAILED
 
 
-def test_the_report_adds_up_the_pieces_and_names_the_path_of_the_last_that_had_one() -> None:
+def test_the_report_adds_up_the_chunks_and_names_the_path_of_the_last_that_had_one() -> None:
     prefill = Prefill(has_state=True)
     prefill.grant(16, now=1.0)
     prefill.tell(landed(300, "packed"), 2.0)

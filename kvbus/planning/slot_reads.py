@@ -1,7 +1,4 @@
-"""READs out of the prefill agent's slots: in one piece, or block by block into an engine's memory.
-
-Refuses to know what a slot holds beyond its box and its order.
-"""
+"""READs out of the prefill agent's slots: of a whole slot, or block by block into an engine."""
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
@@ -9,7 +6,6 @@ from dataclasses import dataclass, field
 import msgspec
 import numpy as np
 
-from kvbus.agent.staging.slot_memory import SlotMemory
 from kvbus.geometry import (
     BlockTable,
     Box,
@@ -21,25 +17,25 @@ from kvbus.geometry import (
     slot_region,
     slot_table,
 )
-from kvbus.planning import Descriptors, DirectPlan, PlacedRank, Share
-from kvbus.protocol.staging import Packed
+from kvbus.planning.direct import Descriptors, DirectPlan
+from kvbus.planning.mapping import Share
+from kvbus.planning.pairs import PlacedRank
 
 MAX_PLANS = 1024
 
 
-def whole_slot(packed: Packed, staging: SlotMemory, slot: int) -> Descriptors:
-    """One READ from their slot to ours."""
-    local, num_bytes = staging.address(slot), packed.num_bytes
+def whole_slot(local: tuple[int, int], remote: tuple[int, int], num_bytes: int) -> Descriptors:
+    """One READ from their slot to ours, each (address, device)."""
     return Descriptors(
-        local=np.array([[local, num_bytes, staging.device]], dtype=np.uint64),
-        remote=np.array([[packed.address, num_bytes, packed.device]], dtype=np.uint64),
+        local=np.array([[local[0], num_bytes, local[1]]], dtype=np.uint64),
+        remote=np.array([[remote[0], num_bytes, remote[1]]], dtype=np.uint64),
     )
 
 
-def from_slot(reads: Descriptors, packed: Packed) -> Descriptors:
+def from_slot(reads: Descriptors, address: int, device: int) -> Descriptors:
     """READs of a slot at address 0, which are changed, as READs of the slot where it is."""
-    reads.remote[:, 0] += np.uint64(packed.address)
-    reads.remote[:, 2] = packed.device
+    reads.remote[:, 0] += np.uint64(address)
+    reads.remote[:, 2] = device
     return reads
 
 

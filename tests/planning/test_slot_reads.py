@@ -2,24 +2,11 @@
 
 import numpy as np
 
-from kvbus.planning import Descriptors
-from kvbus.protocol.staging import Packed
-from kvbus_decode.read.slot_reads import from_slot, whole_slot
-
-PACKED = Packed(slot_id=1, address=0x7000, num_bytes=96, slot_lease_s=1.0, memory="VRAM", device=3)
-
-
-class OurSlots:
-    """Slots on the second GPU of this process."""
-
-    device = 1
-
-    def address(self, slot: int) -> int:
-        return 0x4000 + slot * 256
+from kvbus.planning import Descriptors, from_slot, whole_slot
 
 
 def test_a_whole_slot_is_one_read_from_their_device_to_ours():
-    reads = whole_slot(PACKED, OurSlots(), 2)
+    reads = whole_slot((0x4200, 1), (0x7000, 3), 96)
 
     assert reads.local.tolist() == [[0x4200, 96, 1]]
     assert reads.remote.tolist() == [[0x7000, 96, 3]]
@@ -29,7 +16,7 @@ def test_reads_into_blocks_start_where_the_slot_is_and_end_in_host_memory():
     local = np.array([[64, 16, 0], [128, 16, 0]], np.uint64)
     remote = np.array([[0, 16, 0], [16, 16, 0]], np.uint64)
 
-    reads = from_slot(Descriptors(local=local.copy(), remote=remote), PACKED)
+    reads = from_slot(Descriptors(local=local.copy(), remote=remote), 0x7000, 3)
 
     assert reads.local.tolist() == local.tolist()
     assert reads.remote.tolist() == [[0x7000, 16, 3], [0x7010, 16, 3]]

@@ -1,0 +1,207 @@
+"""Reads chunks into the ranks that are here, for an engine whose home is another agent.
+
+Refuses to answer before nothing of the chunk is in flight any more.
+"""
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import anyio
+
+from kvbus.agent.engines.local_engine import LocalEngine, engine_lost
+from kvbus.agent.process.guard import guarded
+from kvbus.agent.process.refusals import refuse
+from kvbus.agent.process.service import Agent
+from kvbus.bus import Call
+from kvbus.errors import ErrorCode, KVBusError, LocalError
+from kvbus.protocol.message import Empty, from_body, to_body
+from kvbus.protocol.remote_ranks import AbortDelegate, Delegate, Delegated
+from kvbus.protocol.ticket import Ticket
+from kvbus_decode.peer import memory_check
+from kvbus_decode.peer.directory import Peer, PeerDirectory
+from kvbus_decode.peer.handshake import RouteBook
+from kvbus_decode.peer.route import Route
+from kvbus_decode.read import events as ev
+from kvbus_decode.read.chunk import Chunk, make_chunk
+from kvbus_decode.read.reader import Reader
+from kvbus_decode.requests import check_tables
+
+PROGRESS_S = 3.0
+
+
+@dataclass(slots=True, eq=False)
+class _Delegated:
+    """A chunk that is read for a home elsewhere; ``error`` is why it was stopped from outside.
+
+    What is done for it can fail in any way once ``engine`` is lost, whose memory is gone then.
+    """
+
+    asked: Delegate
+    call: Call
+    deadline: float
+    peers: list[Peer] = field(default_factory=list)
+    engine: LocalEngine | None = None
+    chunk: Chunk | None = None
+    ended: ev.ChunkEnded | None = None
+    error: KVBusError | None = None
+
+    @property
+    def key(self) -> tuple[str, str]:
+        """Names the read in the table; no fetch of an engine at home here has it."""
+        return "delegated", self.asked.fetch_id
+
+
+class DelegateServer:
+    """The asked side."""
+
+    def __init__(
+        self, agent: Agent, peers: PeerDirectory, routes: RouteBook, reader: Reader
+    ) -> None:
+        self._agent, self._peers, self._routes, self._reader = agent, peers, routes, reader
+        self._delegated: dict[str, _Delegated] = {}
+        self._idle = anyio.Event()
+
+    @property
+    def num_reads(self) -> int:
+        """Chunks that are read for others now."""
+        return len(self._delegated)
+
+    def delegate(self, call: Call) -> None:
+        """Read a chunk; the reply comes when nothing of it is in flight any more."""
+        asked = from_body(Delegate, call.body)
+        if asked.fetch_id in self._delegated:
+            raise LocalError("a chunk of this fetch is being read", fetch_id=asked.fetch_id)
+        work = _Delegated(asked, call, deadline=self._agent.loop.time() + asked.timeout_s)
+        self._delegated[asked.fetch_id] = work
+        self._agent.tasks.start_soon(self._begin, work)
+
+    def abort(self, call: Call) -> None:
+        """Stop the reading for a fetch; its `Delegate` is answered when that is so."""
+        work = self._delegated.get(from_body(AbortDelegate, call.body).fetch_id)
+        if work is not None:
+            self._stop(work, LocalError("the fetch was aborted", code=ErrorCode.CANCELLED))
+        call.reply(to_body(Empty()))
+
+    async def drained(self) -> None:
+        """Return when nothing is read for others."""
+        while self._delegated:
+            await self._idle.wait()
+
+    def stop(self) -> None:
+        """The agent ends: so does what is read."""
+        for work in list(self._delegated.values()):
+            self._stop(work, LocalError("the decode agent stops", code=ErrorCode.DRAINING))
+
+    def _stop(self, work: _Delegated, error: KVBusError) -> None:
+        work.error = work.error or error
+        if work.chunk is not None:
+            self._reader.stop_read(work.key, error)
+
+    async def _begin(self, work: _Delegated) -> None:
+        async def start() -> None:
+            chunk = await self._chunk(work)
+            if work.error is not None:
+                raise work.error
+            if chunk.route.engine.lost:
+                raise engine_lost()
+            work.chunk = chunk
+            self._hold_progress(work, chunk.route)
+            on_end = partial(self._check, work, chunk)
+            self._reader.start(work.key, chunk, on_end, deadline=work.deadline)
+
+        await guarded(start, lambda error: self._end(work, error))
+
+    async def _chunk(self, work: _Delegated) -> Chunk:
+        asked, ticket = work.asked, Ticket.from_json(work.asked.ticket)
+        engine = self._agent.engines.part(asked.engine_id, asked.ranks)
+        work.engine = engine
+        check_tables(engine, asked.target, asked.first_token, asked.num_tokens)
+        route = await self._route(work, ticket, engine)
+        return make_chunk(
+            route,
+            offer_id=ticket.offer_id,
+            epoch=asked.epoch,
+            source=asked.source,
+            target=asked.target,
+            whole=(asked.first_token, asked.num_tokens),
+            part=(asked.start, asked.stop),
+            last=asked.last,
+            zero_tail=asked.zero_tail,
+            replica_index=route.next_replica_index(),
+            deadline=work.deadline,
+        )
+
+    async def _route(self, work: _Delegated, ticket: Ticket, engine: LocalEngine) -> Route:
+        """The route, all of its peers held until the chunk has ended.
+
+        A process of the prefill engine may have come back since ours was made.
+        """
+        home = self._peers.acquire(ticket.endpoint)
+        work.peers.append(home)
+        asked = work.asked
+        route = await self._routes.route(home, ticket, engine, timeout_s=asked.timeout_s)
+        if route.memory_ids != asked.memory_ids:
+            self._routes.forget(route)
+            left_s = max(1e-3, work.deadline - self._agent.loop.time())
+            route = await self._routes.route(home, ticket, engine, timeout_s=left_s)
+        for source in route.sources[1:]:
+            work.peers.append(self._peers.acquire(source.peer.endpoint))
+        return route
+
+    def _hold_progress(self, work: _Delegated, route: Route) -> None:
+        """Have the sources serve our READs until the chunk is over.
+
+        The home of our engine may be gone, and with it the lease that they would serve it for.
+        """
+        if work.ended is not None:
+            return
+
+        def on_checked(error: KVBusError | None) -> None:
+            if error is not None and error.code is not ErrorCode.TIMEOUT:
+                self._stop(work, error)
+
+        memory_check.attend(
+            route,
+            route.sources,
+            Ticket.from_json(work.asked.ticket).offer_id,
+            progress_s=PROGRESS_S,
+            timeout_s=PROGRESS_S,
+            on_end=on_checked,
+        )
+        self._agent.loop.call_later(PROGRESS_S / 3, self._hold_progress, work, route)
+
+    def _check(self, work: _Delegated, chunk: Chunk, ended: ev.ChunkEnded) -> None:
+        """The chunk is over; our route may be older than the one that the home checks.
+
+        A failure is answered at once: the sources are asked all the same, as that ends their
+        serving of our READs.
+        """
+        work.ended = ended
+        if ended.error is not None:
+            self._end(work, ended.error)
+        memory_check.check(
+            chunk.route,
+            chunk.route.sources,
+            chunk.offer_id,
+            timeout_s=max(1e-3, work.deadline - self._agent.loop.time()),
+            on_end=lambda error: None if ended.error else self._end(work, error),
+        )
+
+    def _end(self, work: _Delegated, error: KVBusError | None) -> None:
+        """Answer; a route that failed is made again."""
+        del self._delegated[work.asked.fetch_id]
+        if not self._delegated:
+            self._idle.set()
+            self._idle = anyio.Event()
+        for peer in work.peers:
+            self._peers.release(peer)
+        if error is not None and work.chunk is not None:
+            self._routes.forget(work.chunk.route)
+        if work.engine is not None and work.engine.lost:
+            error = engine_lost()
+        if error is not None or work.ended is None:
+            error = work.error or error or LocalError("nothing was read")
+            refuse(self._agent.metrics, work.call, error)
+        else:
+            done = Delegated(num_bytes=work.ended.num_bytes, path=work.ended.path)
+            work.call.reply(to_body(done))

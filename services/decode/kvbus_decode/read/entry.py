@@ -1,0 +1,109 @@
+"""One read: a chunk on its way into the ranks that are here, by all of its legs."""
+
+from collections import deque
+from collections.abc import Hashable
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from kvbus.errors import ErrorCode, KVBusError, RemoteError
+from kvbus.table import Story
+from kvbus_decode.read import events as ev
+from kvbus_decode.read.leg import Leg, Stage
+
+
+class ReadState(StrEnum):
+    """Where a read is; draining is an end, but for what can still write."""
+
+    READING = "reading"
+    DRAINING = "draining"
+    OVER = "over"
+
+
+@dataclass(slots=True, eq=False)
+class ReadEntry:
+    """One read; ``live`` are the legs that were started and are not over.
+
+    ``waiting`` are legs that wait for their turn, ``read_slots`` slots of each source that are read
+    and go back with the next request to it.
+    """
+
+    wanted: ev.ChunkWanted
+    started_at: float
+    story: Story
+    state: ReadState = ReadState.READING
+    live: dict[Leg, None] = field(default_factory=dict)
+    waiting: deque[Leg] = field(default_factory=deque)
+    last_legs: tuple[Leg, ...] = ()
+    read_slots: dict[Hashable, list[int]] = field(default_factory=dict)
+    num_bytes: int = 0
+    path: str = ""
+    landed_at: float | None = None
+    error: KVBusError | None = None
+
+    @property
+    def key(self) -> Hashable:
+        """Names the read."""
+        return self.wanted.key
+
+    @property
+    def is_over(self) -> bool:
+        """Whether `ChunkEnded` was said."""
+        return self.state is ReadState.OVER
+
+    @property
+    def due_at(self) -> float | None:
+        """The chunk's own, or the end of the first lease of a slot that is still to be read."""
+        if self.state is not ReadState.READING:
+            return None
+        times = [leg.slot_expires_at for leg in self.live if leg.slot_expires_at is not None]
+        if self.wanted.deadline is not None:
+            times.append(self.wanted.deadline)
+        return min(times, default=None)
+
+    @classmethod
+    def of(cls, wanted: ev.ChunkWanted, now: float, before: "ReadEntry | None") -> "ReadEntry":
+        """A read that has not started; it goes on with the story of the one before it."""
+        for number, leg in enumerate(wanted.legs + wanted.last_legs):
+            leg.number = number
+        story = Story() if before is None else before.story
+        waiting, last_legs = deque(wanted.legs), wanted.last_legs
+        return cls(wanted, now, story, waiting=waiting, last_legs=last_legs, path=wanted.path)
+
+    def next_leg(self, most_packed: int) -> Leg | None:
+        """The leg to start now, taken from those that wait; ``most_packed`` are live at a time."""
+        if not self.waiting:
+            return None
+        if Stage.PACK in self.waiting[0].stages:
+            num_packed = sum(Stage.PACK in leg.stages for leg in self.live)
+            if num_packed >= most_packed:
+                return None
+        return self.waiting.popleft()
+
+    def release_slots(self) -> list[ev.Command]:
+        """Give back the slots that were read of sources to which no further request goes."""
+        sources = [
+            source
+            for source in self.read_slots
+            if not any(leg.source == source for leg in self.waiting)
+        ]
+        return [ev.ReleaseSlots(source, tuple(self.read_slots.pop(source))) for source in sources]
+
+    def lateness(self, now: float) -> KVBusError:
+        """Why the read fails at its deadline."""
+        if self.wanted.deadline is not None and self.wanted.deadline <= now:
+            message = "the chunk was not read within its deadline"
+            return RemoteError(message, code=ErrorCode.TIMEOUT)
+        message = "the lease of a staging slot ended before it was read"
+        return RemoteError(message, code=ErrorCode.LEASE_EXPIRED)
+
+    def ended(self, now: float) -> ev.ChunkEnded:
+        """What is said of it in the end."""
+        seconds = (now if self.landed_at is None else self.landed_at) - self.started_at
+        path = self.path if self.num_bytes else ""
+        return ev.ChunkEnded(self.key, self.num_bytes, path, seconds, self.error)
+
+    def retire(self) -> None:
+        """Keep no legs, whose work holds descriptors and memory."""
+        wanted = self.wanted
+        self.wanted = ev.ChunkWanted(wanted.key, wanted.engine, ())
+        self.last_legs = ()

@@ -1,0 +1,224 @@
+"""What can happen to reads, and what the agent is told to do about it.
+
+``key`` names a read, ``leg`` is one of its legs. Each command that asks for an answer gets exactly
+one, whatever became of the read meanwhile.
+"""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from kvbus.errors import KVBusError
+from kvbus.table.events import DeadlinePassed, Stopped
+from kvbus_decode.read.leg import Leg
+
+__all__ = [
+    "AbortRead",
+    "AskDelegate",
+    "AskPack",
+    "ChunkEnded",
+    "ChunkWanted",
+    "Command",
+    "CopyEnded",
+    "DeadlinePassed",
+    "DelegateEnded",
+    "EngineGone",
+    "Event",
+    "LegDue",
+    "LegEvent",
+    "LegStopped",
+    "PackFailed",
+    "PostRead",
+    "ReadEnded",
+    "ReadStopped",
+    "ReleaseSlots",
+    "SlotGranted",
+    "SlotPacked",
+    "StartCopy",
+    "StopDelegate",
+    "Stopped",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkWanted:
+    """Read a chunk by these legs, into the blocks of ``engine``; then ``last_legs``, which zero.
+
+    ``deadline`` is absolute, None without; ``path`` is only passed on to `ChunkEnded`.
+    """
+
+    key: Hashable
+    engine: Hashable
+    legs: tuple[Leg, ...]
+    last_legs: tuple[Leg, ...] = ()
+    path: str = ""
+    deadline: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SlotPacked:
+    """The box of a leg lies in slot ``slot_id`` at its holder, for ``slot_lease_s`` since asked."""
+
+    key: Hashable
+    leg: Leg
+    slot_id: int
+    slot_lease_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class PackFailed:
+    """The box of a leg was not gathered."""
+
+    key: Hashable
+    leg: Leg
+    error: KVBusError
+
+
+@dataclass(frozen=True, slots=True)
+class LegDue:
+    """The leg may start; the table itself says when."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotGranted:
+    """A slot of ours is the leg's from now on; the table itself says when."""
+
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class LegStopped:
+    """The read of the leg has failed or was stopped; the table itself says so."""
+
+
+@dataclass(frozen=True, slots=True)
+class ReadEnded:
+    """Nothing of the READ is in flight any more; ``error`` is None when all bytes have landed."""
+
+    key: Hashable
+    leg: Leg
+    num_bytes: int = 0
+    error: KVBusError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class CopyEnded:
+    """No thread copies for the leg any more."""
+
+    key: Hashable
+    leg: Leg
+    error: KVBusError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DelegateEnded:
+    """The other agent writes no more, or is gone."""
+
+    key: Hashable
+    leg: Leg
+    num_bytes: int = 0
+    path: str = ""
+    error: KVBusError | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ReadStopped:
+    """Nobody wants the chunk any more, because of ``error``."""
+
+    key: Hashable
+    error: KVBusError
+
+
+@dataclass(frozen=True, slots=True)
+class EngineGone:
+    """The engine whose blocks are written is lost: what it has elsewhere is no reason to wait."""
+
+    engine: Hashable
+    error: KVBusError
+
+
+LegEvent = SlotPacked | PackFailed | ReadEnded | CopyEnded | DelegateEnded
+Event = ChunkWanted | LegEvent | ReadStopped | EngineGone | Stopped | DeadlinePassed
+
+
+@dataclass(frozen=True, slots=True)
+class AskPack:
+    """Ask the holder to gather the leg's box; answer `SlotPacked` or `PackFailed`.
+
+    ``done`` are slots there that are read, and come back with this request.
+    """
+
+    key: Hashable
+    leg: Leg
+    done: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseSlots:
+    """Give slots back to their holder; when that fails their lease ends by itself."""
+
+    source: Hashable
+    slot_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class PostRead:
+    """READ into the engine's blocks, or into the leg's slot of ours; answer `ReadEnded`."""
+
+    key: Hashable
+    leg: Leg
+
+
+@dataclass(frozen=True, slots=True)
+class StartCopy:
+    """Copy into the engine's blocks, out of the leg's slot of ours or zeros; answer `CopyEnded`."""
+
+    key: Hashable
+    leg: Leg
+
+
+@dataclass(frozen=True, slots=True)
+class AskDelegate:
+    """Have another agent of the engine read the chunk for its ranks; answer `DelegateEnded`."""
+
+    key: Hashable
+    leg: Leg
+
+
+@dataclass(frozen=True, slots=True)
+class AbortRead:
+    """Post nothing more; `ReadEnded` follows when what was posted is terminal."""
+
+    leg: Leg
+
+
+@dataclass(frozen=True, slots=True)
+class StopDelegate:
+    """Ask the other agent to stop; `DelegateEnded` follows when it has."""
+
+    leg: Leg
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkEnded:
+    """Nothing can write into the engine's blocks for this read any more; said once.
+
+    ``error`` is None when all bytes are there, which took ``seconds``, zeroing not counted.
+    """
+
+    key: Hashable
+    num_bytes: int
+    path: str
+    seconds: float
+    error: KVBusError | None = None
+
+
+Command = (
+    AskPack
+    | ReleaseSlots
+    | PostRead
+    | StartCopy
+    | AskDelegate
+    | AbortRead
+    | StopDelegate
+    | ChunkEnded
+)

@@ -1,0 +1,93 @@
+"""Asks prefill agents for boxes in their staging slots, and gives the slots back."""
+
+from collections.abc import Callable
+from functools import partial
+
+from kvbus.agent.process.service import Agent
+from kvbus.errors import GeometryError, KVBusError
+from kvbus.protocol.envelope import Body
+from kvbus.protocol.message import from_body, to_body
+from kvbus.protocol.staging import Pack, Packed, Unpack
+from kvbus_decode.config import DecodeConfig
+from kvbus_decode.peer.route import Source
+from kvbus_decode.read import events as ev
+from kvbus_decode.read.legs import BoxJob
+
+UNPACK_TIMEOUT_S = 5.0
+
+
+class PackClient:
+    """The requests `Pack` and `Unpack`; ``dispatch`` takes the answers."""
+
+    def __init__(
+        self, agent: Agent, config: DecodeConfig, dispatch: Callable[[ev.Event], None]
+    ) -> None:
+        self._agent, self._config, self._dispatch = agent, config, dispatch
+
+    def ask(self, command: ev.AskPack) -> None:
+        """Ask for the box of a leg; what its READs are is found out meanwhile."""
+        work: BoxJob = command.leg.work
+        try:
+            self._send(work, command)
+            if not command.leg.needs_slot:
+                work.reads = work.block_reads()
+        except KVBusError as error:
+            self._dispatch(ev.PackFailed(command.key, command.leg, error))
+
+    def release(self, command: ev.ReleaseSlots) -> None:
+        """Give slots back; when that fails they come back by themselves, with their lease."""
+        if isinstance(command.source, Source):
+            self._release(command.source, command.slot_ids)
+
+    def _send(self, work: BoxJob, command: ev.AskPack) -> None:
+        chunk, source = work.chunk, work.source
+        message = Pack(
+            agent_boot=source.agent_boot,
+            engine_id=chunk.route.prefill.engine_id,
+            memory_id=source.memory_id,
+            offer_id=chunk.offer_id,
+            epoch=chunk.epoch,
+            rank=work.share.holder,
+            box=work.box,
+            order=work.order,
+            table=work.blocks(),
+            slot_lease_s=self._config.lease_s,
+            done=command.done,
+        )
+        timeout_s = max(1e-3, chunk.deadline - self._agent.loop.time())
+        source.peer.client.send(
+            message.op,
+            to_body(message),
+            timeout_s=timeout_s,
+            on_reply=partial(self._on_reply, command),
+        )
+
+    def _on_reply(self, command: ev.AskPack, outcome: Body | KVBusError) -> None:
+        leg, work = command.leg, command.leg.work
+        try:
+            if isinstance(outcome, KVBusError):
+                raise outcome
+            packed = from_body(Packed, outcome)
+            if packed.num_bytes != work.num_bytes:
+                self._release(work.source, (packed.slot_id,))
+                raise _wrong_size(packed, work)
+        except KVBusError as error:
+            self._dispatch(ev.PackFailed(command.key, leg, error))
+            return
+        work.packed = packed
+        self._dispatch(ev.SlotPacked(command.key, leg, packed.slot_id, packed.slot_lease_s))
+
+    def _release(self, source: Source, slot_ids: tuple[int, ...]) -> None:
+        message = Unpack(agent_boot=source.agent_boot, slot_ids=slot_ids)
+        try:
+            source.peer.client.send(
+                message.op, to_body(message), timeout_s=UNPACK_TIMEOUT_S, on_reply=lambda _: None
+            )
+        except KVBusError:
+            return
+
+
+def _wrong_size(packed: Packed, work: BoxJob) -> GeometryError:
+    return GeometryError(
+        f"the prefill agent packed {packed.num_bytes} bytes, the box has {work.num_bytes}"
+    )

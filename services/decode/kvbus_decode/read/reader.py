@@ -1,0 +1,257 @@
+"""Carries out what the read table says: one small method for each command.
+
+    start ─▶ path ─▶ legs ─▶ ReadTable ─▶ AskPack, PostRead, StartCopy, AskDelegate, ...
+                                 ▲                        │
+                                 └──── what came of it ◀──┘        ChunkEnded ─▶ on_end
+
+A direct chunk starts no task. READs happen on the transport's thread, copies in threads of their
+own; only READs of many descriptors are planned in a thread as well.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import anyio
+
+from kvbus.agent.engines.local_engine import LocalEngine, engine_lost
+from kvbus.agent.process.guard import guarded
+from kvbus.agent.process.service import Agent
+from kvbus.agent.staging.copiers import Copiers
+from kvbus.errors import ErrorCode, KVBusError, LocalError
+from kvbus.planning import Descriptors, Path, from_slot, whole_slot
+from kvbus.table import Driver
+from kvbus.transport import MemoryKind, ReadOutcome, ReadStatus
+from kvbus_decode.config import DecodeConfig
+from kvbus_decode.peer.directory import PeerDirectory
+from kvbus_decode.read import events as ev
+from kvbus_decode.read.chunk import Chunk
+from kvbus_decode.read.leg import Leg
+from kvbus_decode.read.legs import BoxJob, DirectJob, ZeroJob, box_legs, direct_legs, zero_legs
+from kvbus_decode.read.pack_client import PackClient
+from kvbus_decode.read.path_choice import PathChoice, PathChooser
+from kvbus_decode.read.remote_ranks import RemoteRanks
+from kvbus_decode.read.table import ReadTable
+
+if TYPE_CHECKING:
+    from kvbus.memory.paged import PagedMemory
+
+MAX_INLINE_DESCRIPTORS = 16_384
+
+OnEnd = Callable[[ev.ChunkEnded], None]
+
+
+class Reader:
+    """All chunks that are read by this agent, for fetches and for other agents."""
+
+    def __init__(self, agent: Agent, config: DecodeConfig, peers: PeerDirectory) -> None:
+        self._agent = agent
+        self._copiers = Copiers(num_threads=config.copy_threads)
+        self._chooser = PathChooser(agent, config)
+        self._table = ReadTable(config.read_limits(num_slots=agent.staging.num_slots))
+        packs = PackClient(agent, config, self.dispatch)
+        remote = RemoteRanks(agent, peers, self.dispatch)
+        self._driver: Driver[ev.Event, ev.Command] = Driver(
+            self._table,
+            {
+                ev.AskPack: packs.ask,
+                ev.ReleaseSlots: packs.release,
+                ev.PostRead: self._post,
+                ev.StartCopy: self._start_copy,
+                ev.AskDelegate: remote.ask,
+                ev.AbortRead: self._abort,
+                ev.StopDelegate: remote.abort,
+                ev.ChunkEnded: self._end,
+            },
+            deadline_passed=ev.DeadlinePassed(),
+            on_settled=self._on_settled,
+            loop=agent.loop,
+        )
+        self._reads: dict[Hashable, tuple[Chunk, PathChoice, OnEnd]] = {}
+        self._idle: dict[LocalEngine, anyio.Event] = {}
+
+    @property
+    def num_slots_in_use(self) -> int:
+        """Staging slots in use."""
+        return self._table.num_slots_in_use
+
+    def story(self, key: Hashable) -> list[str]:
+        """What happened to the reads of a key, a line for each event."""
+        return self._table.story(key)
+
+    def start(
+        self,
+        key: Hashable,
+        chunk: Chunk,
+        on_end: OnEnd,
+        *,
+        remote_legs: Sequence[Leg] = (),
+        deadline: float | None = None,
+    ) -> None:
+        """Read a chunk by the path that is predicted to be fastest.
+
+        ``on_end`` is called once, when nothing can write into the blocks for it any more; at once
+        when no path can be taken. ``remote_legs`` are parts that other agents read.
+        """
+        try:
+            choice = self._chooser.choose(chunk)
+            if choice.path is Path.DIRECT:
+                legs = direct_legs(chunk)
+            else:
+                legs = box_legs(chunk, choice.path, box_bytes=choice.box_bytes)
+        except KVBusError as error:
+            on_end(ev.ChunkEnded(key, 0, "", 0.0, error))
+            return
+        self._reads[key] = chunk, choice, on_end
+        last_legs = tuple(zero_legs(chunk)) if chunk.tail else ()
+        engine, path = chunk.route.engine, choice.path.value
+        self.dispatch(ev.ChunkWanted(key, engine, (*remote_legs, *legs), last_legs, path, deadline))
+
+    def stop_read(self, key: Hashable, error: KVBusError) -> None:
+        """Nobody wants the chunk any more; its end follows."""
+        self.dispatch(ev.ReadStopped(key, error))
+
+    def stop(self) -> None:
+        """The agent ends, and every read with it."""
+        self.dispatch(ev.Stopped())
+        self._driver.stop()
+
+    def dispatch(self, event: ev.Event) -> None:
+        """Tell the table."""
+        self._driver.dispatch(event)
+
+    def lose_engine(self, engine: LocalEngine) -> None:
+        """Nobody wants the chunks of an engine that is gone, and no copy for it starts."""
+        self._copiers.forget(engine)
+        self.dispatch(ev.EngineGone(engine, engine_lost()))
+
+    async def copies_done(self, engine: LocalEngine) -> None:
+        """Return when no thread copies into ``engine``, which is lost."""
+        await self._copiers.quiesce(engine)
+
+    async def reads_done(self, engine: LocalEngine) -> None:
+        """Return when nothing can write into ``engine`` any more."""
+        if self._table.num_reads(engine):
+            await self._idle.setdefault(engine, anyio.Event()).wait()
+
+    def _on_settled(self) -> None:
+        for engine in [one for one in self._idle if not self._table.num_reads(one)]:
+            self._idle.pop(engine).set()
+
+    def _end(self, ended: ev.ChunkEnded) -> None:
+        chunk, choice, on_end = self._reads.pop(ended.key)
+        on_end(ended)
+        if ended.error is None and choice.shape is not None:
+            # after the confirm has been sent, which is worth more
+            self._agent.loop.call_soon(self._chooser.observe, chunk.route, choice, ended.seconds)
+
+    def _post(self, command: ev.PostRead) -> None:
+        """READ; many descriptors are planned in a thread first."""
+        work = command.leg.work
+        if isinstance(work, DirectJob) and work.num_descriptors > MAX_INLINE_DESCRIPTORS:
+            self._agent.tasks.start_soon(self._plan_aside, command)
+            return
+        try:
+            rows, *kinds = self._rows(command.leg)
+        except KVBusError as error:
+            self.dispatch(ev.ReadEnded(command.key, command.leg, 0, error))
+        else:
+            self._read(command, rows, *kinds)
+
+    async def _plan_aside(self, command: ev.PostRead) -> None:
+        async def prepare() -> None:
+            rows, *kinds = await anyio.to_thread.run_sync(self._rows, command.leg)
+            self._read(command, rows, *kinds)
+
+        def fail(error: KVBusError) -> None:
+            self.dispatch(ev.ReadEnded(command.key, command.leg, 0, error))
+
+        await guarded(prepare, fail)
+
+    def _rows(self, leg: Leg) -> tuple[Descriptors, MemoryKind, MemoryKind]:
+        """The READs of a leg, and the kinds of memory: ours and theirs."""
+        work = leg.work
+        if isinstance(work, DirectJob):
+            return work.descriptors(), "DRAM", "DRAM"
+        packed = work.packed
+        if work.reads is not None:
+            return from_slot(work.reads, packed.address, packed.device), "DRAM", packed.memory
+        slots = self._agent.staging.at(str(leg.device))
+        ours = slots.address(leg.slot or 0), slots.device
+        rows = whole_slot(ours, (packed.address, packed.device), packed.num_bytes)
+        return rows, slots.memory, packed.memory
+
+    def _read(
+        self, command: ev.PostRead, rows: Descriptors, here: MemoryKind, there: MemoryKind
+    ) -> None:
+        work = command.leg.work
+        if work.aborted or not len(rows.local):
+            self.dispatch(ev.ReadEnded(command.key, command.leg))
+            return
+        try:
+            work.transfer = self._agent.transport.read(
+                work.source.nixl_agent,
+                rows.local,
+                rows.remote,
+                on_end=partial(self._on_read, command),
+                local_memory=here,
+                remote_memory=there,
+            )
+        except LocalError as error:
+            self.dispatch(ev.ReadEnded(command.key, command.leg, 0, error))
+
+    def _on_read(self, command: ev.PostRead, outcome: ReadOutcome) -> None:
+        command.leg.work.transfer = None  # it holds its descriptors
+        self.dispatch(
+            ev.ReadEnded(command.key, command.leg, outcome.num_bytes, _read_error(outcome))
+        )
+
+    def _abort(self, command: ev.AbortRead) -> None:
+        work = command.leg.work
+        work.aborted = True
+        if work.transfer is not None:
+            work.transfer.abort()
+
+    def _start_copy(self, command: ev.StartCopy) -> None:
+        self._agent.tasks.start_soon(self._copy, command)
+
+    async def _copy(self, command: ev.StartCopy) -> None:
+        """From a slot of ours, or zeros, into the engine's blocks, in a thread."""
+        leg, work = command.leg, command.leg.work
+        failures: list[KVBusError] = []
+
+        async def copy() -> None:
+            engine, group = work.chunk.route.engine, work.group
+            run = self._zero(work) if isinstance(work, ZeroJob) else self._scatter(leg, work)
+            await self._copiers.run(run, engine=engine, memory=work.rank, group=group)
+
+        await guarded(copy, failures.append)
+        self.dispatch(ev.CopyEnded(command.key, leg, failures[0] if failures else None))
+
+    def _scatter(self, leg: Leg, work: BoxJob) -> "Callable[[PagedMemory], None]":
+        content = self._agent.staging.at(str(leg.device)).tensor(leg.slot or 0)
+        table = work.chunk.target[work.box.group]
+
+        def scatter(memory: "PagedMemory") -> None:
+            from kvbus.memory import copying  # noqa: PLC0415  # imports torch: seconds
+
+            copying.scatter(memory, table, work.box, copying.Slot(content, work.order))
+
+        return scatter
+
+    def _zero(self, work: ZeroJob) -> "Callable[[PagedMemory], None]":
+        table = work.chunk.target[work.group.name]
+
+        def zero(memory: "PagedMemory") -> None:
+            from kvbus.memory import copying  # noqa: PLC0415  # imports torch: seconds
+
+            copying.zero_positions(memory, table, *work.span)
+
+        return zero
+
+
+def _read_error(outcome: ReadOutcome) -> KVBusError | None:
+    """Why a READ did not bring all of its bytes; None when it did."""
+    if outcome.status is ReadStatus.ABORTED:
+        return LocalError("the read was aborted", code=ErrorCode.CANCELLED)
+    return outcome.error

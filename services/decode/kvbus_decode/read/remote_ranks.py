@@ -1,0 +1,85 @@
+"""Asks the agents that have other ranks of our engine to read their part of each chunk."""
+
+import contextlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from kvbus.agent.process.service import Agent
+from kvbus.errors import KVBusError, RequestTimeout
+from kvbus.protocol.engine import AgentRanks
+from kvbus.protocol.envelope import Body
+from kvbus.protocol.message import from_body, to_body
+from kvbus.protocol.remote_ranks import AbortDelegate, Delegate, Delegated
+from kvbus_decode.peer.directory import Peer, PeerDirectory
+from kvbus_decode.read import events as ev
+from kvbus_decode.read.leg import Leg, LegState, Stage
+
+UNTIL_ENDED_S = 86_400.0
+"""The other agent answers when it has ended, and ends by the chunk's own deadline."""
+ABORT_TIMEOUT_S = 5.0
+
+
+@dataclass(slots=True, eq=False)
+class DelegateJob:
+    """What one other agent reads."""
+
+    other: AgentRanks
+    question: Delegate
+    peer: Peer | None = None
+
+
+def delegate_leg(work: DelegateJob) -> Leg:
+    """The leg of a chunk that another agent reads."""
+    return Leg((Stage.DELEGATE,), work)
+
+
+class RemoteRanks:
+    """The asking side, for the fetches of an engine whose home is here."""
+
+    def __init__(
+        self, agent: Agent, peers: PeerDirectory, dispatch: Callable[[ev.Event], None]
+    ) -> None:
+        self._agent, self._peers, self._dispatch = agent, peers, dispatch
+
+    def ask(self, command: ev.AskDelegate) -> None:
+        """Have the other agent read; it answers when nothing of it is in flight any more."""
+        work: DelegateJob = command.leg.work
+        try:
+            work.peer = self._peers.acquire(work.other.endpoint)
+            work.peer.client.send(
+                Delegate.op,
+                to_body(work.question),
+                timeout_s=UNTIL_ENDED_S,
+                on_reply=partial(self._on_reply, command),
+            )
+        except KVBusError as error:
+            self._on_reply(command, error)
+
+    def abort(self, command: ev.StopDelegate) -> None:
+        """Ask it to stop, again and again until it says that it has."""
+        leg, work = command.leg, command.leg.work
+
+        def on_reply(outcome: Body | KVBusError) -> None:
+            if isinstance(outcome, RequestTimeout) and leg.state is LegState.DELEGATED:
+                self.abort(command)
+
+        message = AbortDelegate(fetch_id=work.question.fetch_id)
+        with contextlib.suppress(KVBusError):  # then it stops at the deadline
+            work.peer.client.send(
+                message.op, to_body(message), timeout_s=ABORT_TIMEOUT_S, on_reply=on_reply
+            )
+
+    def _on_reply(self, command: ev.AskDelegate, outcome: Body | KVBusError) -> None:
+        """It has ended; so it has when it came back as a new process: that writes no more."""
+        key, leg = command.key, command.leg
+        if leg.work.peer is not None:
+            self._peers.release(leg.work.peer)
+        try:
+            if isinstance(outcome, KVBusError):
+                raise outcome
+            done = from_body(Delegated, outcome)
+        except KVBusError as error:
+            self._dispatch(ev.DelegateEnded(key, leg, error=error))
+        else:
+            self._dispatch(ev.DelegateEnded(key, leg, done.num_bytes, done.path))

@@ -1,0 +1,151 @@
+"""Which event does what to a leg in which state: the table, and its handlers.
+
+Every handler returns the commands for the agent, in order. `kvbus_decode.read.table` does what
+concerns more than one leg: whose turn it is, slots of ours, and the end of the chunk.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvbus.errors import KVBusError
+from kvbus.table import Transition
+from kvbus_decode.read import events as ev
+from kvbus_decode.read.entry import ReadEntry
+from kvbus_decode.read.leg import Leg, LegState, Stage
+
+WANTED, PACKING, PACKED = LegState.WANTED, LegState.PACKING, LegState.PACKED
+READING, COPYING, DELEGATED = LegState.READING, LegState.COPYING, LegState.DELEGATED
+OVER = LegState.OVER
+
+Commands = list[ev.Command]
+
+
+def start(read: ReadEntry, leg: Leg, _event: ev.LegDue, now: float) -> Commands:
+    """Its first stage."""
+    leg.asked_at = now
+    return _begin(read, leg, leg.stages[0])
+
+
+def take_packed(read: ReadEntry, leg: Leg, event: ev.SlotPacked, _now: float) -> Commands:
+    """The box lies at its holder: READ it, into a slot of ours once there is one."""
+    leg.slot_id, leg.slot_expires_at = event.slot_id, leg.asked_at + event.slot_lease_s
+    if not leg.needs_slot:
+        return _begin(read, leg, Stage.READ)
+    leg.state = PACKED
+    return []
+
+
+def read_into_slot(read: ReadEntry, leg: Leg, event: ev.SlotGranted, _now: float) -> Commands:
+    """A slot of ours is free."""
+    leg.slot = event.slot
+    return _begin(read, leg, Stage.READ)
+
+
+def land(read: ReadEntry, leg: Leg, event: ev.ReadEnded, _now: float) -> Commands:
+    """The READ is terminal; had the lease of its slot ended before, so would the read have."""
+    read.num_bytes += event.num_bytes
+    _put_back(read, leg)
+    if event.error is not None:
+        return _fail(read, leg, event.error)
+    if read.error is not None or Stage.COPY not in leg.stages:
+        leg.state = OVER
+        return []
+    return _begin(read, leg, Stage.COPY)
+
+
+def end_copy(read: ReadEntry, leg: Leg, event: ev.CopyEnded, _now: float) -> Commands:
+    """The thread is done with the blocks, and with the slot."""
+    if event.error is not None:
+        return _fail(read, leg, event.error)
+    leg.state = OVER
+    return []
+
+
+def end_delegate(read: ReadEntry, leg: Leg, event: ev.DelegateEnded, _now: float) -> Commands:
+    """The other agent has said that it writes no more."""
+    if event.error is not None:
+        return _fail(read, leg, event.error)
+    read.num_bytes += event.num_bytes
+    read.path = read.path or event.path
+    leg.state = OVER
+    return []
+
+
+def fail_pack(read: ReadEntry, leg: Leg, event: ev.PackFailed, _now: float) -> Commands:
+    """The holder does not gather the box."""
+    return _fail(read, leg, event.error)
+
+
+def drop(read: ReadEntry, leg: Leg, _event: ev.LegStopped, _now: float) -> Commands:
+    """Nothing writes for it, so it is over at once."""
+    _put_back(read, leg)
+    leg.state = OVER
+    return []
+
+
+def abort_read(_read: ReadEntry, leg: Leg, _event: ev.LegStopped, _now: float) -> Commands:
+    """NIXL cannot take back what was posted: the leg goes on until that is terminal."""
+    return [ev.AbortRead(leg)]
+
+
+def abort_delegate(_read: ReadEntry, leg: Leg, _event: ev.LegStopped, _now: float) -> Commands:
+    """The other agent writes until it says that it does not."""
+    return [ev.StopDelegate(leg)]
+
+
+def abandon(_read: ReadEntry, leg: Leg, _event: ev.EngineGone, _now: float) -> Commands:
+    """The other agent loses the engine as well, and sees to its own memory."""
+    leg.state = OVER
+    return []
+
+
+def ignore(_read: ReadEntry, _leg: Leg, _event: Any, _now: float) -> Commands:
+    """It comes too late to matter, or the leg has to go on to its own end."""
+    return []
+
+
+def _begin(read: ReadEntry, leg: Leg, stage: Stage) -> Commands:
+    match stage:
+        case Stage.PACK:
+            leg.state = PACKING
+            return [ev.AskPack(read.key, leg, tuple(read.read_slots.pop(leg.source, ())))]
+        case Stage.READ:
+            leg.state = READING
+            return [ev.PostRead(read.key, leg)]
+        case Stage.COPY:
+            leg.state = COPYING
+            return [ev.StartCopy(read.key, leg)]
+        case Stage.DELEGATE:
+            leg.state = DELEGATED
+            return [ev.AskDelegate(read.key, leg)]
+
+
+def _fail(read: ReadEntry, leg: Leg, error: KVBusError) -> Commands:
+    """The leg is over, and its read has failed; the first error counts."""
+    leg.state = OVER
+    read.error = read.error or error
+    return []
+
+
+def _put_back(read: ReadEntry, leg: Leg) -> None:
+    """The slot there is not needed any more."""
+    if leg.slot_id is not None:
+        read.read_slots.setdefault(leg.source, []).append(leg.slot_id)
+    leg.slot_id = leg.slot_expires_at = None
+
+
+TRANSITIONS: Mapping[tuple[LegState, type[Any]], Transition[LegState]] = {
+    (WANTED, ev.LegDue): Transition(start, (PACKING, READING, COPYING, DELEGATED)),
+    (PACKING, ev.SlotPacked): Transition(take_packed, (PACKED, READING)),
+    (PACKING, ev.PackFailed): Transition(fail_pack, (OVER,)),
+    (PACKING, ev.LegStopped): Transition(drop, (OVER,)),
+    (PACKED, ev.SlotGranted): Transition(read_into_slot, (READING,)),
+    (PACKED, ev.LegStopped): Transition(drop, (OVER,)),
+    (READING, ev.ReadEnded): Transition(land, (COPYING, OVER)),
+    (READING, ev.LegStopped): Transition(abort_read, (READING,)),
+    (COPYING, ev.CopyEnded): Transition(end_copy, (OVER,)),
+    (COPYING, ev.LegStopped): Transition(ignore, (COPYING,)),
+    (DELEGATED, ev.DelegateEnded): Transition(end_delegate, (OVER,)),
+    (DELEGATED, ev.LegStopped): Transition(abort_delegate, (DELEGATED,)),
+    (DELEGATED, ev.EngineGone): Transition(abandon, (OVER,)),
+}
