@@ -31,7 +31,7 @@ class StagingDevices:
     async def open(cls, config: AgentConfig, transport: Transport) -> "StagingDevices":
         """The places that the configuration asks for, with the host's slots made and registered.
 
-        Imports torch, which takes seconds the first time; in a thread. Raises `SegmentError`.
+        Raises `SegmentError`.
         """
         num_slots = config.staging_bytes // config.slot_bytes
         places = cls(transport, num_slots=num_slots, slot_bytes=config.slot_bytes)

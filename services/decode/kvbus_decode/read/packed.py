@@ -6,9 +6,10 @@ only when nothing can write into it any more.
 
 import asyncio
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvbus.agent.process.guard import guarded
@@ -76,7 +77,9 @@ class PackedReader:
         return sum(ring.num_in_use for ring in self._rings.values())
 
     def start(self, read: PieceRead, jobs: Jobs) -> None:
-        """Read a piece that `cut` made jobs of."""
+        """Read a piece that `cut` made jobs of; for the first, torch is imported meanwhile."""
+        if jobs.path is Path.PACKED:
+            self._copiers.prepare()
         for _ in range(min(self._config.boxes_in_flight, len(jobs.waiting))):
             read.begin()
             self._agent.tasks.start_soon(self._work, read, jobs)
@@ -117,7 +120,7 @@ class PackedReader:
                 else:
                     staging, slot = await self._own_slot(read, job, taken)
                     rows, local = whole_slot(packed, staging, slot), staging.memory
-                    content = staging.tensor(slot)
+                    content = partial(staging.tensor, slot)
                 kinds = local, packed.memory
                 num_bytes = await self._read(read, job.source, rows, kinds)
             finally:
@@ -158,14 +161,14 @@ class PackedReader:
                 slot_lease_s=packed.slot_lease_s,
             )
 
-    async def _scatter(self, piece: Piece, job: Job, content: Any) -> None:
+    async def _scatter(self, piece: Piece, job: Job, content: Callable[[], Any]) -> None:
         """From a slot of ours, a uint8 tensor, into the engine's blocks; in a thread."""
         engine = piece.route.engine
 
         def copy(memory: "PagedMemory") -> None:
             from kvbus.memory.copying import Slot, scatter  # noqa: PLC0415  # imports torch
 
-            scatter(memory, piece.target[job.box.group], job.box, Slot(content, job.order))
+            scatter(memory, piece.target[job.box.group], job.box, Slot(content(), job.order))
 
         rank = engine.ranks[job.share.reader]
         await self._copiers.run(copy, engine=engine, memory=rank, group=job.group)
