@@ -7,9 +7,9 @@ from weakref import WeakKeyDictionary
 
 import structlog
 
-from kvbus.agent.process.calibration import calibrated_rates
+from kvbus.agent.process.calibration import Calibration
 from kvbus.agent.process.service import Agent
-from kvbus.planning import Path, PeerRates, Rates
+from kvbus.planning import Path, PeerRates
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.peer.route import Route
 from kvbus_decode.read.open_paths import no_common_order, open_paths
@@ -25,10 +25,15 @@ class PathChooser:
 
     def __init__(self, agent: Agent, config: DecodeConfig) -> None:
         self._agent, self._config = agent, config
-        self._rates = Rates(slots_in_flight=config.boxes_in_flight)
+        self._calibration = Calibration(
+            slots_in_flight=config.boxes_in_flight, on_change=self._forget_peers
+        )
         self._by_route: WeakKeyDictionary[Route, PeerRates] = WeakKeyDictionary()
+        self._packed_since: WeakKeyDictionary[Route, float] = WeakKeyDictionary()
+        """When the first piece of each route had come through slots."""
         if config.calibrate:
-            agent.tasks.start_soon(self._calibrate)
+            name = f"{agent.transport.name}-calibration"
+            agent.tasks.start_soon(self._calibration.measure_reads, name)
 
     def choose(self, read: PieceRead) -> tuple[Path, int]:
         """The path of a piece, and the size of its boxes in bytes, 0 without.
@@ -52,18 +57,28 @@ class PathChooser:
         choice = self._peer(piece.route).choose(read.shape, paths=paths)
         if choice.box_bytes is None:
             return choice.path, 0
+        if self._config.calibrate and not self._calibration.copies_asked:
+            self._agent.tasks.start_soon(self._calibration.measure_copies)
         return choice.path, min(
             slot_bytes, max(choice.box_bytes, work.least_box_bytes(choice.path))
         )
 
     def observe(self, read: PieceRead, path: Path, seconds: float) -> None:
-        """A piece has landed; short ones say nothing of the rates."""
-        if read.shape is not None:
-            self._peer(read.piece.route).observe(read.shape, path, seconds=seconds)
+        """A piece has landed; short ones say nothing of the rates.
 
-    async def _calibrate(self) -> None:
-        name = f"{self._agent.transport.name}-calibration"
-        self._rates = await calibrated_rates(name, slots_in_flight=self._config.boxes_in_flight)
+        Nor do those that began before the first had come through slots: for that one, both agents
+        may have imported torch.
+        """
+        if read.shape is None:
+            return
+        route, now = read.piece.route, self._agent.loop.time()
+        if path is not Path.DIRECT and now - seconds < self._packed_since.setdefault(route, now):
+            return
+        self._peer(route).observe(read.shape, path, seconds=seconds)
+
+    def _forget_peers(self) -> None:
+        """What was learned of each is a correction of rates that are others now."""
+        self._by_route.clear()
 
     def _is_plain(self, piece: Piece) -> bool:
         """Whether direct is best without asking the model.
@@ -71,7 +86,7 @@ class PathChooser:
         Its descriptors cost less than the first request of the other paths would, or than half of
         a gather of its bytes.
         """
-        rates = self._rates
+        rates = self._calibration.rates
         spent_s = _num_descriptors(piece) * rates.seconds_per_descriptor
         if spent_s <= rates.seconds_per_request:
             return True
@@ -81,7 +96,8 @@ class PathChooser:
         known = self._by_route.get(route)
         if known is None:
             slot_bytes = max(1, self._slot_bytes(route))
-            known = self._by_route[route] = PeerRates(self._rates, slot_bytes=slot_bytes)
+            rates = self._calibration.rates
+            known = self._by_route[route] = PeerRates(rates, slot_bytes=slot_bytes)
         return known
 
     def _slot_bytes(self, route: Route) -> int:
