@@ -77,7 +77,7 @@ class Packing:
     def admit(self, asked: ev.SlotWanted) -> None:
         """The offer has the box, and its lease is live."""
         if isinstance(asked.work, Gather):
-            self._slots.dispatch(asked.work.memory.place, asked)
+            self._slots.dispatch(asked.work.memory.device, asked)
 
     def end_lease(self, offer_id: str, epoch: int) -> None:
         """Nothing that was gathered under this lease is valid any more."""
@@ -210,7 +210,7 @@ class Packing:
 
         await guarded(copy, failures.append)
         ended = ev.GatherEnded(slot_id, failures[0] if failures else None)
-        self._slots.dispatch(gather.memory.place, ended)
+        self._slots.dispatch(gather.memory.device, ended)
 
 
 def _timed_gather(paged: "PagedMemory", work: Gather, buffer: Any) -> float:

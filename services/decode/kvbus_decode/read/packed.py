@@ -147,7 +147,7 @@ class PackedReader:
         self, read: PieceRead, job: Job, taken: ExitStack
     ) -> tuple[SlotMemory, int]:
         """A slot of ours beside the rank that the box is for, which ``taken`` gives back."""
-        ring = self._slots(read.piece.route.engine.ranks[job.share.reader].place)
+        ring = self._slots(read.piece.route.engine.ranks[job.share.reader].device)
         slot = await read.unless_stopped(ring.take(job.source.peer))
         taken.callback(ring.give, slot)
         return ring.staging, slot
