@@ -3,11 +3,12 @@
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvbus.engine import DecodeSession, PrefillSession
-from tests.agents import AgentProcess, Agents, agents_ended
+from tests.agents import AgentProcess, Agents, agents_ended, wait_until
 from tests.engines import Engine, engine, works
 from tests.memories import Memory
 
@@ -19,17 +20,22 @@ UNREGISTERED = Memory(direct=False)
 
 @pytest.fixture(scope="module")
 def measured() -> Iterator[Agents]:
-    """A prefill agent, and a decode agent that measures, as both do outside of tests."""
+    """A prefill agent, a decode agent with default rates, and one that measures."""
     with agents_ended(Agents) as agents:
-        agents.start(agents.prepare("prefill"), agents.prepare("decode", calibrate=True))
-        agents.all[1].says("rates.measured", part="reads")
+        agents.start(
+            agents.prepare("prefill"),
+            agents.prepare("decode"),
+            agents.prepare("decode", calibrate=True),
+        )
         yield agents
 
 
 @asynccontextmanager
-async def two_engines(agents: Agents, memory: Memory) -> AsyncIterator[tuple[Engine, Engine]]:
+async def two_engines(
+    agents: list[AgentProcess], memory: Memory
+) -> AsyncIterator[tuple[Engine, Engine]]:
     """Engines of equal shape."""
-    prefill, decode = agents.all
+    prefill, decode = agents
     async with (
         engine(PrefillSession, prefill.attach, memory=memory, seed=1) as source,
         engine(DecodeSession, decode.attach, memory=memory, seed=2) as target,
@@ -38,24 +44,31 @@ async def two_engines(agents: Agents, memory: Memory) -> AsyncIterator[tuple[Eng
 
 
 async def test_agents_stay_without_torch_through_a_direct_handoff(measured):
-    before = [imported_torch(agent) for agent in measured.all]
-    anonymous = [anonymous_bytes(agent) for agent in measured.all]
-    async with two_engines(measured, Memory()) as pair:
+    agents = measured.all[:2]
+    before = [imported_torch(agent) for agent in agents]
+    anonymous = [anonymous_bytes(agent) for agent in agents]
+    async with two_engines(agents, Memory()) as pair:
         assert await works(*pair)
-        after = [imported_torch(agent) for agent in measured.all]
-        anonymous += [anonymous_bytes(agent) for agent in measured.all]
+        after = [imported_torch(agent) for agent in agents]
+        anonymous += [anonymous_bytes(agent) for agent in agents]
 
     assert before == after == [False, False]
     assert max(anonymous) < MAX_ANONYMOUS_BYTES
 
 
 async def test_what_passes_through_slots_brings_torch_and_then_the_rates_of_copies(measured):
-    async with two_engines(measured, UNREGISTERED) as pair:
+    agents = [measured.all[0], measured.all[2]]
+    async with two_engines(agents, UNREGISTERED) as pair:
         assert await works(*pair)
         assert await works(*pair)
 
-        assert [imported_torch(agent) for agent in measured.all] == [True, True]
-    assert measured.all[1].says("rates.measured", part="copies")
+        assert [imported_torch(agent) for agent in agents] == [True, True]
+    wait_until(lambda: rates_of(agents[1], "copies"), "copies are measured")
+
+
+def rates_of(decode: AgentProcess, part: str) -> list[Any]:
+    events = ("rates.measured", "rates.defaulted")
+    return [line for event in events for line in decode.logged(event, part=part)]
 
 
 def imported_torch(agent: AgentProcess) -> bool:
