@@ -48,7 +48,7 @@ class StandIn:
     def __init__(self) -> None:
         self.memory: dict[bytes, torch.Tensor] = {}
         self.num_open = self.num_copies = 0
-        self.rings: list[SlotMemory] = []
+        self.slots: list[SlotMemory] = []
         self.events: list[tuple[bytes, ...]] = []
 
     def open(self, passed: PassCuda) -> OpenedHandle:
@@ -67,10 +67,10 @@ class StandIn:
         self.num_copies += 1
         return copy()
 
-    async def ring(self, transport: Transport, gpu: str, **shape: int) -> SlotMemory:
+    async def open_slots(self, transport: Transport, gpu: str, **shape: int) -> SlotMemory:
         assert gpu == GPU
-        self.rings.append(await SlotMemory.open(transport, **shape))
-        return self.rings[-1]
+        self.slots.append(await SlotMemory.open(transport, **shape))
+        return self.slots[-1]
 
 
 @pytest.fixture
@@ -79,7 +79,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> StandIn:
     made = StandIn()
     monkeypatch.setattr(rank_memory, "_open_cuda", made.open)
     monkeypatch.setattr(rank_memory, "_open_stream", made.stream)
-    monkeypatch.setattr(devices, "open_gpu_slots", made.ring)
+    monkeypatch.setattr(devices, "open_gpu_slots", made.open_slots)
     return made
 
 

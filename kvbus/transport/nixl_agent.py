@@ -3,8 +3,12 @@
 Refuses to schedule: it does what it is asked at once, on the thread that asks.
 """
 
+import contextlib
 import logging
 import os
+import sys
+from collections.abc import Iterator
+from types import ModuleType
 from typing import Any
 
 from kvbus.errors import KVBusError, PeerLost, SegmentError, TransferFailed
@@ -12,18 +16,43 @@ from kvbus.transport.slicing import Rows
 from kvbus.transport.types import MemoryKind, Registration
 
 
+# Which of its packages nixl loads (nixl_cu12, nixl_cu13, ...) follows the CUDA of this process. It
+# looks at these, in this order, and the first that names a CUDA decides:
+#
+#   1. torch, cuda-python or cupy, where one is imported already
+#   2. the file torch/version.py, read from the disk without an import of torch
+#   3. `from torch.version import cuda`, which imports torch: 1 s and 190 MB
+#
+# Step 3 is reached only where step 2 found a torch for CPUs, or none; it then reads the same file
+# once more, and says the same: no CUDA. So a module that stands in for torch.version, and names no
+# CUDA, changes nothing of the choice and spares the import. Steps 1 and 2 do not see it: where
+# torch is imported it is not put there, and find_spec("torch") asks for another module.
+@contextlib.contextmanager
+def _torch_not_imported() -> Iterator[None]:
+    if "torch" in sys.modules:
+        yield
+        return
+    stand_in = ModuleType("torch.version")
+    vars(stand_in)["cuda"] = None
+    sys.modules[stand_in.__name__] = stand_in
+    try:
+        yield
+    finally:
+        del sys.modules[stand_in.__name__]
+
+
 def _import_nixl() -> tuple[Any, Any]:
     """Import NIXL without letting it take over the process's output.
 
     Its C++ core prints every error that it also raises, UCX warns on its own, and its Python
     logger attaches a stdout handler and turns `logging.raiseExceptions` off. Set `NIXL_LOG_LEVEL`
-    or `UCX_LOG_LEVEL` to hear them. It costs 40 ms, and 1 s more where torch is installed without
-    CUDA and not imported yet: nixl then imports torch to ask it for its CUDA version.
+    or `UCX_LOG_LEVEL` to hear them.
     """
     os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
     os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
     raise_exceptions = logging.raiseExceptions
-    from nixl import _api, _bindings  # noqa: PLC0415  # the environment is read while it loads
+    with _torch_not_imported():
+        from nixl import _api, _bindings  # noqa: PLC0415  # the environment is read while it loads
 
     logger = logging.getLogger("nixl")
     logger.handlers.clear()

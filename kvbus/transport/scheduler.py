@@ -41,6 +41,18 @@ class ReadJob:
         """Whether a further slice of it should be posted."""
         return not (self.aborted or self.error or self.slices.exhausted)
 
+    # A job outlives its read: the `Read` of its caller refers to it, and so does the queue of a
+    # lane that is held up. Its callback refers to the caller, who holds the `Read`:
+    #
+    #     caller ──▶ Read ──▶ job ──▶ on_end ──▶ caller
+    #
+    # Such a circle would keep the descriptors, megabytes of a long read, until the garbage
+    # collector comes; and so would the traceback of an error.
+    def clear(self) -> None:
+        """Let go of descriptors, callback and error, once it has ended."""
+        self.slices.clear()
+        self.on_end, self.error = _no_outcome, None
+
     def outcome(self, now: float) -> ReadOutcome:
         """What became of it; only asked once nothing of it is outstanding."""
         status = ReadStatus.DONE
@@ -60,6 +72,10 @@ class ReadJob:
             post_s=self.post_s,
             transfer_s=self.transfer_s,
         )
+
+
+def _no_outcome(_: ReadOutcome) -> None:
+    """The callback of a read that has ended."""
 
 
 @dataclass(slots=True, eq=False)
@@ -245,3 +261,4 @@ class ReadScheduler:
         job.ended = True
         del self._jobs[job]
         self._on_end(job)
+        job.clear()

@@ -51,7 +51,7 @@ def split_long_rows(rows: Rows, max_bytes: int) -> Rows:
 class Slices:
     """The slices of one read, cut as they are taken.
 
-    The arrays are kept, not copied: the caller does not change them before the read ends.
+    The arrays are kept, not copied, until `clear`: the caller does not change them before.
     """
 
     __slots__ = ("_ends", "_local", "_next_row", "_remote", "_slice_bytes", "_slice_rows")
@@ -73,6 +73,11 @@ class Slices:
     def exhausted(self) -> bool:
         """Whether every row was taken."""
         return self._next_row >= len(self._local)
+
+    def clear(self) -> None:
+        """Let go of the arrays; nothing is left to take."""
+        self._local = self._remote = np.empty((0, 3), np.uint64)
+        self._ends = np.empty(0, np.uint64)
 
     def take(self) -> tuple[Rows, Rows, int]:
         """The next slice: local rows, remote rows, bytes."""

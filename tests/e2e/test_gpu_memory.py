@@ -47,15 +47,15 @@ async def test_every_byte_arrives_through_the_slots_of_each_sides_place(folders,
             made(places[0], PrefillSession, prefill.attach, 1) as source,
             made(places[1], DecodeSession, decode.config.attach_path, 2) as target,
         ):
-            for ring in gpu.rings:
-                ring._tensor.fill_(255)
+            for slots in gpu.slots:
+                slots._segment.tensor.fill_(255)
             for num_tokens, first_token in ((200, 0), (71, 60), (13, 5)):
                 fetched = await hand_over(source, target, num_tokens, first_token=first_token)
 
                 assert fetched.path == "packed"
             assert gpu.num_copies >= 3 * places.count("gpu")
-            assert len(gpu.rings) == gpu.num_open == places.count("gpu")
-            assert all(ring._tensor.ne(255).any() for ring in gpu.rings)
+            assert len(gpu.slots) == gpu.num_open == places.count("gpu")
+            assert all(slots._segment.tensor.ne(255).any() for slots in gpu.slots)
             assert decode.service.counts()["slots"] == 0
 
             engines = [agent.agent.engines for agent in (prefill.runtime, decode)]
@@ -80,7 +80,7 @@ async def test_a_slot_is_read_as_the_kind_of_memory_that_it_is_of(folders, gpu, 
             engine_on(gpu, PrefillSession, prefill.attach, seed=1) as source,
             engine_on(gpu, DecodeSession, decode.config.attach_path, seed=2) as target,
         ):
-            gpu.rings[side == "decode"].memory = "VRAM"  # which NIXL was not told
+            gpu.slots[side == "decode"].memory = "VRAM"  # which NIXL was not told
             offer = await source.prefill.offer("r", num_tokens=16, block_ids={"full": [1]})
             fetch = target.decode.fetch(offer.ticket, num_tokens=16, block_ids={"full": [2]})
             failure = await failure_of(fetch)

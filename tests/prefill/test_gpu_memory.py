@@ -30,16 +30,16 @@ async def test_a_box_is_gathered_on_the_stream_into_a_slot_of_the_gpu(
     ):
         done = await reader.ask(handshake(case), HandshakeDone)
         packed = await case.packed()
-        (ring,) = gpu.rings
-        number = (packed.address - ring.address(0)) // ring.slot_bytes
-        content = ring.tensor(number)[: packed.num_bytes]
+        (slots,) = gpu.slots
+        number = (packed.address - slots.address(0)) // slots.slot_bytes
+        content = slots.tensor(number)[: packed.num_bytes]
 
         assert torch.equal(content, case.wanted())
         assert gpu.num_copies == 1
         assert gpu.events == [(bytes(64),)]
         assert done.memory.addresses == ({},)
-        assert agent.runtime.agent.staging.registrations(case.local.places) == [ring.registration]
-        assert case.local.places == {GPU}
+        assert agent.runtime.agent.staging.registrations(case.local.devices) == [slots.registration]
+        assert case.local.devices == {GPU}
 
 
 async def test_all_engines_of_a_gpu_share_its_slots(agent: PrefillAgent, gpu: StandIn) -> None:
@@ -47,10 +47,10 @@ async def test_all_engines_of_a_gpu_share_its_slots(agent: PrefillAgent, gpu: St
         engine_on(gpu, PrefillSession, agent.attach, seed=1) as one,
         engine_on(gpu, PrefillSession, agent.attach, seed=2) as other,
     ):
-        places = [agent.local(source).places for source in (one, other)]
+        places = [agent.local(source).devices for source in (one, other)]
 
         assert places == [{GPU}, {GPU}]
-        assert len(gpu.rings) == 1
+        assert len(gpu.slots) == 1
         registered_bytes = agent.runtime.transport.stats().registered_bytes
         assert registered_bytes == 2 * SETTINGS["staging_bytes"]
 

@@ -417,7 +417,7 @@ class OfferInterleavings(RuleBasedStateMachine):
             assert offer.state == (OfferState.SEALED if expected[offer_id].sealed else "open")
             held = offer.lease and (offer.lease.epoch, offer.lease.reader_id)
             assert held == (lease and lease[:2])
-            assert offer.deadline == (lease[2] if lease else expected[offer_id].expires_at)
+            assert offer.due_at == (lease[2] if lease else expected[offer_id].expires_at)
 
     def teardown(self) -> None:
         """In the end every offer was reported once, as the oracle says."""

@@ -42,20 +42,20 @@ async def test_its_addresses_go_without_waiting_for_late_reads(folder: Path) -> 
         assert sum(mapped) == 1
 
 
-async def test_boxes_of_a_place_lie_in_the_slots_of_that_place(
+async def test_boxes_of_a_device_lie_in_the_slots_of_that_device(
     agent: PrefillAgent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    places = agent.runtime.agent.staging
-    shape = {"num_slots": places.num_slots, "slot_bytes": places.slot_bytes}
+    devices = agent.runtime.agent.staging
+    shape = {"num_slots": devices.num_slots, "slot_bytes": devices.slot_bytes}
     there = await SlotMemory.open(agent.runtime.transport, **shape)
-    monkeypatch.setitem(places._rings, "there", there)
+    monkeypatch.setitem(devices._slots, "there", there)
     there.memory, there.device = "VRAM", 5
     async with (
         agent.engine(memory=STAGED) as source,
         agent.engine() as other,
         agent.reader() as reader,
     ):
-        agent.local(source).ranks[0].place = "there"
+        agent.local(source).ranks[0].device = "there"
         async with (
             leased(agent, source, reader) as case,
             leased(agent, other, reader) as here,
@@ -91,4 +91,4 @@ async def test_boxes_of_a_place_lie_in_the_slots_of_that_place(
 
 
 def _registrations(agent: PrefillAgent, case: Case) -> list[Registration]:
-    return agent.runtime.agent.staging.registrations(case.local.places)
+    return agent.runtime.agent.staging.registrations(case.local.devices)

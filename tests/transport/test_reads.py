@@ -2,12 +2,15 @@
 
 import signal
 import threading
+import weakref
+from concurrent.futures import Future
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvbus.errors import ErrorCode, LocalError, TransferFailed
-from kvbus.transport import ReadStatus, TransportLimits
+from kvbus.transport import ReadOutcome, ReadStatus, TransportLimits
 
 MIB = 1 << 20
 
@@ -154,3 +157,30 @@ def test_wrong_arrays_are_refused_before_anything_is_posted(start_reader, local,
         reader.transport.read("peer", local, remote, on_end=print)
 
     assert reader.transport.stats().outstanding_reads == 0
+
+
+class Caller:
+    """Holds its read and is what the read calls back, as callers do."""
+
+    def __init__(self) -> None:
+        self.read: Any = None
+        self.ended: Future[ReadStatus] = Future()
+
+    def on_end(self, outcome: ReadOutcome) -> None:
+        self.ended.set_result(outcome.status)
+
+
+def test_a_read_that_has_ended_keeps_neither_its_descriptors_nor_its_caller(start_reader):
+    transport, caller = start_reader().transport, Caller()
+    rows = np.ones((1, 3), np.uint64)
+    kept = weakref.ref(rows), weakref.ref(caller)
+    caller.read = transport.read("nobody", rows, rows, on_end=caller.on_end)
+    ended, read = caller.ended, caller.read
+    del rows, caller
+
+    status = ended.result(20)
+    transport.metadata().result(20)  # what the thread did before is over
+
+    assert status is ReadStatus.FAILED
+    assert [ref() for ref in kept] == [None, None]
+    read.abort()

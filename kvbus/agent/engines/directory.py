@@ -231,7 +231,7 @@ class EngineDirectory:
             joined = self._join(process, wanted)  # another process may have come in between
             if process.gone or engine.lost:
                 raise LocalError("the process ended", code=ErrorCode.ENGINE_LOST)
-            joined.check_place(memory.rank.rank)
+            joined.check_rank_is_here(memory.rank.rank)
             joined.check_whole(memory.rank)
             joined.ranks[memory.rank.rank] = memory
             joined.rank_boots[memory.rank.rank] = process.boot

@@ -86,9 +86,9 @@ class LocalEngine:
         return self.spec.num_ranks - len(known)
 
     @property
-    def places(self) -> set[str]:
+    def devices(self) -> set[str]:
         """Where the memory of the ranks here is."""
-        return {rank.place for rank in self.ranks.values()}
+        return {rank.device for rank in self.ranks.values()}
 
     @property
     def registrations(self) -> list[Registration]:
@@ -112,7 +112,7 @@ class LocalEngine:
         if problem:
             raise GeometryError(f"engine '{self.engine_id}': {problem}", field="others")
 
-    def check_place(self, rank: int) -> None:
+    def check_rank_is_here(self, rank: int) -> None:
         """Raise `GeometryError` if the control session said that ``rank`` is elsewhere."""
         for other in self.others:
             if rank in other.ranks:

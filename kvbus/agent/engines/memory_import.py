@@ -1,6 +1,6 @@
 """Takes the memory that an engine process passes on the attach socket.
 
-Refuses memory that is staged only where the agent has no slots: nobody could ever read it.
+Refuses memory that stays unregistered where the agent has no slots: nobody could ever read it.
 """
 
 import structlog
@@ -15,7 +15,7 @@ log = structlog.get_logger()
 
 
 class MemoryImport:
-    """Maps what is passed; ``staging`` are the slots that staged memory needs."""
+    """Maps what is passed; ``staging`` are the slots that unregistered memory needs."""
 
     def __init__(self, staging: StagingDevices) -> None:
         self._staging = staging
@@ -33,9 +33,7 @@ class MemoryImport:
             self._staging.check_packs()
         mapping = await process.segments.add(passed, fds.pop())
         if not mapping.sealed:
-            log.warning(
-                "segment.unsealed", engine_id=process.engine_id, segment_id=passed.segment_id
-            )
+            log.info("segment.unsealed", engine_id=process.engine_id, segment_id=passed.segment_id)
         return SegmentPassed(sealed=mapping.sealed)
 
     async def import_cuda(self, process: EngineProcess, passed: PassCuda) -> Empty:

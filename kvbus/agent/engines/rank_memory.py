@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class RankMemory:
-    """One rank: its spec, and its segments, mapped; registered with NIXL unless staged only.
+    """One rank: its spec, and its segments, mapped; registered with NIXL or not.
 
-    ``place`` is where all of it is, and so the slots that it is copied to and from. On a GPU,
+    ``device`` is where all of it is, and so the slots that it is copied to and from. On a GPU,
     copies run on ``stream``.
     """
 
     rank: RankSpec
     mappings: Mapping[str, SegmentMapping | CudaMapping]
     registrations: tuple[Registration, ...]
-    place: str = HOST
+    device: str = HOST
     stream: CopyStream | None = None
     num_blocks: dict[str, int] = field(init=False)
     """Blocks that this rank's cache has, by group."""
@@ -70,16 +70,16 @@ class RankMemory:
 class Segments:
     """The segments that one engine process has passed, until it registers them or dies.
 
-    ``direct`` is False when one of them is staged only: then NIXL is told of none.
-    `register` and `unmap` take turns, so that neither finds the other half done.
+    ``direct`` is False when one of them stays unregistered: then NIXL is told of none.
+    `register` and `unmap` hold the lock, so that neither finds the other half done.
     """
 
     mappings: dict[str, SegmentMapping | CudaMapping] = field(default_factory=dict)
     registrations: dict[str, Registration] = field(default_factory=dict)
     direct: bool = True
     unmapped: bool = False
-    turn: anyio.Lock = field(default_factory=anyio.Lock)
-    _place: str | None = None
+    lock: anyio.Lock = field(default_factory=anyio.Lock)
+    _device: str | None = None
     _events: dict[bytes, None] = field(default_factory=dict)
 
     async def add(self, segment: PassSegment, fd: int) -> SegmentMapping:
@@ -107,11 +107,11 @@ class Segments:
             self._events[segment.event] = None
 
     async def register(self, rank: RankSpec, transport: Transport) -> RankMemory:
-        """Register every segment of ``rank``, unless it is staged only.
+        """Register every segment of ``rank``, unless one stays unregistered.
 
         Raises `LocalError` when a segment was not passed.
         """
-        async with self.turn:
+        async with self.lock:
             if self.unmapped:
                 raise _ended()
             self._check_passed(rank)
@@ -122,8 +122,8 @@ class Segments:
                     future = transport.register(mapping.address, mapping.size_bytes)
                     self.registrations[name] = await asyncio.wrap_future(future)
             registrations = tuple(self.registrations.values())
-            place, stream = self._place or HOST, await self._copy_stream()
-            return RankMemory(rank, self.mappings, registrations, place, stream)
+            device, stream = self._device or HOST, await self._copy_stream()
+            return RankMemory(rank, self.mappings, registrations, device, stream)
 
     def discard(self) -> None:
         """Give the bytes back to the machine now; the addresses stay, as private zeros.
@@ -136,7 +136,7 @@ class Segments:
     async def unmap(self, transport: Transport) -> None:
         """Deregister and give the addresses back; nothing may be in flight any more."""
         self.unmapped = True
-        async with self.turn:
+        async with self.lock:
             for registration in self.registrations.values():
                 await asyncio.wrap_future(transport.deregister(registration))
             self.registrations.clear()
@@ -144,19 +144,19 @@ class Segments:
             if failures:
                 raise failures[0]
 
-    def check_new(self, segment_id: str, place: str) -> None:
-        """Raise `LocalError` for a segment that was passed, or is apart from those that were."""
+    def check_new(self, segment_id: str, device: str) -> None:
+        """Raise `LocalError` for a segment that was passed, or is on another device than those."""
         if segment_id in self.mappings:
             raise LocalError(f"segment '{segment_id}' was passed already", segment_id=segment_id)
-        if self._place not in (None, place):
+        if self._device not in (None, device):
             raise LocalError(
-                f"segment '{segment_id}' is in {place}, those before it in {self._place}: a rank "
-                "has all of its memory in one place",
+                f"segment '{segment_id}' is on {device}, those before it on {self._device}: a rank "
+                "has all of its memory on one device",
                 segment_id=segment_id,
             )
 
-    def _keep(self, segment_id: str, mapping: SegmentMapping | CudaMapping, place: str) -> None:
-        self._place = place
+    def _keep(self, segment_id: str, mapping: SegmentMapping | CudaMapping, device: str) -> None:
+        self._device = device
         self.mappings[segment_id] = mapping
 
     async def _copy_stream(self) -> CopyStream | None:

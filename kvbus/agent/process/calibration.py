@@ -1,10 +1,12 @@
-"""Owns the measurement of an agent's rates, once, at its start.
+"""Owns the rates of an agent's machine: the defaults at first, then what was measured.
 
-Refuses to keep an agent from starting: what cannot be measured is taken from the defaults.
+Refuses to keep an agent from working: what cannot be measured stays at its default.
 """
 
 import os
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from functools import partial
 from typing import Any
 
 import anyio
@@ -17,25 +19,46 @@ from kvbus.transport.calibration import measure_reads
 log = structlog.get_logger()
 
 
-async def calibrated_rates(name: str, *, slots_in_flight: int) -> Rates:
-    """Rates of this machine, measured in a worker thread in some 0.2 s once torch is imported.
+class Calibration:
+    """Measures in worker threads: reads when the agent starts, copies once there is one to make.
 
-    ``name`` is the NIXL agent's, which contains the boot id.
+    Copies need torch, which most agents never import. So the choice of a path begins with default
+    rates of copies; `Rates` that differ a little choose the same path in most cases, and where they
+    do not, `PeerRates` corrects them by what fetches take. ``on_change`` follows each measurement.
     """
-    measured: dict[str, Any] = {}
-    for part, measure in (("reads", lambda: measure_reads(name)), ("copies", _measure_copies)):
+
+    def __init__(self, *, slots_in_flight: int, on_change: Callable[[], None]) -> None:
+        self.rates = Rates(num_cores=_num_cores(), slots_in_flight=slots_in_flight)
+        self._on_change = on_change
+        self.copies_asked = False
+
+    async def measure_reads(self, name: str) -> None:
+        """Takes some 0.2 s; ``name`` is the NIXL agent's, which contains the boot id."""
+        await self._measure("reads", partial(measure_reads, name))
+
+    async def measure_copies(self) -> None:
+        """Takes some 0.1 s once torch is imported; a second call changes nothing."""
+        if self.copies_asked:
+            return
+        self.copies_asked = True
+        await self._measure("copies", _measure_copies)
+
+    async def _measure(self, part: str, measure: Callable[[], Any]) -> None:
         try:
-            measured |= asdict(await anyio.to_thread.run_sync(measure))
+            measured = asdict(await anyio.to_thread.run_sync(measure))
         except KVBusError as error:
             log.warning("rates.defaulted", part=part, code=error.code.value, error=str(error))
-    rates = Rates(num_cores=_num_cores(), slots_in_flight=slots_in_flight, **measured)
-    log.info("rates.measured", **asdict(rates))
-    return rates
+            return
+        self.rates = replace(self.rates, **measured)
+        self._on_change()
+        log.info("rates.measured", part=part, **asdict(self.rates))
 
 
 def _measure_copies() -> Any:
     from kvbus.memory.copy_rates import measure_copies  # noqa: PLC0415  # imports torch: seconds
+    from kvbus.memory.threads import copy_on_one_thread  # noqa: PLC0415
 
+    copy_on_one_thread()  # first: what follows gives torch back the threads that it found
     return measure_copies()
 
 

@@ -1,7 +1,7 @@
 """Owns the threads that copy between the memory of local engines and staging slots.
 
-Refuses to copy for an engine that is lost. What runs when that happens goes on: the addresses must
-stay until `quiesce` returns. Never runs on the event loop.
+Nothing is copied for an engine that is lost. What runs when that happens goes on: the addresses
+must stay until `quiesce` returns.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, TypeVar
 
 import anyio
@@ -33,9 +33,23 @@ class Copiers:
     """
 
     def __init__(self, *, num_threads: int) -> None:
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="kvbus-copy")
+        self._threads = ThreadPoolExecutor(
+            num_threads, thread_name_prefix="kvbus-copy", initializer=_import_torch
+        )
+        self._ready: Future[None] | None = None
         self._paged: dict[tuple[RankMemory, str], PagedMemory] = {}
         self._running: dict[LocalEngine, set[anyio.Event]] = defaultdict(set)
+
+    @property
+    def ready(self) -> bool:
+        """Whether a copy starts at once, as torch is imported."""
+        return self._ready is not None and self._ready.done()
+
+    def prepare(self) -> Future[None]:
+        """Have torch imported in a thread, once; done when it is."""
+        if self._ready is None:
+            self._ready = self._threads.submit(_nothing)
+        return self._ready
 
     async def run(
         self,
@@ -83,6 +97,20 @@ class Copiers:
         """The engine is lost: keep no tensors of its memory."""
         lost = set(engine.ranks.values())
         self._paged = {key: paged for key, paged in self._paged.items() if key[0] not in lost}
+
+
+# The first thread that copies imports torch, not the agent at its start: most agents never copy, as
+# their engines have equal shapes, and torch takes 1 to 2 s and 190 MB. Its import stops the event
+# loop for as long as its largest library takes to load (a third of a second on a quiet machine).
+# So whatever counts seconds of a lease must not start before `ready`.
+def _import_torch() -> None:
+    from kvbus.memory.threads import copy_on_one_thread  # noqa: PLC0415  # imports torch
+
+    copy_on_one_thread()
+
+
+def _nothing() -> None:
+    """The work that makes the first thread start."""
 
 
 def _paged_memory(memory: RankMemory, group: GroupSpec) -> PagedMemory:

@@ -1,6 +1,6 @@
-"""The places of KV memory, and the ring of staging slots that each of them has.
+"""The devices that KV memory is on, and the staging slots beside each of them.
 
-Refuses slots in a place of which no memory was passed, and all of them when packing is turned off.
+Refuses slots of a device of which no memory was passed, and all of them when packing is turned off.
 """
 
 import anyio
@@ -12,11 +12,11 @@ from kvbus.errors import ConfigError, ErrorCode, LocalError
 from kvbus.transport import Registration, Transport
 
 HOST = "host"
-"""The place of all memory that is not a GPU's; those are known by their UUIDs."""
+"""All memory that is not a GPU's; GPUs are known by their UUIDs."""
 
 
 class StagingDevices:
-    """The slots of an agent, place by place: the host's from the start, a GPU's once it is used.
+    """The slots of an agent, device by device: the host's from the start, a GPU's once it is used.
 
     All have ``num_slots`` slots of ``slot_bytes``; both are 0 when packing is turned off.
     """
@@ -24,22 +24,22 @@ class StagingDevices:
     def __init__(self, transport: Transport, *, num_slots: int, slot_bytes: int) -> None:
         self.num_slots, self.slot_bytes = num_slots, slot_bytes if num_slots else 0
         self._transport = transport
-        self._rings: dict[str, SlotMemory] = {}
-        self._turn = anyio.Lock()
+        self._slots: dict[str, SlotMemory] = {}
+        self._lock = anyio.Lock()
 
     @classmethod
     async def open(cls, config: AgentConfig, transport: Transport) -> "StagingDevices":
-        """The places that the configuration asks for, with the host's slots made and registered.
+        """What the configuration asks for, with the host's slots made and registered.
 
-        Imports torch, which takes seconds the first time; in a thread. Raises `SegmentError`.
+        Raises `SegmentError`.
         """
         num_slots = config.staging_bytes // config.slot_bytes
-        places = cls(transport, num_slots=num_slots, slot_bytes=config.slot_bytes)
+        devices = cls(transport, num_slots=num_slots, slot_bytes=config.slot_bytes)
         if num_slots:
-            places._rings[HOST] = await SlotMemory.open(
+            devices._slots[HOST] = await SlotMemory.open(
                 transport, num_slots=num_slots, slot_bytes=config.slot_bytes
             )
-        return places
+        return devices
 
     @property
     def packs(self) -> bool:
@@ -54,17 +54,17 @@ class StagingDevices:
                 key="staging_bytes",
             )
 
-    def at(self, place: str) -> SlotMemory:
-        """The slots of a place; raises `LocalError` when it has none."""
-        ring = self._rings.get(place)
-        if ring is None:
+    def at(self, device: str) -> SlotMemory:
+        """The slots of a device; raises `LocalError` when it has none."""
+        slots = self._slots.get(device)
+        if slots is None:
             self.check_packs()
-            raise LocalError(f"no staging slots in {place}", code=ErrorCode.INTERNAL)
-        return ring
+            raise LocalError(f"no staging slots for {device}", code=ErrorCode.INTERNAL)
+        return slots
 
-    def registrations(self, places: set[str]) -> list[Registration]:
-        """What peers have to know of to read slots of these places; nothing without slots."""
-        return [ring.registration for place, ring in self._rings.items() if place in places]
+    def registrations(self, devices: set[str]) -> list[Registration]:
+        """What peers have to know of to read slots of these devices; nothing without slots."""
+        return [slots.registration for name, slots in self._slots.items() if name in devices]
 
     async def make(self, gpu: str) -> None:
         """Have slots for a GPU that this process sees, made by the first who asks.
@@ -72,18 +72,18 @@ class StagingDevices:
         Takes a second or so, as it measures. Raises `SegmentError`, `ConfigError`.
         """
         self.check_packs()
-        async with self._turn:
-            if gpu not in self._rings:
-                self._rings[gpu] = await open_gpu_slots(
+        async with self._lock:
+            if gpu not in self._slots:
+                self._slots[gpu] = await open_gpu_slots(
                     self._transport, gpu, num_slots=self.num_slots, slot_bytes=self.slot_bytes
                 )
 
     async def close(self) -> None:
         """Deregister and give back all; nothing may copy into it or out of it any more."""
-        for place in list(self._rings):
-            await self._rings.pop(place).close()
+        for device in list(self._slots):
+            await self._slots.pop(device).close()
 
     def unmap(self) -> None:
         """Give all back once the transport, closed without handles left, let go of it."""
-        for ring in self._rings.values():
-            ring.unmap()
+        for slots in self._slots.values():
+            slots.unmap()

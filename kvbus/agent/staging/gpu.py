@@ -1,6 +1,6 @@
-"""Makes the ring of staging slots for one GPU, in the memory that NIXL reads fastest.
+"""Makes the staging slots of one GPU, in the memory that NIXL reads fastest.
 
-Refuses to guess: it is measured with both, when the ring is made, and logged.
+Both kinds are measured when the slots are made, and the log says the result.
 """
 
 import asyncio
@@ -26,7 +26,7 @@ KINDS: tuple[MemoryKind, ...] = ("VRAM", "DRAM")
 async def open_gpu_slots(
     transport: Transport, gpu: str, *, num_slots: int, slot_bytes: int
 ) -> SlotMemory:
-    """The ring, registered; raises `SegmentError` when NIXL registers neither kind of memory."""
+    """The slots, registered; raises `SegmentError` when NIXL registers neither kind of memory."""
     ordinal = await anyio.to_thread.run_sync(_ordinal, gpu)
     rates: dict[MemoryKind, float] = {}
     for kind in KINDS:

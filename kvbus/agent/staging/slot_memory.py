@@ -1,7 +1,7 @@
 """Owns the staging memory of an agent: cut into slots, registered with NIXL, given back at the end.
 
-Refuses to say who uses which slot; that is the service's. The bytes of a slot are a uint8 tensor,
-which is only passed on here: `kvbus.memory` knows what to do with it.
+Who uses which slot is the service's to say. The bytes of a slot are a uint8 tensor, which is only
+passed on here: `kvbus.memory` knows what to do with it.
 """
 
 import asyncio
@@ -48,16 +48,15 @@ class SlotMemory:
         self.memory: MemoryKind = registration.memory
         self.device = registration.device
         self._segment, self._transport = segment, transport
-        self._tensor: Any = segment.tensor
 
     @classmethod
     async def open(cls, transport: Transport, *, num_slots: int, slot_bytes: int) -> Self:
-        """Make and register the memory, its pages present; raises `SegmentError`.
+        """Make and register the memory; raises `SegmentError`.
 
-        Imports torch, which takes seconds the first time; in a thread.
+        Its pages are reserved, and come into this process when a slot is first used.
         """
         size_bytes = num_slots * slot_bytes
-        segment = await anyio.to_thread.run_sync(lambda: _make(size_bytes))
+        segment = await anyio.to_thread.run_sync(_make, size_bytes)
         try:
             future = transport.register(segment.address, size_bytes)
             registration = await asyncio.wrap_future(future)
@@ -71,9 +70,12 @@ class SlotMemory:
         return self._segment.address + self._offset_bytes(slot)
 
     def tensor(self, slot: int) -> Any:
-        """The bytes of slot number ``slot``: a contiguous uint8 torch tensor, always the same."""
+        """The bytes of slot number ``slot``: a contiguous uint8 torch tensor.
+
+        Imports torch, which takes seconds the first time: call it in the thread that copies.
+        """
         offset_bytes = self._offset_bytes(slot)
-        return self._tensor[offset_bytes : offset_bytes + self.slot_bytes]
+        return self._segment.tensor[offset_bytes : offset_bytes + self.slot_bytes]
 
     async def close(self) -> None:
         """Deregister, then give the memory back; nothing may copy into it or out of it any more.
@@ -85,7 +87,6 @@ class SlotMemory:
 
     def unmap(self) -> None:
         """Give the memory back once the transport, closed without handles left, let go of it."""
-        self._tensor = None
         self._segment.close()
 
     def _offset_bytes(self, slot: int) -> int:
@@ -95,9 +96,4 @@ class SlotMemory:
 
 
 def _make(size_bytes: int) -> SharedSegment:
-    from kvbus.memory.threads import copy_on_one_thread  # noqa: PLC0415  # imports torch: seconds
-
-    copy_on_one_thread()
-    segment = SharedSegment(size_bytes, name="kvbus-staging")
-    segment.tensor.zero_()  # every page is mapped from here on
-    return segment
+    return SharedSegment(size_bytes, name="kvbus-staging")

@@ -44,7 +44,7 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
         ),
     ] = "auto"
     calibrate: Annotated[
-        bool, Meta(description="Whether rates are measured at the start; otherwise defaults.")
+        bool, Meta(description="Whether rates of this machine are measured; otherwise defaults.")
     ] = True
     copy_threads: Annotated[
         int, Meta(ge=1, le=64, description="Threads that scatter boxes into blocks.")

@@ -4,9 +4,12 @@ Refuses, as ``stale``, readers of memory that is not there any more; who may hav
 is the slot table's. The memory of an engine is not given back while a gather reads it.
 """
 
+import asyncio
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from kvbus.agent.engines.local_engine import LocalEngine
 from kvbus.agent.process.guard import guarded
@@ -74,7 +77,7 @@ class Packing:
     def admit(self, asked: ev.SlotWanted) -> None:
         """The offer has the box, and its lease is live."""
         if isinstance(asked.work, Gather):
-            self._slots.dispatch(asked.work.memory.place, asked)
+            self._slots.dispatch(asked.work.memory.device, asked)
 
     def end_lease(self, offer_id: str, epoch: int) -> None:
         """Nothing that was gathered under this lease is valid any more."""
@@ -116,6 +119,9 @@ class Packing:
         staging.check_packs()
         engine = self._engine(pack.engine_id, pack.memory_id)
         gather = check_box(engine, pack, max_bytes=staging.slot_bytes)
+        if not self._copiers.ready:
+            self._agent.tasks.start_soon(self._pack_when_ready, pack, call)
+            return
         at_home = engine.control is not None
         lease = pack.offer_id, pack.epoch
         asked = ev.SlotWanted(
@@ -143,6 +149,22 @@ class Packing:
             )
         )
 
+    # The first box waits for torch before its offer is asked and a slot is leased: the import can
+    # take longer than that lease. The reader counts the slot's lease from when it sent the request,
+    # so what the box waited here is added, and the slot is kept for as long again.
+    #
+    #     reader:   sent ─────────────────────────── lease_s + waited ──┤ no READ ends later
+    #     here:          received ── waited ── slot leased ── lease_s + waited ──────┤ slot is free
+    async def _pack_when_ready(self, pack: Pack, call: Call) -> None:
+        received_at = self._agent.loop.time()
+
+        async def retry() -> None:
+            await asyncio.wrap_future(self._copiers.prepare())
+            waited_s = self._agent.loop.time() - received_at
+            self._pack(replace(pack, slot_lease_s=pack.slot_lease_s + waited_s), call)
+
+        await guarded(retry, lambda error: refuse(self._agent.metrics, call, error))
+
     def _engine(self, engine_id: str, memory_id: str) -> LocalEngine:
         """The engine with exactly these processes; raises `LocalError` (``stale``)."""
         engine = self._agent.engines.engines.get(engine_id)
@@ -159,8 +181,7 @@ class Packing:
     def _execute(self, memory: SlotMemory, command: ev.Command) -> None:
         match command:
             case ev.StartGather(slot_id, slot, Gather() as gather):
-                buffer = memory.tensor(slot)
-                self._agent.tasks.start_soon(self._gather, slot_id, buffer, gather)
+                self._agent.tasks.start_soon(self._gather, slot_id, memory, slot, gather)
             case ev.ReplyPacked(Call() as call, slot_id, slot, num_bytes, slot_lease_s):
                 self._metrics.packed_bytes.inc(num_bytes)
                 packed = Packed(
@@ -175,12 +196,12 @@ class Packing:
             case ev.Refuse(Call() as call, error):
                 refuse(self._agent.metrics, call, error)
 
-    async def _gather(self, slot_id: int, buffer: Any, gather: Gather) -> None:
+    async def _gather(self, slot_id: int, memory: SlotMemory, slot: int, gather: Gather) -> None:
         failures: list[KVBusError] = []
 
         async def copy() -> None:
             taken_s = await self._copiers.run(
-                lambda paged: _timed_gather(paged, gather, buffer),
+                lambda paged: _timed_gather(paged, gather, memory.tensor(slot)),
                 engine=gather.engine,
                 memory=gather.memory,
                 group=gather.group,
@@ -189,7 +210,7 @@ class Packing:
 
         await guarded(copy, failures.append)
         ended = ev.GatherEnded(slot_id, failures[0] if failures else None)
-        self._slots.dispatch(gather.memory.place, ended)
+        self._slots.dispatch(gather.memory.device, ended)
 
 
 def _timed_gather(paged: "PagedMemory", work: Gather, buffer: Any) -> float:

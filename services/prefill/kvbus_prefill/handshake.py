@@ -62,7 +62,7 @@ async def _shake_hands(agent: Agent, config: PrefillConfig, handshake: Handshake
 
 async def _metadata(agent: Agent, engine: LocalEngine) -> tuple[bytes, ...]:
     """What NIXL needs to read the engine, or slots for it: a blob for each kind of memory."""
-    registrations = [*engine.registrations, *agent.staging.registrations(engine.places)]
+    registrations = [*engine.registrations, *agent.staging.registrations(engine.devices)]
     kinds = sorted({registration.memory for registration in registrations})
     futures = [
         agent.transport.metadata([one for one in registrations if one.memory == kind])

@@ -158,7 +158,7 @@ def _legs_of_share(
     if path is Path.REORDERED:
         order = reader_order(reader.rank.regions, group) or order
     stages = REORDERED if path is Path.REORDERED else PACKED
-    device = chunk.route.engine.ranks[share.reader].place
+    device = chunk.route.engine.ranks[share.reader].device
     span = chunk.spans[share.group]
     for box in cut_into_boxes(share, group, span, order=order, box_bytes=box_bytes):
         work = BoxJob(chunk, plan.source, share, group, box, order)

@@ -5,9 +5,9 @@ from weakref import WeakKeyDictionary
 
 import structlog
 
-from kvbus.agent.process.calibration import calibrated_rates
+from kvbus.agent.process.calibration import Calibration
 from kvbus.agent.process.service import Agent
-from kvbus.planning import FetchShape, Path, PeerRates, Rates
+from kvbus.planning import FetchShape, Path, PeerRates
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.peer.route import Route
 from kvbus_decode.read.chunk import Chunk
@@ -38,10 +38,15 @@ class PathChooser:
 
     def __init__(self, agent: Agent, config: DecodeConfig) -> None:
         self._agent, self._config = agent, config
-        self._rates = Rates(slots_in_flight=config.boxes_in_flight)
+        self._calibration = Calibration(
+            slots_in_flight=config.boxes_in_flight, on_change=self._forget_peers
+        )
         self._by_route: WeakKeyDictionary[Route, PeerRates] = WeakKeyDictionary()
+        self._packed_since: WeakKeyDictionary[Route, float] = WeakKeyDictionary()
+        """When the first chunk of each route had come through slots."""
         if config.calibrate:
-            agent.tasks.start_soon(self._calibrate)
+            name = f"{agent.transport.name}-calibration"
+            agent.tasks.start_soon(self._calibration.measure_reads, name)
 
     def choose(self, chunk: Chunk) -> PathChoice:
         """The path of a chunk.
@@ -65,17 +70,27 @@ class PathChooser:
         choice = self._peer(route).choose(shape, paths=paths)
         if choice.box_bytes is None:
             return PathChoice(choice.path, shape=shape)
+        if self._config.calibrate and not self._calibration.copies_asked:
+            self._agent.tasks.start_soon(self._calibration.measure_copies)
         box_bytes = min(slot_bytes, max(choice.box_bytes, work.least_box_bytes(choice.path)))
         return PathChoice(choice.path, box_bytes, shape)
 
     def observe(self, route: Route, choice: PathChoice, seconds: float) -> None:
-        """A chunk has landed."""
-        if choice.shape is not None:
-            self._peer(route).observe(choice.shape, choice.path, seconds=seconds)
+        """A chunk has landed.
 
-    async def _calibrate(self) -> None:
-        name = f"{self._agent.transport.name}-calibration"
-        self._rates = await calibrated_rates(name, slots_in_flight=self._config.boxes_in_flight)
+        One that began before the first had come through slots says nothing: for that one, both
+        agents may have imported torch.
+        """
+        if choice.shape is None:
+            return
+        now, path = self._agent.loop.time(), choice.path
+        if path is not Path.DIRECT and now - seconds < self._packed_since.setdefault(route, now):
+            return
+        self._peer(route).observe(choice.shape, path, seconds=seconds)
+
+    def _forget_peers(self) -> None:
+        """What was learned of each is a correction of rates that are others now."""
+        self._by_route.clear()
 
     def _is_plain(self, chunk: Chunk) -> bool:
         """Whether direct is best without asking the model.
@@ -83,7 +98,7 @@ class PathChooser:
         Its descriptors cost less than the first request of the other paths would, or than half of
         a gather of its bytes.
         """
-        rates, route = self._rates, chunk.route
+        rates, route = self._calibration.rates, chunk.route
         plans = route.plans(chunk.replica_index)
         num = sum(plan.direct.num_descriptors(chunk.spans) for plan in plans if plan.direct)
         spent_s = num * rates.seconds_per_descriptor
@@ -95,7 +110,8 @@ class PathChooser:
         known = self._by_route.get(route)
         if known is None:
             slot_bytes = max(1, self._slot_bytes(route))
-            known = self._by_route[route] = PeerRates(self._rates, slot_bytes=slot_bytes)
+            rates = self._calibration.rates
+            known = self._by_route[route] = PeerRates(rates, slot_bytes=slot_bytes)
         return known
 
     def _slot_bytes(self, route: Route) -> int:

@@ -99,6 +99,8 @@ class Reader:
                 legs = direct_legs(chunk)
             else:
                 legs = box_legs(chunk, choice.path, box_bytes=choice.box_bytes)
+                if choice.path is Path.PACKED:
+                    self._copiers.prepare()
         except KVBusError as error:
             on_end(ev.ChunkEnded(key, 0, "", 0.0, error))
             return
@@ -229,13 +231,13 @@ class Reader:
         self.dispatch(ev.CopyEnded(command.key, leg, failures[0] if failures else None))
 
     def _scatter(self, leg: Leg, work: BoxJob) -> "Callable[[PagedMemory], None]":
-        content = self._agent.staging.at(str(leg.device)).tensor(leg.slot or 0)
+        slots, slot = self._agent.staging.at(str(leg.device)), leg.slot or 0
         table = work.chunk.target[work.box.group]
 
         def scatter(memory: "PagedMemory") -> None:
             from kvbus.memory import copying  # noqa: PLC0415  # imports torch: seconds
 
-            copying.scatter(memory, table, work.box, copying.Slot(content, work.order))
+            copying.scatter(memory, table, work.box, copying.Slot(slots.tensor(slot), work.order))
 
         return scatter
 

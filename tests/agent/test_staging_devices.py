@@ -1,4 +1,4 @@
-"""The rings of slots of an agent, place by place, and how the one of a GPU is chosen."""
+"""The slots of an agent, device by device, and how those of a GPU are chosen."""
 
 import asyncio
 import uuid
@@ -10,7 +10,7 @@ import torch
 from structlog.testing import capture_logs
 
 from kvbus.agent.process.config import AgentConfig, convert_config
-from kvbus.agent.staging import gpu as gpu_ring
+from kvbus.agent.staging import gpu as gpu_slots
 from kvbus.agent.staging.devices import HOST, StagingDevices
 from kvbus.agent.staging.gpu import preferred
 from kvbus.agent.staging.slot_memory import SlotMemory
@@ -47,13 +47,13 @@ def config(**changes: Any) -> AgentConfig:
 
 
 @pytest.mark.anyio
-async def test_the_host_has_slots_from_the_start_and_other_places_have_not(transport: Transport):
-    places = await StagingDevices.open(config(), transport)
-    with pytest.raises(LocalError, match="no staging slots in GPU-0"):
-        places.at("GPU-0")
-    found = places.at(HOST).num_slots, places.num_slots, places.slot_bytes, places.packs
-    known = places.registrations({HOST, "GPU-0"}), places.registrations({"GPU-0"})
-    await places.close()
+async def test_the_host_has_slots_from_the_start_and_other_devices_have_not(transport: Transport):
+    devices = await StagingDevices.open(config(), transport)
+    with pytest.raises(LocalError, match="no staging slots for GPU-0"):
+        devices.at("GPU-0")
+    found = devices.at(HOST).num_slots, devices.num_slots, devices.slot_bytes, devices.packs
+    known = devices.registrations({HOST, "GPU-0"}), devices.registrations({"GPU-0"})
+    await devices.close()
 
     assert found == (3, 3, 4096, True)
     assert [len(registrations) for registrations in known] == [1, 0]
@@ -61,38 +61,38 @@ async def test_the_host_has_slots_from_the_start_and_other_places_have_not(trans
 
 
 @pytest.mark.anyio
-async def test_each_place_is_registered_for_those_who_read_there(transport: Transport):
-    places = await StagingDevices.open(config(), transport)
-    places._rings["GPU-0"] = await SlotMemory.open(transport, num_slots=3, slot_bytes=4096)
-    here, there = places.registrations({HOST}), places.registrations({"GPU-0"})
-    both = places.registrations({HOST, "GPU-0"})
-    await places.close()
+async def test_each_device_is_registered_for_those_who_read_there(transport: Transport):
+    devices = await StagingDevices.open(config(), transport)
+    devices._slots["GPU-0"] = await SlotMemory.open(transport, num_slots=3, slot_bytes=4096)
+    here, there = devices.registrations({HOST}), devices.registrations({"GPU-0"})
+    both = devices.registrations({HOST, "GPU-0"})
+    await devices.close()
 
     assert here != there
     assert both == [*here, *there]
 
 
 @pytest.mark.anyio
-async def test_where_packing_is_turned_off_no_place_has_slots(transport: Transport):
-    places = await StagingDevices.open(config(staging_bytes=0), transport)
+async def test_where_packing_is_turned_off_no_device_has_slots(transport: Transport):
+    devices = await StagingDevices.open(config(staging_bytes=0), transport)
 
-    assert (places.packs, places.num_slots, places.slot_bytes) == (False, 0, 0)
-    assert places.registrations({HOST}) == []
-    for refused in (lambda: places.at(HOST), places.check_packs):
+    assert (devices.packs, devices.num_slots, devices.slot_bytes) == (False, 0, 0)
+    assert devices.registrations({HOST}) == []
+    for refused in (lambda: devices.at(HOST), devices.check_packs):
         with pytest.raises(ConfigError, match="'staging_bytes'"):
             refused()
     with pytest.raises(ConfigError, match="'staging_bytes'"):
-        await places.make("GPU-0")
+        await devices.make("GPU-0")
 
 
 @pytest.mark.anyio
 async def test_a_gpu_that_is_not_there_has_no_slots(transport: Transport):
-    places = await StagingDevices.open(config(), transport)
+    devices = await StagingDevices.open(config(), transport)
     with pytest.raises(SegmentError, match=r"CUDA|GPU"):
-        await places.make("GPU-of-nobody")
+        await devices.make("GPU-of-nobody")
     with pytest.raises(LocalError, match="no staging slots"):
-        places.at("GPU-of-nobody")
-    await places.close()
+        devices.at("GPU-of-nobody")
+    await devices.close()
 
 
 @pytest.mark.parametrize(
@@ -121,15 +121,15 @@ def test_memory_that_nixl_does_not_take_has_no_speed():
 async def test_where_nixl_takes_no_gpu_memory_the_slots_are_pinned_and_the_log_says_so(
     transport: Transport, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(gpu_ring, "_ordinal", lambda _gpu: 3)
-    monkeypatch.setattr(gpu_ring, "_make", lambda size, *_: HostSlots(size))
-    places = await StagingDevices.open(config(), transport)
+    monkeypatch.setattr(gpu_slots, "_ordinal", lambda _gpu: 3)
+    monkeypatch.setattr(gpu_slots, "_make", lambda size, *_: HostSlots(size))
+    devices = await StagingDevices.open(config(), transport)
     with capture_logs() as logs:
         for _ in range(2):
-            await places.make("GPU-0")
-    ring = places.at("GPU-0")
-    shape = ring.memory, ring.device, ring.num_slots, ring.slot_bytes
-    await places.close()
+            await devices.make("GPU-0")
+    slots = devices.at("GPU-0")
+    shape = slots.memory, slots.device, slots.num_slots, slots.slot_bytes
+    await devices.close()
 
     (placed,) = (line for line in logs if line["event"] == "staging.placed")
     assert shape == ("DRAM", 0, 3, 4096)
