@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from kvbus.doctor.finding import Finding, Severity
-from kvbus.plan.shown import shown_bytes
+from kvbus.text import bytes_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -132,7 +132,7 @@ def _staging(agents: Sequence[AgentFacts], available_bytes: int) -> Finding:
     return Finding(
         name="agents.staging",
         severity=Severity.OK if fits else Severity.ERROR,
-        found=f"{shown_bytes(wanted_bytes)} wanted, {shown_bytes(available_bytes)} available",
+        found=f"{bytes_text(wanted_bytes)} wanted, {bytes_text(available_bytes)} available",
         why="" if fits else "Staging is reserved when an agent starts, and it does not start.",
         mend="" if fits else "Make staging_bytes smaller, or free memory.",
         values={"wanted_bytes": wanted_bytes, "available_bytes": available_bytes},

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvbus.doctor.finding import Finding, Severity
-from kvbus.plan.shown import shown_bytes
+from kvbus.text import bytes_text
 
 LEAST_FILES = 64
 GOOD_FILES = 1024
@@ -60,7 +60,7 @@ def _open_files(facts: LimitFacts) -> Finding:
 
 def _locked(facts: LimitFacts) -> Finding:
     limit, devices = facts.locked_bytes, facts.rdma_devices
-    shown = "unlimited" if limit is None else f"at most {shown_bytes(limit)}"
+    shown = "unlimited" if limit is None else f"at most {bytes_text(limit)}"
     values = {"locked_bytes": limit, "may_lock": facts.may_lock, "rdma_devices": list(devices)}
     name = "limits.locked_memory"
     if not devices:
@@ -87,7 +87,7 @@ def _file_size(facts: LimitFacts) -> Finding:
     return Finding(
         name="limits.file_size",
         severity=Severity.OK if is_good else Severity.WARNING,
-        found="unlimited" if limit is None else f"at most {shown_bytes(limit)}",
+        found="unlimited" if limit is None else f"at most {bytes_text(limit)}",
         why="" if is_good else "A KV cache in a memfd is a file, and no larger than that.",
         mend="" if is_good else "Lift it where the engines are started.",
         command="" if is_good else "ulimit -f unlimited",

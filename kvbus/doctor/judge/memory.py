@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from kvbus.doctor.finding import Finding, Severity
-from kvbus.plan.shown import shown_bytes
+from kvbus.text import bytes_text
 
 GOOD_ROOM_BYTES = 2 << 30
 GOOD_FOLDER_BYTES = 1 << 30
@@ -66,8 +66,8 @@ def _segment(facts: MemoryFacts) -> Finding:
 
 def _room(facts: MemoryFacts) -> Finding:
     limit = facts.group_limit_bytes
-    of = f"{shown_bytes(facts.available_bytes)} available of {shown_bytes(facts.total_bytes)}"
-    found = of if limit is None else f"{of}; the control group allows {shown_bytes(limit)}"
+    of = f"{bytes_text(facts.available_bytes)} available of {bytes_text(facts.total_bytes)}"
+    found = of if limit is None else f"{of}; the control group allows {bytes_text(limit)}"
     is_good = facts.available_bytes >= GOOD_ROOM_BYTES
     return Finding(
         name="memory.room",
@@ -88,7 +88,7 @@ def _folder(facts: MemoryFacts) -> Finding:
     if size_bytes is None or free_bytes is None:
         found, is_good = f"there is no {FOLDER}", False
     else:
-        found = f"{FOLDER} has {shown_bytes(free_bytes)} free of {shown_bytes(size_bytes)}"
+        found = f"{FOLDER} has {bytes_text(free_bytes)} free of {bytes_text(size_bytes)}"
         is_good = free_bytes >= GOOD_FOLDER_BYTES
     return Finding(
         name="memory.shared_folder",
@@ -111,7 +111,7 @@ def _huge_pages(facts: MemoryFacts) -> Finding:
     return Finding(
         name="memory.huge_pages",
         severity=Severity.OK if is_good else Severity.NOTE,
-        found=f"{shown_bytes(free_bytes)} reserved and free; shmem_enabled is {word}",
+        found=f"{bytes_text(free_bytes)} reserved and free; shmem_enabled is {word}",
         why="" if is_good else "Segments lie in small pages; large ones can be read faster.",
         mend="" if is_good else "Let memfds use huge pages, or reserve some (vm.nr_hugepages).",
         command=""
