@@ -10,6 +10,7 @@ import typer
 
 from kvbus.bench.command import bench
 from kvbus.demo.command import demo
+from kvbus.doctor.command import HELP as DOCTOR_HELP
 from kvbus.doctor.command import doctor
 from kvbus.plan.command import HELP as PLAN_HELP
 from kvbus.plan.command import plan
@@ -25,7 +26,7 @@ app = typer.Typer(
 app.command()(demo)
 app.command()(bench)
 app.command(help=PLAN_HELP)(plan)
-app.command()(doctor)
+app.command(help=DOCTOR_HELP)(doctor)
 app.command()(status)
 
 

@@ -45,7 +45,7 @@ PURE_FOLDERS = (
     "kvbus/protocol",
     "kvbus/table",
     "kvbus/doctor/finding",
-    "kvbus/doctor/judge",
+    "kvbus/doctor/check",
     "services/prefill/kvbus_prefill/offer",
     "services/decode/kvbus_decode/fetch",
 )
