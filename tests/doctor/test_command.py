@@ -229,7 +229,7 @@ def test_an_interrupt_ends_it_and_what_it_started() -> None:
         stderr=stderr,
     )
     os.close(stderr)
-    shown = read_until(terminal, "checking nixl")  # a probe is running, or about to be
+    shown = read_until(terminal, "configured")  # a pair of processes measures
 
     process.send_signal(signal.SIGINT)
 
