@@ -37,7 +37,7 @@ print(json.dumps(msgspec.structs.asdict(limit_facts())))
 """
 
 
-class Backends(msgspec.Struct):
+class NixlBackends(msgspec.Struct):
     backends: dict[str, list[str]]
     ucx_transports: list[str]
 
@@ -121,7 +121,7 @@ def test_a_transport_that_does_not_work_has_a_reason_and_the_others_go_on(
         "a NIXL READ, tcp",
     ]
     assert found["nixl.installed"].values["ucx_version"]
-    backends = msgspec.convert(found["nixl.backends"].values, Backends)
+    backends = msgspec.convert(found["nixl.backends"].values, NixlBackends)
     assert "DRAM_SEG" in backends.backends["UCX"]
     assert "tcp" in backends.ucx_transports
 

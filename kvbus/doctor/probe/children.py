@@ -69,7 +69,7 @@ def run_pair(module: str, *, env: Mapping[str, str], budget: Budget) -> Ended:
 
 
 @dataclass(frozen=True, slots=True)
-class _Probe:
+class _RunningProbe:
     """A process; stderr goes to a file, as it may be long and nobody reads it meanwhile."""
 
     process: subprocess.Popen[bytes]
@@ -108,7 +108,7 @@ class _Probe:
 @contextlib.contextmanager
 def _started(
     arguments: list[str], env: Mapping[str, str], stdin: int | IO[bytes] | None
-) -> Iterator[_Probe]:
+) -> Iterator[_RunningProbe]:
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             [sys.executable, "-m", *arguments],
@@ -117,7 +117,7 @@ def _started(
             stderr=log,
             env={**os.environ, **env, PARENT_KEY: str(os.getpid())},
         )
-        probe = _Probe(process, log)
+        probe = _RunningProbe(process, log)
         try:
             yield probe
         except BaseException:
