@@ -4,8 +4,10 @@ import pytest
 
 from kvbus.errors import ConfigError, ErrorCode, GeometryError
 from kvbus.plan.cost_inputs import CostInputs
-from kvbus.plan.plan import Plan, PlannedRequest, make_plan
+from kvbus.plan.plan import DECODE_STEP, PREFILL_STEP, Plan, PlannedRequest, make_plan
 from kvbus.plan.spec import read_engine
+from kvbus.plan.synthetic_engine import synthesize
+from kvbus.planning import whole_spans
 from kvbus.planning.cost import Rates
 from kvbus.planning.fetch_shape import Path
 
@@ -186,3 +188,16 @@ def test_engines_that_differ_in_more_than_shape_are_refused(
 def test_a_plan_that_would_be_too_large_is_refused(spec: str, tokens: int, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
         planned(spec, spec, PlannedRequest(num_tokens=tokens))
+
+
+@pytest.mark.parametrize("step", [None, PREFILL_STEP, DECODE_STEP])
+@pytest.mark.parametrize("num_blocks", [1, 7, 64, 1000])
+def test_no_block_of_a_synthetic_request_is_there_twice(
+    num_blocks: int, step: float | None
+) -> None:
+    planned = read_engine("--from", SMALL)
+    spans = whole_spans(planned.engine.groups, 0, 16 * num_blocks)
+
+    table = synthesize(planned, spans, step=step).tables["attention"]
+
+    assert len(set(table.array().tolist())) == num_blocks
