@@ -10,7 +10,9 @@ import typer
 
 from kvbus.bench.command import bench
 from kvbus.demo.command import demo
+from kvbus.doctor.command import HELP as DOCTOR_HELP
 from kvbus.doctor.command import doctor
+from kvbus.plan.command import HELP as PLAN_HELP
 from kvbus.plan.command import plan
 from kvbus.status_command import status
 
@@ -23,8 +25,8 @@ app = typer.Typer(
 )
 app.command()(demo)
 app.command()(bench)
-app.command()(plan)
-app.command()(doctor)
+app.command(help=PLAN_HELP)(plan)
+app.command(help=DOCTOR_HELP)(doctor)
 app.command()(status)
 
 

@@ -3,11 +3,9 @@
 Refuses to wait longer than it was told.
 """
 
-import sys
-from typing import Annotated, NoReturn
+from typing import Annotated
 
 import anyio
-import msgspec
 import typer
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
@@ -15,6 +13,7 @@ from rich.table import Table
 
 from kvbus.bus import ask_agent
 from kvbus.errors import ConfigError, KVBusError, RequestTimeout
+from kvbus.output import fail, write_json
 from kvbus.protocol.peer import AgentStatus, Status
 
 
@@ -32,13 +31,13 @@ def status(
     try:
         answer = anyio.run(_ask, endpoint, timeout)
     except RequestTimeout as error:
-        _fail(f"no agent answered at {endpoint} within {timeout:g} s", error)
+        fail(f"no agent answered at {endpoint} within {timeout:g} s", status=1, cause=error)
     except ConfigError as error:
         raise typer.BadParameter(error.message) from error
     except KVBusError as error:
-        _fail(f"{endpoint}: {error.code}: {error.message}", error)
+        fail(f"{endpoint}: {error.code}: {error.message}", status=1, cause=error)
     if as_one_json:
-        sys.stdout.write(msgspec.json.encode(answer).decode() + "\n")
+        write_json(answer)
     else:
         state = "draining" if answer.draining else "serving"
         console = Console(highlight=False)
@@ -60,8 +59,3 @@ def status_table(answer: AgentStatus) -> Table:
 
 async def _ask(endpoint: str, timeout_s: float) -> AgentStatus:
     return await ask_agent(endpoint, Status(), AgentStatus, timeout_s=timeout_s)
-
-
-def _fail(message: str, error: KVBusError) -> NoReturn:
-    sys.stderr.write(f"error: {message}\n")
-    raise typer.Exit(1) from error

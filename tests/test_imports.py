@@ -17,6 +17,8 @@ PLUMBING = (*PLANNED, "bus", "memory", "transport")
 
 ROOMS = {
     "kvbus/errors": (),
+    "kvbus/text": (),
+    "kvbus/output": (),
     "kvbus/geometry": ("errors",),
     "kvbus/planning": PURE,
     "kvbus/protocol": PURE,
@@ -28,21 +30,22 @@ ROOMS = {
     "kvbus/engine": PLUMBING,
     "kvbus/integrations": (*PURE, "protocol", "engine"),
     "kvbus/demo": (*PLUMBING, "engine"),
-    "kvbus/plan": (*PURE, "planning"),
+    "kvbus/plan": (*PURE, "planning", "text", "output"),
     "kvbus/bench": (*PLUMBING, "engine"),
-    "kvbus/doctor": (*PLUMBING, "agent", "plan"),
+    "kvbus/doctor": (*PLUMBING, "agent", "text", "output"),
     "services/prefill/kvbus_prefill": (*PLUMBING, "agent"),
     "services/decode/kvbus_decode": (*PLUMBING, "agent"),
 }
 
 PURE_FOLDERS = (
     "kvbus/errors",
+    "kvbus/text",
     "kvbus/geometry",
     "kvbus/planning",
     "kvbus/protocol",
     "kvbus/table",
     "kvbus/doctor/finding",
-    "kvbus/doctor/judge",
+    "kvbus/doctor/check",
     "services/prefill/kvbus_prefill/offer",
     "services/decode/kvbus_decode/fetch",
 )

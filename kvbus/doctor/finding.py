@@ -1,11 +1,10 @@
-"""Owns what a check says: a finding, how bad it is, and the verdict over all of them.
+"""Owns what a check says: a finding, how bad it is, and the verdict over all of them."""
 
-Refuses to know how anything was found out.
-"""
-
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
+
+import msgspec
 
 
 class Severity(StrEnum):
@@ -22,6 +21,9 @@ class Severity(StrEnum):
         return list(Severity).index(self)
 
 
+OK, NOTE, WARNING, ERROR = Severity
+
+
 class Verdict(StrEnum):
     """What all findings come to."""
 
@@ -30,21 +32,20 @@ class Verdict(StrEnum):
     BROKEN = "broken"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Finding:
+class Finding(msgspec.Struct, frozen=True):
     """One thing that was looked at; ``name`` is ``family.subject`` and stays the same.
 
     ``found`` and ``why`` are for people, ``values`` for programs: their keys carry units. A warning
-    or an error has a ``mend``, what to do; ``command`` is a line of shell that does it.
+    or an error has a ``fix``, what to do; ``command`` is a line of shell that does it.
     """
 
     name: str
     severity: Severity
     found: str
+    values: Mapping[str, object] = {}
     why: str = ""
-    mend: str = ""
+    fix: str = ""
     command: str = ""
-    values: Mapping[str, object] = field(default_factory=dict)
 
     @property
     def family(self) -> str:
@@ -59,7 +60,13 @@ class Finding:
     @property
     def is_complaint(self) -> bool:
         """Whether something should be done about it."""
-        return self.severity.rank >= Severity.WARNING.rank
+        return self.severity in (WARNING, ERROR)
+
+    def advised(self, *, why: str, fix: str = "", command: str = "") -> "Finding":
+        """The same with a reason and a fix, unless it is ok."""
+        if self.severity is OK:
+            return self
+        return msgspec.structs.replace(self, why=why, fix=fix, command=command)
 
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
@@ -69,10 +76,10 @@ def worst_first(findings: Iterable[Finding]) -> list[Finding]:
 
 def verdict_of(findings: Iterable[Finding]) -> Verdict:
     """What they come to: notes do not count."""
-    worst = max((finding.severity.rank for finding in findings), default=0)
-    if worst >= Severity.ERROR.rank:
+    found = {finding.severity for finding in findings}
+    if ERROR in found:
         return Verdict.BROKEN
-    return Verdict.LIMITED if worst >= Severity.WARNING.rank else Verdict.WORKS
+    return Verdict.LIMITED if WARNING in found else Verdict.WORKS
 
 
 def sentence_of(findings: Iterable[Finding]) -> str:
@@ -91,3 +98,19 @@ def exit_status_of(findings: Iterable[Finding], *, strict: bool) -> int:
     """0 when kvbus works here, 1 when it does not; with ``strict`` limits are enough for 1."""
     verdict = verdict_of(findings)
     return int(verdict is Verdict.BROKEN or (strict and verdict is Verdict.LIMITED))
+
+
+def as_json(findings: Sequence[Finding], *, version: str, strict: bool) -> dict[str, object]:
+    """What ``--json`` prints; docs/operations.md says what each key means."""
+    counts = Counter(finding.severity for finding in findings)
+    return {
+        "kvbus": version,
+        "verdict": verdict_of(findings),
+        "sentence": sentence_of(findings),
+        "exit_status": exit_status_of(findings, strict=strict),
+        "strict": strict,
+        "counts": {severity: counts[severity] for severity in Severity},
+        "findings": [
+            {"family": one.family, **msgspec.structs.asdict(one)} for one in worst_first(findings)
+        ],
+    }

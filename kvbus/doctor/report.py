@@ -1,6 +1,6 @@
-"""How an examination looks on a terminal: a table of all findings, then the verdict with mends.
+"""Findings on a terminal: a table of all, then the verdict, and each complaint with its fix.
 
-Refuses to need colour, or more than 80 columns.
+It needs no colour, and no more than 80 columns.
 """
 
 from collections.abc import Iterator, Sequence
@@ -24,22 +24,26 @@ _SUBJECT_WIDTH = 22
 
 
 def print_report(findings: Sequence[Finding], console: Console) -> None:
-    """All findings by family, the verdict, and each complaint with its mend, worst first."""
-    console.print(Group(*_families(findings), Text(sentence_of(findings), _style(findings))))
-    for finding in worst_first(findings):
+    """All findings by family, the verdict, and each complaint with its fix, worst first."""
+    ordered = worst_first(findings)
+    console.print(*_families(findings), Text(sentence_of(findings), STYLES[ordered[0].severity]))
+    for finding in ordered:
         if finding.is_complaint:
-            console.print(Group(Text(), complaint(finding)))
+            console.print("", _complaint(finding), sep="\n")
 
 
-def complaint(finding: Finding) -> RenderableType:
+def _complaint(finding: Finding) -> RenderableType:
     """A finding with why it matters and what to do."""
     head = Text.assemble((f"{finding.severity} ", STYLES[finding.severity]), finding.name)
     table = _grid(6)
-    table.add_row(Text("found"), Text(finding.found))
-    table.add_row(Text("why"), Text(finding.why))
-    table.add_row(Text("mend"), Text(finding.mend))
-    if finding.command:
-        table.add_row(Text("run"), Text(finding.command))
+    for word, text in (
+        ("found", finding.found),
+        ("why", finding.why),
+        ("fix", finding.fix),
+        ("run", finding.command),
+    ):
+        if text:
+            table.add_row(word, Text(text))
     return Group(head, Padding(table, (0, 0, 0, 2)))
 
 
@@ -47,15 +51,16 @@ def _families(findings: Sequence[Finding]) -> Iterator[RenderableType]:
     for family, ones in groupby(findings, key=lambda finding: finding.family):
         table = _grid(_WORD_WIDTH, _SUBJECT_WIDTH)
         for one in ones:
-            table.add_row(Text(one.severity, STYLES[one.severity]), Text(one.subject), _said(one))
+            word = Text(one.severity, STYLES[one.severity])
+            table.add_row(word, Text(one.subject), Text(_line(one)))
         yield Group(Text(family, "bold"), Padding(table, (0, 0, 1, 2)))
 
 
-def _said(one: Finding) -> Text:
-    """What was found; a note is not in the list below, so it has its reason here."""
+def _line(one: Finding) -> str:
+    """What was found; a note is not among the complaints below, so it has its reason here."""
     if one.severity is Severity.NOTE:
-        return Text(". ".join(text.rstrip(".") for text in (one.found, one.why) if text))
-    return Text(one.found)
+        return ". ".join(text.rstrip(".") for text in (one.found, one.why) if text)
+    return one.found
 
 
 def _grid(*widths: int) -> Table:
@@ -64,7 +69,3 @@ def _grid(*widths: int) -> Table:
         table.add_column(width=width, overflow="fold")
     table.add_column(overflow="fold")
     return table
-
-
-def _style(findings: Sequence[Finding]) -> str:
-    return STYLES[max((one.severity for one in findings), key=lambda one: one.rank)]

@@ -10,6 +10,7 @@ from kvbus.errors import ConfigError, GeometryError
 from kvbus.geometry import DTYPE_SIZES_BYTES, AxisName, KvLayout
 
 Value = int | bool | str
+Values = Mapping[str, Value]
 
 MAX_LAYERS = 512
 MAX_SPAN = 1 << 24
@@ -26,7 +27,6 @@ DTYPE_ALIASES = {
     "fp8_e4m3": "float8_e4m3fn",
     "fp8_e5m2": "float8_e5m2",
 }
-ATTENTION = ("gqa", "mla")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,9 +46,9 @@ class Key:
 
 def refused(name: str, given: object, allowed: str) -> ConfigError:
     """The error of one key: its name, what was given, what is allowed."""
-    shown = str(given).lower() if isinstance(given, bool) else str(given)
-    shown = shown if len(shown) <= 60 else f"{shown[:57]}..."
-    return ConfigError(f"{name}={shown!r}: {name} is {allowed}", field=name)
+    text = str(given).lower() if isinstance(given, bool) else str(given)
+    text = text if len(text) <= 60 else f"{text[:57]}..."
+    return ConfigError(f"{name}={text!r}: {name} is {allowed}", field=name)
 
 
 def _whole(low: int, high: int, *, step: int = 1) -> Key:
@@ -59,30 +59,21 @@ def _whole(low: int, high: int, *, step: int = 1) -> Key:
             return None
         return given if low <= given <= high and given % step == 0 else None
 
-    kind = "a whole number" if step == 1 else "an even number"
-    return Key(f"{kind} from {low} to {high}", read)
+    return Key(f"{'a whole' if step == 1 else 'an even'} number from {low} to {high}", read)
 
 
-def _one_of(choices: Mapping[str, str], allowed: str) -> Key:
-    def read(given: object) -> str | None:
-        return choices.get(given.lower()) if isinstance(given, str) else None
+def _one_of(choices: Values, allowed: str) -> Key:
+    def read(given: object) -> Value | None:
+        return choices.get(str(given).lower()) if isinstance(given, str | bool) else None
 
     return Key(allowed, read)
 
 
-def _read_bool(given: object) -> bool | None:
-    if isinstance(given, str):
-        return {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}.get(
-            given.lower()
-        )
-    return given if isinstance(given, bool) else None
-
-
 def _read_layout(given: object) -> str | None:
     """The text as `KvLayout.parse` takes it."""
-    if not isinstance(given, str):
-        return None
-    text = given.upper() if given.upper() in ("NHD", "HND") else given.lower().replace(".", ",")
+    text = str(given).upper()
+    if text not in ("NHD", "HND"):
+        text = str(given).lower().replace(".", ",")
     try:
         KvLayout.parse(text)
     except GeometryError:
@@ -91,19 +82,19 @@ def _read_layout(given: object) -> str | None:
 
 
 def _read_name(given: object) -> str | None:
-    return (
-        given if isinstance(given, str) and 0 < len(given) <= 256 and given.isprintable() else None
-    )
+    is_name = isinstance(given, str) and 0 < len(given) <= 256 and given.isprintable()
+    return str(given) if is_name else None
 
 
 _AXES = ".".join(name for name in AxisName if name is not AxisName.LAYER)
 _DTYPES = {name: name for name in DTYPE_SIZES_BYTES} | DTYPE_ALIASES
+_BOOLS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 ENGINE_KEYS: Mapping[str, Key] = {
     "tp": _whole(1, 1024),
     "pp": _whole(1, 1024),
     "layout": Key(f"NHD, HND, or all axes joined by dots, as {_AXES}", _read_layout),
-    "cross_layer": Key("true or false", _read_bool),
+    "cross_layer": _one_of(_BOOLS, "true or false"),
     "model": Key("a printable name of at most 256 characters", _read_name),
 }
 GROUP_KEYS: Mapping[str, Key] = {
@@ -112,12 +103,15 @@ GROUP_KEYS: Mapping[str, Key] = {
     "head": _whole(2, 1 << 16, step=2),
     "layers": _whole(1, MAX_LAYERS),
     "dtype": _one_of(_DTYPES, "one of " + ", ".join([*DTYPE_SIZES_BYTES, *DTYPE_ALIASES])),
-    "attention": _one_of({name: name for name in ATTENTION}, " or ".join(ATTENTION)),
+    "attention": _one_of({"gqa": "gqa", "mla": "mla"}, "gqa or mla"),
     "window": _whole(1, MAX_SPAN),
 }
 ALL_KEYS: Mapping[str, Key] = {**ENGINE_KEYS, **GROUP_KEYS}
-STATE_KEYS: Mapping[str, Key] = {"units": _whole(1, 4096), "bytes": _whole(1, 1 << 30)}
-NAME_KEY = ENGINE_KEYS["model"]
+STATE_KEYS: Mapping[str, Key] = {
+    "name": ENGINE_KEYS["model"],
+    "units": _whole(1, 4096),
+    "bytes": _whole(1, 1 << 30),
+}
 
 
 def read_value(name: str, given: object, keys: Mapping[str, Key] = ALL_KEYS) -> Value:

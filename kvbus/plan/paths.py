@@ -1,13 +1,12 @@
-"""What one handoff is on each path: READs, boxes, bytes, and predicted time.
-
-Refuses to choose against the cost model: it only says which path that finds fastest.
-"""
+"""What one handoff is on each path: READs, boxes, bytes, and predicted time."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import msgspec
+
 from kvbus.geometry import Box, GroupSpec, SlotOrder, canonical_order, slot_bytes
-from kvbus.plan.pretended import PretendedEngine
+from kvbus.plan.synthetic_engine import SyntheticEngine
 from kvbus.planning import DirectPlan, Share, Spans
 from kvbus.planning.boxes import cut_into_boxes, reader_order
 from kvbus.planning.cost import Prediction, Rates, choose
@@ -21,32 +20,37 @@ MAX_CUT = 1 << 17
 
 
 @dataclass(frozen=True, slots=True)
-class Handoff:
+class PlannedHandoff:
     """Who reads which positions from whom."""
 
-    holder: PretendedEngine
-    reader: PretendedEngine
+    holder: SyntheticEngine
+    reader: SyntheticEngine
     shares: tuple[Share, ...]
     spans: Spans
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PathPlan:
-    """One path: READs are ``num_descriptors`` of ``num_bytes`` in all.
+class PathPlan(
+    msgspec.Struct,
+    frozen=True,
+    kw_only=True,
+    rename={"num_descriptors": "descriptors", "num_bytes": "bytes", "num_boxes": "boxes"},
+):
+    """One path, as ``--json`` has it: READs are ``num_descriptors`` of ``num_bytes`` in all.
 
     ``over_read_bytes`` are read beyond what the decode engine needs. ``slot_bytes`` pass through
     staging slots, which have room for whole blocks where only a part is read.
     """
 
-    path: Path
-    is_fastest: bool
-    prediction: Prediction
+    seconds: float
+    gather_s: float
+    read_s: float
+    scatter_s: float
     num_bytes: int
-    num_descriptors: int
+    num_descriptors: int = 0
     over_read_bytes: int = 0
+    slot_bytes: int = 0
     num_boxes: int = 0
     box_bytes: int | None = None
-    slot_bytes: int = 0
 
     @property
     def mean_bytes(self) -> float:
@@ -54,28 +58,32 @@ class PathPlan:
         return self.num_bytes / self.num_descriptors if self.num_descriptors else 0.0
 
 
-def plan_paths(handoff: Handoff, rates: Rates, *, slot_bytes: int) -> tuple[PathPlan, ...]:
-    """Every path that the handoff can take, through slots of ``slot_bytes``."""
+def plan_paths(
+    handoff: PlannedHandoff, rates: Rates, *, slot_bytes: int
+) -> tuple[dict[Path, PathPlan], Path]:
+    """Every path that the handoff can take, through slots of ``slot_bytes``; and the fastest."""
     work = FetchWork(handoff.holder.ranks, handoff.reader.ranks, handoff.shares)
-    shape = work.shape(handoff.spans, slot_bytes=slot_bytes)
-    needed = shape.direct.num_bytes if shape.direct else 0
-    shape = _as_made(handoff, shape)
+    counted = work.shape(handoff.spans, slot_bytes=slot_bytes)
+    shape = _with_merged_reads(handoff, counted)
     choice = choose(shape, rates, slot_bytes=slot_bytes)
-    plans = []
-    for prediction in choice.predictions:
+    plans: dict[Path, PathPlan] = {}
+    for one in choice.predictions:
         plan = PathPlan(
-            path=prediction.path,
-            is_fastest=prediction.path is choice.path,
-            prediction=prediction,
-            num_bytes=needed,
-            num_descriptors=0,
+            seconds=one.seconds,
+            gather_s=one.stages.gather_s,
+            read_s=one.stages.read_s,
+            scatter_s=one.stages.scatter_s,
+            num_bytes=counted.direct.num_bytes if counted.direct else 0,
         )
-        least = work.least_box_bytes(plan.path)
-        plans.append(_with_reads(handoff, plan, shape, least_box_bytes=least))
-    return tuple(plans)
+        if one.path is Path.DIRECT and shape.direct:
+            plans[one.path] = _direct(plan, shape.direct)
+        else:
+            box_bytes = max(one.box_bytes or 1, work.least_box_bytes(one.path))
+            plans[one.path] = _in_boxes(handoff, plan, one, shape, box_bytes)
+    return plans, choice.path
 
 
-def _as_made(handoff: Handoff, shape: FetchShape) -> FetchShape:
+def _with_merged_reads(handoff: PlannedHandoff, shape: FetchShape) -> FetchShape:
     """The shape with the READs of the direct path counted after neighbours have merged."""
     if shape.direct is None or shape.direct.num_descriptors > MAX_MADE:
         return shape
@@ -90,33 +98,40 @@ def _as_made(handoff: Handoff, shape: FetchShape) -> FetchShape:
     return replace(shape, direct=direct)
 
 
-def _with_reads(
-    handoff: Handoff, plan: PathPlan, shape: FetchShape, *, least_box_bytes: int
-) -> PathPlan:
-    if plan.path is Path.DIRECT and shape.direct:
-        return replace(
-            plan,
-            num_bytes=shape.direct.num_bytes,
-            num_descriptors=shape.direct.num_descriptors,
-            over_read_bytes=shape.direct.num_bytes - plan.num_bytes,
-        )
-    box_bytes = max(plan.prediction.box_bytes or 1, least_box_bytes)
-    num_boxes, in_slots = plan.prediction.num_boxes, plan.num_bytes
-    if num_boxes <= MAX_CUT:
-        sizes = [slot_bytes(*one) for one in _boxes(handoff, plan.path, box_bytes)]
-        num_boxes, in_slots = len(sizes), sum(sizes)
-    by_block = shape.reordered.num_descriptors if shape.reordered else 0
-    return replace(
+def _direct(plan: PathPlan, work: DirectWork) -> PathPlan:
+    return msgspec.structs.replace(
         plan,
-        num_descriptors=num_boxes if plan.path is Path.PACKED else by_block,
+        num_bytes=work.num_bytes,
+        num_descriptors=work.num_descriptors,
+        over_read_bytes=work.num_bytes - plan.num_bytes,
+    )
+
+
+def _in_boxes(
+    handoff: PlannedHandoff,
+    plan: PathPlan,
+    prediction: Prediction,
+    shape: FetchShape,
+    box_bytes: int,
+) -> PathPlan:
+    num_boxes, in_slots = prediction.num_boxes, plan.num_bytes
+    if num_boxes <= MAX_CUT:
+        sizes = [slot_bytes(*one) for one in _boxes(handoff, prediction.path, box_bytes)]
+        num_boxes, in_slots = len(sizes), sum(sizes)
+    num_descriptors = num_boxes
+    if prediction.path is Path.REORDERED and shape.reordered:
+        num_descriptors = shape.reordered.num_descriptors
+    return msgspec.structs.replace(
+        plan,
+        num_descriptors=num_descriptors,
+        slot_bytes=in_slots,
         num_boxes=num_boxes,
         box_bytes=box_bytes,
-        slot_bytes=in_slots,
     )
 
 
 def _boxes(
-    handoff: Handoff, path: Path, box_bytes: int
+    handoff: PlannedHandoff, path: Path, box_bytes: int
 ) -> Iterator[tuple[GroupSpec, Box, SlotOrder]]:
     for share in handoff.shares:
         group = handoff.reader.spec.group(share.group)

@@ -6,22 +6,24 @@ Refuses, with the errors of `kvbus.planning`, two engines whose KV is not the sa
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+import msgspec
+
 from kvbus.errors import ConfigError
 from kvbus.geometry import DTYPE_SIZES_BYTES
-from kvbus.plan.paths import Handoff, PathPlan, plan_paths
-from kvbus.plan.pretended import DECODE_STEP, PREFILL_STEP, pretend
-from kvbus.plan.spec import Side
+from kvbus.plan.cost_inputs import CostInputs
+from kvbus.plan.paths import PathPlan, PlannedHandoff, plan_paths
+from kvbus.plan.spec import PlannedEngine
+from kvbus.plan.synthetic_engine import synthesize
 from kvbus.planning import ReadMap, Share, Spans, check_compatible, whole_spans
-from kvbus.planning.cost import Rates
 from kvbus.planning.fetch_shape import Path
 
-DEFAULT_SLOT_BYTES = 8 << 20
 MAX_PAIRED_LAYERS = 1 << 19
+PREFILL_STEP, DECODE_STEP = 0.618, 0.414
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
-    """The handoff: tokens [first_token, num_tokens) of a request.
+class PlannedRequest:
+    """Tokens [first_token, num_tokens) of a request.
 
     ``path`` None lets the cost model choose; ``is_contiguous`` block tables are in order.
     """
@@ -32,20 +34,15 @@ class Request:
     is_contiguous: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Means:
-    """What there is to move the bytes with; without ``rates_from`` the rates are the defaults."""
+class PlannedRead(msgspec.Struct, frozen=True, kw_only=True, rename={"num_bytes": "bytes"}):
+    """What one rank reads from another, as ``--json`` has it; intervals are half open."""
 
-    rates: Rates
-    rates_from: str | None = None
-    slot_bytes: int = DEFAULT_SLOT_BYTES
-
-
-@dataclass(frozen=True, slots=True)
-class Read:
-    """A share, the positions of its block table that are read, and their bytes."""
-
-    share: Share
+    prefill_rank: int
+    decode_rank: int
+    group: str
+    layers: tuple[int, ...]
+    parts: tuple[str, ...]
+    heads: tuple[int, int]
     positions: tuple[int, int]
     num_bytes: int
 
@@ -54,13 +51,14 @@ class Read:
 class Plan:
     """What `make_plan` found; ``paths`` are those that the handoff can take."""
 
-    prefill: Side
-    decode: Side
-    request: Request
-    means: Means
-    reads: tuple[Read, ...]
-    paths: tuple[PathPlan, ...]
-    chosen: PathPlan
+    prefill: PlannedEngine
+    decode: PlannedEngine
+    request: PlannedRequest
+    cost_inputs: CostInputs
+    reads: tuple[PlannedRead, ...]
+    paths: dict[Path, PathPlan]
+    fastest: Path
+    chosen: Path
 
     @property
     def num_bytes(self) -> int:
@@ -70,15 +68,13 @@ class Plan:
     @property
     def unread_ranks(self) -> tuple[int, ...]:
         """Prefill ranks that nothing is read from."""
-        holders = {read.share.holder for read in self.reads}
+        holders = {read.prefill_rank for read in self.reads}
         return tuple(rank for rank in range(self.prefill.engine.num_ranks) if rank not in holders)
 
-    def path(self, path: Path) -> PathPlan | None:
-        """What it would be on ``path``."""
-        return next((one for one in self.paths if one.path is path), None)
 
-
-def make_plan(prefill: Side, decode: Side, request: Request, means: Means) -> Plan:
+def make_plan(
+    prefill: PlannedEngine, decode: PlannedEngine, request: PlannedRequest, inputs: CostInputs
+) -> Plan:
     """The plan of ``request``.
 
     Raises `GeometryError` (``incompatible``) when the engines differ in more than shape, and
@@ -88,44 +84,40 @@ def make_plan(prefill: Side, decode: Side, request: Request, means: Means) -> Pl
     _refuse_large(prefill, decode)
     spans = whole_spans(decode.engine.groups, request.first_token, request.num_tokens)
     in_order = request.is_contiguous
-    holder = pretend(prefill, spans, step=None if in_order else PREFILL_STEP)
-    reader = pretend(decode, spans, step=None if in_order else DECODE_STEP)
+    holder = synthesize(prefill, spans, step=None if in_order else PREFILL_STEP)
+    reader = synthesize(decode, spans, step=None if in_order else DECODE_STEP)
     specs = ([one.rank for one in engine.ranks.values()] for engine in (holder, reader))
     shares = ReadMap(*specs).shares()
-    handoff = Handoff(holder, reader, shares, spans)
-    paths = plan_paths(handoff, means.rates, slot_bytes=means.slot_bytes)
-    return Plan(
-        prefill=prefill,
-        decode=decode,
-        request=request,
-        means=means,
-        reads=tuple(_reads(decode, shares, spans)),
-        paths=paths,
-        chosen=_chosen(paths, request.path),
-    )
+    handoff = PlannedHandoff(holder, reader, shares, spans)
+    paths, fastest = plan_paths(handoff, inputs.rates, slot_bytes=inputs.slot_bytes)
+    chosen = request.path or fastest
+    if chosen not in paths:
+        possible = ", ".join(paths)
+        raise ConfigError(f"--path: this handoff cannot take {chosen}, it can take {possible}")
+    reads = tuple(_reads(decode, shares, spans))
+    return Plan(prefill, decode, request, inputs, reads, paths, fastest, chosen)
 
 
-def _chosen(paths: tuple[PathPlan, ...], wanted: Path | None) -> PathPlan:
-    if wanted is None:
-        return next(one for one in paths if one.is_fastest)
-    for one in paths:
-        if one.path is wanted:
-            return one
-    possible = ", ".join(one.path for one in paths)
-    raise ConfigError(f"--path: this handoff cannot take {wanted}, it can take {possible}")
-
-
-def _reads(decode: Side, shares: tuple[Share, ...], spans: Spans) -> Iterator[Read]:
+def _reads(decode: PlannedEngine, shares: tuple[Share, ...], spans: Spans) -> Iterator[PlannedRead]:
     for share in sorted(shares, key=lambda one: (one.reader, one.group, one.holder, one.layers)):
         start, stop = spans[share.group]
         group = decode.engine.group(share.group)
         head_bytes = group.part_shape(share.parts[0]).head_dim * DTYPE_SIZES_BYTES[group.dtype]
         num_heads = len(share.layers) * len(share.parts) * share.num_heads
         if stop > start:
-            yield Read(share, (start, stop), (stop - start) * num_heads * head_bytes)
+            yield PlannedRead(
+                prefill_rank=share.holder,
+                decode_rank=share.reader,
+                group=share.group,
+                layers=share.layers,
+                parts=share.parts,
+                heads=(share.first_head, share.first_head + share.num_heads),
+                positions=(start, stop),
+                num_bytes=(stop - start) * num_heads * head_bytes,
+            )
 
 
-def _refuse_large(prefill: Side, decode: Side) -> None:
+def _refuse_large(prefill: PlannedEngine, decode: PlannedEngine) -> None:
     num_layers = sum(len(group.layers) for group in decode.engine.groups)
     num_pairs = prefill.engine.tp_size * decode.engine.tp_size * num_layers
     if num_pairs > MAX_PAIRED_LAYERS:

@@ -1,18 +1,13 @@
-"""Machines that Hypothesis draws, good ones and bad ones, and good ones to start from.
-
-Refuses to judge them.
-"""
+"""Machines that Hypothesis draws, good ones and bad ones, and good ones to start from."""
 
 from hypothesis import strategies as st
 from packaging.requirements import Requirement
 
-from kvbus.doctor.judge.agents import AgentFacts, Bind
-from kvbus.doctor.judge.cuda import CudaFacts, Gpu
-from kvbus.doctor.judge.limits import LimitFacts
-from kvbus.doctor.judge.memory import MemoryFacts
-from kvbus.doctor.judge.nixl import NixlFacts, ReadFacts, Way
-from kvbus.doctor.judge.processes import ProcessFacts
-from kvbus.doctor.judge.versions import VersionFacts
+from kvbus.doctor.check.agents import AgentFacts, Bind
+from kvbus.doctor.check.cuda import CudaFacts, Gpu
+from kvbus.doctor.check.host import LimitFacts, MemoryFacts, ProcessFacts
+from kvbus.doctor.check.nixl import NixlFacts, ReadFacts, UcxChoice
+from kvbus.doctor.check.versions import VersionFacts
 
 GOOD_MEMORY = MemoryFacts(
     total_bytes=64 << 30,
@@ -30,7 +25,7 @@ GOOD_MEMORY = MemoryFacts(
 GOOD_LIMITS = LimitFacts(
     open_files=65536, locked_bytes=None, file_bytes=None, may_lock=False, rdma_devices=()
 )
-GOOD_PROCESSES = ProcessFacts(read_error="", ptrace_scope=1, may_trace=False)
+GOOD_PROCESSES = ProcessFacts(error="", ptrace_scope=1, may_trace=False)
 GOOD_NIXL = NixlFacts(
     error="",
     nixl_version="1.5.1",
@@ -84,7 +79,7 @@ limits = st.builds(
 )
 processes = st.builds(
     ProcessFacts,
-    read_error=errors,
+    error=errors,
     ptrace_scope=st.none() | st.integers(0, 3),
     may_trace=st.booleans(),
 )
@@ -100,7 +95,7 @@ nixls = st.builds(
 )
 
 
-def read_of(way: Way) -> st.SearchStrategy[ReadFacts]:
+def read_of(way: UcxChoice) -> st.SearchStrategy[ReadFacts]:
     wires = st.sampled_from(["", "cma/memory", "tcp/lo"])
     works = st.builds(
         ReadFacts,
@@ -121,8 +116,8 @@ def read_of(way: Way) -> st.SearchStrategy[ReadFacts]:
     return works | fails
 
 
-reads = st.sets(st.sampled_from(list(Way))).flatmap(
-    lambda ways: st.tuples(*(read_of(way) for way in Way if way in ways))
+reads = st.sets(st.sampled_from(list(UcxChoice))).flatmap(
+    lambda ways: st.tuples(*(read_of(way) for way in UcxChoice if way in ways))
 )
 cudas = st.builds(
     CudaFacts,

@@ -4,36 +4,36 @@ import json
 import os
 import pty
 import re
+import resource
 import signal
 import socket
 import subprocess
 import sys
 import uuid
 from collections.abc import Iterator, Mapping
+from io import StringIO
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
+from rich.console import Console
+from typer.testing import CliRunner, Result
+
+from kvbus.cli import app
+from kvbus.doctor.finding import Finding
+from kvbus.doctor.report import print_report
 
 KVBUS = [sys.executable, "-c", "from kvbus.cli import app; app()", "doctor"]
 ENDS_WITHIN_S = 90.0
-FEW_FILES = ["bash", "-c", 'ulimit -n 200; exec "$@"', "bash"]
 KEYS = {"kvbus", "verdict", "sentence", "exit_status", "strict", "counts", "findings"}
-FINDING_KEYS = {"name", "family", "severity", "found", "why", "mend", "command", "values"}
+FINDING_KEYS = {"name", "family", "severity", "found", "why", "fix", "command", "values"}
 RATE = re.compile(r"[\d.]+ [GM]B/s over \S+ \(UCX_TLS")
 
 
-def doctor(
-    *arguments: str, before: list[str] | None = None, env: Mapping[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [*(before or []), *KVBUS, *arguments],
-        env={**os.environ, "COLUMNS": "80", **(env or {})},
-        capture_output=True,
-        text=True,
-        timeout=ENDS_WITHIN_S,
-        check=False,
-    )
+def doctor(*arguments: str, env: Mapping[str, str] | None = None) -> Result:
+    return CliRunner().invoke(app, ["doctor", *arguments], env={"COLUMNS": "80", **(env or {})})
 
 
 @pytest.fixture
@@ -45,6 +45,21 @@ def files(tmp_path: Path) -> Iterator[list[str]]:
         f'runtime_dir = "{tmp_path / "run"}"\n'
     )
     return ["--config", str(path)]
+
+
+@pytest.fixture
+def open_files() -> Iterator[Any]:
+    """Sets how many files this process may open, until the test ends."""
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    yield lambda limit: resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+def limit_with_free(num_files: int) -> int:
+    """The limit of open files with which this process can open so many more."""
+    used = {int(path.name) for path in Path("/proc/self/fd").iterdir()}
+    free = (fd for fd in count() if fd not in used)
+    return next(islice(free, num_files, None))
 
 
 def marked(mark: str) -> list[str]:
@@ -59,10 +74,17 @@ def marked(mark: str) -> list[str]:
     return found
 
 
-def test_all_of_it_as_json(files: list[str]) -> None:
+def test_all_of_it_as_json_and_for_people(files: list[str]) -> None:
     mark = uuid.uuid4().hex
 
-    ended = doctor("--json", "--timeout", "60", *files, env={"KVBUS_TEST_MARK": mark})
+    ended = subprocess.run(
+        [*KVBUS, "--json", "--timeout", "60", *files],
+        env={**os.environ, "KVBUS_TEST_MARK": mark},
+        capture_output=True,
+        text=True,
+        timeout=ENDS_WITHIN_S,
+        check=False,
+    )
 
     found: dict[str, Any] = json.loads(ended.stdout)
     findings = {one["name"]: one for one in found["findings"]}
@@ -81,20 +103,31 @@ def test_all_of_it_as_json(files: list[str]) -> None:
     assert findings["agents.here.runtime_dir"]["severity"] == "ok"
     assert ended.stderr == ""
     assert marked(mark) == []
+    assert_people_can_read_it(msgspec.convert(found["findings"], list[Finding]))
 
 
-def test_people_can_read_it_in_80_columns_without_colour(files: list[str]) -> None:
-    ended = doctor("--timeout", "60", *files)
+def assert_people_can_read_it(findings: list[Finding]) -> None:
+    """In 80 columns, without colour."""
+    shown = StringIO()
 
-    lines = ended.stdout.splitlines()
+    print_report(findings, Console(file=shown, width=80, highlight=False))
+
+    lines = shown.getvalue().splitlines()
     assert max(map(len, lines)) <= 80
-    assert "\x1b" not in ended.stdout
-    assert len(RATE.findall(" ".join(ended.stdout.split()))) == 3
+    assert "\x1b" not in shown.getvalue()
+    assert len(RATE.findall(" ".join(shown.getvalue().split()))) == 3
     assert any(line.startswith("kvbus works on this machine") for line in lines)
+
+
+def test_a_line_is_no_longer_than_the_terminal_and_has_no_colour_elsewhere() -> None:
+    ended = doctor("--only", "limits", "--only", "memory")
+
+    assert max(map(len, ended.stdout.splitlines())) <= 80
+    assert "\x1b" not in ended.stdout
     assert ended.stderr == ""
 
 
-def test_a_port_that_is_taken_is_an_error_with_its_mend(tmp_path: Path) -> None:
+def test_a_port_that_is_taken_is_an_error_with_its_fix(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         address = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
         path = tmp_path / "agent.toml"
@@ -105,46 +138,38 @@ def test_a_port_that_is_taken_is_an_error_with_its_mend(tmp_path: Path) -> None:
 
         ended = doctor("--only", "agents", "--config", str(path))
 
-    assert ended.returncode == 1
+    assert ended.exit_code == 1
     assert "kvbus does not work on this machine: agents.here.peer_bind" in ended.stdout
     assert f"{address} cannot be bound" in " ".join(ended.stdout.split())
     assert f"ss -ltnp 'sport = :{address.rpartition(':')[2]}'" in ended.stdout
 
 
-def test_few_open_files_are_a_warning_that_fails_only_a_strict_one() -> None:
-    plain = doctor("--only", "limits", before=FEW_FILES)
-    strict = doctor("--only", "limits", "--strict", before=FEW_FILES)
+def test_few_open_files_are_a_warning_that_fails_only_a_strict_one(open_files: Any) -> None:
+    open_files(200)
 
-    assert (plain.returncode, strict.returncode) == (0, 1)
+    plain = doctor("--only", "limits")
+    strict = doctor("--only", "limits", "--strict")
+
+    assert (plain.exit_code, strict.exit_code) == (0, 1)
     assert "kvbus works on this machine, with limits: limits.open_files" in plain.stdout
     assert "ulimit -n 65536" in plain.stdout
 
 
-def test_a_family_that_cannot_be_looked_at_does_not_end_the_others() -> None:
-    few = ["bash", "-c", 'ulimit -n 8; exec "$@"', "bash"]
+def test_a_family_that_cannot_be_looked_at_does_not_end_the_others(open_files: Any) -> None:
+    doctor("--only", "limits")  # what is imported late is here, now
+    open_files(limit_with_free(3))
 
-    ended = doctor("--only", "processes", "--only", "limits", before=few)
+    ended = doctor("--only", "processes", "--only", "limits")
 
-    assert ended.returncode == 1
+    assert ended.exit_code == 1
     assert "processes.unchecked" in ended.stdout
     assert "limits.open_files" in ended.stdout
-    assert "Traceback" not in ended.stderr
-
-
-def test_agents_that_could_not_start_with_this_ucx_are_an_error() -> None:
-    ended = doctor("--only", "nixl", "--timeout", "60", "--json", env={"UCX_TLS": "sm,self"})
-
-    found = {one["name"]: one for one in json.loads(ended.stdout)["findings"]}
-    assert ended.returncode == 1
-    assert found["nixl.read.configured"]["severity"] == "error"
-    assert "no peer failure handler" in found["nixl.read.configured"]["found"]
-    assert found["nixl.read.tcp"]["severity"] == "ok"
 
 
 def test_probes_without_time_are_told_as_such() -> None:
     ended = doctor("--only", "nixl", "--timeout", "0.1")
 
-    assert ended.returncode == 1
+    assert ended.exit_code == 1
     assert "no answer within 0.05 s" in " ".join(ended.stdout.split())
 
 
@@ -163,7 +188,7 @@ def test_a_bad_config_is_one_line_and_status_2(tmp_path: Path, text: str | None,
 
     ended = doctor("--config", str(path))
 
-    assert ended.returncode == 2
+    assert ended.exit_code == 2
     assert ended.stderr.startswith("error: --config: ")
     assert told in ended.stderr
     assert str(path) in ended.stderr
@@ -174,38 +199,24 @@ def test_a_bad_config_is_one_line_and_status_2(tmp_path: Path, text: str | None,
 def test_a_family_that_is_none_is_refused() -> None:
     ended = doctor("--only", "everything")
 
-    assert ended.returncode == 2
-    assert "Traceback" not in ended.stderr
+    assert ended.exit_code == 2
+    assert "Invalid value for '--only'" in ended.stderr
 
 
 @pytest.mark.parametrize("style", [[], ["--json"]])
-def test_a_reader_that_went_away_is_no_failure(style: list[str]) -> None:
+def test_a_reader_that_went_away_is_no_failure(
+    style: list[str], monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     reading, writing = os.pipe()
     os.close(reading)
 
-    with os.fdopen(writing, "wb") as stdout:
-        ended = subprocess.run(
-            [*KVBUS, "--only", "limits", *style],
-            stdout=stdout,
-            stderr=subprocess.PIPE,
-            timeout=ENDS_WITHIN_S,
-            check=False,
-        )
+    with os.fdopen(writing, "w") as stdout, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", stdout)
+        with pytest.raises(SystemExit) as ended:
+            app(["doctor", "--only", "limits", *style])
 
-    assert (ended.returncode, ended.stderr) == (0, b"")
-
-
-def test_a_stdout_that_is_closed_is_no_failure() -> None:
-    ended = doctor("--only", "limits", before=["bash", "-c", 'exec "$@" >&-', "bash"])
-
-    assert (ended.returncode, ended.stderr) == (0, "")
-
-
-def test_a_full_disk_is_told_in_a_line() -> None:
-    ended = doctor("--only", "limits", before=["bash", "-c", 'exec "$@" >/dev/full', "bash"])
-
-    assert ended.stderr.startswith("error: cannot write to stdout: ")
-    assert ended.stderr.count("\n") == 1
+    assert ended.value.code == 0
+    assert capfd.readouterr().err == ""
 
 
 def test_an_interrupt_ends_it_and_what_it_started() -> None:
@@ -218,7 +229,7 @@ def test_an_interrupt_ends_it_and_what_it_started() -> None:
         stderr=stderr,
     )
     os.close(stderr)
-    shown = read_until(terminal, "shared memory")  # it measures, and says so
+    shown = read_until(terminal, "configured")  # a pair of processes measures
 
     process.send_signal(signal.SIGINT)
 

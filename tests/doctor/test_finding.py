@@ -19,9 +19,7 @@ severities = st.lists(st.sampled_from(list(Severity)), max_size=8)
 
 
 def findings_of(drawn: list[Severity]) -> list[Finding]:
-    return [
-        Finding(name=f"family.{num}", severity=one, found="it") for num, one in enumerate(drawn)
-    ]
+    return [Finding(f"family.{num}", one, "it") for num, one in enumerate(drawn)]
 
 
 @given(severities)

@@ -15,27 +15,31 @@ import pytest
 from kvbus.agent.process.config import AgentConfig, convert_config, load_shared_config
 from kvbus.agent.process.defaults import DECODE_DEFAULTS, PREFILL_DEFAULTS
 from kvbus.bench.processes import free_port
-from kvbus.doctor.judge.nixl import Way
+from kvbus.doctor.finding import Severity, exit_status_of
 from kvbus.doctor.probe.agents import agent_facts, wanted_agents
-from kvbus.doctor.probe.children import Budget, run_alone, run_pair
-from kvbus.doctor.probe.cuda import IPC_MODULE, LIST_MODULE
-from kvbus.doctor.probe.memory import memory_facts
-from kvbus.doctor.probe.native import read_memory
+from kvbus.doctor.probe.children import Budget, run_alone
+from kvbus.doctor.probe.cuda import MODULE as CUDA_MODULE
+from kvbus.doctor.probe.host import memory_facts, version_facts
 from kvbus.doctor.probe.nixl import nixl_facts, read_facts
-from kvbus.doctor.probe.processes import process_facts
-from kvbus.doctor.probe.versions import version_facts
+from kvbus.doctor.probe.read_memory import process_facts, read_memory
+from kvbus.doctor.run_checks import Family, run_checks
 from kvbus.errors import ConfigError
 from kvbus_decode.config import DecodeConfig
 from kvbus_prefill.config import PrefillConfig
 from tests.agents import AgentProcess
 
 LIMITS = """
-import json, resource, dataclasses
+import json, resource, msgspec
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (8192, 8192))
-from kvbus.doctor.probe.limits import limit_facts
-print(json.dumps(dataclasses.asdict(limit_facts())))
+from kvbus.doctor.probe.host import limit_facts
+print(json.dumps(msgspec.structs.asdict(limit_facts())))
 """
+
+
+class NixlBackends(msgspec.Struct):
+    backends: dict[str, list[str]]
+    ucx_transports: list[str]
 
 
 def budget() -> Budget:
@@ -83,7 +87,7 @@ def test_processes_are_tried_and_not_guessed() -> None:
     facts = process_facts(budget())
 
     may = facts.may_trace or (facts.ptrace_scope or 0) <= 1
-    assert (facts.read_error == "") == may
+    assert (facts.error == "") == may
 
 
 def test_memory_that_cannot_be_read_is_an_error_of_the_system() -> None:
@@ -91,31 +95,41 @@ def test_memory_that_cannot_be_read_is_an_error_of_the_system() -> None:
         read_memory(os.getpid(), 8, 16)
 
 
-def test_nixl_tells_versions_backends_and_transports() -> None:
-    facts = nixl_facts(budget())
-
-    assert facts.error == ""
-    assert "DRAM_SEG" in facts.backends["UCX"]
-    assert "tcp" in facts.ucx_transports
-    assert facts.ucx_version
-
-
-def test_a_transport_that_does_not_work_has_a_reason_and_the_others_go_on() -> None:
+def test_a_transport_that_does_not_work_has_a_reason_and_the_others_go_on(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("UCX_TLS", "sm,self")
     said: list[str] = []
 
-    found = list(read_facts("sm,self", has_rdma=False, budget=budget(), say=said.append))
+    findings = run_checks([Family.NIXL], [], budget(), said.append)
 
-    by_way = {one.way: one for one in found}
-    assert by_way.keys() == {Way.CONFIGURED, Way.SHARED_MEMORY, Way.TCP}
-    assert by_way[Way.CONFIGURED].bytes_per_s is None
-    assert "no peer failure handler" in by_way[Way.CONFIGURED].error
-    assert by_way[Way.TCP].wire.startswith("tcp/")
-    assert all((by_way[way].bytes_per_s or 0) > 1e6 for way in (Way.SHARED_MEMORY, Way.TCP))
-    assert said == ["a NIXL READ, configured", "a NIXL READ, shared memory", "a NIXL READ, tcp"]
+    found = {one.name: one for one in findings}
+    reads = {name.rpartition(".")[2] for name in found if name.startswith("nixl.read.")}
+    assert reads == {"configured", "shared_memory", "tcp"}
+    configured, tcp = found["nixl.read.configured"], found["nixl.read.tcp"]
+    assert (configured.severity, tcp.severity) == (Severity.ERROR, Severity.OK)
+    assert exit_status_of(findings, strict=False) == 1
+    assert configured.values["bytes_per_s"] is None
+    assert "no peer failure handler" in configured.found
+    assert str(tcp.values["wire"]).startswith("tcp/")
+    for name in ("nixl.read.shared_memory", "nixl.read.tcp"):
+        assert msgspec.convert(found[name].values["bytes_per_s"], float) > 1e6
+    assert said == [
+        "nixl",
+        "a NIXL READ, configured",
+        "a NIXL READ, shared memory",
+        "a NIXL READ, tcp",
+    ]
+    assert found["nixl.installed"].values["ucx_version"]
+    backends = msgspec.convert(found["nixl.backends"].values, NixlBackends)
+    assert "DRAM_SEG" in backends.backends["UCX"]
+    assert "tcp" in backends.ucx_transports
 
 
 def test_nixl_that_takes_too_long_is_given_up() -> None:
-    found = list(read_facts("", has_rdma=False, budget=Budget(0.2, 0.1), say=lambda _: None))
+    found = list(
+        read_facts("", has_rdma=False, budget=Budget(0.2, 0.1), on_progress=lambda _: None)
+    )
 
     assert all("no answer within" in one.error for one in found)
     assert "no answer within" in nixl_facts(Budget(0.1, 0.1)).error
@@ -123,8 +137,8 @@ def test_nixl_that_takes_too_long_is_given_up() -> None:
 
 @pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="this is about machines without a GPU")
 def test_torch_without_a_gpu_says_so_in_the_end() -> None:
-    listed = run_alone(LIST_MODULE, env={}, budget=budget())
-    shared = run_pair(IPC_MODULE, env={}, budget=budget())
+    listed = run_alone(CUDA_MODULE, "list", env={}, budget=budget())
+    shared = run_alone(CUDA_MODULE, "target", env={}, budget=budget())
 
     assert "CUDA" in listed.failure or "NVIDIA" in listed.failure
     assert "CUDA" in shared.failure or "NVIDIA" in shared.failure

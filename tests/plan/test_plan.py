@@ -1,12 +1,13 @@
 """A plan's numbers are those that one gets by hand."""
 
-from dataclasses import asdict
-
 import pytest
 
 from kvbus.errors import ConfigError, ErrorCode, GeometryError
-from kvbus.plan.plan import Means, Plan, Request, make_plan
-from kvbus.plan.spec import read_side
+from kvbus.plan.cost_inputs import CostInputs
+from kvbus.plan.plan import DECODE_STEP, PREFILL_STEP, Plan, PlannedRequest, make_plan
+from kvbus.plan.spec import read_engine
+from kvbus.plan.synthetic_engine import synthesize
+from kvbus.planning import whole_spans
 from kvbus.planning.cost import Rates
 from kvbus.planning.fetch_shape import Path
 
@@ -14,61 +15,61 @@ SMALL = "kv_heads=8,head=4,layers=2,dtype=f16"
 HEAD_BYTES = 4 * 2
 
 
-def planned(prefill: str, decode: str, request: Request, **means: int) -> Plan:
-    sides = read_side("--from", prefill), read_side("--to", decode)
-    return make_plan(*sides, request, Means(Rates(), **means))
+def planned(prefill: str, decode: str, request: PlannedRequest, **inputs: int) -> Plan:
+    sides = read_engine("--from", prefill), read_engine("--to", decode)
+    return make_plan(*sides, request, CostInputs(Rates(), **inputs))
 
 
 def num_descriptors(plan: Plan) -> dict[str, int]:
-    return {one.path.value: one.num_descriptors for one in plan.paths}
+    return {path.value: one.num_descriptors for path, one in plan.paths.items()}
 
 
 def test_equal_engines_read_each_block_of_each_layer() -> None:
-    plan = planned(SMALL, SMALL, Request(num_tokens=32))
+    plan = planned(SMALL, SMALL, PlannedRequest(num_tokens=32))
 
     assert plan.num_bytes == 2 * 2 * 32 * 8 * HEAD_BYTES  # layers, parts, tokens, heads
     assert num_descriptors(plan) == {"direct": 4, "packed": 1, "reordered": 4}
-    assert plan.chosen.path is Path.DIRECT
+    assert plan.chosen is Path.DIRECT
 
 
 def test_blocks_of_a_busy_cache_do_not_merge() -> None:
-    plan = planned(SMALL, SMALL, Request(num_tokens=16 * 200))
+    plan = planned(SMALL, SMALL, PlannedRequest(num_tokens=16 * 200))
 
     assert num_descriptors(plan)["direct"] == 2 * 200
 
 
 def test_blocks_in_order_merge() -> None:
-    plan = planned(SMALL, SMALL, Request(num_tokens=32, is_contiguous=True))
+    plan = planned(SMALL, SMALL, PlannedRequest(num_tokens=32, is_contiguous=True))
 
     assert num_descriptors(plan)["direct"] == 2
 
 
 def test_nhd_for_twice_the_ranks_reads_each_token() -> None:
-    plan = planned(SMALL, f"tp=2,{SMALL}", Request(num_tokens=32))
+    plan = planned(SMALL, f"tp=2,{SMALL}", PlannedRequest(num_tokens=32))
 
-    assert [(read.share.holder, read.share.reader) for read in plan.reads] == [(0, 0), (0, 1)]
-    assert [read.share.first_head for read in plan.reads] == [0, 4]
+    assert [(read.prefill_rank, read.decode_rank) for read in plan.reads] == [(0, 0), (0, 1)]
+    assert [read.heads for read in plan.reads] == [(0, 4), (4, 8)]
     assert {read.num_bytes for read in plan.reads} == {2 * 2 * 32 * 4 * HEAD_BYTES}
     # ranks * layers * parts * tokens; a box for each share; ranks * layers * blocks
     assert num_descriptors(plan) == {"direct": 256, "packed": 2, "reordered": 8}
 
 
 def test_a_prefix_is_not_read_though_its_block_is_in_the_slot() -> None:
-    plan = planned(SMALL, SMALL, Request(num_tokens=40, first_token=20))
+    plan = planned(SMALL, SMALL, PlannedRequest(num_tokens=40, first_token=20))
 
-    packed, reordered = plan.path(Path.PACKED), plan.path(Path.REORDERED)
+    packed, reordered = plan.paths.get(Path.PACKED), plan.paths.get(Path.REORDERED)
     assert packed
     assert reordered
     assert plan.num_bytes == 2 * 2 * 20 * 8 * HEAD_BYTES
-    assert {one.num_bytes for one in plan.paths} == {plan.num_bytes}
-    assert {one.over_read_bytes for one in plan.paths} == {0}
+    assert {one.num_bytes for one in plan.paths.values()} == {plan.num_bytes}
+    assert {one.over_read_bytes for one in plan.paths.values()} == {0}
     assert packed.slot_bytes == plan.num_bytes
     assert reordered.slot_bytes == 2 * 2 * 32 * 8 * HEAD_BYTES
     assert num_descriptors(plan)["direct"] == 2 * 2 * 2  # layers, parts, blocks, each in part
 
 
 def test_replicas_are_read_once_for_each_reader() -> None:
-    plan = planned(f"tp=16,{SMALL}", f"tp=1,{SMALL}", Request(num_tokens=16))
+    plan = planned(f"tp=16,{SMALL}", f"tp=1,{SMALL}", PlannedRequest(num_tokens=16))
 
     assert len(plan.reads) == 8
     assert plan.unread_ranks == (1, 3, 5, 7, 9, 11, 13, 15)
@@ -76,31 +77,31 @@ def test_replicas_are_read_once_for_each_reader() -> None:
 
 
 def test_stages_are_read_by_layer() -> None:
-    plan = planned(f"pp=2,{SMALL}", SMALL, Request(num_tokens=16))
+    plan = planned(f"pp=2,{SMALL}", SMALL, PlannedRequest(num_tokens=16))
 
-    assert [(read.share.holder, read.share.layers) for read in plan.reads] == [(0, (0,)), (1, (1,))]
+    assert [(read.prefill_rank, read.layers) for read in plan.reads] == [(0, (0,)), (1, (1,))]
 
 
 def test_a_window_moves_its_tail_only() -> None:
-    plan = planned(f"window=10,{SMALL}", f"window=10,{SMALL}", Request(num_tokens=100))
+    plan = planned(f"window=10,{SMALL}", f"window=10,{SMALL}", PlannedRequest(num_tokens=100))
 
-    assert {read.share.group: read.positions for read in plan.reads} == {
+    assert {read.group: read.positions for read in plan.reads} == {
         "full": (0, 100),
         "window": (90, 100),
     }
 
 
 def test_no_tokens_are_no_reads() -> None:
-    plan = planned(SMALL, SMALL, Request(num_tokens=7, first_token=7))
+    plan = planned(SMALL, SMALL, PlannedRequest(num_tokens=7, first_token=7))
 
     assert (plan.reads, plan.num_bytes) == ((), 0)
     assert num_descriptors(plan) == {"direct": 0}
 
 
 def test_boxes_fit_their_slots() -> None:
-    plan = planned(SMALL, SMALL, Request(num_tokens=1024), slot_bytes=4096)
+    plan = planned(SMALL, SMALL, PlannedRequest(num_tokens=1024), slot_bytes=4096)
 
-    packed = plan.path(Path.PACKED)
+    packed = plan.paths.get(Path.PACKED)
     assert packed
     assert packed.box_bytes == 4096
     assert packed.num_boxes == plan.num_bytes // 4096
@@ -109,46 +110,50 @@ def test_boxes_fit_their_slots() -> None:
 def test_a_box_holds_a_block_at_least() -> None:
     spec = "block=4096,kv_heads=8,head=128,layers=2"
 
-    plan = planned(spec, spec, Request(num_tokens=64), slot_bytes=64 << 20)
+    plan = planned(spec, spec, PlannedRequest(num_tokens=64), slot_bytes=64 << 20)
 
-    reordered = plan.path(Path.REORDERED)
+    reordered = plan.paths.get(Path.REORDERED)
     assert reordered
     assert reordered.box_bytes == 2 * 4096 * 8 * 128 * 2  # parts, tokens, heads, dims and bytes
     assert (reordered.num_boxes, reordered.slot_bytes) == (2, 2 * reordered.box_bytes)
 
 
 def test_a_path_whose_boxes_fit_no_slot_is_no_path() -> None:
-    plan = planned(f"block=64,{SMALL}", f"block=64,{SMALL}", Request(num_tokens=9), slot_bytes=4096)
+    plan = planned(
+        f"block=64,{SMALL}", f"block=64,{SMALL}", PlannedRequest(num_tokens=9), slot_bytes=4096
+    )
 
     assert set(num_descriptors(plan)) == {"direct", "packed"}
     with pytest.raises(ConfigError, match="cannot take reordered, it can take direct, packed"):
         planned(
             f"block=64,{SMALL}",
             f"block=64,{SMALL}",
-            Request(num_tokens=9, path=Path.REORDERED),
+            PlannedRequest(num_tokens=9, path=Path.REORDERED),
             slot_bytes=4096,
         )
 
 
 def test_a_path_that_is_asked_for_is_chosen() -> None:
-    plan = planned(SMALL, SMALL, Request(num_tokens=32, path=Path.PACKED))
+    plan = planned(SMALL, SMALL, PlannedRequest(num_tokens=32, path=Path.PACKED))
 
-    assert plan.chosen.path is Path.PACKED
-    assert [one.path for one in plan.paths if one.is_fastest] == [Path.DIRECT]
+    assert plan.chosen is Path.PACKED
+    assert plan.fastest is Path.DIRECT
 
 
 def test_a_plan_of_more_reads_than_are_made_counts_them() -> None:
     spec = "kv_heads=8,head=128,layers=32"
 
-    plan = planned(spec, f"layout=HND,{spec}", Request(num_tokens=131072))
+    plan = planned(spec, f"layout=HND,{spec}", PlannedRequest(num_tokens=131072))
 
     assert num_descriptors(plan)["direct"] == 32 * 2 * 8 * 131072
 
 
 def test_the_same_request_gives_the_same_plan() -> None:
-    first, second = (planned(SMALL, f"tp=3,{SMALL}", Request(num_tokens=99)) for _ in range(2))
+    first, second = (
+        planned(SMALL, f"tp=3,{SMALL}", PlannedRequest(num_tokens=99)) for _ in range(2)
+    )
 
-    assert asdict(first) == asdict(second)
+    assert first == second
 
 
 @pytest.mark.parametrize(
@@ -166,7 +171,7 @@ def test_engines_that_differ_in_more_than_shape_are_refused(
     decode: str, field: str, values: tuple[str, str]
 ) -> None:
     with pytest.raises(GeometryError) as caught:
-        planned(SMALL, decode, Request(num_tokens=1))
+        planned(SMALL, decode, PlannedRequest(num_tokens=1))
 
     assert caught.value.code is ErrorCode.INCOMPATIBLE
     assert caught.value.detail == {"field": field, "prefill": values[0], "decode": values[1]}
@@ -182,4 +187,17 @@ def test_engines_that_differ_in_more_than_shape_are_refused(
 )
 def test_a_plan_that_would_be_too_large_is_refused(spec: str, tokens: int, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
-        planned(spec, spec, Request(num_tokens=tokens))
+        planned(spec, spec, PlannedRequest(num_tokens=tokens))
+
+
+@pytest.mark.parametrize("step", [None, PREFILL_STEP, DECODE_STEP])
+@pytest.mark.parametrize("num_blocks", [1, 7, 64, 1000])
+def test_no_block_of_a_synthetic_request_is_there_twice(
+    num_blocks: int, step: float | None
+) -> None:
+    planned = read_engine("--from", SMALL)
+    spans = whole_spans(planned.engine.groups, 0, 16 * num_blocks)
+
+    table = synthesize(planned, spans, step=step).tables["attention"]
+
+    assert len(set(table.array().tolist())) == num_blocks

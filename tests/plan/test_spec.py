@@ -6,7 +6,7 @@ import pytest
 
 from kvbus.errors import ConfigError
 from kvbus.geometry import AxisName, KvPart, StatePart
-from kvbus.plan.spec import read_side
+from kvbus.plan.spec import read_engine
 
 SMALL = "kv_heads=8,head=128,layers=4"
 GROUPS = """
@@ -31,12 +31,12 @@ def file(tmp_path: Path) -> Path:
 
 def refusal(text: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        read_side("--from", text)
+        read_engine("--from", text)
     return caught.value.message
 
 
 def test_a_short_text_says_all_of_an_engine() -> None:
-    side = read_side(
+    side = read_engine(
         "--from",
         "tp=4,pp=2,layout=hnd,cross_layer=true,block=64,kv_heads=8,head=128,layers=32,"
         "dtype=fp8,model=m",
@@ -51,7 +51,7 @@ def test_a_short_text_says_all_of_an_engine() -> None:
 
 
 def test_what_a_text_leaves_out_is_common() -> None:
-    side = read_side("--to", SMALL)
+    side = read_engine("--to", SMALL)
 
     group = side.engine.groups[0]
     assert (side.engine.tp_size, side.engine.pp_size) == (1, 1)
@@ -60,19 +60,19 @@ def test_what_a_text_leaves_out_is_common() -> None:
 
 
 def test_a_layout_may_name_all_axes() -> None:
-    side = read_side("--to", f"layout=kv.layer.block.head.token.dim,{SMALL}")
+    side = read_engine("--to", f"layout=kv.layer.block.head.token.dim,{SMALL}")
 
     assert side.layout.axes[:3] == (AxisName.KV, AxisName.LAYER, AxisName.BLOCK)
 
 
 def test_a_latent_needs_no_heads() -> None:
-    group = read_side("--to", "attention=mla,head=576,layers=2").engine.groups[0]
+    group = read_engine("--to", "attention=mla,head=576,layers=2").engine.groups[0]
 
     assert (group.parts, group.num_kv_heads, group.head_dim) == ((KvPart.LATENT,), 1, 576)
 
 
 def test_a_window_is_that_of_every_other_layer() -> None:
-    full, window = read_side("--to", f"window=100,{SMALL}").engine.groups
+    full, window = read_engine("--to", f"window=100,{SMALL}").engine.groups
 
     assert (full.name, full.layers, full.window) == ("full", (0, 2), None)
     assert (window.name, window.layers, window.window) == ("window", (1, 3), 100)
@@ -81,16 +81,16 @@ def test_a_window_is_that_of_every_other_layer() -> None:
 def test_a_file_may_have_the_keys_of_a_text(file: Path) -> None:
     file.write_text('layout = "HND"\ncross_layer = true\nkv_heads = 8\nhead = 128\nlayers = 4\n')
 
-    side = read_side("--from", str(file))
+    side = read_engine("--from", str(file))
 
-    assert side.engine == read_side("--from", f"layout=HND,cross_layer=true,{SMALL}").engine
+    assert side.engine == read_engine("--from", f"layout=HND,cross_layer=true,{SMALL}").engine
     assert side.layout.cross_layer
 
 
 def test_groups_of_a_file_have_what_they_do_not_say_from_its_top(file: Path) -> None:
     file.write_text(GROUPS)
 
-    full, state = read_side("--from", str(file)).engine.groups
+    full, state = read_engine("--from", str(file)).engine.groups
 
     assert (full.layers, full.block_size, full.num_kv_heads) == ((0, 2), 32, 8)
     assert (state.layers, state.state) == ((3, 4), (StatePart("conv", 8, 4096),))

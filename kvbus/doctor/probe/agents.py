@@ -1,4 +1,4 @@
-"""Tries the places that agents want: binds their ports, makes their folder, and gives all back.
+"""Tries what agents want: binds their ports, makes their folder, and gives all back.
 
 Refuses to listen: a port is bound and let go, so nobody can connect to a probe.
 """
@@ -16,7 +16,7 @@ import anyio
 from kvbus.agent.process.config import AgentConfig, convert_config, load_shared_config
 from kvbus.agent.process.defaults import DECODE_DEFAULTS, PREFILL_DEFAULTS
 from kvbus.bus import ask_agent
-from kvbus.doctor.judge.agents import AgentFacts, Bind
+from kvbus.doctor.check.agents import AgentFacts, Bind
 from kvbus.errors import ConfigError, KVBusError
 from kvbus.memory.attach.path import check_path_length, prepare_directory
 from kvbus.protocol.peer import AgentStatus, Status
@@ -25,10 +25,10 @@ ASK_S = 2.0
 _SIOCGIFADDR = 0x8915
 _ADDRESS_BYTES = slice(20, 24)  # of a struct ifreq that has an IPv4 address
 
-Sourced = tuple[str, AgentConfig]
+AgentSource = tuple[str, AgentConfig]
 
 
-def wanted_agents(paths: list[Path]) -> list[Sourced]:
+def wanted_agents(paths: list[Path]) -> list[AgentSource]:
     """The agents of these files, or of both services' defaults; raises `ConfigError`."""
     if paths:
         return [(str(path), load_shared_config(path)) for path in paths]
@@ -40,7 +40,7 @@ def wanted_agents(paths: list[Path]) -> list[Sourced]:
 
 
 def agent_facts(source: str, config: AgentConfig) -> AgentFacts:
-    """What came of trying each place."""
+    """What came of trying each of them."""
     keys = [key for key in ("peer_bind", "events_bind", "metrics_bind") if getattr(config, key)]
     return AgentFacts(
         source=source,
@@ -54,8 +54,8 @@ def agent_facts(source: str, config: AgentConfig) -> AgentFacts:
 
 def _bind(key: str, address: str) -> Bind:
     error = _bind_error(address)
-    asks = key == "peer_bind" and error == os.strerror(errno.EADDRINUSE)
-    held_by = _agent_at(address) if asks else ""
+    is_taken = key == "peer_bind" and error == os.strerror(errno.EADDRINUSE)
+    held_by = anyio.run(_agent_at, address) if is_taken else ""
     return Bind(key=key, address=address, error=error, held_by=held_by)
 
 
@@ -64,17 +64,17 @@ def _bind_error(address: str) -> str:
     by_bus = address.startswith("tcp://")  # ZeroMQ: of IPv4, and takes names of interfaces
     try:
         host = (_interface_address(host) if by_bus else "") or host or "127.0.0.1"
-        places = socket.getaddrinfo(
+        found = socket.getaddrinfo(
             None if host == "*" else host.strip("[]"),
             int(port),
             family=socket.AF_INET if by_bus else socket.AF_UNSPEC,
             type=socket.SOCK_STREAM,
             flags=socket.AI_PASSIVE,
         )
-        family, *_, place = places[0]
+        family, *_, socket_address = found[0]
         with socket.socket(family, socket.SOCK_STREAM) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(place)
+            probe.bind(socket_address)
     except (OSError, ValueError, OverflowError) as error:
         return getattr(error, "strerror", "") or str(error)
     return ""
@@ -89,18 +89,15 @@ def _interface_address(name: str) -> str:
         return socket.inet_ntoa(fcntl.ioctl(any_socket, _SIOCGIFADDR, request)[_ADDRESS_BYTES])
 
 
-def _agent_at(address: str) -> str:
+async def _agent_at(address: str) -> str:
     """The id of the agent that answers there, empty when none does."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     here = "127.0.0.1" if host in ("*", "0.0.0.0") else host  # noqa: S104 - compared
     try:
-        return anyio.run(_ask, f"tcp://{here}:{port}").agent_id
+        status = await ask_agent(f"tcp://{here}:{port}", Status(), AgentStatus, timeout_s=ASK_S)
     except KVBusError:
         return ""
-
-
-async def _ask(endpoint: str) -> AgentStatus:
-    return await ask_agent(endpoint, Status(), AgentStatus, timeout_s=ASK_S)
+    return status.agent_id
 
 
 def _folder_error(config: AgentConfig) -> str:

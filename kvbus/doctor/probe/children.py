@@ -1,7 +1,7 @@
 """Runs probe processes: alone, or a pair of which one writes into the other's stdin.
 
-Refuses to wait longer than the budget, and to leave a process behind: who does not end is killed.
-Only one that the kernel cannot end, as a driver holds it, is left to the kernel.
+Refuses to wait longer than the budget, and to leave a process behind: one that does not end is
+killed. Only one that the kernel cannot end, as a driver holds it, is left to the kernel.
 """
 
 import contextlib
@@ -15,14 +15,12 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import IO
 
-from kvbus.doctor.judge.logs import reason_in
+from kvbus.doctor.check.logs import reason_in
 from kvbus.doctor.probe.native import PARENT_KEY
 
 GENTLE_END_S = 1.0
 KILLED_END_S = 1.0
 LEAST_S = 0.05
-
-Process = subprocess.Popen[bytes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,9 +46,8 @@ class Budget:
 
 def run_alone(module: str, *arguments: str, env: Mapping[str, str], budget: Budget) -> Ended:
     """Run ``python -m module`` to its end, or to the end of its time."""
-    limit_s = budget.next_s()
-    with _log() as log, _started([module, *arguments], env, subprocess.PIPE, log) as process:
-        return _result(process, log, limit_s)
+    with _started([module, *arguments], env, subprocess.PIPE) as probe:
+        return probe.result(budget.next_s())
 
 
 def run_pair(module: str, *, env: Mapping[str, str], budget: Budget) -> Ended:
@@ -60,28 +57,74 @@ def run_pair(module: str, *, env: Mapping[str, str], budget: Budget) -> Ended:
     """
     limit_s = budget.next_s()
     with (
-        _log() as target_log,
-        _log() as log,
-        _started([module, "target"], env, subprocess.PIPE, target_log) as target,
-        _started([module, "reader"], env, target.stdout, log) as reader,
+        _started([module, "target"], env, subprocess.PIPE) as target,
+        _started([module, "reader"], env, target.process.stdout) as reader,
     ):
-        _close(target.stdout)  # the reader has it
-        ended = _result(reader, log, limit_s)
+        _close(target.process.stdout)  # the reader has it
+        ended = reader.result(limit_s)
         # A reader that was too slow has no status yet; its target then fails for want of it.
-        if reader.returncode and (status := _end(target)):
-            return replace(ended, failure=_why(status, _text(target_log)))
+        if reader.process.returncode and (status := target.end()):
+            return replace(ended, failure=_why(status, target.log_text()))
         return ended
 
 
-def _result(process: Process, log: IO[bytes], limit_s: float) -> Ended:
-    try:
-        output, _ = process.communicate(timeout=limit_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        return Ended("", _text(log), f"no answer within {limit_s:.3g} s; --timeout gives more")
-    text = _text(log)
-    failure = _why(process.returncode, text) if process.returncode else ""
-    return Ended(output.decode(errors="replace"), text, failure)
+@dataclass(frozen=True, slots=True)
+class _RunningProbe:
+    """A process; stderr goes to a file, as it may be long and nobody reads it meanwhile."""
+
+    process: subprocess.Popen[bytes]
+    log: IO[bytes]
+
+    def result(self, limit_s: float) -> Ended:
+        """Its end, in time or by force."""
+        try:
+            output, _ = self.process.communicate(timeout=limit_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            failure = f"no answer within {limit_s:.3g} s; --timeout gives more"
+            return Ended("", self.log_text(), failure)
+        text, status = self.log_text(), self.process.returncode
+        return Ended(output.decode(errors="replace"), text, _why(status, text) if status else "")
+
+    def end(self) -> int | None:
+        """Its status; one that is told by its stdin may clean up. None: it had to be killed."""
+        _close(self.process.stdin)
+        try:
+            return self.process.wait(GENTLE_END_S)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in a driver
+                self.process.wait(KILLED_END_S)
+            return None
+        finally:
+            _close(self.process.stdout)
+
+    def log_text(self) -> str:
+        """What it wrote to stderr until now."""
+        self.log.seek(0)
+        return self.log.read().decode(errors="replace")
+
+
+@contextlib.contextmanager
+def _started(
+    arguments: list[str], env: Mapping[str, str], stdin: int | IO[bytes] | None
+) -> Iterator[_RunningProbe]:
+    with tempfile.TemporaryFile() as log:
+        process = subprocess.Popen(
+            [sys.executable, "-m", *arguments],
+            stdin=stdin,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env={**os.environ, **env, PARENT_KEY: str(os.getpid())},
+        )
+        probe = _RunningProbe(process, log)
+        try:
+            yield probe
+        except BaseException:
+            process.kill()
+            raise
+        finally:
+            probe.end()
 
 
 def _why(status: int, log: str) -> str:
@@ -92,52 +135,7 @@ def _why(status: int, log: str) -> str:
     return reason or f"ended with status {status}"
 
 
-@contextlib.contextmanager
-def _started(
-    arguments: list[str], env: Mapping[str, str], stdin: int | IO[bytes] | None, log: IO[bytes]
-) -> Iterator[Process]:
-    process = subprocess.Popen(
-        [sys.executable, "-m", *arguments],
-        stdin=stdin,
-        stdout=subprocess.PIPE,
-        stderr=log,
-        env={**os.environ, **env, PARENT_KEY: str(os.getpid())},
-    )
-    try:
-        yield process
-    except BaseException:
-        process.kill()
-        raise
-    finally:
-        _end(process)
-
-
-def _end(process: Process) -> int | None:
-    """Its status; one that is told by its stdin may clean up. None: it had to be killed."""
-    _close(process.stdin)
-    try:
-        process.wait(GENTLE_END_S)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in a driver: it ends with it
-            process.wait(KILLED_END_S)
-        return None
-    finally:
-        _close(process.stdout)
-    return process.returncode
-
-
 def _close(pipe: IO[bytes] | None) -> None:
     if pipe is not None:
         with contextlib.suppress(OSError):
             pipe.close()
-
-
-def _log() -> IO[bytes]:
-    """A file without a name: stderr may be long, and nobody reads it meanwhile."""
-    return tempfile.TemporaryFile()
-
-
-def _text(log: IO[bytes]) -> str:
-    log.seek(0)
-    return log.read().decode(errors="replace")

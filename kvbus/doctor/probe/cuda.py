@@ -9,53 +9,49 @@ from pathlib import Path
 
 import msgspec
 
-from kvbus.doctor.judge.cuda import CudaFacts, Gpu
-from kvbus.doctor.probe.children import Budget, Ended, run_alone, run_pair
-from kvbus.doctor.probe.versions import installed_version
+from kvbus.doctor.check.cuda import CudaFacts, Gpu
+from kvbus.doctor.probe.children import Budget, run_alone, run_pair
+from kvbus.doctor.probe.host import installed_version
 
-LIST_MODULE = "kvbus.doctor.probe.cuda_list_process"
-IPC_MODULE = "kvbus.doctor.probe.cuda_ipc_process"
+MODULE = "kvbus.doctor.probe.cuda_process"
 _ALLOCATOR_KEYS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
-class Seen(msgspec.Struct, frozen=True):
-    """What the listing process prints: uuid, name and bytes of each GPU."""
+class GpuList(msgspec.Struct, frozen=True):
+    """What the listing process prints."""
 
     cuda_version: str
-    gpus: list[tuple[str, str, int]]
+    gpus: tuple[Gpu, ...]
 
 
 def cuda_facts(budget: Budget) -> CudaFacts:
     """The GPUs, and whether two processes can share the memory of the first."""
-    num_devices = _num_devices()
-    seen, error, ipc_error = Seen("", []), "", ""
+    num_devices = sum(path.name[6:].isdigit() for path in Path("/dev").glob("nvidia*"))
+    seen, error, ipc_error = GpuList("", ()), "", ""
     if num_devices:
-        seen, error = _seen(run_alone(LIST_MODULE, env={}, budget=budget))
+        seen, error = _list_gpus(budget)
     if seen.gpus:
-        ipc_error = run_pair(IPC_MODULE, env={}, budget=budget).failure
+        ipc_error = run_pair(MODULE, env={}, budget=budget).failure
     return CudaFacts(
         num_devices=num_devices,
         driver=_driver(),
         torch_version=installed_version("torch") or "",
         cuda_version=seen.cuda_version,
-        gpus=tuple(Gpu(uuid=gpu[0], name=gpu[1], memory_bytes=gpu[2]) for gpu in seen.gpus),
+        gpus=seen.gpus,
         survey_error=error,
         ipc_error=ipc_error,
         allocator=next((os.environ[key] for key in _ALLOCATOR_KEYS if key in os.environ), ""),
     )
 
 
-def _seen(ended: Ended) -> tuple[Seen, str]:
+def _list_gpus(budget: Budget) -> tuple[GpuList, str]:
+    ended = run_alone(MODULE, "list", env={}, budget=budget)
     if ended.failure:
-        return Seen("", []), ended.failure
+        return GpuList("", ()), ended.failure
     try:
-        return msgspec.json.decode(ended.output, type=Seen), ""
+        return msgspec.json.decode(ended.output, type=GpuList), ""
     except msgspec.DecodeError:
-        return Seen("", []), "it answered something else"
-
-
-def _num_devices() -> int:
-    return len([path for path in Path("/dev").glob("nvidia*") if path.name[6:].isdigit()])
+        return GpuList("", ()), "the process that lists GPUs did not answer with a list"
 
 
 def _driver() -> str:

@@ -7,14 +7,14 @@ from collections.abc import Callable, Iterator
 
 import msgspec
 
-from kvbus.doctor.judge.logs import ucx_transports_in, ucx_version_in, wire_in
-from kvbus.doctor.judge.nixl import NixlFacts, ReadFacts, Way
+from kvbus.doctor.check.logs import ucx_transports_in, ucx_version_in, wire_in
+from kvbus.doctor.check.nixl import NixlFacts, ReadFacts, UcxChoice
 from kvbus.doctor.probe.children import Budget, Ended, run_alone, run_pair
 
 LIST_MODULE = "kvbus.doctor.probe.nixl_list_process"
 READ_MODULE = "kvbus.doctor.probe.nixl_read_process"
 
-UCX_TLS = {Way.SHARED_MEMORY: "sm,tcp", Way.TCP: "tcp", Way.RDMA: "ib"}
+UCX_TLS = {UcxChoice.SHARED_MEMORY: "sm,tcp", UcxChoice.TCP: "tcp", UcxChoice.RDMA: "ib"}
 """Shared memory alone cannot report a dead peer, and NIXL refuses it: TCP is beside it."""
 
 _TELL = {
@@ -57,18 +57,23 @@ def nixl_facts(budget: Budget) -> NixlFacts:
 
 
 def read_facts(
-    configured: str, *, has_rdma: bool, budget: Budget, say: Callable[[str], None]
+    configured: str, *, has_rdma: bool, budget: Budget, on_progress: Callable[[str], None]
 ) -> Iterator[ReadFacts]:
     """One measurement for each way; ``configured`` is the environment's UCX_TLS, often empty."""
-    ways = [Way.CONFIGURED, Way.SHARED_MEMORY, Way.TCP, *([Way.RDMA] if has_rdma else [])]
+    ways = [
+        UcxChoice.CONFIGURED,
+        UcxChoice.SHARED_MEMORY,
+        UcxChoice.TCP,
+        *([UcxChoice.RDMA] if has_rdma else []),
+    ]
     for way in ways:
-        say(f"a NIXL READ, {way.replace('_', ' ')}")
-        tls = configured if way is Way.CONFIGURED else UCX_TLS[way]
+        on_progress(f"a NIXL READ, {way.replace('_', ' ')}")
+        tls = configured if way is UcxChoice.CONFIGURED else UCX_TLS[way]
         env = {**_TELL, "UCX_TLS": tls} if tls else _TELL
         yield _facts(way, tls, run_pair(READ_MODULE, env=env, budget=budget))
 
 
-def _facts(way: Way, tls: str, ended: Ended) -> ReadFacts:
+def _facts(way: UcxChoice, tls: str, ended: Ended) -> ReadFacts:
     rate, error = None, ended.failure
     if not error:
         try:

@@ -6,7 +6,7 @@ hear that costs a second of each process; where the machine is small, that was m
 
 import sys
 
-from kvbus.doctor.probe.versions import installed_version
+from kvbus.doctor.probe.host import installed_version
 
 if (installed_version("torch") or "").endswith("+cpu"):
     sys.modules["torch"] = None  # type: ignore[assignment]  # Python's way to say: not here

@@ -1,4 +1,4 @@
-"""Owns reading what NIXL, UCX and Python wrote while they were tried.
+"""Reads what NIXL, UCX and Python wrote while they were tried.
 
 Refuses to rely on it: what is not found is empty, as these words are not a contract.
 """

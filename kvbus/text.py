@@ -1,7 +1,4 @@
-"""How numbers, bytes and intervals of a plan are written.
-
-Refuses to round what is exact: only bytes from 1,000 KiB on and times are rounded.
-"""
+"""Bytes, times, rates and lists of numbers as text for people."""
 
 from collections.abc import Iterable
 from itertools import pairwise
@@ -9,7 +6,7 @@ from itertools import pairwise
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
-def shown_bytes(num_bytes: float) -> str:
+def bytes_text(num_bytes: float) -> str:
     """``512 B``, ``64 KiB``, ``1.5 MiB``."""
     size, unit = float(num_bytes), 0
     while size >= 1000 and unit < len(UNITS) - 1:
@@ -17,17 +14,23 @@ def shown_bytes(num_bytes: float) -> str:
     return f"{size:.4g} {UNITS[unit]}"
 
 
-def shown_time(seconds: float) -> str:
+def rate_text(bytes_per_s: float) -> str:
+    """``9.31 GB/s``, ``850 MB/s``."""
+    if bytes_per_s >= 1e9:
+        return f"{bytes_per_s / 1e9:.3g} GB/s"
+    return f"{bytes_per_s / 1e6:.3g} MB/s"
+
+
+def time_text(seconds: float) -> str:
     """Three digits or more, as ``13.7 ms``."""
     for factor, unit in ((1.0, "s"), (1e3, "ms")):
-        if seconds * factor >= 1:
-            value = seconds * factor
+        if (value := seconds * factor) >= 1:
             return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
     return f"{seconds * 1e6:.3g} us"
 
 
-def shown_numbers(numbers: Iterable[int]) -> str:
-    """``0-3, 7``: runs of three or more as intervals; a step of two as ``0-30 by 2``."""
+def numbers_text(numbers: Iterable[int]) -> str:
+    """``0-3, 7``: runs of two or more as intervals; one step for all as ``0-30 by 2``."""
     ordered = sorted(numbers)
     steps = {b - a for a, b in pairwise(ordered)}
     if len(ordered) > 2 and len(steps) == 1 and (step := steps.pop()) > 1:

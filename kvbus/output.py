@@ -1,0 +1,37 @@
+"""What a command writes to stdout and stderr, and how it ends with an error.
+
+Refuses to fail because nobody reads: a closed stdout loses the text and not the exit status.
+"""
+
+import os
+import sys
+from typing import NoReturn
+
+import msgspec
+import typer
+
+
+def write_json(value: object) -> None:
+    """One line of JSON to stdout."""
+    write_text(msgspec.json.encode(value).decode() + "\n")
+
+
+def write_text(text: str) -> None:
+    """Text to stdout. A pipe without a reader is no error, a full disk is told on stderr."""
+    if sys.stdout is None:  # Python found it closed
+        return
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):
+            sys.stderr.write(f"error: cannot write to stdout: {error.strerror}\n")
+        nowhere = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(nowhere, sys.stdout.fileno())  # some Pythons write what is left once more at exit
+        os.close(nowhere)
+
+
+def fail(message: str, *, status: int, cause: Exception) -> NoReturn:
+    """Say what is wrong in one line of stderr, and end with this exit status."""
+    sys.stderr.write(f"error: {message}\n")
+    raise typer.Exit(status) from cause

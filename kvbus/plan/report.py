@@ -1,0 +1,144 @@
+"""A plan on a terminal, and as JSON: what is read from whom, each path, and the choice.
+
+Refuses to list more reads on a terminal than a person reads; all are in the JSON.
+"""
+
+from typing import Any
+
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from kvbus.geometry import GroupSpec
+from kvbus.plan.explanation import describe_group, describe_heads, explain_choice
+from kvbus.plan.paths import PathPlan
+from kvbus.plan.plan import Plan
+from kvbus.plan.spec import PlannedEngine
+from kvbus.planning.fetch_shape import ALL_PATHS
+from kvbus.text import bytes_text, numbers_text, time_text
+
+MAX_ROWS = 40
+CHOSEN = "green"
+RATES_OF_DEFAULT = "those of the machine that kvbus is developed on"
+
+
+def as_json(plan: Plan) -> dict[str, Any]:
+    """Seconds, bytes, and half-open intervals as lists of two; what is not possible is null."""
+    return {
+        "from": _engine_json(plan.prefill),
+        "to": _engine_json(plan.decode),
+        "tokens": [plan.request.first_token, plan.request.num_tokens],
+        "bytes": plan.num_bytes,
+        "reads": plan.reads,
+        "unread_ranks": plan.unread_ranks,
+        "paths": {path: plan.paths.get(path) for path in ALL_PATHS},
+        "choice": {
+            "path": plan.chosen,
+            "is_forced": plan.request.path is not None,
+            "reason": explain_choice(plan),
+        },
+        "slot_bytes": plan.cost_inputs.slot_bytes,
+        "rates_from": plan.cost_inputs.rates_from,
+        "rates": plan.cost_inputs.rates,
+    }
+
+
+def _engine_json(planned: PlannedEngine) -> dict[str, Any]:
+    return {
+        "model": planned.engine.model,
+        "tp": planned.engine.tp_size,
+        "pp": planned.engine.pp_size,
+        "axes": planned.layout.axes,
+        "groups": [_group_json(group) for group in planned.engine.groups],
+    }
+
+
+def _group_json(group: GroupSpec) -> dict[str, Any]:
+    return {
+        "name": group.name,
+        "layers": group.layers,
+        "block": group.block_size,
+        "kv_heads": group.num_kv_heads,
+        "head": group.head_dim,
+        "dtype": group.dtype,
+        "parts": group.parts,
+        "window": group.window,
+        "state": [[one.name, one.num_units, one.unit_bytes] for one in group.state],
+    }
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    """The two sides, the tables and the lines below them."""
+    console.print(Text(f"from  {_engine_line(plan.prefill)}"))
+    console.print(Text(f"to    {_engine_line(plan.decode)}\n"))
+    console.print(_read_table(plan))
+    if len(plan.reads) > MAX_ROWS:
+        console.print(f"and {len(plan.reads) - MAX_ROWS} more: --json has them all")
+    console.print(f"{bytes_text(plan.num_bytes)} in all")
+    if plan.reads and plan.unread_ranks:
+        console.print(f"nothing is read from prefill ranks {numbers_text(plan.unread_ranks)}")
+    console.print()
+    console.print(_path_table(plan))
+    console.print(f"{plan.chosen}: {explain_choice(plan)}", style=CHOSEN)
+    rates = plan.cost_inputs.rates_from or RATES_OF_DEFAULT
+    slots = bytes_text(plan.cost_inputs.slot_bytes)
+    console.print(Text(f"rates: {rates}; slots of {slots}"))
+
+
+def _engine_line(planned: PlannedEngine) -> str:
+    engine = planned.engine
+    groups = "; ".join(describe_group(group) for group in engine.groups)
+    return f"tp={engine.tp_size} pp={engine.pp_size} {'.'.join(planned.layout.axes)}; {groups}"
+
+
+def _read_table(plan: Plan) -> Table:
+    table = _table("Reads")
+    for heading in ("prefill rank", "decode rank"):
+        table.add_column(heading, justify="right")
+    for heading in ("group", "layers", "heads", "positions"):
+        table.add_column(heading)
+    table.add_column("bytes", justify="right", no_wrap=True)
+    for read in plan.reads[:MAX_ROWS]:
+        table.add_row(
+            str(read.prefill_rank),
+            str(read.decode_rank),
+            Text(read.group),
+            numbers_text(read.layers),
+            Text(describe_heads(plan, read)),
+            f"{read.positions[0]} to {read.positions[1]}",
+            bytes_text(read.num_bytes),
+        )
+    return table
+
+
+def _path_table(plan: Plan) -> Table:
+    table = _table("Paths")
+    table.add_column("path", no_wrap=True)
+    for heading in ("time", "gather", "READ", "scatter", "READs", "mean", "boxes", "over-\nread"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for path in ALL_PATHS:
+        found = plan.paths.get(path)
+        cells = _cells(found) if found else ["cannot" if plan.num_bytes else ""]
+        table.add_row(path, *cells, style=CHOSEN if path is plan.chosen else "")
+    return table
+
+
+def _cells(path: PathPlan) -> list[str]:
+    in_boxes = path.num_boxes > 0
+    return [
+        time_text(path.seconds),
+        time_text(path.gather_s) if in_boxes else "",
+        time_text(path.read_s),
+        time_text(path.scatter_s) if path.scatter_s else "",
+        f"{path.num_descriptors:,}",
+        bytes_text(path.mean_bytes),
+        f"{path.num_boxes:,}" if in_boxes else "",
+        bytes_text(path.over_read_bytes),
+    ]
+
+
+def _table(title: str) -> Table:
+    return Table(
+        title=title, box=SIMPLE_HEAD, show_edge=False, title_justify="left", padding=(0, 1, 0, 0)
+    )
