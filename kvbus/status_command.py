@@ -59,7 +59,7 @@ def status_table(answer: AgentStatus) -> Table:
 
 
 async def _ask(endpoint: str, timeout_s: float) -> AgentStatus:
-    return await ask_agent(endpoint, Status(), AgentStatus, timeout_s=timeout_s)
+    return await ask_agent(endpoint, Status(), timeout_s=timeout_s)
 
 
 def _fail(message: str, error: KVBusError) -> NoReturn:

@@ -99,7 +99,7 @@ class DecodeSession(EngineSession):
             zero_tail=zero_tail,
             piece_tokens=piece_tokens,
         )
-        self.send(message, Empty, lambda reply: self._on_taken(fetch, reply))
+        self.send(message, lambda reply: self._on_taken(fetch, reply))
         self._fetches[fetch.fetch_id] = fetch
         return fetch
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 
 from kvbus.protocol.engine import Tables
-from kvbus.protocol.message import Empty, Epoch, Id, Message, Seconds, Size, Text, Tokens
+from kvbus.protocol.message import Empty, Epoch, Id, Message, Request, Seconds, Size, Text, Tokens
 
 AnySeconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
 
@@ -19,7 +19,7 @@ Ranks = Annotated[
 ]
 
 
-class CheckMemory(Message, frozen=True):
+class CheckMemory(Request[Empty], frozen=True):
     """Asks whether the ranks of an engine are still those of the handshake; ``stale`` if not.
 
     A reader asks each agent without the lease, after the last byte landed and before the confirm.
@@ -28,7 +28,6 @@ class CheckMemory(Message, frozen=True):
     """
 
     op: ClassVar[str] = "check"
-    reply: ClassVar[type[Message]] = Empty
 
     agent_boot: Id
     engine_id: Id
@@ -44,7 +43,7 @@ class Delegated(Message, frozen=True):
     path: Text
 
 
-class Delegate(Message, frozen=True):
+class Delegate(Request[Delegated], frozen=True):
     """The home of a decode engine asks a sibling to read one piece into the ranks that it has.
 
     Answered when nothing of it is in flight any more, be it done, failed or aborted. The lease is
@@ -53,7 +52,6 @@ class Delegate(Message, frozen=True):
     """
 
     op: ClassVar[str] = "delegate"
-    reply: ClassVar[type[Message]] = Delegated
 
     fetch_id: Id
     engine_id: Id
@@ -72,10 +70,9 @@ class Delegate(Message, frozen=True):
     timeout_s: Seconds
 
 
-class AbortDelegate(Message, frozen=True):
+class AbortDelegate(Request[Empty], frozen=True):
     """Ends the reading for a fetch; the `Delegate` is answered when that is so."""
 
     op: ClassVar[str] = "abort_delegate"
-    reply: ClassVar[type[Message]] = Empty
 
     fetch_id: Id

@@ -164,7 +164,6 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
             p.Handshake(
                 min_protocol=1,
                 max_protocol=1,
-                agent_boot=DECODE_BOOT,
                 agent_id="decode-agent-0",
                 engine_id="prefill-0",
                 engine_boot=ENGINE_BOOT,

@@ -100,7 +100,7 @@ def _agent_at(address: str) -> str:
 
 
 async def _ask(endpoint: str) -> AgentStatus:
-    return await ask_agent(endpoint, Status(), AgentStatus, timeout_s=ASK_S)
+    return await ask_agent(endpoint, Status(), timeout_s=ASK_S)
 
 
 def _folder_error(config: AgentConfig) -> str:

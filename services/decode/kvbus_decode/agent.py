@@ -7,11 +7,9 @@ import anyio
 import structlog
 
 from kvbus.agent.engines.local_engine import LocalEngine
-from kvbus.agent.process.refusals import refuse, unknown_op
 from kvbus.agent.process.service import Agent
-from kvbus.bus import Call
+from kvbus.bus import Call, Handlers
 from kvbus.protocol.engine import BlocksFreed, CancelFetch, Fetched, Landed, StartFetch
-from kvbus.protocol.message import from_body, to_body
 from kvbus.protocol.peer import FetchEvent
 from kvbus.protocol.remote_ranks import AbortDelegate, Delegate
 from kvbus.table.driver import Driver
@@ -55,30 +53,13 @@ class DecodeService:
         self._metrics = DecodeMetrics(agent.metrics)
         agent.metrics.add_readings(self._readings, READINGS)
 
-    def on_engine_call(self, call: Call) -> None:
+    def engine_handlers(self) -> Handlers:
         """A fetch, or its cancellation."""
-        engine = self._agent.engines.engine_of(call)
-        match call.op:
-            case StartFetch.op:
-                fetch = from_body(StartFetch, call.body)
-                timeout_s = self._config.fetch_timeout_s
-                event = fetch_event(engine, fetch, timeout_s=timeout_s, reply_to=call)
-                self._driver.dispatch(event)
-            case CancelFetch.op:
-                cancel = from_body(CancelFetch, call.body)
-                self._driver.dispatch(ev.CancelRequested(cancel.fetch_id, call))
-            case _:
-                raise unknown_op(call)
+        return {StartFetch: self._start_fetch, CancelFetch: self._cancel_fetch}
 
-    def on_peer_call(self, call: Call) -> None:
-        """Another decode agent, the home of an engine that has ranks here, asks for help."""
-        match call.op:
-            case Delegate.op:
-                self._assistant.assist(call)
-            case AbortDelegate.op:
-                self._assistant.abort(call)
-            case _:
-                raise unknown_op(call)
+    def peer_handlers(self) -> Handlers:
+        """Another decode agent, with the control session of an engine of ours, asks for help."""
+        return {Delegate: self._assistant.assist, AbortDelegate: self._assistant.abort}
 
     def on_engine_lost(self, engine: LocalEngine) -> None:
         """Its fetches end; nobody is there to be told."""
@@ -120,13 +101,21 @@ class DecodeService:
             "slots": self._pieces.num_slots_in_use,
         }
 
+    def _start_fetch(self, fetch: StartFetch, call: Call) -> None:
+        engine, timeout_s = self._agent.engines.engine_of(call), self._config.fetch_timeout_s
+        self._driver.dispatch(fetch_event(engine, fetch, timeout_s=timeout_s, reply_to=call))
+
+    def _cancel_fetch(self, cancel: CancelFetch, call: Call) -> None:
+        self._agent.engines.engine_of(call)  # refuses who has none
+        self._driver.dispatch(ev.CancelRequested(cancel.fetch_id, call))
+
     def _execute(self, command: ev.Command) -> None:
         leases, reader = self._leases, self._reader
         match command:
             case ev.SendReply(reply_to=Call() as call, body=body):
-                call.reply(to_body(body))
+                call.reply(body)
             case ev.Refuse(reply_to=Call() as call, error=error):
-                refuse(self._agent.metrics, call, error)
+                call.refuse(error)
             case ev.ResolvePeer():
                 leases.resolve(command)
             case ev.SendClaim():
@@ -170,7 +159,7 @@ class DecodeService:
         total_s = self._metrics.observe(fetched)
         self._log_fetched(fetched, total_s)
         event = FetchEvent(fetch_id=fetched.fetch_id, request_id=fetched.request_id, code=code)
-        self._agent.publisher.publish(f"fetch.{fetched.outcome}", to_body(event))
+        self._agent.publisher.publish(f"fetch.{fetched.outcome}", event)
 
     def _report_blocks_freed(self, freed: ev.ReportBlocksFreed) -> None:
         log.info("blocks.freed", fetch_id=freed.fetch_id)

@@ -9,15 +9,11 @@ import anyio
 import structlog
 
 from kvbus.agent.engines.local_engine import LocalEngine
-from kvbus.agent.process.refusals import refuse, unknown_op
 from kvbus.agent.process.service import Agent
-from kvbus.bus import Call
+from kvbus.bus import Call, Handlers
 from kvbus.errors import ErrorCode, LocalError
 from kvbus.protocol.engine import ExtendOffer, MakeOffer, Released, SealOffer, WithdrawOffer
-from kvbus.protocol.message import from_body, to_body
-from kvbus.protocol.peer import Handshake
-from kvbus.protocol.remote_ranks import CheckMemory
-from kvbus.protocol.staging import Pack, Unpack
+from kvbus.protocol.peer import Claim, Confirm, Handshake, PeerWithdraw, Release, Renew
 from kvbus.protocol.ticket import Ticket
 from kvbus.table.driver import Driver
 from kvbus.transport import ProgressToken
@@ -26,8 +22,9 @@ from kvbus_prefill.gather import Packing
 from kvbus_prefill.handshake import answer_handshake
 from kvbus_prefill.metrics import READINGS, PrefillMetrics
 from kvbus_prefill.offer import events as ev
+from kvbus_prefill.offer.entry import OfferEntry
 from kvbus_prefill.offer.table import OfferTable
-from kvbus_prefill.requests import check_tables, peer_event
+from kvbus_prefill.requests import check_tables
 
 log = structlog.get_logger()
 
@@ -51,34 +48,26 @@ class PrefillService:
         self._packing = Packing(agent, config, self._metrics, ask_offer=self._driver.dispatch)
         agent.metrics.add_readings(self._readings, READINGS)
 
-    def on_engine_call(self, call: Call) -> None:
+    def engine_handlers(self) -> Handlers:
         """An offer, or what becomes of one."""
-        engine = self._agent.engines.engine_of(call)
-        match call.op:
-            case MakeOffer.op:
-                self._open(engine, from_body(MakeOffer, call.body), call)
-            case ExtendOffer.op:
-                self._extend(engine, from_body(ExtendOffer, call.body), call)
-            case SealOffer.op:
-                self._seal(engine, from_body(SealOffer, call.body), call)
-            case WithdrawOffer.op:
-                withdrawn = from_body(WithdrawOffer, call.body)
-                self._driver.dispatch(ev.Withdrawn(self._own(engine, withdrawn.offer_id), call))
-            case _:
-                raise unknown_op(call)
+        return {
+            MakeOffer: self._open,
+            ExtendOffer: self._extend,
+            SealOffer: self._seal,
+            WithdrawOffer: self._withdraw,
+        }
 
-    def on_peer_call(self, call: Call) -> None:
+    def peer_handlers(self) -> Handlers:
         """A reader shakes hands, uses a lease or wants boxes packed, or a router withdraws."""
-        match call.op:
-            case Handshake.op:
-                handshake = from_body(Handshake, call.body)
-                self._agent.tasks.start_soon(
-                    answer_handshake, self._agent, self._config, handshake, call
-                )
-            case Pack.op | Unpack.op | CheckMemory.op:
-                self._packing.on_call(call)
-            case _:
-                self._driver.dispatch(peer_event(call, boot=self._agent.identity.boot))
+        return {
+            Handshake: self._shake_hands,
+            Claim: self._claim,
+            Renew: self._renew,
+            Confirm: self._confirm,
+            Release: self._release,
+            PeerWithdraw: self._withdraw_for_router,
+            **self._packing.handlers(),
+        }
 
     def on_engine_lost(self, engine: LocalEngine) -> None:
         """Its offers end; nobody is there to be told."""
@@ -115,7 +104,28 @@ class PrefillService:
         offers = {"offers": len(table.offers), "leases": table.num_leases()}
         return offers | self._packing.counts()
 
-    def _open(self, engine: LocalEngine, offer: MakeOffer, call: Call) -> None:
+    def _shake_hands(self, handshake: Handshake, call: Call) -> None:
+        self._agent.tasks.start_soon(answer_handshake, self._agent, self._config, handshake, call)
+
+    def _claim(self, claim: Claim, call: Call) -> None:
+        self._driver.dispatch(ev.Claimed(claim.offer_id, claim.reader_id, claim.lease_s, call))
+
+    def _renew(self, renew: Renew, call: Call) -> None:
+        known = renew.known_blocks
+        event = ev.Renewed(renew.offer_id, renew.epoch, renew.lease_s, known, call)
+        self._driver.dispatch(event)
+
+    def _confirm(self, confirm: Confirm, call: Call) -> None:
+        self._driver.dispatch(ev.Confirmed(confirm.offer_id, confirm.epoch, call))
+
+    def _release(self, release: Release, call: Call) -> None:
+        self._driver.dispatch(ev.Returned(release.offer_id, release.epoch, call))
+
+    def _withdraw_for_router(self, withdraw: PeerWithdraw, call: Call) -> None:
+        self._driver.dispatch(ev.Withdrawn(withdraw.offer_id, call))
+
+    def _open(self, offer: MakeOffer, call: Call) -> None:
+        engine = self._agent.engines.engine_of(call)
         check_tables(engine, offer.tables, offer.num_tokens, sealed=offer.sealed)
         identity, offer_id = self._agent.identity, uuid.uuid4().hex
         ticket = Ticket(
@@ -142,8 +152,9 @@ class PrefillService:
             )
         )
 
-    def _extend(self, engine: LocalEngine, more: ExtendOffer, call: Call) -> None:
-        offer = self._table.offers.get(self._own(engine, more.offer_id))
+    def _extend(self, more: ExtendOffer, call: Call) -> None:
+        engine = self._agent.engines.engine_of(call)
+        offer = self._own(engine, more.offer_id)
         if offer is not None:
             known = offer.tables
             tables = known | {
@@ -153,24 +164,30 @@ class PrefillService:
             check_tables(engine, tables, more.num_tokens, sealed=False)
         self._driver.dispatch(ev.Extended(more.offer_id, more.num_tokens, more.tables, call))
 
-    def _seal(self, engine: LocalEngine, sealed: SealOffer, call: Call) -> None:
-        offer = self._table.offers.get(self._own(engine, sealed.offer_id))
+    def _seal(self, sealed: SealOffer, call: Call) -> None:
+        engine = self._agent.engines.engine_of(call)
+        offer = self._own(engine, sealed.offer_id)
         if offer is not None:
             check_tables(engine, offer.tables, offer.num_tokens, sealed=True)
         self._driver.dispatch(ev.Sealed(sealed.offer_id, call))
 
-    def _own(self, engine: LocalEngine, offer_id: str) -> str:
+    def _withdraw(self, withdraw: WithdrawOffer, call: Call) -> None:
+        self._own(self._agent.engines.engine_of(call), withdraw.offer_id)
+        self._driver.dispatch(ev.Withdrawn(withdraw.offer_id, call))
+
+    def _own(self, engine: LocalEngine, offer_id: str) -> OfferEntry | None:
+        """The engine's offer, None when there is none; raises `LocalError` for another engine's."""
         offer = self._table.offers.get(offer_id)
         if offer is not None and offer.opened.engine_id != engine.engine_id:
             raise LocalError("the offer is another engine's", code=ErrorCode.OFFER_UNKNOWN)
-        return offer_id
+        return offer
 
     def _execute(self, command: ev.Command) -> None:
         match command:
             case ev.SendReply(reply_to=Call() as call, body=body):
-                call.reply(to_body(body))
+                call.reply(body)
             case ev.Refuse(reply_to=Call() as call, error=error):
-                refuse(self._agent.metrics, call, error)
+                call.refuse(error)
             case ev.AdmitPack(asked):
                 self._packing.admit(asked)
             case ev.BeginLease(offer_id, epoch):
@@ -180,7 +197,7 @@ class PrefillService:
             case ev.ReportReleased():
                 self._report_released(command)
             case ev.Publish(op, body):
-                self._agent.publisher.publish(op, to_body(body))
+                self._agent.publisher.publish(op, body)
 
     def _end_lease(self, offer_id: str, epoch: int, reason: str) -> None:
         """A reader that came to its end needs no progress; a late one, so that it can end."""

@@ -10,12 +10,11 @@ import anyio
 
 from kvbus.agent.engines.local_engine import LocalEngine, engine_lost
 from kvbus.agent.process.guard import guarded
-from kvbus.agent.process.refusals import refuse
 from kvbus.agent.process.service import Agent
 from kvbus.bus import Call
 from kvbus.errors import ErrorCode, KVBusError, LocalError, RemoteError
 from kvbus.planning import piece_spans, tail_spans, whole_spans
-from kvbus.protocol.message import Empty, from_body, to_body
+from kvbus.protocol.message import Empty
 from kvbus.protocol.remote_ranks import AbortDelegate, Delegate, Delegated
 from kvbus.protocol.ticket import Ticket
 from kvbus_decode.peer import memory_check as checking
@@ -44,21 +43,20 @@ class Assistant:
         """Pieces that are read for others now."""
         return len(self._assists)
 
-    def assist(self, call: Call) -> None:
+    def assist(self, asked: Delegate, call: Call) -> None:
         """Read a piece; the reply comes when nothing of it is in flight any more."""
-        asked = from_body(Delegate, call.body)
         if asked.fetch_id in self._assists:
             raise LocalError("a piece of this fetch is being read", fetch_id=asked.fetch_id)
         assisting = _Assisting(asked, call, deadline=self._agent.loop.time() + asked.timeout_s)
         self._assists[asked.fetch_id] = assisting
         self._agent.tasks.start_soon(self._assist, assisting)
 
-    def abort(self, call: Call) -> None:
+    def abort(self, asked: AbortDelegate, call: Call) -> None:
         """Stop the reading for a fetch; its `Delegate` is answered when that is so."""
-        assisting = self._assists.get(from_body(AbortDelegate, call.body).fetch_id)
+        assisting = self._assists.get(asked.fetch_id)
         if assisting is not None:
             assisting.stop(LocalError("the fetch was aborted", code=ErrorCode.CANCELLED))
-        call.reply(to_body(Empty()))
+        call.reply(Empty())
 
     async def drained(self) -> None:
         """Return when nothing is read for others."""
@@ -177,10 +175,10 @@ class Assistant:
             error = engine_lost()
         if error is not None or read is None:
             error = assisting.error or error or LocalError("nothing was read")
-            refuse(self._agent.metrics, assisting.call, error)
+            assisting.call.refuse(error)
         else:
             assisted = Delegated(num_bytes=read.num_bytes, path=read.path)
-            assisting.call.reply(to_body(assisted))
+            assisting.call.reply(assisted)
 
 
 @dataclass(slots=True, eq=False)

@@ -26,8 +26,6 @@ from kvbus.geometry import (
     slot_bytes,
 )
 from kvbus.planning import Descriptors, Path, Share, cut_into_boxes, reader_order
-from kvbus.protocol.envelope import Body
-from kvbus.protocol.message import from_body, to_body
 from kvbus.protocol.staging import Pack, Packed, Unpack
 from kvbus.transport import MemoryKind, ReadOutcome
 from kvbus_decode.config import DecodeConfig
@@ -182,19 +180,14 @@ class PackedReader:
         piece, source = read.piece, job.source
         future: asyncio.Future[Packed] = self._agent.loop.create_future()
 
-        def on_reply(outcome: Body | KVBusError) -> None:
-            try:
-                if isinstance(outcome, KVBusError):
-                    raise outcome
-                packed = from_body(Packed, outcome)
-            except KVBusError as error:
+        def on_reply(outcome: Packed | KVBusError) -> None:
+            if isinstance(outcome, KVBusError):
                 if not future.done():
-                    future.set_exception(error)
-                return
-            if future.done():
-                self._unpack(source, [packed.slot_id])
+                    future.set_exception(outcome)
+            elif future.done():
+                self._unpack(source, [outcome.slot_id])
             else:
-                future.set_result(packed)
+                future.set_result(outcome)
 
         message = Pack(
             agent_boot=source.agent_boot,
@@ -211,7 +204,7 @@ class PackedReader:
         )
         timeout_s = max(1e-3, piece.deadline - self._agent.loop.time())
         client = source.peer.client
-        client.send(message.op, to_body(message), timeout_s=timeout_s, on_reply=on_reply)
+        client.send(message, timeout_s=timeout_s, on_reply=on_reply)
         return future
 
     async def _read(
@@ -251,9 +244,7 @@ class PackedReader:
         """Give slots back; when that fails they come back by themselves, with their lease."""
         message = Unpack(agent_boot=source.agent_boot, slot_ids=tuple(slot_ids))
         try:
-            source.peer.client.send(
-                message.op, to_body(message), timeout_s=UNPACK_TIMEOUT_S, on_reply=lambda _: None
-            )
+            source.peer.client.send(message, timeout_s=UNPACK_TIMEOUT_S, on_reply=lambda _: None)
         except KVBusError:
             return
 

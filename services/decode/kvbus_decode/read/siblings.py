@@ -12,8 +12,7 @@ from kvbus.agent.engines.local_engine import LocalEngine, engine_lost
 from kvbus.agent.process.service import Agent
 from kvbus.errors import KVBusError, RequestTimeout
 from kvbus.protocol.engine import AgentRanks
-from kvbus.protocol.envelope import Body
-from kvbus.protocol.message import from_body, to_body
+from kvbus.protocol.message import Empty
 from kvbus.protocol.remote_ranks import AbortDelegate, Delegate, Delegated
 from kvbus_decode.active import ActiveFetch
 from kvbus_decode.fetch import events as ev
@@ -52,7 +51,7 @@ class Siblings:
     ) -> None:
         peer = self._peers.acquire(other.endpoint)
         left_s = read.piece.deadline - self._agent.loop.time()
-        body = to_body(_assist(work, command, other, read, timeout_s=max(1e-3, left_s)))
+        message = _assist(work, command, other, read, timeout_s=max(1e-3, left_s))
 
         def on_end() -> None:
             self._asked[work.engine].discard(asked)
@@ -62,7 +61,7 @@ class Siblings:
 
         asked = _Asked(read, peer, work.fetch_id, on_end)
         try:
-            peer.client.send(Delegate.op, body, timeout_s=UNTIL_ENDED_S, on_reply=asked.on_reply)
+            peer.client.send(message, timeout_s=UNTIL_ENDED_S, on_reply=asked.on_reply)
         except KVBusError:
             self._peers.release(peer)
             raise
@@ -85,7 +84,7 @@ class _Asked:
         self._read.begin()
         self._untrack = self._read.on_stop(self._abort)
 
-    def on_reply(self, outcome: Body | KVBusError) -> None:
+    def on_reply(self, outcome: Delegated | KVBusError) -> None:
         """It has ended; so it has when the sibling came back as a new process: that writes no more.
 
         What comes after that changes nothing.
@@ -96,28 +95,22 @@ class _Asked:
         if self._untrack is not None:
             self._untrack()
         self._on_end()
-        try:
-            if isinstance(outcome, KVBusError):
-                raise outcome
-            assisted = from_body(Delegated, outcome)
-        except KVBusError as error:
-            self._read.end(0, error)
+        if isinstance(outcome, KVBusError):
+            self._read.end(0, outcome)
         else:
-            self._read.path = self._read.path or assisted.path
-            self._read.end(assisted.num_bytes)
+            self._read.path = self._read.path or outcome.path
+            self._read.end(outcome.num_bytes)
 
     def _abort(self) -> None:
         """Ask the sibling to stop, again and again until it says that it has."""
 
-        def on_reply(outcome: Body | KVBusError) -> None:
+        def on_reply(outcome: Empty | KVBusError) -> None:
             if isinstance(outcome, RequestTimeout) and not self._ended:
                 self._abort()
 
         message = AbortDelegate(fetch_id=self._fetch_id)
         with contextlib.suppress(KVBusError):  # then the sibling stops at the deadline
-            self._peer.client.send(
-                message.op, to_body(message), timeout_s=ABORT_TIMEOUT_S, on_reply=on_reply
-            )
+            self._peer.client.send(message, timeout_s=ABORT_TIMEOUT_S, on_reply=on_reply)
 
 
 def _assist(
