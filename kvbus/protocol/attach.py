@@ -1,7 +1,4 @@
-"""Messages of the attach socket: who an engine process is, and the memory that it passes.
-
-Refuses nothing itself; types and ranges are in the annotations, meaning is the agent's to check.
-"""
+"""Messages of the attach socket: who an engine process is, and the memory that it passes."""
 
 from typing import Annotated, Any, ClassVar
 

@@ -1,7 +1,4 @@
-"""Messages between an agent and its local engine on the engine socket.
-
-Refuses nothing itself; types and ranges are in the annotations, meaning is the agent's to check.
-"""
+"""Messages between an agent and its local engine on the engine socket."""
 
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar
@@ -134,8 +131,8 @@ class StartFetch(Request[Empty], frozen=True):
     ``tables`` hold exactly the blocks of these tokens: of a group with a window those of its last
     ``window`` tokens, of a state the one block. With ``zero_tail`` the unused slots of the last
     block are zeroed, else they stay as they were. The reply says that the fetch was taken; the
-    notice `Fetched` says how it ended, within ``timeout_s``. With ``piece_tokens`` the tokens are
-    read in pieces that end at multiples of it, and a notice `Landed` tells of each.
+    notice `Fetched` says how it ended, within ``timeout_s``. With ``chunk_tokens`` the tokens are
+    read in chunks that end at multiples of it, and a notice `Landed` tells of each.
     """
 
     op: ClassVar[str] = "fetch"
@@ -147,7 +144,7 @@ class StartFetch(Request[Empty], frozen=True):
     first_token: Tokens = 0
     timeout_s: Seconds | None = None
     zero_tail: bool = False
-    piece_tokens: Tokens = 0
+    chunk_tokens: Tokens = 0
 
 
 class CancelFetch(Request[Empty], frozen=True):

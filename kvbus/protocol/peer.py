@@ -1,8 +1,7 @@
 """Messages on the peer socket of an agent: from other agents, routers and tools.
 
-Refuses nothing itself; types and ranges are in the annotations, meaning is the agent's to check.
-Every message about a lease names the agent's boot id, so that one meant for an earlier process is
-answered ``stale``.
+Types and ranges are in the annotations; the agent checks the meaning. A request with an
+``agent_boot`` is for that process of the agent: another one answers ``stale``.
 """
 
 from typing import Annotated, Any, ClassVar

@@ -1,6 +1,5 @@
 """Messages for engines whose ranks are spread over several agents, as in multi-node parallelism.
 
-Refuses nothing itself; types and ranges are in the annotations, meaning is the agent's to check.
 The agent with the engine's control session is its home: it has the offers, leases and fetches.
 """
 
@@ -37,18 +36,18 @@ class CheckMemory(Request[Empty], frozen=True):
 
 
 class Delegated(Message, frozen=True):
-    """Reply to `Delegate`: all bytes of the piece are in the sibling's ranks."""
+    """Reply to `Delegate`: all bytes of the chunk are in the remote ranks."""
 
     num_bytes: Size
     path: Text
 
 
 class Delegate(Request[Delegated], frozen=True):
-    """The home of a decode engine asks a sibling to read one piece into the ranks that it has.
+    """The home of a decode engine asks an agent with remote ranks to read one chunk into them.
 
-    Answered when nothing of it is in flight any more, be it done, failed or aborted. The lease is
-    the home's; so is the confirm. ``memory_ids`` are of the prefill agents, its home's first, as
-    the reader's home knows them: a sibling that knows others shakes hands again.
+    It is answered when nothing of it is in flight any more: it is done, failed or aborted. The home
+    has the lease and confirms. ``memory_ids`` are those of the prefill agents, as the home knows
+    them, the prefill engine's home first: an agent that knows others shakes hands again.
     """
 
     op: ClassVar[str] = "delegate"

@@ -1,7 +1,4 @@
-"""Messages of the packed path: a box of KV is gathered into a staging slot, for one READ.
-
-Refuses nothing itself; types and ranges are in the annotations, meaning is the agent's to check.
-"""
+"""Messages of the packed path: a box of KV is gathered into a staging slot, for one READ."""
 
 from typing import Annotated, ClassVar, Literal
 

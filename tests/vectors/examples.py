@@ -153,7 +153,7 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
                 first_token=20,
                 timeout_s=2.5,
                 zero_tail=True,
-                piece_tokens=16,
+                chunk_tokens=16,
             ),
             Empty(),
         ),

@@ -114,7 +114,7 @@ class EngineDirectory:
         return engine
 
     def part(self, engine_id: str, ranks: Iterable[int]) -> LocalEngine:
-        """The engine, be its home elsewhere, whose ``ranks`` are here; raises `LocalError`."""
+        """The engine whose ``ranks`` are here, wherever its home is; raises `LocalError`."""
         engine = self.engines.get(engine_id)
         if engine is None:
             raise _not_here(engine_id, ErrorCode.ENGINE_UNKNOWN)
