@@ -1,7 +1,4 @@
-"""One question to the peer socket of an agent, as a router or a tool asks it.
-
-Refuses to keep a connection: who asks often keeps a `RequestClient`.
-"""
+"""One request to the peer socket of an agent, from a router or a tool that asks seldom."""
 
 import anyio
 

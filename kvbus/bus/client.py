@@ -129,17 +129,11 @@ class RequestClient(SocketActor):
         `RequestRefused` for an error reply, `ProtocolError` for a reply that makes no sense,
         `RequestTimeout` after ``timeout_s``, `PeerLost` when the server came back as a new process,
         `ClosedError` when this client was closed. Raises `LocalError` with code ``busy`` when too
-        many are pending, and `ProtocolError` when the message is too large. Returns the request
-        id, for `drop`.
+        many are pending, and `ProtocolError` when the message is too large. Returns the request id.
         """
         if self.num_pending >= self._max_pending:
             raise LocalError("too many requests are pending", code=ErrorCode.BUSY)
         return self._send(message, timeout_s, on_reply)
-
-    def drop(self, request_id: int) -> None:
-        """Forget a request: no callback, no more retries. The server may still do it."""
-        if request_id not in self._own:
-            self._remove(request_id)
 
     def _send(self, message: Request[R], timeout_s: float, on_reply: OnReply[R]) -> int:
         if self.closed:
@@ -289,11 +283,9 @@ class RequestClient(SocketActor):
 
 
 def _read(frames: list[bytes]) -> Reply | Notice:
-    if len(frames) != 1:
-        raise ProtocolError(f"message has {len(frames)} frames")
     envelope = decode(frames[0])
-    if isinstance(envelope, RequestFrame):
-        raise ProtocolError("a server does not ask")
+    if len(frames) != 1 or isinstance(envelope, RequestFrame):
+        raise ProtocolError("a server sends replies and notices of one frame")
     return envelope
 
 

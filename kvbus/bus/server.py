@@ -25,10 +25,7 @@ from kvbus.protocol.message import Empty, Message, Request, error_body, from_bod
 Handler = Callable[[Any, Call], None]
 Handlers = Mapping[type[Request[Any]], Handler]
 """By class of request: what is called with the message, and with the call to answer."""
-OnFault = Callable[[Exception, Call], None]
-OnRefusal = Callable[[KVBusError, Call], None]
 
-_UNREADABLE_ID = 0
 # A DEALER that is disconnected drops what it has received but not yet handed out (libzmq 4.3.5,
 # with ZMQ_IMMEDIATE): whoever closes right after a reply takes it back.
 _GRACE_S = 0.05
@@ -51,8 +48,8 @@ class RequestServer(SocketActor):
         *,
         boot: str,
         gate: Callable[[Call], None] | None = None,
-        on_fault: OnFault | None = None,
-        on_refusal: OnRefusal | None = None,
+        on_fault: Callable[[Exception, Call], None] | None = None,
+        on_refusal: Callable[[KVBusError, Call], None] | None = None,
         limits: ServerLimits | None = None,
         options: SocketOptions | None = None,
         resend_s: float = 0.25,
@@ -67,16 +64,11 @@ class RequestServer(SocketActor):
         self._replies = ReplyCache(
             max_replies=self.limits.max_replies, max_bytes=self.limits.max_reply_bytes
         )
-        self._num_pending = 0
+        self.num_pending = 0
         self._closing = False
         socket = open_router(context, endpoint, options or SocketOptions())
         self.endpoint = bound_endpoint(socket)
         self.pump = Pump(socket, on_frames=self._on_frames, on_failure=self._fail)
-
-    @property
-    def num_pending(self) -> int:
-        """How many calls wait for their answer."""
-        return self._num_pending
 
     @property
     def num_unacknowledged(self) -> int:
@@ -120,7 +112,7 @@ class RequestServer(SocketActor):
             request = _read(frames)
         except ProtocolError as error:
             self.counters.malformed += 1
-            self._refuse(identity, error.request_id or _UNREADABLE_ID, error)
+            self._refuse(identity, error.request_id or 0, error)
             return
         self._on_request(identity, request)
 
@@ -188,8 +180,7 @@ class RequestServer(SocketActor):
         self._post_ok(session, request)
 
     def _post_ok(self, session: Session, request: RequestFrame) -> None:
-        frame = encode_reply(request.request_id, self.boot, Empty())
-        self._post_reply(session.identity, frame)
+        self._post_reply(session.identity, encode_reply(request.request_id, self.boot, Empty()))
 
     def _known(self, session: Session, request: RequestFrame) -> bool:
         """Deal with a repeat; False when the request is a new one."""
@@ -210,14 +201,11 @@ class RequestServer(SocketActor):
         return False
 
     def _begin(self, session: Session, request: RequestFrame) -> None:
-        limits = self.limits
         if self._closing:
             self._refuse(session.identity, request.request_id, _closing_error())
             return
-        if (
-            self._num_pending >= limits.max_pending
-            or len(session.pending) >= limits.max_session_pending
-        ):
+        limits, num_pending = self.limits, len(session.pending)
+        if self.num_pending >= limits.max_pending or num_pending >= limits.max_session_pending:
             self.counters.busy += 1
             error = KVBusError("too many requests in progress", code=ErrorCode.BUSY)
             frame = self._refuse(session.identity, request.request_id, error)
@@ -225,7 +213,7 @@ class RequestServer(SocketActor):
             return
         call = Call(self, session, request.request_id, request.op)
         session.pending[request.request_id] = call
-        self._num_pending += 1
+        self.num_pending += 1
         self.counters.requests += 1
         try:
             self._handle(call, request.body)
@@ -278,7 +266,7 @@ class RequestServer(SocketActor):
             fault = encoding
             frame = self._unencodable(call, encoding)
         if session.pending.pop(call.request_id, None) is not None:
-            self._num_pending -= 1
+            self.num_pending -= 1
         if not session.closed:
             self._keep(session, call.request_id, frame)
         self._post_reply(session.identity, frame)
