@@ -1,5 +1,6 @@
 """Every request gets one reply and is done once, whatever is lost on the way."""
 
+import asyncio
 from typing import Any
 
 import anyio
@@ -257,3 +258,22 @@ async def test_a_fault_in_a_reply_callback_fails_alone(context, endpoint, runnin
 
     assert [str(fault) for fault in faults] == ["oops"]
     assert reply == Echoed(number=1)
+
+
+async def test_a_reply_that_makes_no_sense_fails_its_request_alone(
+    context, endpoint, running, raw_peer
+) -> None:
+    server = raw_peer(zmq.ROUTER, endpoint)
+    client = RequestClient(context, endpoint, boot="client", ping_s=30)
+    outcomes: asyncio.Queue[Any] = asyncio.Queue()
+
+    async with running(client):
+        for request_id, number in ((1, "one"), (2, 2)):
+            client.send(Ask(), timeout_s=30, on_reply=outcomes.put_nowait)
+            identity, _ = await server.frames()
+            reply = {"v": 1, "re": request_id, "boot": "server", "ok": {"number": number}}
+            server.put(reply, identity)
+        wrong, right = await outcomes.get(), await outcomes.get()
+
+    assert wrong.code is ErrorCode.INVALID
+    assert right == Echoed(number=2)
