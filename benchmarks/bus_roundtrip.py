@@ -13,15 +13,43 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import anyio
 
 from kvbus.bus import Call, RequestClient, RequestServer, new_boot_id, new_context
 from kvbus.errors import KVBusError
-from kvbus.protocol.envelope import Body
+from kvbus.protocol.message import Message, Request
 
-BODY = {"offer": "b7c1f2d0a9", "blocks": bytes(256), "tokens": 4096, "lease_s": 10.0}
+
+class Lent(Message, frozen=True):
+    """Reply to `Borrow`."""
+
+    lease: int
+
+
+class Borrow(Request[Lent], frozen=True):
+    """As large as a claim."""
+
+    op: ClassVar[str] = "borrow"
+
+    offer: str = "b7c1f2d0a9"
+    blocks: bytes = bytes(256)
+    tokens: int = 4096
+    lease_s: float = 10.0
+
+
+class CpuTimes(Message, frozen=True):
+    """Reply to `TellCpu`."""
+
+    process_s: float
+    thread_s: float
+
+
+class TellCpu(Request[CpuTimes], frozen=True):
+    """Asks for the server's CPU time so far."""
+
+    op: ClassVar[str] = "cpu"
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,18 +71,19 @@ class Cpu:
 
 
 def serve(endpoint: str, bound: Any) -> None:
-    """Answer until terminated; ``cpu`` tells the CPU time so far."""
+    """Answer until terminated."""
 
-    def handle(call: Call) -> None:
-        if call.op == "cpu":
-            cpu = Cpu.now()
-            call.reply({"process_s": cpu.process_s, "thread_s": cpu.thread_s})
-        else:
-            call.reply({"lease": 7})
+    def tell_cpu(_: TellCpu, call: Call) -> None:
+        cpu = Cpu.now()
+        call.reply(CpuTimes(process_s=cpu.process_s, thread_s=cpu.thread_s))
+
+    def lend(_: Borrow, call: Call) -> None:
+        call.reply(Lent(lease=7))
 
     async def main() -> None:
         with new_context() as context:
-            server = RequestServer(context, endpoint, boot=new_boot_id(), handler=handle)
+            server = RequestServer(context, endpoint, boot=new_boot_id())
+            server.on({TellCpu: tell_cpu, Borrow: lend})
             bound.send(server.endpoint)
             await server.run()
 
@@ -74,10 +103,10 @@ class Load:
         if self.num_sent == self.num_requests:
             return
         self.num_sent += 1
-        self.client.send("claim", BODY, timeout_s=30, on_reply=self.on_reply(time.perf_counter()))
+        self.client.send(Borrow(), timeout_s=30, on_reply=self.on_reply(time.perf_counter()))
 
-    def on_reply(self, sent_at: float) -> Callable[[Body | KVBusError], None]:
-        def record(outcome: Body | KVBusError) -> None:
+    def on_reply(self, sent_at: float) -> Callable[[Lent | KVBusError], None]:
+        def record(outcome: Lent | KVBusError) -> None:
             if isinstance(outcome, KVBusError):
                 raise outcome
             self.latencies_s.append(time.perf_counter() - sent_at)
@@ -94,8 +123,8 @@ class Load:
 
 
 async def served_cpu(client: RequestClient) -> Cpu:
-    reply = await client.request("cpu", {}, timeout_s=5)
-    return Cpu(reply["process_s"], reply["thread_s"])
+    reply = await client.ask(TellCpu(), timeout_s=5)
+    return Cpu(reply.process_s, reply.thread_s)
 
 
 async def measure(client: RequestClient, name: str, num_requests: int, concurrency: int) -> None:

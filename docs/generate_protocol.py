@@ -26,7 +26,7 @@ from kvbus.geometry import (
     StatePart,
 )
 from kvbus.protocol import attach, engine, peer
-from kvbus.protocol.message import Empty, ErrorBody, Message
+from kvbus.protocol.message import Empty, ErrorBody, Message, Request
 from kvbus.protocol.ticket import Ticket
 
 FOLDER = Path(__file__).parent
@@ -47,7 +47,7 @@ SHARED = (
     peer.EngineMemory,
     engine.StageTimes,
 )
-ROOMS: dict[str, tuple[type[Message], ...]] = {
+ROOMS: dict[str, tuple[type[Request[Any]], ...]] = {
     "attach": attach.ATTACH_REQUESTS,
     "engine": engine.ENGINE_REQUESTS,
     "prefill": engine.PREFILL_REQUESTS,
@@ -83,9 +83,9 @@ def _sections() -> Iterator[tuple[str, list[str]]]:
     yield "codes", list(_codes())
 
 
-def _request(kind: type[Message]) -> Iterator[str]:
+def _request(kind: type[Request[Any]]) -> Iterator[str]:
     yield from _message(kind)
-    reply: type[Message] = getattr(kind, "reply", Empty)
+    reply = kind.reply
     if reply is Empty:
         yield from ("Reply: an empty map.", "")
     else:
@@ -210,7 +210,7 @@ def documented() -> Iterable[str]:
     requests = [kind for kinds in ROOMS.values() for kind in kinds]
     kinds: list[type[msgspec.Struct]] = [*requests, *engine.NOTICES, *EVENT_KINDS, *SHARED]
     kinds += [Ticket, ErrorBody]
-    replies: list[type[Message]] = [getattr(kind, "reply", Empty) for kind in requests]
+    replies = [kind.reply for kind in requests]
     return {kind.__name__ for kind in [*kinds, *replies]}
 
 

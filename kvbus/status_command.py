@@ -58,4 +58,4 @@ def status_table(answer: AgentStatus) -> Table:
 
 
 async def _ask(endpoint: str, timeout_s: float) -> AgentStatus:
-    return await ask_agent(endpoint, Status(), AgentStatus, timeout_s=timeout_s)
+    return await ask_agent(endpoint, Status(), timeout_s=timeout_s)

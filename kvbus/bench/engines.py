@@ -14,6 +14,14 @@ from typing import Any
 import anyio
 
 from kvbus.bench.agents import BenchAgent
+from kvbus.bench.commands import (
+    AwaitEnded,
+    CloseEngine,
+    ComputeRequest,
+    OfferRequests,
+    OpenEngine,
+    SaveRequest,
+)
 from kvbus.bench.pattern import arrived, wipe
 from kvbus.bench.processes import cpu_s, running
 from kvbus.bench.ranks import ATTACH_TIMEOUT_S, open_ranks
@@ -60,9 +68,9 @@ class EnginePair:
         requests = {
             f"request-{next(self._requests)}": (t.num_tokens, t.prefill.tolist()) for t in tables
         }
-        body = {"engine_id": self.engine_id, "requests": requests}
-        reply = await self._line.request("offer", body, timeout_s=COMMAND_TIMEOUT_S)
-        return [reply[request_id] for request_id in requests]
+        message = OfferRequests(engine_id=self.engine_id, requests=requests)
+        reply = await self._line.ask(message, timeout_s=COMMAND_TIMEOUT_S)
+        return [reply.tickets[request_id] for request_id in requests]
 
     async def fetch(self, ticket: Ticket, tables: Tables) -> Handoff:
         """Fetch an offer, and time it; raises `FetchFailed`."""
@@ -84,25 +92,27 @@ class EnginePair:
         if not self.source.host:
             (ticket,) = await self.offer_all([tables])
             return ticket
-        body = {
-            "engine_id": self.engine_id,
-            "request_id": f"request-{next(self._requests)}",
-            "blocks": tables.prefill.tolist(),
-            "num_tokens": tables.num_tokens,
-        }
-        return await self._line.request("save", body, timeout_s=COMMAND_TIMEOUT_S)
+        message = SaveRequest(
+            engine_id=self.engine_id,
+            request_id=f"request-{next(self._requests)}",
+            blocks=tables.prefill.tolist(),
+            num_tokens=tables.num_tokens,
+        )
+        reply = await self._line.ask(message, timeout_s=COMMAND_TIMEOUT_S)
+        return reply.tickets[message.request_id]
 
     async def compute(self, tables: Tables, num_chunks: int, chunk_s: float) -> Ticket:
         """Start a prefill in chunks, offered while it goes on."""
-        body = {
-            "engine_id": self.engine_id,
-            "request_id": f"request-{next(self._requests)}",
-            "blocks": tables.prefill.tolist(),
-            "num_tokens": tables.num_tokens,
-            "num_chunks": num_chunks,
-            "chunk_s": chunk_s,
-        }
-        return await self._line.request("compute", body, timeout_s=COMMAND_TIMEOUT_S)
+        message = ComputeRequest(
+            engine_id=self.engine_id,
+            request_id=f"request-{next(self._requests)}",
+            blocks=tables.prefill.tolist(),
+            num_tokens=tables.num_tokens,
+            num_chunks=num_chunks,
+            chunk_s=chunk_s,
+        )
+        reply = await self._line.ask(message, timeout_s=COMMAND_TIMEOUT_S)
+        return reply.tickets[message.request_id]
 
     async def settle(self) -> list[float]:
         """Wait until no offer is live; seconds from offer to release of those that ended."""
@@ -113,9 +123,9 @@ class EnginePair:
         return [ready_at for ready_at, _ in await self._ended()]
 
     async def _ended(self) -> list[tuple[float, float]]:
-        body = {"engine_id": self.engine_id}
-        reply = await self._line.request("settle", body, timeout_s=COMMAND_TIMEOUT_S)
-        return [(ready_at, released_at) for ready_at, released_at in reply.values()]
+        message = AwaitEnded(engine_id=self.engine_id)
+        ended = await self._line.ask(message, timeout_s=COMMAND_TIMEOUT_S)
+        return list(ended.times.values())
 
     async def verify(self, tables: Tables) -> None:
         """Do one handoff and compare every byte; the peers are warm after it."""
@@ -154,10 +164,10 @@ class Bench:
     async def source(self, shape: Shape, num_blocks: int) -> AsyncIterator[str]:
         """A prefill engine, by its id, with a cache full of the pattern."""
         engine_id = f"{shape.name}-{next(self._names)}"
-        body = {"engine_id": engine_id, "shape": shape.name, "num_blocks": num_blocks}
-        await self._line.request("open", body, timeout_s=COMMAND_TIMEOUT_S)
+        message = OpenEngine(engine_id=engine_id, shape=shape.name, num_blocks=num_blocks)
+        await self._line.ask(message, timeout_s=COMMAND_TIMEOUT_S)
         yield engine_id
-        await self._line.request("close", {"engine_id": engine_id}, timeout_s=COMMAND_TIMEOUT_S)
+        await self._line.ask(CloseEngine(engine_id=engine_id), timeout_s=COMMAND_TIMEOUT_S)
 
     @contextlib.asynccontextmanager
     async def reader(

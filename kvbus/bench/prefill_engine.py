@@ -8,20 +8,33 @@ import time
 from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import anyio
 from anyio.abc import TaskGroup
 
+from kvbus.bench.commands import (
+    AwaitEnded,
+    BenchEnded,
+    BenchTickets,
+    CloseEngine,
+    ComputeRequest,
+    OfferRequests,
+    OpenEngine,
+    SaveRequest,
+)
 from kvbus.bench.pattern import fill_ranks
 from kvbus.bench.ranks import ATTACH_TIMEOUT_S, open_ranks
 from kvbus.bench.shapes import GROUP, SHAPES
-from kvbus.bus import Call, RequestServer, new_boot_id, new_context
+from kvbus.bus import Call, Handlers, RequestServer, new_boot_id, new_context
 from kvbus.engine import Offer, PrefillSession
 from kvbus.engine.bounce import HostOffer, HostPrefill
 from kvbus.errors import KVBusError, LocalError
 from kvbus.protocol.engine import Released
-from kvbus.protocol.envelope import Body
+from kvbus.protocol.message import Empty, Message, Request
+
+Command = Callable[[Any], Awaitable[Message]]
 
 
 @dataclass(slots=True, eq=False)
@@ -129,82 +142,85 @@ class Engine:
 
 
 class Commands:
-    """What the benchmark may ask for, by the name of the request."""
+    """What the benchmark may ask for, by the class of the request."""
 
     def __init__(self, attach_path: str, tasks: TaskGroup) -> None:
         self._attach_path, self._tasks = attach_path, tasks
         self._engines: dict[str, Engine] = {}
 
-    def handle(self, call: Call) -> None:
-        """Answer a request when it is done."""
-        names: dict[str, Callable[[Body], Awaitable[dict[str, Any]]]] = {
-            "open": self._open,
-            "offer": self._offer,
-            "compute": self._compute,
-            "save": self._save,
-            "settle": self._settle,
-            "close": self._close,
+    def handlers(self) -> Handlers:
+        """Each answers its request when it is done."""
+        commands: dict[type[Request[Any]], Command] = {
+            OpenEngine: self._open,
+            OfferRequests: self._offer,
+            ComputeRequest: self._compute,
+            SaveRequest: self._save,
+            AwaitEnded: self._settle,
+            CloseEngine: self._close,
         }
-        self._tasks.start_soon(self._answer, call, names[call.op])
+        return {kind: partial(self._begin, command) for kind, command in commands.items()}
 
-    async def _answer(self, call: Call, command: Callable[[Body], Awaitable[Any]]) -> None:
+    def _begin(self, command: Command, message: Request[Any], call: Call) -> None:
+        self._tasks.start_soon(self._answer, command, message, call)
+
+    async def _answer(self, command: Command, message: Request[Any], call: Call) -> None:
         try:
-            reply = await command(call.body)
+            reply = await command(message)
         except KVBusError as error:
             call.refuse(error)
         else:
             call.reply(reply)
 
-    async def _open(self, body: Body) -> dict[str, Any]:
-        engine = Engine(self._attach_path, body["shape"], body["engine_id"], body["num_blocks"])
+    async def _open(self, asked: OpenEngine) -> Empty:
+        engine = Engine(self._attach_path, asked.shape, asked.engine_id, asked.num_blocks)
         await self._tasks.start(engine.live)
         self._engines[engine.engine_id] = engine
-        return {}
+        return Empty()
 
-    async def _offer(self, body: Body) -> dict[str, Any]:
+    async def _offer(self, asked: OfferRequests) -> BenchTickets:
         """Several offers at once, as after one step of an engine."""
-        engine = self._engines[body["engine_id"]]
-        tickets: dict[str, Any] = {}
+        engine = self._engines[asked.engine_id]
+        tickets: dict[str, dict[str, Any]] = {}
 
         async def offer(request_id: str, num_tokens: int, blocks: list[int]) -> None:
             tickets[request_id] = await engine.offer(request_id, num_tokens, blocks)
 
         async with anyio.create_task_group() as offers:
-            for request_id, (num_tokens, blocks) in body["requests"].items():
+            for request_id, (num_tokens, blocks) in asked.requests.items():
                 offers.start_soon(offer, request_id, num_tokens, blocks)
-        return tickets
+        return BenchTickets(tickets=tickets)
 
-    async def _compute(self, body: Body) -> dict[str, Any]:
+    async def _compute(self, asked: ComputeRequest) -> BenchTickets:
         """A prefill in chunks, offered as it goes on; answers at once, with the ticket."""
-        engine = self._engines[body["engine_id"]]
-        offer = await engine.open(body["request_id"], body["blocks"])
-        chunks = body["num_tokens"], body["num_chunks"], body["chunk_s"]
+        engine = self._engines[asked.engine_id]
+        offer = await engine.open(asked.request_id, asked.blocks)
+        chunks = asked.num_tokens, asked.num_chunks, asked.chunk_s
         self._tasks.start_soon(engine.compute, offer, *chunks)
-        return dict(offer.ticket)
+        return BenchTickets(tickets={asked.request_id: dict(offer.ticket)})
 
-    async def _save(self, body: Body) -> dict[str, Any]:
+    async def _save(self, asked: SaveRequest) -> BenchTickets:
         """An offer that is saved into the ring meanwhile; answers at once, with the ticket."""
-        engine, num_tokens = self._engines[body["engine_id"]], body["num_tokens"]
-        offer = await engine.begin_save(body["request_id"], num_tokens)
-        self._tasks.start_soon(engine.save, offer, num_tokens, body["blocks"])
-        return await engine.offer_saved(offer)
+        engine, num_tokens = self._engines[asked.engine_id], asked.num_tokens
+        offer = await engine.begin_save(asked.request_id, num_tokens)
+        self._tasks.start_soon(engine.save, offer, num_tokens, asked.blocks)
+        return BenchTickets(tickets={asked.request_id: await engine.offer_saved(offer)})
 
-    async def _settle(self, body: Body) -> dict[str, Any]:
-        return await self._engines[body["engine_id"]].settle()
+    async def _settle(self, asked: AwaitEnded) -> BenchEnded:
+        return BenchEnded(times=await self._engines[asked.engine_id].settle())
 
-    async def _close(self, body: Body) -> dict[str, Any]:
-        engine = self._engines.pop(body["engine_id"])
+    async def _close(self, asked: CloseEngine) -> Empty:
+        engine = self._engines.pop(asked.engine_id)
         engine.scope.cancel()
         await engine.closed.wait()
-        return {}
+        return Empty()
 
 
 async def serve(attach_path: str, endpoint: str) -> None:
     """Serve until the parent closes this process's stdin."""
     with new_context() as context:
         async with anyio.create_task_group() as tasks:
-            commands = Commands(attach_path, tasks)
-            server = RequestServer(context, endpoint, boot=new_boot_id(), handler=commands.handle)
+            server = RequestServer(context, endpoint, boot=new_boot_id())
+            server.on(Commands(attach_path, tasks).handlers())
             tasks.start_soon(server.run)
             await anyio.to_thread.run_sync(sys.stdin.buffer.read, abandon_on_cancel=True)
             tasks.cancel_scope.cancel()

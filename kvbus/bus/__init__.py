@@ -9,7 +9,7 @@ from kvbus.bus.boot import new_boot_id
 from kvbus.bus.client import OnReply, RequestClient
 from kvbus.bus.limits import ClientCounters, ServerCounters, ServerLimits, SubscriberCounters
 from kvbus.bus.publisher import EventPublisher
-from kvbus.bus.server import RequestServer
+from kvbus.bus.server import Handlers, RequestServer
 from kvbus.bus.session import Call, Session
 from kvbus.bus.sockets import BusContext, SocketOptions, new_context
 from kvbus.bus.subscriber import EventListener, EventSubscriber
@@ -21,6 +21,7 @@ __all__ = [
     "EventListener",
     "EventPublisher",
     "EventSubscriber",
+    "Handlers",
     "OnReply",
     "RequestClient",
     "RequestServer",

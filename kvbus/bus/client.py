@@ -5,7 +5,8 @@ Refuses to outlive the peer: when the peer comes back as a new process, what was
 
 import asyncio
 from collections.abc import Callable
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from kvbus.bus.boot import BootChange, BootWatch
 from kvbus.bus.inbox import NoticeInbox
@@ -22,28 +23,29 @@ from kvbus.errors import (
     ProtocolError,
     RequestTimeout,
 )
-from kvbus.protocol.envelope import Body, Notice, Reply, Request, decode, encode_request
-from kvbus.protocol.message import refusal
+from kvbus.protocol.engine import Acknowledge, Ping
+from kvbus.protocol.envelope import Notice, Reply, RequestFrame, decode, encode_request
+from kvbus.protocol.message import Message, R, Request, read_reply, refusal
 
-OnReply = Callable[[Body | KVBusError], None]
+OnReply = Callable[[R | KVBusError], None]
 _T = TypeVar("_T")
 
 _MAX_RETRY_S = 2.0
 _OWN_TIMEOUT_S = 5.0
 
 
-def _ignore(_: Body | KVBusError) -> None: ...
+def _ignore(_: Message | KVBusError) -> None: ...
 
 
+@dataclass(slots=True, eq=False)
 class _Pending:
-    __slots__ = ("deadline", "frame", "interval_s", "on_reply", "op", "sent", "timeout_s")
-
-    def __init__(self, op: str, frame: bytes, now: float, timeout_s: float, retry_s: float) -> None:
-        self.op, self.frame = op, frame
-        self.timeout_s, self.deadline = timeout_s, now + timeout_s
-        self.interval_s = retry_s
-        self.on_reply: OnReply = _ignore
-        self.sent = False
+    message: Request[Any]
+    frame: bytes
+    on_reply: OnReply[Any]
+    timeout_s: float
+    deadline: float
+    interval_s: float
+    sent: bool = False
 
 
 class RequestClient(SocketActor):
@@ -100,14 +102,14 @@ class RequestClient(SocketActor):
         """How many requests of the user wait for their reply."""
         return len(self._pending) - len(self._own)
 
-    async def request(self, op: str, body: Body, *, timeout_s: float) -> Body:
-        """The reply's body; raises what `send` would hand to its callback or raise itself.
+    async def ask(self, message: Request[R], *, timeout_s: float) -> R:
+        """The reply; raises what `send` would hand to its callback or raise itself.
 
         When the caller is cancelled the request is dropped here; the server may still do it.
         """
-        future: asyncio.Future[Body] = asyncio.get_running_loop().create_future()
+        future: asyncio.Future[R] = asyncio.get_running_loop().create_future()
 
-        def settle(outcome: Body | KVBusError) -> None:
+        def settle(outcome: R | KVBusError) -> None:
             if future.done():
                 return
             if isinstance(outcome, KVBusError):
@@ -115,42 +117,37 @@ class RequestClient(SocketActor):
             else:
                 future.set_result(outcome)
 
-        request_id = self.send(op, body, timeout_s=timeout_s, on_reply=settle)
+        request_id = self.send(message, timeout_s=timeout_s, on_reply=settle)
         try:
             return await future
         finally:
             self._remove(request_id)
 
-    def send(self, op: str, body: Body, *, timeout_s: float, on_reply: OnReply) -> int:
-        """Send a request; ``on_reply`` gets the reply's body or one of the errors below, once.
+    def send(self, message: Request[R], *, timeout_s: float, on_reply: OnReply[R]) -> int:
+        """Send a request; ``on_reply`` gets the reply or one of the errors below, once.
 
-        `RequestRefused` for an error reply, `RequestTimeout` after ``timeout_s``, `PeerLost` when
-        the server came back as a new process, `ClosedError` when this client was closed. Raises
-        `LocalError` with code ``busy`` when too many are pending, and `ProtocolError` when the
-        body is too large. Returns the request id, for `drop`.
+        `RequestRefused` for an error reply, `ProtocolError` for a reply that makes no sense,
+        `RequestTimeout` after ``timeout_s``, `PeerLost` when the server came back as a new process,
+        `ClosedError` when this client was closed. Raises `LocalError` with code ``busy`` when too
+        many are pending, and `ProtocolError` when the message is too large. Returns the request id.
         """
         if self.num_pending >= self._max_pending:
             raise LocalError("too many requests are pending", code=ErrorCode.BUSY)
-        return self._send(op, body, timeout_s, on_reply)
+        return self._send(message, timeout_s, on_reply)
 
-    def drop(self, request_id: int) -> None:
-        """Forget a request: no callback, no more retries. The server may still do it."""
-        if request_id not in self._own:
-            self._remove(request_id)
-
-    def _send(self, op: str, body: Body, timeout_s: float, on_reply: OnReply) -> int:
+    def _send(self, message: Request[R], timeout_s: float, on_reply: OnReply[R]) -> int:
         if self.closed:
             raise ClosedError("client is closed", endpoint=self.endpoint)
         request_id = self._last_id + 1
-        frame = encode_request(Request(op, request_id, self.boot, body))
+        frame = encode_request(message.op, request_id, self.boot, message)
         self._last_id = request_id
         now = self.timers.now()
-        pending = _Pending(op, frame, now, timeout_s, self._retry_s)
-        pending.on_reply = on_reply
+        deadline, retry_s = now + timeout_s, self._retry_s
+        pending = _Pending(message, frame, on_reply, timeout_s, deadline, retry_s)
         self._pending[request_id] = pending
         self.counters.requests += 1
         self._transmit(request_id, pending)
-        self.timers.at(min(pending.deadline, now + pending.interval_s), self._on_timer, request_id)
+        self.timers.at(min(deadline, now + retry_s), self._on_timer, request_id)
         return request_id
 
     def _transmit(self, request_id: int, pending: _Pending) -> None:
@@ -189,17 +186,21 @@ class RequestClient(SocketActor):
 
     def _time_out(self, request_id: int, pending: _Pending) -> None:
         self.counters.timeouts += 1
-        message = f"no reply to '{pending.op}' within {pending.timeout_s:g} s"
-        self._settle(request_id, RequestTimeout(message, op=pending.op, endpoint=self.endpoint))
+        op = pending.message.op
+        problem = f"no reply to '{op}' within {pending.timeout_s:g} s"
+        self._settle(request_id, RequestTimeout(problem, op=op, endpoint=self.endpoint))
 
-    def _settle(self, request_id: int, outcome: Body | KVBusError) -> None:
+    def _settle(self, request_id: int, outcome: Reply | KVBusError) -> None:
         pending = self._remove(request_id)
         if pending is None:
             self.counters.late_replies += 1
             return
         self._own.discard(request_id)
         try:
-            pending.on_reply(outcome)
+            if isinstance(outcome, Reply):
+                pending.on_reply(_outcome(pending.message, outcome))
+            else:
+                pending.on_reply(outcome)
         except Exception as error:  # the user's callback must not end other requests
             self._on_fault(error)
 
@@ -226,7 +227,7 @@ class RequestClient(SocketActor):
             return
         self._heard_at = self.timers.now()
         if isinstance(envelope, Reply):
-            self._on_reply(envelope)
+            self._settle(envelope.request_id, envelope)
         else:
             self._deliver(envelope)
 
@@ -242,12 +243,6 @@ class RequestClient(SocketActor):
             self._fail_all(PeerLost("peer came back as a new process", endpoint=self.endpoint))
         self._call_user(self._on_boot, boot)
         return True
-
-    def _on_reply(self, reply: Reply) -> None:
-        if reply.error is not None:
-            self._settle(reply.request_id, refusal(reply.error))
-        else:
-            self._settle(reply.request_id, reply.ok or {})
 
     def _deliver(self, notice: Notice) -> None:
         inbox, repeated = self._inbox, self._inbox.num_repeated
@@ -269,10 +264,10 @@ class RequestClient(SocketActor):
             return
         self._inbox.acknowledge_due = False
         self._acking = True
-        body = {"upto": self._inbox.delivered_upto, "boot": self._peer.current}
-        self._own.add(self._send("ack", body, _OWN_TIMEOUT_S, self._acknowledged))
+        message = Acknowledge(upto=self._inbox.delivered_upto, boot=self._peer.current or "")
+        self._own.add(self._send(message, _OWN_TIMEOUT_S, self._acknowledged))
 
-    def _acknowledged(self, outcome: Body | KVBusError) -> None:
+    def _acknowledged(self, outcome: Message | KVBusError) -> None:
         self._acking = False
         if isinstance(outcome, RequestTimeout):
             self._inbox.acknowledge_due = True
@@ -283,14 +278,22 @@ class RequestClient(SocketActor):
         silent_until = self._heard_at + self._ping_s
         if now >= silent_until:
             silent_until = now + self._ping_s
-            self._own.add(self._send("ping", {}, self._ping_s, _ignore))
+            self._own.add(self._send(Ping(), self._ping_s, _ignore))
         self.timers.at(silent_until, self._keep_alive)
 
 
 def _read(frames: list[bytes]) -> Reply | Notice:
-    if len(frames) != 1:
-        raise ProtocolError(f"message has {len(frames)} frames")
     envelope = decode(frames[0])
-    if isinstance(envelope, Request):
-        raise ProtocolError("a server does not ask")
+    if len(frames) != 1 or isinstance(envelope, RequestFrame):
+        raise ProtocolError("a server sends replies and notices of one frame")
     return envelope
+
+
+def _outcome(message: Request[R], reply: Reply) -> R | KVBusError:
+    """The typed reply to ``message``, or the error that stands for it."""
+    if reply.error is not None:
+        return refusal(reply.error)
+    try:
+        return read_reply(message, reply.ok or {})
+    except ProtocolError as error:
+        return error

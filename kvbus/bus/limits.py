@@ -1,7 +1,4 @@
-"""Bounds and counters of the bus: how much may pile up, and what happened so far.
-
-Refuses nothing by itself; the ends of the bus answer ``busy`` when a bound is reached.
-"""
+"""Bounds and counters of the bus: how much may pile up, and what happened so far."""
 
 from dataclasses import dataclass
 

@@ -9,9 +9,10 @@ import asyncio
 from kvbus.bus.pump import Pump
 from kvbus.bus.socket_actor import SocketActor
 from kvbus.bus.sockets import BusContext, SocketOptions, bound_endpoint, open_publisher
-from kvbus.bus.topics import HEARTBEAT
 from kvbus.errors import LocalError
-from kvbus.protocol.envelope import Body, Notice, encode_notice
+from kvbus.protocol.envelope import encode_notice
+from kvbus.protocol.message import Message
+from kvbus.protocol.peer import Heartbeat
 
 
 class EventPublisher(SocketActor):
@@ -36,12 +37,12 @@ class EventPublisher(SocketActor):
         self.endpoint = bound_endpoint(socket)
         self._pump = Pump(socket, on_frames=lambda _: None, on_failure=self._fail)
 
-    def publish(self, op: str, body: Body) -> int:
+    def publish(self, op: str, message: Message) -> int:
         """Send an event; returns its seq among the events of this ``op``. Dropped once closed."""
-        if op == HEARTBEAT:
+        if op == Heartbeat.op:
             raise LocalError("the heartbeat topic is the publisher's own")
         seq = self._seqs.get(op, 0) + 1
-        frame = encode_notice(Notice(op, seq, self.boot, body))
+        frame = encode_notice(op, seq, self.boot, message)
         self._seqs[op] = seq
         self._pump.send(op.encode(), frame)
         return seq
@@ -57,7 +58,7 @@ class EventPublisher(SocketActor):
     def _beat(self, _: int) -> None:
         now = self.timers.now()
         self._num_heartbeats += 1
-        body = {"seqs": self._seqs, "uptime_s": now - self._started_at}
-        frame = encode_notice(Notice(HEARTBEAT, self._num_heartbeats, self.boot, body))
-        self._pump.send(HEARTBEAT.encode(), frame)
+        beat = Heartbeat(seqs=self._seqs, uptime_s=now - self._started_at)
+        frame = encode_notice(beat.op, self._num_heartbeats, self.boot, beat)
+        self._pump.send(beat.op.encode(), frame)
         self.timers.at(now + self._heartbeat_s, self._beat)

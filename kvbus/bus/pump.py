@@ -99,11 +99,11 @@ class Pump:
         try:
             events = self._receive()
             self._on_drained()
-            if events & _POLLOUT:
+            if self._refused and events & _POLLOUT:
                 self._refused = False
                 self._on_writable()
-            if self._loop is not None:
-                self._look_again()
+            if events & _POLLIN:  # the batch was full; a send since then has looked by itself
+                self._schedule()
         except Exception as error:  # a bug of ours: it must end the owner, not the loop's handler
             self._on_failure(error)
 

@@ -1,12 +1,13 @@
 """The answering end of requests: a ROUTER, its sessions, and one reply for every request.
 
-Refuses what it cannot read, what it has no room for, and boots that were forgotten; each with an
-error reply. Knows no operation but its own two: ``ack`` for notices and ``ping``.
+Refuses what it cannot read, what it has no room for, boots that were forgotten, and messages for
+an earlier process; each with an error reply. Answers ``ack`` and ``ping`` itself.
 """
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import anyio
 
@@ -17,24 +18,27 @@ from kvbus.bus.session import Call, Session
 from kvbus.bus.socket_actor import SocketActor
 from kvbus.bus.sockets import BusContext, SocketOptions, bound_endpoint, open_router
 from kvbus.errors import ErrorCode, KVBusError, LocalError, ProtocolError
-from kvbus.protocol.envelope import Body, Reply, Request, decode, encode_reply
-from kvbus.protocol.message import error_body
+from kvbus.protocol.engine import Acknowledge, Ping
+from kvbus.protocol.envelope import Body, RequestFrame, decode, encode_refusal, encode_reply
+from kvbus.protocol.message import Empty, Message, Request, error_body, from_body
 
-OnFault = Callable[[Exception, Call], None]
+Handler = Callable[[Any, Call], None]
+Handlers = Mapping[type[Request[Any]], Handler]
+"""By class of request: what is called with the message, and with the call to answer."""
 
-_UNREADABLE_ID = 0
 # A DEALER that is disconnected drops what it has received but not yet handed out (libzmq 4.3.5,
 # with ZMQ_IMMEDIATE): whoever closes right after a reply takes it back.
 _GRACE_S = 0.05
 
 
 class RequestServer(SocketActor):
-    """Calls ``handler`` once for each new request, in the event loop's thread.
+    """Calls the request's handler, see `on`, once for each new one, in the event loop's thread.
 
     A request is known by (boot, id): a repeat gets the kept reply, or is absorbed while the first
     is in progress. Ids of one boot must rise: one that is older than every kept reply and not
-    known any more is ``stale``. Without ``on_fault``, an exception out of ``handler`` is still
-    answered ``internal`` and then ends `run`.
+    known any more is ``stale``. A `KVBusError` out of a handler refuses its request. Any other
+    exception is answered ``internal``, and then given to ``on_fault``; without one it ends `run`.
+    ``on_refusal`` is told of each refused call. ``gate`` may refuse a call before its body is read.
     """
 
     def __init__(
@@ -43,8 +47,9 @@ class RequestServer(SocketActor):
         endpoint: str,
         *,
         boot: str,
-        handler: Callable[[Call], None],
-        on_fault: OnFault | None = None,
+        gate: Callable[[Call], None] | None = None,
+        on_fault: Callable[[Exception, Call], None] | None = None,
+        on_refusal: Callable[[KVBusError, Call], None] | None = None,
         limits: ServerLimits | None = None,
         options: SocketOptions | None = None,
         resend_s: float = 0.25,
@@ -52,36 +57,28 @@ class RequestServer(SocketActor):
         super().__init__()
         self.boot, self.resend_s = boot, resend_s
         self.limits, self.counters = limits or ServerLimits(), ServerCounters()
-        self._handler, self._on_fault = handler, on_fault
+        self._gate, self._on_fault, self._on_refusal = gate, on_fault, on_refusal
+        self._routes: dict[str, tuple[type[Request[Any]], Handler]] = {}
         self._sessions: OrderedDict[str, Session] = OrderedDict()
         self._forgotten: OrderedDict[str, None] = OrderedDict()
         self._replies = ReplyCache(
             max_replies=self.limits.max_replies, max_bytes=self.limits.max_reply_bytes
         )
-        self._num_pending = 0
+        self.num_pending = 0
         self._closing = False
         socket = open_router(context, endpoint, options or SocketOptions())
         self.endpoint = bound_endpoint(socket)
-        self._pump = Pump(socket, on_frames=self._on_frames, on_failure=self._fail)
-
-    @property
-    def num_pending(self) -> int:
-        """How many calls wait for their answer."""
-        return self._num_pending
-
-    @property
-    def num_sessions(self) -> int:
-        """How many sessions are known."""
-        return len(self._sessions)
+        self.pump = Pump(socket, on_frames=self._on_frames, on_failure=self._fail)
 
     @property
     def num_unacknowledged(self) -> int:
         """How many notices were not acknowledged yet, of all sessions."""
         return sum(session.num_unacknowledged for session in self._sessions.values())
 
-    def session(self, boot: str) -> Session | None:
-        """The session of the peer with that boot id."""
-        return self._sessions.get(boot)
+    def on(self, handlers: Handlers) -> None:
+        """Have requests of these classes handled; their ops must differ."""
+        for kind, handler in handlers.items():
+            self._routes[kind.op] = kind, handler
 
     def forget(self, boot: str) -> None:
         """End the session of a process that is gone: for good, later messages are ``stale``."""
@@ -92,12 +89,8 @@ class RequestServer(SocketActor):
         if len(self._forgotten) > self.limits.max_forgotten:
             self._forgotten.popitem(last=False)
 
-    def post(self, identity: bytes, frame: bytes) -> bool:
-        """Send to a connection; False when it is gone or does not take more."""
-        return self._pump.send(identity, frame)
-
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._pump.start(loop)
+        self.pump.start(loop)
 
     async def _on_close(self) -> None:
         """Refuse what is pending, and stay until it was read: see `_GRACE_S`."""
@@ -111,7 +104,7 @@ class RequestServer(SocketActor):
     def _close(self) -> None:
         for session in self._sessions.values():
             session.close()
-        self._pump.close()
+        self.pump.close()
 
     def _on_frames(self, frames: list[bytes]) -> None:
         identity = frames[0]
@@ -119,23 +112,23 @@ class RequestServer(SocketActor):
             request = _read(frames)
         except ProtocolError as error:
             self.counters.malformed += 1
-            self._refuse(identity, error.request_id or _UNREADABLE_ID, error)
+            self._refuse(identity, error.request_id or 0, error)
             return
         self._on_request(identity, request)
 
     def _refuse(self, identity: bytes, request_id: int, error: KVBusError) -> bytes:
         """Answer without a call; returns the frame."""
-        frame = encode_reply(Reply(request_id, self.boot, error=error_body(error)))
+        frame = encode_refusal(request_id, self.boot, error_body(error))
         self._post_reply(identity, frame)
         return frame
 
     def _post_reply(self, identity: bytes, frame: bytes) -> None:
-        if self.post(identity, frame):
+        if self.pump.send(identity, frame):
             self.counters.replies += 1
         else:
             self.counters.replies_dropped += 1
 
-    def _on_request(self, identity: bytes, request: Request) -> None:
+    def _on_request(self, identity: bytes, request: RequestFrame) -> None:
         session = self._sessions.get(request.boot)
         if session is None:
             session = self._admit(identity, request)
@@ -145,14 +138,14 @@ class RequestServer(SocketActor):
             self._sessions.move_to_end(request.boot)
         if session.identity != identity:
             session.moved(identity)
-        if request.op == "ack":
+        if request.op == Acknowledge.op:
             self._on_ack(session, request)
-        elif request.op == "ping":
-            self._answer_frame(session, Reply(request.request_id, self.boot))
+        elif request.op == Ping.op:
+            self._post_ok(session, request)
         elif not self._known(session, request):
             self._begin(session, request)
 
-    def _admit(self, identity: bytes, request: Request) -> Session | None:
+    def _admit(self, identity: bytes, request: RequestFrame) -> Session | None:
         if request.boot in self._forgotten:
             self.counters.stale += 1
             error = KVBusError("this boot id was ended here", code=ErrorCode.STALE)
@@ -175,18 +168,21 @@ class RequestServer(SocketActor):
         self.counters.sessions_evicted += 1
         return True
 
-    def _on_ack(self, session: Session, request: Request) -> None:
+    def _on_ack(self, session: Session, request: RequestFrame) -> None:
         try:
-            session.acknowledge(_acknowledged(request.body, self.boot))
+            message = from_body(Acknowledge, request.body)
+            if message.boot != self.boot:  # a restarted server numbers its notices from 1 again
+                raise LocalError("acknowledges another boot's notices", code=ErrorCode.STALE)
+            session.acknowledge(message.upto)
         except LocalError as error:
             self._refuse(session.identity, request.request_id, error)
             return
-        self._answer_frame(session, Reply(request.request_id, self.boot))
+        self._post_ok(session, request)
 
-    def _answer_frame(self, session: Session, reply: Reply) -> None:
-        self._post_reply(session.identity, encode_reply(reply))
+    def _post_ok(self, session: Session, request: RequestFrame) -> None:
+        self._post_reply(session.identity, encode_reply(request.request_id, self.boot, Empty()))
 
-    def _known(self, session: Session, request: Request) -> bool:
+    def _known(self, session: Session, request: RequestFrame) -> bool:
         """Deal with a repeat; False when the request is a new one."""
         request_id = request.request_id
         if request_id in session.pending:
@@ -204,28 +200,47 @@ class RequestServer(SocketActor):
             return True
         return False
 
-    def _begin(self, session: Session, request: Request) -> None:
-        limits = self.limits
+    def _begin(self, session: Session, request: RequestFrame) -> None:
         if self._closing:
             self._refuse(session.identity, request.request_id, _closing_error())
             return
-        if (
-            self._num_pending >= limits.max_pending
-            or len(session.pending) >= limits.max_session_pending
-        ):
+        limits, num_pending = self.limits, len(session.pending)
+        if self.num_pending >= limits.max_pending or num_pending >= limits.max_session_pending:
             self.counters.busy += 1
             error = KVBusError("too many requests in progress", code=ErrorCode.BUSY)
             frame = self._refuse(session.identity, request.request_id, error)
             self._keep(session, request.request_id, frame)
             return
-        call = Call(session, request.request_id, request.op, request.body, self._answer)
+        call = Call(self, session, request.request_id, request.op)
         session.pending[request.request_id] = call
-        self._num_pending += 1
+        self.num_pending += 1
         self.counters.requests += 1
         try:
-            self._handler(call)
+            self._handle(call, request.body)
         except Exception as error:  # the handler's fault must not end other peers' requests
-            self._fault(error, call)
+            if isinstance(error, KVBusError) and not call.answered:
+                call.refuse(error)
+            else:
+                self._fault(error, call)
+
+    def _handle(self, call: Call, body: Body) -> None:
+        """Give the typed message to its handler, if it is meant for this process."""
+        if self._gate is not None:
+            self._gate(call)
+        route = self._routes.get(call.op)
+        if route is None:
+            raise ProtocolError(f"no request '{call.op}' here", code=ErrorCode.UNKNOWN_OP)
+        kind, handler = route
+        message = from_body(kind, body)
+        meant_for = getattr(message, "agent_boot", self.boot)
+        if meant_for != self.boot:
+            raise LocalError(
+                "the message is for an earlier process of this agent",
+                code=ErrorCode.STALE,
+                theirs=meant_for,
+                ours=self.boot,
+            )
+        handler(message, call)
 
     def _fault(self, error: Exception, call: Call) -> None:
         self.counters.faults += 1
@@ -236,26 +251,34 @@ class RequestServer(SocketActor):
         else:
             self._on_fault(error, call)
 
-    def _answer(self, call: Call, ok: Body | None, error: Body | None) -> None:
-        """The end of every call, whoever answers it and whenever."""
+    def answer(self, call: Call, outcome: Message | KVBusError) -> None:
+        """The end of every call, whoever answers it and whenever; `Call` calls it."""
+        if call.answered:
+            raise LocalError(f"call '{call.op}' was answered before", request_id=call.request_id)
+        call.answered = True
         session, fault = call.session, None
         try:
-            frame = encode_reply(Reply(call.request_id, self.boot, ok, error))
+            if isinstance(outcome, KVBusError):
+                frame = encode_refusal(call.request_id, self.boot, error_body(outcome))
+            else:
+                frame = encode_reply(call.request_id, self.boot, outcome)
         except Exception as encoding:  # msgpack documents no closed set for what it cannot encode
             fault = encoding
             frame = self._unencodable(call, encoding)
         if session.pending.pop(call.request_id, None) is not None:
-            self._num_pending -= 1
+            self.num_pending -= 1
         if not session.closed:
             self._keep(session, call.request_id, frame)
         self._post_reply(session.identity, frame)
         if fault is not None:
             self._fault(fault, call)
+        elif self._on_refusal is not None and isinstance(outcome, KVBusError):
+            self._on_refusal(outcome, call)
 
     def _unencodable(self, call: Call, fault: Exception) -> bytes:
         code = fault.code if isinstance(fault, KVBusError) else ErrorCode.INTERNAL
         error = KVBusError(f"reply to '{call.op}' could not be encoded", code=code)
-        return encode_reply(Reply(call.request_id, self.boot, error=error_body(error)))
+        return encode_refusal(call.request_id, self.boot, error_body(error))
 
     def _keep(self, session: Session, request_id: int, frame: bytes) -> None:
         for boot, evicted_id in self._replies.put((session.boot, request_id), frame):
@@ -268,20 +291,10 @@ def _closing_error() -> KVBusError:
     return KVBusError("the server is closing", code=ErrorCode.CLOSED)
 
 
-def _read(frames: list[bytes]) -> Request:
+def _read(frames: list[bytes]) -> RequestFrame:
     if len(frames) != 2:
         raise ProtocolError(f"message has {len(frames) - 1} frames")
     envelope = decode(frames[1])
-    if not isinstance(envelope, Request):
+    if not isinstance(envelope, RequestFrame):
         raise ProtocolError("only requests are answered here")
     return envelope
-
-
-def _acknowledged(body: Body, boot: str) -> int:
-    """The seq in an ``ack``; the boot is in it since a restarted server numbers from 1 again."""
-    upto = body.get("upto")
-    if type(upto) is not int or upto < 0:
-        raise LocalError("field 'upto' must be an unsigned integer", field="upto")
-    if body.get("boot") != boot:
-        raise LocalError("acknowledges another boot's notices", code=ErrorCode.STALE)
-    return upto

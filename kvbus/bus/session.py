@@ -3,65 +3,51 @@
 Refuses a second answer to a call, and a notice when too many are unacknowledged.
 """
 
-from collections.abc import Callable
 from typing import Protocol
 
 from kvbus.bus.limits import ServerCounters, ServerLimits
+from kvbus.bus.pump import Pump
 from kvbus.bus.timers import Timers
 from kvbus.errors import ClosedError, ErrorCode, KVBusError, LocalError
-from kvbus.protocol.envelope import Body, Notice, encode_notice
-from kvbus.protocol.message import error_body
+from kvbus.protocol.envelope import Body, encode_notice
+from kvbus.protocol.message import Message
 
 _RESEND_WINDOW = 64
 _MAX_BACKOFF = 8
 
 
 class ServerView(Protocol):
-    """What a session needs of its server."""
+    """What sessions and calls need of their server."""
 
     boot: str
     timers: Timers
     limits: ServerLimits
     counters: ServerCounters
     resend_s: float
+    pump: Pump
 
-    def post(self, identity: bytes, frame: bytes) -> bool:
-        """Send to the connection ``identity``; False when that cannot be done now."""
+    def answer(self, call: "Call", outcome: Message | KVBusError) -> None:
+        """Send the one reply to ``call``."""
         ...
 
 
 class Call:
     """One request to be answered exactly once, now or later, from the event loop's thread."""
 
-    __slots__ = ("_answer", "answered", "body", "op", "request_id", "session")
+    __slots__ = ("_server", "answered", "op", "request_id", "session")
 
-    def __init__(
-        self,
-        session: "Session",
-        request_id: int,
-        op: str,
-        body: Body,
-        answer: Callable[["Call", Body | None, Body | None], None],
-    ) -> None:
-        self.session, self.request_id = session, request_id
-        self.op, self.body = op, body
+    def __init__(self, server: ServerView, session: "Session", request_id: int, op: str) -> None:
+        self._server, self.session = server, session
+        self.request_id, self.op = request_id, op
         self.answered = False
-        self._answer = answer
 
-    def reply(self, body: Body) -> None:
-        """Answer ``ok``; a body that cannot be encoded becomes an error reply and a fault."""
-        self._once()
-        self._answer(self, body, None)
+    def reply(self, message: Message) -> None:
+        """Answer ``ok``; a message that cannot be encoded becomes an error reply and a fault."""
+        self._server.answer(self, message)
 
     def refuse(self, error: KVBusError) -> None:
         """Answer with the code, message and detail of ``error``."""
-        self._once()
-        self._answer(self, None, error_body(error))
-
-    def _once(self) -> None:
-        if self.answered:
-            raise LocalError(f"call '{self.op}' was answered before", request_id=self.request_id)
-        self.answered = True
+        self._server.answer(self, error)
 
 
 class Session:
@@ -70,14 +56,14 @@ class Session:
     Set ``pinned`` to keep it while idle; a session that was ever notified is kept anyway.
     """
 
-    def __init__(self, line: ServerView, boot: str, identity: bytes) -> None:
+    def __init__(self, server: ServerView, boot: str, identity: bytes) -> None:
         self.boot = boot
         self.identity = identity
         self.pinned = False
         self.closed = False
         self.pending: dict[int, Call] = {}
         self.evicted_upto = 0
-        self._line = line
+        self._server = server
         self._last_seq = 0
         self._outbox: dict[int, bytes] = {}
         self._outbox_bytes = 0
@@ -95,7 +81,7 @@ class Session:
         """How many notices the peer has not acknowledged."""
         return len(self._outbox)
 
-    def notify(self, op: str, body: Body) -> int:
+    def notify(self, op: str, body: Message | Body) -> int:
         """Send a notice until the peer acknowledges it; returns its seq.
 
         Raises `ClosedError` on a forgotten session and `LocalError` with code ``busy`` when the
@@ -103,15 +89,15 @@ class Session:
         """
         if self.closed:
             raise ClosedError("session was forgotten", boot=self.boot)
-        frame = encode_notice(Notice(op, self._last_seq + 1, self._line.boot, body))
+        frame = encode_notice(op, self._last_seq + 1, self._server.boot, body)
         self._require_room(len(frame))
         self._last_seq += 1
         if not self._outbox:
-            self._progress_at = self._line.timers.now()
+            self._progress_at = self._server.timers.now()
         self._outbox[self._last_seq] = frame
         self._outbox_bytes += len(frame)
-        self._line.counters.notices += 1
-        self._line.post(self.identity, frame)
+        self._server.counters.notices += 1
+        self._server.pump.send(self.identity, frame)
         self._arm()
         return self._last_seq
 
@@ -123,7 +109,7 @@ class Session:
             if seq > upto:
                 break
             self._outbox_bytes -= len(self._outbox.pop(seq))
-        self._progress_at, self._backoff = self._line.timers.now(), 1
+        self._progress_at, self._backoff = self._server.timers.now(), 1
 
     def moved(self, identity: bytes) -> None:
         """The peer has a new connection; what the old one held is lost and is sent again."""
@@ -137,7 +123,7 @@ class Session:
         self._outbox_bytes = 0
 
     def _require_room(self, num_bytes: int) -> None:
-        limits = self._line.limits
+        limits = self._server.limits
         if (
             len(self._outbox) >= limits.max_notices
             or self._outbox_bytes + num_bytes > limits.max_notice_bytes
@@ -152,23 +138,23 @@ class Session:
     def _arm(self) -> None:
         if not self._armed:
             self._armed = True
-            self._line.timers.at(self._resend_at(), self._on_timer)
+            self._server.timers.at(self._resend_at(), self._on_timer)
 
     def _resend_at(self) -> float:
-        return self._progress_at + self._line.resend_s * self._backoff
+        return self._progress_at + self._server.resend_s * self._backoff
 
     def _on_timer(self, _: int) -> None:
         self._armed = False
         if not self._outbox:
             return
-        if self._line.timers.now() >= self._resend_at():
+        if self._server.timers.now() >= self._resend_at():
             self._backoff = min(2 * self._backoff, _MAX_BACKOFF)
             self._send_again()
         self._arm()
 
     def _send_again(self) -> None:
-        self._progress_at = self._line.timers.now()
+        self._progress_at = self._server.timers.now()
         for frame in list(self._outbox.values())[:_RESEND_WINDOW]:
-            if not self._line.post(self.identity, frame):
+            if not self._server.pump.send(self.identity, frame):
                 return
-            self._line.counters.notices_resent += 1
+            self._server.counters.notices_resent += 1

@@ -13,9 +13,9 @@ from kvbus.bus.sequence import TopicSequence
 from kvbus.bus.socket_actor import SocketActor
 from kvbus.bus.sockets import BusContext, SocketOptions, open_subscriber
 from kvbus.bus.timers import Timers
-from kvbus.bus.topics import HEARTBEAT
 from kvbus.errors import ErrorCode, LocalError, ProtocolError
 from kvbus.protocol.envelope import Notice, decode
+from kvbus.protocol.peer import Heartbeat
 
 
 class EventListener:
@@ -114,7 +114,7 @@ class _Feed:
         self._peer, self._sequence = BootWatch(), TopicSequence(owner.topics)
         self._heard_at = 0.0
         self._silent = self._closed = False
-        topics = owner.topics | {HEARTBEAT} if owner.topics else owner.topics
+        topics = owner.topics | {Heartbeat.op} if owner.topics else owner.topics
         self._pump = Pump(
             open_subscriber(context, endpoint, topics, options),
             on_frames=self._on_frames,
@@ -171,7 +171,7 @@ class _Feed:
 
     def _missing(self, event: Notice) -> list[str]:
         """The topics of which something was lost, by what this event or heartbeat says."""
-        if event.op != HEARTBEAT:
+        if event.op != Heartbeat.op:
             return [event.op] if self._sequence.see(event.op, event.seq) else []
         seqs = event.body.get("seqs")
         if not isinstance(seqs, dict):
@@ -183,7 +183,7 @@ class _Feed:
         for topic in missing:
             owner.counters.gaps += 1
             self._tell(owner.listener.on_gap, self._endpoint, event.boot, topic)
-        if event.op == HEARTBEAT:
+        if event.op == Heartbeat.op:
             owner.counters.heartbeats += 1
         else:
             owner.counters.events += 1

@@ -24,8 +24,7 @@ from kvbus.demo.work import (
     Settled,
 )
 from kvbus.errors import RequestRefused
-from kvbus.protocol.message import Empty
-from kvbus.protocol.peer import AgentStatus, PeerWithdraw, Status
+from kvbus.protocol.peer import PeerWithdraw, Status
 from kvbus.protocol.ticket import Ticket
 
 ASK_TIMEOUT_S = 5.0
@@ -62,7 +61,7 @@ class Router:
         )
         counts: dict[str, int] = {}
         for endpoint in (prefill.agent_endpoint, decode.agent_endpoint):
-            status = await ask_agent(endpoint, Status(), AgentStatus, timeout_s=ASK_TIMEOUT_S)
+            status = await ask_agent(endpoint, Status(), timeout_s=ASK_TIMEOUT_S)
             counts |= status.counts
         return Leaks(prefill_blocks, decode_blocks, counts["offers"], counts["fetches"])
 
@@ -95,4 +94,4 @@ class Router:
     async def _withdraw(self, ticket: Ticket) -> None:
         message = PeerWithdraw(agent_boot=ticket.agent_boot, offer_id=ticket.offer_id)
         with suppress(RequestRefused):  # it has ended already
-            await ask_agent(ticket.endpoint, message, Empty, timeout_s=ASK_TIMEOUT_S)
+            await ask_agent(ticket.endpoint, message, timeout_s=ASK_TIMEOUT_S)

@@ -97,9 +97,9 @@ class DecodeSession(EngineSession):
             first_token=first_token,
             timeout_s=timeout_s,
             zero_tail=zero_tail,
-            piece_tokens=piece_tokens,
+            chunk_tokens=piece_tokens,
         )
-        self.send(message, Empty, lambda reply: self._on_taken(fetch, reply))
+        self.send(message, lambda reply: self._on_taken(fetch, reply))
         self._fetches[fetch.fetch_id] = fetch
         return fetch
 

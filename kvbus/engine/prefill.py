@@ -165,7 +165,7 @@ class PrefillSession(EngineSession):
             ttl_s=ttl_s,
         )
         future: asyncio.Future[Offer] = asyncio.get_running_loop().create_future()
-        self.send(message, OfferMade, partial(self._on_made, future, _ends(tables)))
+        self.send(message, partial(self._on_made, future, _ends(tables)))
         return await future
 
     def _on_made(

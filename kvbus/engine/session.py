@@ -13,13 +13,13 @@ from typing import Self
 import anyio
 
 from kvbus.bus import RequestClient, new_boot_id, new_context
-from kvbus.errors import ClosedError, KVBusError, LocalError, PeerLost, ProtocolError
+from kvbus.errors import ClosedError, KVBusError, LocalError, PeerLost
 from kvbus.geometry import EngineSpec, RankSpec
 from kvbus.memory.attach import AttachClient
 from kvbus.protocol.attach import Hello, Welcome
 from kvbus.protocol.engine import AgentRanks, AgentRole, AwaitReady, Detach, Register
-from kvbus.protocol.envelope import PROTOCOL_VERSION, Body, Notice
-from kvbus.protocol.message import Empty, M, Message, from_body, to_body
+from kvbus.protocol.envelope import PROTOCOL_VERSION, Notice
+from kvbus.protocol.message import Empty, R, Request, read_reply, to_body
 
 Others = Mapping[str, Iterable[int]] | Iterable[AgentRanks]
 """Ranks of an engine that are attached to other agents, by the peer endpoint of each agent."""
@@ -103,14 +103,17 @@ class EngineSession:
         await self._ended.wait()
         return self.lost or ClosedError("the session was closed")
 
-    async def request(self, message: Message, reply: type[M], *, timeout_s: float = 0.0) -> M:
+    async def request(
+        self, message: Request[R], reply: object = None, *, timeout_s: float = 0.0
+    ) -> R:
         """Send a request and return its typed reply.
 
         Raises `RequestRefused`, `RequestTimeout`, and `PeerLost` when the agent goes.
         """
-        future: asyncio.Future[M] = asyncio.get_running_loop().create_future()
+        del reply  # the message knows it
+        future: asyncio.Future[R] = asyncio.get_running_loop().create_future()
 
-        def settle(outcome: M | KVBusError) -> None:
+        def settle(outcome: R | KVBusError) -> None:
             if future.done():
                 return
             if isinstance(outcome, KVBusError):
@@ -118,14 +121,13 @@ class EngineSession:
             else:
                 future.set_result(outcome)
 
-        self.send(message, reply, settle, timeout_s=timeout_s)
+        self.send(message, settle, timeout_s=timeout_s)
         return await future
 
     def send(
         self,
-        message: Message,
-        reply: type[M],
-        on_reply: Callable[[M | KVBusError], None],
+        message: Request[R],
+        on_reply: Callable[[R | KVBusError], None],
         *,
         timeout_s: float = 0.0,
     ) -> None:
@@ -139,20 +141,14 @@ class EngineSession:
         if self._client is None:
             raise ClosedError("the session is not open")
 
-        def settle(outcome: Body | KVBusError) -> None:
+        def settle(outcome: R | KVBusError) -> None:
             if isinstance(outcome, ClosedError | PeerLost):
                 on_reply(self.lost or outcome)
-            elif isinstance(outcome, KVBusError):
-                on_reply(outcome)
             else:
-                on_reply(_typed(reply, outcome))
+                on_reply(outcome)
 
-        self._client.send(
-            message.op,
-            to_body(message),
-            timeout_s=timeout_s or self.request_timeout_s,
-            on_reply=settle,
-        )
+        timeout_s = timeout_s or self.request_timeout_s
+        self._client.send(message, timeout_s=timeout_s, on_reply=settle)
 
     async def _register(
         self, rank: RankSpec | None, others: Others = (), *, notices: bool = False
@@ -194,9 +190,12 @@ class EngineSession:
             )
         return welcome
 
-    async def _call(self, message: Message, reply: type[M], fds: tuple[int, ...] = ()) -> M:
+    async def _call(
+        self, message: Request[R], reply: object = None, fds: tuple[int, ...] = ()
+    ) -> R:
+        del reply  # the message knows it
         body = await self._attach.call({"op": message.op, "body": to_body(message)}, fds)
-        return from_body(reply, body)
+        return read_reply(message, body)
 
     async def _watch(self) -> None:
         await self._attach.closed.wait()
@@ -220,10 +219,3 @@ def _agent_ranks(others: Others) -> tuple[AgentRanks, ...]:
     if isinstance(others, Mapping):
         return tuple(AgentRanks(endpoint, tuple(ranks)) for endpoint, ranks in others.items())
     return tuple(others)
-
-
-def _typed(reply: type[M], body: Body) -> M | ProtocolError:
-    try:
-        return from_body(reply, body)
-    except ProtocolError as error:
-        return error

@@ -1,14 +1,11 @@
-"""Messages of the attach socket: who an engine process is, and the memory that it passes.
+"""Messages of the attach socket: who an engine process is, and the memory that it passes."""
 
-Refuses nothing itself; types and ranges are in the annotations, meaning is the agent's to check.
-"""
-
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
 from kvbus.protocol.engine import AgentRole
-from kvbus.protocol.message import Empty, Id, Message
+from kvbus.protocol.message import Empty, Id, Message, Request
 
 CudaHandle = Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
 
@@ -25,11 +22,10 @@ class Welcome(Message, frozen=True):
     events_endpoint: Id
 
 
-class Hello(Message, frozen=True):
+class Hello(Request[Welcome], frozen=True):
     """First message on an attach connection; ``boot`` is the one used on the engine socket."""
 
     op: ClassVar[str] = "hello"
-    reply: ClassVar[type[Message]] = Welcome
 
     min_protocol: int
     max_protocol: int
@@ -43,7 +39,7 @@ class SegmentPassed(Message, frozen=True):
     sealed: bool
 
 
-class PassSegment(Message, frozen=True):
+class PassSegment(Request[SegmentPassed], frozen=True):
     """Passes one file descriptor of shared memory, of at least ``size_bytes``.
 
     With ``direct`` False no peer and no NIC reads or writes it: a rank with such a segment is
@@ -51,14 +47,13 @@ class PassSegment(Message, frozen=True):
     """
 
     op: ClassVar[str] = "segment"
-    reply: ClassVar[type[Message]] = SegmentPassed
 
     segment_id: Id
     size_bytes: Annotated[int, msgspec.Meta(ge=1, le=2**62)]
     direct: bool = True
 
 
-class PassCuda(Message, frozen=True):
+class PassCuda(Request[Empty], frozen=True):
     """Passes memory of a GPU, by the handles of CUDA's driver; the rank is staged only.
 
     ``event`` is one that the engine records before it says that KV is ready, or that its blocks
@@ -66,7 +61,6 @@ class PassCuda(Message, frozen=True):
     """
 
     op: ClassVar[str] = "cuda"
-    reply: ClassVar[type[Message]] = Empty
 
     segment_id: Id
     device: Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
@@ -76,4 +70,4 @@ class PassCuda(Message, frozen=True):
     event: CudaHandle | None = None
 
 
-ATTACH_REQUESTS: tuple[type[Message], ...] = (Hello, PassSegment, PassCuda)
+ATTACH_REQUESTS: tuple[type[Request[Any]], ...] = (Hello, PassSegment, PassCuda)

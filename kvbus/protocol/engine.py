@@ -1,7 +1,4 @@
-"""Messages between an agent and its local engine on the engine socket.
-
-Refuses nothing itself; types and ranges are in the annotations, meaning is the agent's to check.
-"""
+"""Messages between an agent and its local engine on the engine socket."""
 
 from enum import StrEnum
 from typing import Annotated, Any, ClassVar
@@ -9,7 +6,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 
 from kvbus.geometry import BlockTable, EngineSpec, RankSpec
-from kvbus.protocol.message import Empty, Id, Message, Seconds, Size, Text, Tokens
+from kvbus.protocol.message import Empty, Id, Message, Request, Seconds, Size, Text, Tokens
 
 Tables = Annotated[dict[Id, BlockTable], msgspec.Meta(max_length=64)]
 
@@ -41,7 +38,7 @@ class AgentRanks(msgspec.Struct, frozen=True):
     ]
 
 
-class Register(Message, frozen=True):
+class Register(Request[Empty], frozen=True):
     """Registers this session: as the engine's control session, or as the memory of one rank.
 
     Every session of an engine states the same ``engine``. The control session names the ranks that
@@ -50,7 +47,6 @@ class Register(Message, frozen=True):
     """
 
     op: ClassVar[str] = "register"
-    reply: ClassVar[type[Message]] = Empty
 
     engine: EngineSpec
     rank: RankSpec | None = None
@@ -58,18 +54,16 @@ class Register(Message, frozen=True):
     notices: bool = False
 
 
-class AwaitReady(Message, frozen=True):
+class AwaitReady(Request[Empty], frozen=True):
     """Answered once the control session and every rank of the engine are registered."""
 
     op: ClassVar[str] = "ready"
-    reply: ClassVar[type[Message]] = Empty
 
 
-class Detach(Message, frozen=True):
+class Detach(Request[Empty], frozen=True):
     """Says that this session's end is meant; its end-of-file on the attach socket follows."""
 
     op: ClassVar[str] = "detach"
-    reply: ClassVar[type[Message]] = Empty
 
 
 class OfferMade(Message, frozen=True):
@@ -79,7 +73,7 @@ class OfferMade(Message, frozen=True):
     ticket: dict[str, Any]
 
 
-class MakeOffer(Message, frozen=True):
+class MakeOffer(Request[OfferMade], frozen=True):
     """Publishes the KV of one request; block tables by group, ``num_tokens`` of them ready.
 
     The blocks stay untouched until the notice `Released`. ``ttl_s`` is how long the offer waits
@@ -87,7 +81,6 @@ class MakeOffer(Message, frozen=True):
     """
 
     op: ClassVar[str] = "offer"
-    reply: ClassVar[type[Message]] = OfferMade
 
     request_id: Id
     num_tokens: Tokens
@@ -96,31 +89,28 @@ class MakeOffer(Message, frozen=True):
     ttl_s: Seconds | None = None
 
 
-class ExtendOffer(Message, frozen=True):
+class ExtendOffer(Request[Empty], frozen=True):
     """More of an open offer: ``tables`` hold only the new blocks, ``num_tokens`` is the new sum."""
 
     op: ClassVar[str] = "extend"
-    reply: ClassVar[type[Message]] = Empty
 
     offer_id: Id
     num_tokens: Tokens
     tables: Tables = msgspec.field(default_factory=dict)
 
 
-class SealOffer(Message, frozen=True):
+class SealOffer(Request[Empty], frozen=True):
     """The offer has all its tokens."""
 
     op: ClassVar[str] = "seal"
-    reply: ClassVar[type[Message]] = Empty
 
     offer_id: Id
 
 
-class WithdrawOffer(Message, frozen=True):
+class WithdrawOffer(Request[Empty], frozen=True):
     """Ends an offer now; a lease on it is revoked, and its reader fails with ``stale``."""
 
     op: ClassVar[str] = "withdraw"
-    reply: ClassVar[type[Message]] = Empty
 
     offer_id: Id
 
@@ -135,18 +125,17 @@ class Released(Message, frozen=True):
     outcome: Outcome
 
 
-class StartFetch(Message, frozen=True):
+class StartFetch(Request[Empty], frozen=True):
     """Asks for tokens [first_token, num_tokens) of a ticket's request, into ``tables``.
 
     ``tables`` hold exactly the blocks of these tokens: of a group with a window those of its last
     ``window`` tokens, of a state the one block. With ``zero_tail`` the unused slots of the last
     block are zeroed, else they stay as they were. The reply says that the fetch was taken; the
-    notice `Fetched` says how it ended, within ``timeout_s``. With ``piece_tokens`` the tokens are
-    read in pieces that end at multiples of it, and a notice `Landed` tells of each.
+    notice `Fetched` says how it ended, within ``timeout_s``. With ``chunk_tokens`` the tokens are
+    read in chunks that end at multiples of it, and a notice `Landed` tells of each.
     """
 
     op: ClassVar[str] = "fetch"
-    reply: ClassVar[type[Message]] = Empty
 
     fetch_id: Id
     ticket: dict[str, Any]
@@ -155,14 +144,13 @@ class StartFetch(Message, frozen=True):
     first_token: Tokens = 0
     timeout_s: Seconds | None = None
     zero_tail: bool = False
-    piece_tokens: Tokens = 0
+    chunk_tokens: Tokens = 0
 
 
-class CancelFetch(Message, frozen=True):
+class CancelFetch(Request[Empty], frozen=True):
     """Ends a fetch; its notice says ``cancelled``, or what it became first."""
 
     op: ClassVar[str] = "cancel"
-    reply: ClassVar[type[Message]] = Empty
 
     fetch_id: Id
 
@@ -218,30 +206,33 @@ class BlocksFreed(Message, frozen=True):
     fetch_id: Id
 
 
-class Acknowledge(Message, frozen=True):
+class Acknowledge(Request[Empty], frozen=True):
     """Every notice of the agent's ``boot`` up to and with ``upto`` arrived; they are forgotten."""
 
     op: ClassVar[str] = "ack"
-    reply: ClassVar[type[Message]] = Empty
 
     upto: Size
     boot: Id
 
 
-class Ping(Message, frozen=True):
+class Ping(Request[Empty], frozen=True):
     """Asks for a sign of life, on any request socket; a new boot id in the reply tells the rest."""
 
     op: ClassVar[str] = "ping"
-    reply: ClassVar[type[Message]] = Empty
 
 
-ENGINE_REQUESTS: tuple[type[Message], ...] = (
+ENGINE_REQUESTS: tuple[type[Request[Any]], ...] = (
     Register,
     AwaitReady,
     Detach,
     Acknowledge,
     Ping,
 )
-PREFILL_REQUESTS: tuple[type[Message], ...] = (MakeOffer, ExtendOffer, SealOffer, WithdrawOffer)
-DECODE_REQUESTS: tuple[type[Message], ...] = (StartFetch, CancelFetch)
+PREFILL_REQUESTS: tuple[type[Request[Any]], ...] = (
+    MakeOffer,
+    ExtendOffer,
+    SealOffer,
+    WithdrawOffer,
+)
+DECODE_REQUESTS: tuple[type[Request[Any]], ...] = (StartFetch, CancelFetch)
 NOTICES: tuple[type[Message], ...] = (Released, Landed, Fetched, BlocksFreed)

@@ -6,7 +6,7 @@ a minor version may add some.
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Generic, TypeVar, cast, get_args
 
 import msgspec
 
@@ -27,9 +27,22 @@ Address = Annotated[int, msgspec.Meta(ge=0, le=2**62 - 1)]
 
 
 class Message(msgspec.Struct, frozen=True):
-    """A body; a request's class also names its ``op`` and the class of its reply."""
+    """A body; ``op`` is the name of a request or notice."""
 
     op: ClassVar[str] = ""
+
+
+R = TypeVar("R", bound=Message)
+
+
+class Request(Message, Generic[R], frozen=True):
+    """The body of a request. `Request[Granted]` is answered with a `Granted`, or refused."""
+
+    reply: ClassVar[type[Message]]
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        super().__init_subclass__(**options)
+        (cls.reply,) = get_args(vars(cls)["__orig_bases__"][0])
 
 
 class Empty(Message, frozen=True):
@@ -60,6 +73,11 @@ def from_body(kind: type[M], body: Mapping[str, Any]) -> M:
     except (msgspec.ValidationError, OverflowError, RecursionError) as error:
         name = kind.op or kind.__name__
         raise ProtocolError(f"{name}: {error}", code=ErrorCode.INVALID, op=name) from error
+
+
+def read_reply(request: Request[R], body: Mapping[str, Any]) -> R:
+    """The typed reply to ``request``; raises `ProtocolError` as `from_body` does."""
+    return cast("R", from_body(request.reply, body))
 
 
 def error_body(error: KVBusError) -> dict[str, Any]:

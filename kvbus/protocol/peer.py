@@ -1,18 +1,28 @@
 """Messages on the peer socket of an agent: from other agents, routers and tools.
 
-Refuses nothing itself; types and ranges are in the annotations, meaning is the agent's to check.
-Every message about a lease names the agent's boot id, so that one meant for an earlier process is
-answered ``stale``.
+Types and ranges are in the annotations; the agent checks the meaning. A request with an
+``agent_boot`` is for that process of the agent: another one answers ``stale``.
 """
 
-from typing import Annotated, ClassVar
+from typing import Annotated, Any, ClassVar
 
 import msgspec
 
 from kvbus.errors import ErrorCode
 from kvbus.geometry import EngineSpec, RankSpec
 from kvbus.protocol.engine import AgentRanks, AgentRole, Tables
-from kvbus.protocol.message import Address, Empty, Epoch, Id, Message, Seconds, Size, Text, Tokens
+from kvbus.protocol.message import (
+    Address,
+    Empty,
+    Epoch,
+    Id,
+    Message,
+    Request,
+    Seconds,
+    Size,
+    Text,
+    Tokens,
+)
 from kvbus.protocol.remote_ranks import AbortDelegate, CheckMemory, Delegate
 from kvbus.protocol.staging import Pack, Unpack
 
@@ -49,7 +59,7 @@ class HandshakeDone(Message, frozen=True):
     others: tuple[AgentRanks, ...] = ()
 
 
-class Handshake(Message, frozen=True):
+class Handshake(Request[HandshakeDone], frozen=True):
     """A decode agent introduces one of its engines to one prefill engine, both by id and boot id.
 
     An agent that has only some ranks, and no control session, of the prefill engine is asked with
@@ -59,11 +69,9 @@ class Handshake(Message, frozen=True):
     """
 
     op: ClassVar[str] = "handshake"
-    reply: ClassVar[type[Message]] = HandshakeDone
 
     min_protocol: int
     max_protocol: int
-    agent_boot: Id
     agent_id: Id
     engine_id: Id
     engine_boot: Text
@@ -85,11 +93,10 @@ class Granted(Message, frozen=True):
     tables: Tables
 
 
-class Claim(Message, frozen=True):
+class Claim(Request[Granted], frozen=True):
     """Asks for the lease of an offer; ``busy`` while another reader has it."""
 
     op: ClassVar[str] = "claim"
-    reply: ClassVar[type[Message]] = Granted
 
     agent_boot: Id
     offer_id: Id
@@ -97,11 +104,10 @@ class Claim(Message, frozen=True):
     lease_s: Seconds
 
 
-class Renew(Message, frozen=True):
+class Renew(Request[Granted], frozen=True):
     """Lengthens a lease; ``known_blocks`` by group, so that the reply only holds what is new."""
 
     op: ClassVar[str] = "renew"
-    reply: ClassVar[type[Message]] = Granted
 
     agent_boot: Id
     offer_id: Id
@@ -110,25 +116,23 @@ class Renew(Message, frozen=True):
     known_blocks: dict[str, Size] = msgspec.field(default_factory=dict)
 
 
-class Confirm(Message, frozen=True):
+class Confirm(Request[Empty], frozen=True):
     """Asks, after the last byte landed, whether the lease was live all along; ends it if so.
 
     Only an ``ok`` makes the bytes read under the lease valid.
     """
 
     op: ClassVar[str] = "confirm"
-    reply: ClassVar[type[Message]] = Empty
 
     agent_boot: Id
     offer_id: Id
     epoch: Epoch
 
 
-class Release(Message, frozen=True):
+class Release(Request[Empty], frozen=True):
     """Gives a lease back unread, or the read of it abandoned; nothing of it is in flight."""
 
     op: ClassVar[str] = "release"
-    reply: ClassVar[type[Message]] = Empty
 
     agent_boot: Id
     offer_id: Id
@@ -136,11 +140,10 @@ class Release(Message, frozen=True):
     code: ErrorCode
 
 
-class PeerWithdraw(Message, frozen=True):
+class PeerWithdraw(Request[Empty], frozen=True):
     """A router ends an offer whose request was aborted before a decode engine took it."""
 
     op: ClassVar[str] = "withdraw"
-    reply: ClassVar[type[Message]] = Empty
 
     agent_boot: Id
     offer_id: Id
@@ -156,11 +159,10 @@ class AgentStatus(Message, frozen=True):
     counts: dict[str, int]
 
 
-class Status(Message, frozen=True):
+class Status(Request[AgentStatus], frozen=True):
     """Asks what an agent holds; ``engines`` maps engine id to whether it is ready."""
 
     op: ClassVar[str] = "status"
-    reply: ClassVar[type[Message]] = AgentStatus
 
 
 class OfferEvent(Message, frozen=True):
@@ -202,7 +204,7 @@ class Heartbeat(Message, frozen=True):
     uptime_s: float
 
 
-PREFILL_PEER_REQUESTS: tuple[type[Message], ...] = (
+PREFILL_PEER_REQUESTS: tuple[type[Request[Any]], ...] = (
     Handshake,
     Claim,
     Renew,
@@ -214,7 +216,7 @@ PREFILL_PEER_REQUESTS: tuple[type[Message], ...] = (
     CheckMemory,
     Status,
 )
-DECODE_PEER_REQUESTS: tuple[type[Message], ...] = (Delegate, AbortDelegate, Status)
+DECODE_PEER_REQUESTS: tuple[type[Request[Any]], ...] = (Delegate, AbortDelegate, Status)
 EVENTS: dict[str, type[Message]] = {
     "heartbeat": Heartbeat,
     "offer.opened": OfferEvent,

@@ -1,6 +1,5 @@
 """Messages for engines whose ranks are spread over several agents, as in multi-node parallelism.
 
-Refuses nothing itself; types and ranges are in the annotations, meaning is the agent's to check.
 The agent with the engine's control session is its home: it has the offers, leases and fetches.
 """
 
@@ -9,7 +8,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 
 from kvbus.protocol.engine import Tables
-from kvbus.protocol.message import Empty, Epoch, Id, Message, Seconds, Size, Text, Tokens
+from kvbus.protocol.message import Empty, Epoch, Id, Message, Request, Seconds, Size, Text, Tokens
 
 AnySeconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
 
@@ -19,7 +18,7 @@ Ranks = Annotated[
 ]
 
 
-class CheckMemory(Message, frozen=True):
+class CheckMemory(Request[Empty], frozen=True):
     """Asks whether the ranks of an engine are still those of the handshake; ``stale`` if not.
 
     A reader asks each agent without the lease, after the last byte landed and before the confirm.
@@ -28,7 +27,6 @@ class CheckMemory(Message, frozen=True):
     """
 
     op: ClassVar[str] = "check"
-    reply: ClassVar[type[Message]] = Empty
 
     agent_boot: Id
     engine_id: Id
@@ -38,22 +36,21 @@ class CheckMemory(Message, frozen=True):
 
 
 class Delegated(Message, frozen=True):
-    """Reply to `Delegate`: all bytes of the piece are in the sibling's ranks."""
+    """Reply to `Delegate`: all bytes of the chunk are in the remote ranks."""
 
     num_bytes: Size
     path: Text
 
 
-class Delegate(Message, frozen=True):
-    """The home of a decode engine asks a sibling to read one piece into the ranks that it has.
+class Delegate(Request[Delegated], frozen=True):
+    """The home of a decode engine asks an agent with remote ranks to read one chunk into them.
 
-    Answered when nothing of it is in flight any more, be it done, failed or aborted. The lease is
-    the home's; so is the confirm. ``memory_ids`` are of the prefill agents, its home's first, as
-    the reader's home knows them: a sibling that knows others shakes hands again.
+    It is answered when nothing of it is in flight any more: it is done, failed or aborted. The home
+    has the lease and confirms. ``memory_ids`` are those of the prefill agents, as the home knows
+    them, the prefill engine's home first: an agent that knows others shakes hands again.
     """
 
     op: ClassVar[str] = "delegate"
-    reply: ClassVar[type[Message]] = Delegated
 
     fetch_id: Id
     engine_id: Id
@@ -72,10 +69,9 @@ class Delegate(Message, frozen=True):
     timeout_s: Seconds
 
 
-class AbortDelegate(Message, frozen=True):
+class AbortDelegate(Request[Empty], frozen=True):
     """Ends the reading for a fetch; the `Delegate` is answered when that is so."""
 
     op: ClassVar[str] = "abort_delegate"
-    reply: ClassVar[type[Message]] = Empty
 
     fetch_id: Id

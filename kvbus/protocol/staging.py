@@ -1,14 +1,11 @@
-"""Messages of the packed path: a box of KV is gathered into a staging slot, for one READ.
-
-Refuses nothing itself; types and ranges are in the annotations, meaning is the agent's to check.
-"""
+"""Messages of the packed path: a box of KV is gathered into a staging slot, for one READ."""
 
 from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
 from kvbus.geometry import BlockTable, Box, SlotOrder
-from kvbus.protocol.message import Address, Empty, Epoch, Id, Message, Seconds, Size
+from kvbus.protocol.message import Address, Empty, Epoch, Id, Message, Request, Seconds, Size
 
 SlotId = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 SlotIds = Annotated[tuple[SlotId, ...], msgspec.Meta(max_length=1024)]
@@ -30,7 +27,7 @@ class Packed(Message, frozen=True):
     device: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 0
 
 
-class Pack(Message, frozen=True):
+class Pack(Request[Packed], frozen=True):
     """Asks for a box of what one rank holds, gathered into a staging slot.
 
     ``table`` has the blocks of the box's positions, as the offer names them; ``done`` are slots
@@ -38,7 +35,6 @@ class Pack(Message, frozen=True):
     """
 
     op: ClassVar[str] = "pack"
-    reply: ClassVar[type[Message]] = Packed
 
     agent_boot: Id
     engine_id: Id
@@ -53,11 +49,10 @@ class Pack(Message, frozen=True):
     done: SlotIds = ()
 
 
-class Unpack(Message, frozen=True):
+class Unpack(Request[Empty], frozen=True):
     """Gives staging slots back that were read, or are not wanted any more."""
 
     op: ClassVar[str] = "unpack"
-    reply: ClassVar[type[Message]] = Empty
 
     agent_boot: Id
     slot_ids: SlotIds

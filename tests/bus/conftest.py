@@ -14,6 +14,7 @@ import zmq
 
 from kvbus.bus import BusContext, Call, EventListener, new_context
 from kvbus.protocol.envelope import Notice
+from tests.bus.messages import Ask, echo
 
 
 class Runs(Protocol):
@@ -161,16 +162,18 @@ class Hold:
     """A handler that keeps its calls for the test to answer."""
 
     def __init__(self) -> None:
+        self.asked: list[Ask] = []
         self.calls: list[Call] = []
         self.arrived: asyncio.Queue[Call] = asyncio.Queue()
 
-    def __call__(self, call: Call) -> None:
+    def __call__(self, asked: Ask, call: Call) -> None:
+        self.asked.append(asked)
         self.calls.append(call)
         self.arrived.put_nowait(call)
 
     async def echo_next(self) -> None:
-        call = await self.arrived.get()
-        call.reply(call.body)
+        await self.arrived.get()
+        echo(self.asked[-1], self.calls[-1])
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import pytest
 from kvbus.bus import EventListener, EventPublisher, EventSubscriber
 from kvbus.errors import ConfigError, ErrorCode, LocalError
 from kvbus.protocol.envelope import Notice
+from kvbus.protocol.message import Empty
 
 pytestmark = pytest.mark.anyio
 
@@ -45,7 +46,7 @@ async def test_a_new_boot_is_told_and_numbers_from_the_start(
             source = EventPublisher(home, endpoint, boot=boot, heartbeat_s=0.02)
             async with running(source):
                 assert await record.next() == ("boot", endpoint, boot)
-                source.publish("offer.created", {})
+                source.publish("offer.created", Empty())
                 assert await record.next() == ("event", "offer.created", 1)
             earlier_context.term()
 
@@ -82,9 +83,9 @@ async def test_endpoints_come_and_go_while_running(context, endpoint, running, r
             subscriber.add(two.endpoint)
         subscriber.remove(one.endpoint)
         subscriber.add(two.endpoint)
-        one.publish("offer.created", {})
+        one.publish("offer.created", Empty())
         second = await record.next()
-        two.publish("offer.created", {})
+        two.publish("offer.created", Empty())
         third = await record.next()
 
     assert first == ("boot", endpoint + "1", "one")

@@ -5,6 +5,8 @@ import zmq
 
 from kvbus.bus import EventPublisher, EventSubscriber, SocketOptions
 from kvbus.errors import LocalError
+from kvbus.protocol.message import Empty
+from tests.bus.messages import Echoed
 
 pytestmark = pytest.mark.anyio
 
@@ -19,7 +21,7 @@ async def test_events_arrive_in_order_with_a_seq_for_each_op(
     async with running(source, subscriber):
         boot = await record.next()
         for op in ("offer.created", "offer.created", "offer.released"):
-            source.publish(op, {})
+            source.publish(op, Empty())
         events = [await record.next() for _ in range(3)]
 
     assert boot == ("boot", endpoint, "source")
@@ -98,9 +100,9 @@ async def test_a_heartbeat_carries_the_last_seq_of_each_topic_and_the_uptime(
     async with running(source):
         first = await peer.get()
         for op in ("offer.created", "offer.released", "fetch.created"):
-            source.publish(op, {})
+            source.publish(op, Empty())
         with pytest.raises(LocalError, match="own"):
-            source.publish("heartbeat", {})
+            source.publish("heartbeat", Empty())
         second = await peer.get()
         while not second["body"]["seqs"]:
             second = await peer.get()
@@ -121,7 +123,7 @@ async def test_a_flood_past_the_hwm_is_told_as_a_gap(context, endpoint, running,
     async with running(source, subscriber):
         await record.until("boot")
         for _ in range(5000):
-            source.publish("offer.created", {"x": bytes(4096)})
+            source.publish("offer.created", Echoed(fill=bytes(4096)))
         told = await record.until("gap")
 
     assert told[-1] == ("gap", "source", "offer.created")

@@ -13,8 +13,9 @@ import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvbus.bus import BusContext, RequestClient, RequestServer
+from kvbus.bus import BusContext, RequestClient
 from kvbus.protocol.envelope import MAX_ID
+from tests.bus.messages import Ask, serve
 
 scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text() | st.binary()
 values = st.recursive(
@@ -49,17 +50,15 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     bound = threading.Event()
     stop: list[Any] = []
 
-    async def serve() -> None:
+    async def run() -> None:
         with zmq.Context() as context:
-            server = RequestServer(
-                context, endpoint, boot="server", handler=lambda call: call.reply({})
-            )
+            server = serve(context, endpoint)
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(server.run)
                 stop.extend([anyio.lowlevel.current_token(), tasks.cancel_scope.cancel])
                 bound.set()
 
-    thread = threading.Thread(target=anyio.run, args=(serve,))
+    thread = threading.Thread(target=anyio.run, args=(run,))
     thread.start()
     bound.wait()
     yield endpoint
@@ -138,7 +137,7 @@ async def test_a_client_counts_what_it_cannot_read_and_goes_on(
         answered.set()
 
     async with running(client):
-        client.send("ask", {}, timeout_s=30, on_reply=on_reply)
+        client.send(Ask(), timeout_s=30, on_reply=on_reply)
         identity, request = await server.frames()
         server.socket.send_multipart([identity, b"\xff\xff"])
         server.socket.send_multipart([identity, b"", b""])

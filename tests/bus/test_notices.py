@@ -9,6 +9,7 @@ import zmq
 from kvbus.bus import RequestClient, RequestServer, ServerLimits
 from kvbus.errors import ErrorCode, LocalError
 from kvbus.protocol.envelope import Notice
+from tests.bus.messages import Ask, serve, session_of
 
 pytestmark = pytest.mark.anyio
 
@@ -30,14 +31,8 @@ class Numbers:
 
 async def drained(client: RequestClient, server: RequestServer) -> None:
     """Ask until the server has no notice left that was not acknowledged."""
-    while server.session(client.boot).num_unacknowledged:
-        await client.request("ask", {}, timeout_s=30)
-
-
-def serve(context: Any, endpoint: str, **options: Any) -> RequestServer:
-    return RequestServer(
-        context, endpoint, boot="server", handler=lambda call: call.reply({}), **options
-    )
+    while session_of(server, client.boot).num_unacknowledged:
+        await client.ask(Ask(), timeout_s=30)
 
 
 async def test_notices_arrive_once_and_in_order_and_are_acknowledged_in_batches(
@@ -48,9 +43,9 @@ async def test_notices_arrive_once_and_in_order_and_are_acknowledged_in_batches(
     client = RequestClient(context, endpoint, boot="client", on_notice=received)
 
     async with running(server, client):
-        await client.request("ask", {}, timeout_s=30)
+        await client.ask(Ask(), timeout_s=30)
         for number in range(1, NUM_NOTICES + 1):
-            server.session("client").notify("fetch.completed", {"number": number})
+            session_of(server, "client").notify("fetch.completed", {"number": number})
         await received.complete.wait()
         await drained(client, server)
 
@@ -76,9 +71,9 @@ async def test_notices_arrive_once_though_notices_or_acknowledgements_are_lost(
     lossy_wire(endpoint, server.endpoint, loses_two_of_three)
 
     async with running(server, client):
-        await client.request("ask", {}, timeout_s=30)
+        await client.ask(Ask(), timeout_s=30)
         for number in range(1, NUM_NOTICES + 1):
-            server.session("client").notify("fetch.completed", {"number": number})
+            session_of(server, "client").notify("fetch.completed", {"number": number})
         await received.complete.wait()
         await drained(client, server)
 
@@ -94,8 +89,8 @@ async def test_notices_survive_a_new_connection(context, endpoint, running, loss
     wire = lossy_wire(endpoint, server.endpoint, lambda _: False)
 
     async with running(server, client):
-        await client.request("ask", {}, timeout_s=30)
-        session = server.session("client")
+        await client.ask(Ask(), timeout_s=30)
+        session = session_of(server, "client")
         identity = session.identity
         session.notify("fetch.completed", {"number": 1})
         wire.close()
@@ -117,7 +112,7 @@ async def test_a_notice_out_of_order_waits_for_the_ones_before_it(
     acknowledged = []
 
     async with running(client):
-        client.send("ask", {}, timeout_s=30, on_reply=lambda _: None)
+        client.send(Ask(), timeout_s=30, on_reply=lambda _: None)
         identity, _ = await server.frames()
         notice = {"v": 1, "op": "n", "boot": "server"}
         server.put({"v": 1, "re": 1, "boot": "server", "ok": {}}, identity)
@@ -140,7 +135,7 @@ async def test_seqs_of_a_new_boot_start_again(context, endpoint, running, raw_pe
     client = RequestClient(context, endpoint, boot="client", on_notice=received, ping_s=30)
 
     async with running(client):
-        client.send("ask", {}, timeout_s=30, on_reply=lambda _: None)
+        client.send(Ask(), timeout_s=30, on_reply=lambda _: None)
         identity, _ = await server.frames()
         for number, (boot, seq) in enumerate([("a", 1), ("a", 2), ("b", 1), ("b", 2)], start=1):
             body = {"number": number}
@@ -165,7 +160,7 @@ async def test_a_notice_too_many_is_busy_and_keeps_the_others(
     async with running(server):
         peer.put({"v": 1, "op": "ping", "id": 1, "boot": "raw", "body": {}})
         await peer.get()
-        session = server.session("raw")
+        session = session_of(server, "raw")
         for _ in range(3):
             session.notify("n", body)
         with pytest.raises(LocalError) as failure:
@@ -199,12 +194,12 @@ async def test_a_wrong_acknowledgement_is_refused_and_acknowledges_nothing(
     async with running(server):
         peer.put({"v": 1, "op": "ping", "id": 1, "boot": "raw", "body": {}})
         await peer.get()
-        server.session("raw").notify("n", {})
+        session_of(server, "raw").notify("n", {})
         await peer.get()
         for body, _ in WRONG:
             peer.put({"v": 1, "op": "ack", "id": 2, "boot": "raw", "body": body})
         replies = [await peer.get() for _ in WRONG]
-        unacknowledged = server.session("raw").num_unacknowledged
+        unacknowledged = session_of(server, "raw").num_unacknowledged
 
     assert [reply["error"]["code"] for reply in replies] == [code for _, code in WRONG]
     assert unacknowledged == 1
@@ -227,9 +222,9 @@ async def test_a_fault_in_the_notice_callback_does_not_hold_the_next_notice(
     )
 
     async with running(server, client):
-        await client.request("ask", {}, timeout_s=30)
-        server.session("client").notify("n", {"number": 1})
-        server.session("client").notify("n", {"number": 2})
+        await client.ask(Ask(), timeout_s=30)
+        session_of(server, "client").notify("n", {"number": 1})
+        session_of(server, "client").notify("n", {"number": 2})
         await received.complete.wait()
 
     assert received.numbers == [1, 2]
@@ -244,11 +239,11 @@ async def test_a_session_that_was_notified_is_not_evicted(context, endpoint, run
     second = RequestClient(context, endpoint, boot="second")
 
     async with running(server, first, second):
-        await first.request("ask", {}, timeout_s=30)
-        server.session("first").notify("n", {"number": 1})
+        await first.ask(Ask(), timeout_s=30)
+        session_of(server, "first").notify("n", {"number": 1})
         await received.complete.wait()
         await drained(first, server)
         with pytest.raises(Exception, match="too many sessions"):
-            await second.request("ask", {}, timeout_s=30)
+            await second.ask(Ask(), timeout_s=30)
 
-    assert server.session("first") is not None
+    assert session_of(server, "first") is not None

@@ -7,31 +7,28 @@ from typing import Any
 import pytest
 import zmq
 
-from kvbus.bus import Call, RequestClient, RequestServer
+from kvbus.bus import RequestClient
 from kvbus.errors import ClosedError, ErrorCode, PeerLost, RequestRefused
+from tests.bus.messages import Ask, Echoed, serve, session_of
 
 pytestmark = pytest.mark.anyio
 
 
-def echo(call: Call) -> None:
-    call.reply(call.body)
-
-
 async def test_a_forgotten_boot_is_answered_stale(context, endpoint, running) -> None:
-    server = RequestServer(context, endpoint, boot="server", handler=echo)
+    server = serve(context, endpoint)
     client = RequestClient(context, endpoint, boot="client")
 
     async with running(server, client):
-        await client.request("ask", {}, timeout_s=20)
-        session = server.session("client")
+        await client.ask(Ask(), timeout_s=20)
+        session = session_of(server, "client")
         server.forget("client")
         with pytest.raises(RequestRefused) as failure:
-            await client.request("ask", {}, timeout_s=20)
+            await client.ask(Ask(), timeout_s=20)
         with pytest.raises(ClosedError):
             session.notify("late", {})
 
     assert failure.value.code is ErrorCode.STALE
-    assert server.session("client") is None
+    assert session_of(server, "client") is None
 
 
 async def test_what_is_pending_fails_when_the_server_comes_back_as_a_new_one(
@@ -43,21 +40,21 @@ async def test_what_is_pending_fails_when_the_server_comes_back_as_a_new_one(
     outcomes: asyncio.Queue[Any] = asyncio.Queue()
 
     async with running(client):
-        client.send("ask", {"n": 1}, timeout_s=30, on_reply=outcomes.put_nowait)
+        client.send(Ask(number=1), timeout_s=30, on_reply=outcomes.put_nowait)
         identity, _ = await old.frames()
         old.put({"v": 1, "re": 1, "boot": "old", "ok": {}}, identity)
         first = await outcomes.get()
-        client.send("ask", {"n": 2}, timeout_s=30, on_reply=outcomes.put_nowait)
+        client.send(Ask(number=2), timeout_s=30, on_reply=outcomes.put_nowait)
         await old.frames()
         earlier_context.destroy(linger=0)
-        server = RequestServer(context, endpoint, boot="new", handler=echo)
+        server = serve(context, endpoint, boot="new")
         async with running(server):
             lost = await outcomes.get()
-            third = await client.request("ask", {"n": 3}, timeout_s=30)
+            third = await client.ask(Ask(number=3), timeout_s=30)
 
-    assert first == {}
+    assert first == Echoed()
     assert isinstance(lost, PeerLost)
-    assert third == {"n": 3}
+    assert third == Echoed(number=3)
     assert boots == ["old", "new"]
     assert client.peer_boot == "new"
 
@@ -71,18 +68,18 @@ async def test_a_late_message_of_an_earlier_boot_changes_nothing(
     outcomes: asyncio.Queue[Any] = asyncio.Queue()
 
     async with running(client):
-        client.send("ask", {}, timeout_s=30, on_reply=outcomes.put_nowait)
+        client.send(Ask(), timeout_s=30, on_reply=outcomes.put_nowait)
         identity, _ = await server.frames()
         for boot, reply_id in (("old", 99), ("new", 99), ("old", 1)):
             server.put({"v": 1, "re": reply_id, "boot": boot, "ok": {}}, identity)
         lost = await outcomes.get()
-        client.send("ask", {}, timeout_s=30, on_reply=outcomes.put_nowait)
-        server.put({"v": 1, "re": 2, "boot": "old", "ok": {"boot": "old"}}, identity)
-        server.put({"v": 1, "re": 2, "boot": "new", "ok": {"boot": "new"}}, identity)
+        client.send(Ask(), timeout_s=30, on_reply=outcomes.put_nowait)
+        server.put({"v": 1, "re": 2, "boot": "old", "ok": {"text": "old"}}, identity)
+        server.put({"v": 1, "re": 2, "boot": "new", "ok": {"text": "new"}}, identity)
         second = await outcomes.get()
 
     assert isinstance(lost, PeerLost)
-    assert second == {"boot": "new"}
+    assert second == Echoed(text="new")
     assert boots == ["old", "new"]
     assert client.counters.stale == 2
 
@@ -94,10 +91,10 @@ async def test_a_silent_server_that_was_replaced_is_noticed_without_a_request(
     client = RequestClient(context, endpoint, boot="client", on_boot=boots.put_nowait, ping_s=0.05)
 
     async with running(client):
-        async with running(RequestServer(earlier_context, endpoint, boot="one", handler=echo)):
+        async with running(serve(earlier_context, endpoint, boot="one")):
             first = await boots.get()
         earlier_context.term()
-        async with running(RequestServer(context, endpoint, boot="two", handler=echo)):
+        async with running(serve(context, endpoint, boot="two")):
             second = await boots.get()
 
     assert (first, second) == ("one", "two")
@@ -106,13 +103,13 @@ async def test_a_silent_server_that_was_replaced_is_noticed_without_a_request(
 async def test_calls_in_progress_are_refused_when_the_server_ends(
     context, endpoint, running, hold
 ) -> None:
-    server = RequestServer(context, endpoint, boot="server", handler=hold)
+    server = serve(context, endpoint, hold)
     client = RequestClient(context, endpoint, boot="client")
     outcomes: asyncio.Queue[Any] = asyncio.Queue()
 
     async with running(client):
         async with running(server):
-            client.send("ask", {}, timeout_s=30, on_reply=outcomes.put_nowait)
+            client.send(Ask(), timeout_s=30, on_reply=outcomes.put_nowait)
             await hold.arrived.get()
         refused = await outcomes.get()
 
@@ -124,11 +121,11 @@ async def test_requests_of_a_closed_client_fail(context, endpoint, running) -> N
     outcomes: list[Any] = []
 
     async with running(client):
-        client.send("ask", {}, timeout_s=30, on_reply=outcomes.append)
+        client.send(Ask(), timeout_s=30, on_reply=outcomes.append)
 
     assert [type(outcome) for outcome in outcomes] == [ClosedError]
     with pytest.raises(ClosedError):
-        client.send("ask", {}, timeout_s=30, on_reply=outcomes.append)
+        client.send(Ask(), timeout_s=30, on_reply=outcomes.append)
 
 
 async def test_a_reply_that_came_just_before_another_send_is_not_overlooked(
@@ -142,11 +139,10 @@ async def test_a_reply_that_came_just_before_another_send_is_not_overlooked(
 
     async with running(client):
         for request_id in range(1, 101, 2):
-            client.send("ask", {}, timeout_s=60, on_reply=outcomes.put_nowait)
+            client.send(Ask(), timeout_s=60, on_reply=outcomes.put_nowait)
             identity, _ = await server.frames()
             server.put({"v": 1, "re": request_id, "boot": "server", "ok": {}}, identity)
             assert select.select([descriptor], [], [], 10)[0]
-            dropped = client.send("ask", {}, timeout_s=60, on_reply=outcomes.put_nowait)
-            assert await outcomes.get() == {}
-            client.drop(dropped)
+            client.send(Ask(), timeout_s=60, on_reply=outcomes.put_nowait)
+            assert await outcomes.get() == Echoed()
             await server.frames()

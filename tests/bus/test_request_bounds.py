@@ -7,84 +7,76 @@ import anyio
 import pytest
 import zmq
 
-from kvbus.bus import Call, RequestClient, RequestServer, ServerLimits
+from kvbus.bus import Call, RequestClient, ServerLimits
 from kvbus.errors import ErrorCode, LocalError, ProtocolError, RequestRefused
-from kvbus.protocol.envelope import MAX_FRAME_BYTES, Request, encode_request
+from kvbus.protocol.engine import Ping
+from kvbus.protocol.envelope import MAX_FRAME_BYTES, encode_request
+from tests.bus.messages import Ask, Echoed, echo, serve, session_of
 
 pytestmark = pytest.mark.anyio
 
 
-def echo(call: Call) -> None:
-    call.reply(call.body)
-
-
 @pytest.mark.parametrize("limit", ["max_pending", "max_session_pending"])
 async def test_a_call_too_many_is_busy(context, endpoint, running, hold, limit) -> None:
-    server = RequestServer(
-        context, endpoint, boot="server", handler=hold, limits=ServerLimits(**{limit: 2})
-    )
+    server = serve(context, endpoint, hold, limits=ServerLimits(**{limit: 2}))
     client = RequestClient(context, endpoint, boot="client")
     outcomes: asyncio.Queue[Any] = asyncio.Queue()
 
     async with running(server, client):
         for _ in range(3):
-            client.send("ask", {}, timeout_s=20, on_reply=outcomes.put_nowait)
+            client.send(Ask(), timeout_s=20, on_reply=outcomes.put_nowait)
         refused = await outcomes.get()
         for call in hold.calls:
-            call.reply({"fine": True})
+            call.reply(Echoed(text="fine"))
         fine = [await outcomes.get(), await outcomes.get()]
 
     assert refused.code is ErrorCode.BUSY
-    assert fine == [{"fine": True}] * 2
+    assert fine == [Echoed(text="fine")] * 2
 
 
 async def test_a_session_too_many_is_busy_until_another_one_is_idle(
     context, endpoint, running, hold
 ) -> None:
-    server = RequestServer(
-        context, endpoint, boot="server", handler=hold, limits=ServerLimits(max_sessions=1)
-    )
+    server = serve(context, endpoint, hold, limits=ServerLimits(max_sessions=1))
     first = RequestClient(context, endpoint, boot="first")
     second = RequestClient(context, endpoint, boot="second")
     outcomes: asyncio.Queue[Any] = asyncio.Queue()
 
     async with running(server, first, second):
-        first.send("ask", {}, timeout_s=20, on_reply=outcomes.put_nowait)
+        first.send(Ask(), timeout_s=20, on_reply=outcomes.put_nowait)
         call = await hold.arrived.get()
         with pytest.raises(RequestRefused) as refused:
-            await second.request("ask", {}, timeout_s=20)
-        call.reply({})
+            await second.ask(Ask(), timeout_s=20)
+        call.reply(Echoed())
         await outcomes.get()
-        await second.request("ping", {}, timeout_s=20)
+        await second.ask(Ping(), timeout_s=20)
 
     assert refused.value.code is ErrorCode.BUSY
     assert server.counters.sessions_evicted == 1
-    assert server.num_sessions == 1
+    assert len(server._sessions) == 1
 
 
 async def test_a_pinned_session_is_not_evicted(context, endpoint, running) -> None:
-    server = RequestServer(
-        context, endpoint, boot="server", handler=echo, limits=ServerLimits(max_sessions=1)
-    )
+    server = serve(context, endpoint, limits=ServerLimits(max_sessions=1))
     first = RequestClient(context, endpoint, boot="first")
     second = RequestClient(context, endpoint, boot="second")
 
     async with running(server, first, second):
-        await first.request("ask", {}, timeout_s=20)
-        server.session("first").pinned = True
+        await first.ask(Ask(), timeout_s=20)
+        session_of(server, "first").pinned = True
         with pytest.raises(RequestRefused, match="too many sessions"):
-            await second.request("ask", {}, timeout_s=20)
+            await second.ask(Ask(), timeout_s=20)
 
-    assert server.session("first") is not None
+    assert session_of(server, "first") is not None
 
 
 async def test_a_client_with_too_many_pending_is_busy_at_once(context, endpoint, running) -> None:
     client = RequestClient(context, endpoint, boot="client", max_pending=1)
 
     async with running(client):
-        client.send("ask", {}, timeout_s=20, on_reply=lambda _: None)
+        client.send(Ask(), timeout_s=20, on_reply=lambda _: None)
         with pytest.raises(LocalError) as failure:
-            client.send("ask", {}, timeout_s=20, on_reply=lambda _: None)
+            client.send(Ask(), timeout_s=20, on_reply=lambda _: None)
 
     assert failure.value.code is ErrorCode.BUSY
 
@@ -92,11 +84,10 @@ async def test_a_client_with_too_many_pending_is_busy_at_once(context, endpoint,
 async def test_a_repeat_that_is_older_than_the_kept_replies_is_stale_and_not_done_again(
     context, endpoint, running, hold, raw_peer
 ) -> None:
-    server = RequestServer(
+    server = serve(
         context,
         endpoint,
-        boot="server",
-        handler=lambda call: (hold(call), echo(call)),
+        lambda asked, call: (hold(asked, call), echo(asked, call)),
         limits=ServerLimits(max_replies=2),
     )
     peer = raw_peer(zmq.DEALER, endpoint)
@@ -114,12 +105,12 @@ async def test_a_repeat_that_is_older_than_the_kept_replies_is_stale_and_not_don
 
 async def test_kept_replies_are_bounded_by_bytes(context, endpoint, running) -> None:
     limits = ServerLimits(max_reply_bytes=MAX_FRAME_BYTES)
-    server = RequestServer(context, endpoint, boot="server", handler=echo, limits=limits)
+    server = serve(context, endpoint, limits=limits)
     client = RequestClient(context, endpoint, boot="client")
 
     async with running(server, client):
         for _ in range(3):
-            await client.request("ask", {"x": bytes(MAX_FRAME_BYTES // 2)}, timeout_s=30)
+            await client.ask(Ask(fill=bytes(MAX_FRAME_BYTES // 2)), timeout_s=30)
 
     assert server._replies.num_bytes <= MAX_FRAME_BYTES
     assert len(server._replies) == 1
@@ -128,24 +119,24 @@ async def test_kept_replies_are_bounded_by_bytes(context, endpoint, running) -> 
 async def test_a_frame_just_at_the_limit_is_a_message_like_others(
     context, endpoint, running
 ) -> None:
-    server = RequestServer(context, endpoint, boot="server", handler=lambda c: c.reply({"n": 1}))
+    server = serve(context, endpoint, lambda _, call: call.reply(Echoed(number=1)))
     client = RequestClient(context, endpoint, boot="client", retry_s=20)
-    overhead = len(encode_request(Request("ask", 1, "client", {"x": bytes(70_000)}))) - 70_000
+    overhead = len(encode_request("ask", 1, "client", Ask(fill=bytes(70_000)))) - 70_000
     room = MAX_FRAME_BYTES - overhead
 
     async with running(server, client):
-        reply = await client.request("ask", {"x": bytes(room)}, timeout_s=30)
+        reply = await client.ask(Ask(fill=bytes(room)), timeout_s=30)
         with pytest.raises(ProtocolError) as failure:
-            await client.request("ask", {"x": bytes(room + 1)}, timeout_s=30)
+            await client.ask(Ask(fill=bytes(room + 1)), timeout_s=30)
 
-    assert reply == {"n": 1}
+    assert reply == Echoed(number=1)
     assert failure.value.code is ErrorCode.TOO_LARGE
 
 
 async def test_a_frame_over_the_limit_is_answered_and_one_far_over_it_ends_its_connection(
     context, endpoint, running, raw_peer
 ) -> None:
-    server = RequestServer(context, endpoint, boot="server", handler=echo)
+    server = serve(context, endpoint)
     client = RequestClient(context, endpoint, boot="client")
     peer = raw_peer(zmq.DEALER, endpoint)
 
@@ -153,10 +144,10 @@ async def test_a_frame_over_the_limit_is_answered_and_one_far_over_it_ends_its_c
         peer.socket.send(bytes(MAX_FRAME_BYTES + 1))
         over = await peer.get()
         peer.socket.send(bytes(2 * MAX_FRAME_BYTES))
-        other = await client.request("ask", {"n": 1}, timeout_s=30)
+        other = await client.ask(Ask(number=1), timeout_s=30)
 
     assert (over["re"], over["error"]["code"]) == (0, "too_large")
-    assert other == {"n": 1}
+    assert other == Echoed(number=1)
     assert server.counters.malformed == 1
 
 
@@ -166,13 +157,13 @@ async def test_a_chatty_peer_does_not_hold_the_loop(context, endpoint, running, 
     done = anyio.Event()
     peer = raw_peer(zmq.DEALER, endpoint)
 
-    def handle(call: Call) -> None:
+    def handle(_: Ask, call: Call) -> None:
         asyncio.get_running_loop().call_soon(lambda: turns.append(server.counters.requests))
         if call.request_id == 2000:
             done.set()
-        call.reply({})
+        call.reply(Echoed())
 
-    server = RequestServer(context, endpoint, boot="server", handler=handle)
+    server = serve(context, endpoint, handle)
     for request_id in range(1, 2001):
         peer.put({"v": 1, "op": "ask", "id": request_id, "boot": "raw", "body": {}})
     async with running(server):

@@ -9,7 +9,6 @@ from kvbus.bus import ask_agent
 from kvbus.engine.bounce import Direction, HostOffer
 from kvbus.errors import ClosedError, ErrorCode
 from kvbus.protocol.engine import Outcome
-from kvbus.protocol.message import Empty
 from kvbus.protocol.peer import PeerWithdraw
 from kvbus.protocol.ticket import Ticket
 from tests.agents import until
@@ -70,7 +69,7 @@ async def test_blocks_that_are_copied_into_are_kept_though_the_offer_ends(prefil
             tasks.start_soon(fails_to_save, offer, "its offer has ended")
             await until(lambda: gate.num_begun)
             by_router = PeerWithdraw(agent_boot=ticket.agent_boot, offer_id=ticket.offer_id)
-            await ask_agent(ticket.endpoint, by_router, Empty, timeout_s=20.0)
+            await ask_agent(ticket.endpoint, by_router, timeout_s=20.0)
             outcome = await offer.released()
             held = source.ring.num_held
             gate.open.set()

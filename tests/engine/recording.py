@@ -11,7 +11,7 @@ from kvbus.errors import KVBusError
 from kvbus.geometry import EngineSpec, GroupSpec, StatePart, state_group
 from kvbus.protocol.engine import Fetched, OfferMade, Outcome
 from kvbus.protocol.envelope import Notice
-from kvbus.protocol.message import Empty, Message, to_body
+from kvbus.protocol.message import Empty, Message, Request, to_body
 
 FULL = GroupSpec("full", (0,), 16, 2, 8, "float16")
 WINDOW = GroupSpec("window", (1,), 4, 2, 8, "float16", window=10)
@@ -30,14 +30,13 @@ class _Recording:
 
     def send(
         self,
-        message: Message,
-        reply: type[Any],
+        message: Request[Any],
         on_reply: Callable[[Any], None],
         *,
         timeout_s: float = 0.0,
     ) -> None:
         self.sent.append(message)
-        answer = OfferMade("offer-1", {}) if reply is OfferMade else self.reply
+        answer = OfferMade("offer-1", {}) if message.reply is OfferMade else self.reply
         if answer is not None:
             on_reply(answer)
 

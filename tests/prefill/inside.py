@@ -5,7 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import anyio
 
@@ -17,7 +17,7 @@ from kvbus.bus import BusContext, RequestClient, new_boot_id, new_context
 from kvbus.engine import PrefillSession
 from kvbus.geometry import EngineSpec
 from kvbus.protocol.engine import AgentRole
-from kvbus.protocol.message import Message, from_body, to_body
+from kvbus.protocol.message import R, Request
 from kvbus.transport import Transport
 from kvbus_prefill.agent import PrefillService
 from kvbus_prefill.config import PrefillConfig
@@ -33,7 +33,6 @@ SETTINGS: dict[str, Any] = {
     "staging_bytes": 4 * 65536,
     "slot_bytes": 65536,
 }
-M = TypeVar("M", bound=Message)
 
 
 def given_back(process: EngineProcess) -> bool:
@@ -47,9 +46,9 @@ class Reader:
 
     client: RequestClient
 
-    async def ask(self, message: Message, reply: type[M]) -> M:
-        body = await self.client.request(message.op, to_body(message), timeout_s=WITHIN_S)
-        return from_body(reply, body)
+    async def ask(self, message: Request[R], reply: object = None) -> R:
+        del reply  # the message knows it
+        return await self.client.ask(message, timeout_s=WITHIN_S)
 
 
 @dataclass

@@ -111,7 +111,6 @@ def handshake(case: Case, **changes: Any) -> Handshake:
     shake = Handshake(
         min_protocol=1,
         max_protocol=1,
-        agent_boot=case.agent.boot,
         agent_id="decode",
         engine_id=case.source.spec.engine_id,
         engine_boot=case.local.boot,

@@ -5,15 +5,14 @@ from dataclasses import replace
 
 import pytest
 
-from kvbus.errors import ErrorCode
+from kvbus.errors import ErrorCode, KVBusError
 from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import Outcome
 from kvbus.protocol.peer import Granted
 from kvbus_prefill.offer import events as ev
-from kvbus_prefill.offer.entry import OfferLimits, OfferState
+from kvbus_prefill.offer.entry import OfferedBox, OfferLimits, OfferState
 from kvbus_prefill.offer.table import OfferTable
 from kvbus_prefill.offer.transitions import TRANSITIONS
-from kvbus_prefill.slots import events as slot_events
 
 LIMITS = OfferLimits(max_offers=2, max_retired=2, max_lease_s=4.0, max_hold_s=10.0)
 OPEN, SEALED, RELEASED = OfferState.OPEN, OfferState.SEALED, OfferState.RELEASED
@@ -25,7 +24,6 @@ REQUESTS = (
     ev.Renewed,
     ev.Confirmed,
     ev.Returned,
-    ev.PackAsked,
 )
 OWNERS_AND_TIME = (ev.EngineLost, ev.Stopped, ev.DeadlinePassed)
 
@@ -52,17 +50,28 @@ def renewed(epoch: int, *, lease_s: float = 2.0, known_blocks: int = 0) -> ev.Re
     return ev.Renewed("o1", epoch, lease_s, {"full": known_blocks}, "renew")
 
 
-def pack_asked(
+def offered_box(
     epoch: int = 1,
     *,
     blocks: tuple[int, ...] = (4,),
     first_block: int = 1,
     stop: int = 32,
     opaque: bool = False,
-) -> ev.PackAsked:
-    asked = slot_events.SlotWanted(("o1", epoch), "reader", "engine", 64, 2.0, "work", "pack")
+) -> OfferedBox:
     table = BlockTable.of(blocks, first_block=first_block)
-    return ev.PackAsked("o1", epoch, "full", table, stop, opaque, asked, "pack")
+    return OfferedBox("o1", epoch, "full", table, stop, opaque)
+
+
+def refusal_of(table: OfferTable, box: OfferedBox, now: float = 1.0) -> ErrorCode | None:
+    """Why a box may not be packed, None when it may; asking changes nothing."""
+    before = replace(table.find(box.offer_id)), table.next_deadline()
+    try:
+        table.check_box(box, now)
+    except KVBusError as error:
+        return error.code
+    finally:
+        assert (table.find(box.offer_id), table.next_deadline()) == before
+    return None
 
 
 def table_after(*events: ev.Event, now: float = 0.0) -> OfferTable:
@@ -127,9 +136,8 @@ def test_a_confirm_whose_reply_was_lost_is_answered_ok_again_and_reports_nothing
         renewed,
         lambda epoch: ev.Confirmed("o1", epoch, "confirm"),
         lambda epoch: ev.Returned("o1", epoch, "return"),
-        pack_asked,
     ],
-    ids=["renew", "confirm", "return", "pack"],
+    ids=["renew", "confirm", "return"],
 )
 @pytest.mark.parametrize("sealed", [True, False], ids=["sealed", "open"])
 def test_an_old_epoch_is_answered_stale_and_leaves_the_new_lease_alone(
@@ -140,6 +148,7 @@ def test_an_old_epoch_is_answered_stale_and_leaves_the_new_lease_alone(
     commands = table.handle(late(1), 1.0)
 
     assert code_of(commands) is ErrorCode.STALE
+    assert refusal_of(table, offered_box(epoch=1)) is ErrorCode.STALE
     assert table.num_leases() == 1
     assert table.next_deadline() == 2.0
 
@@ -243,59 +252,60 @@ def test_an_extension_that_leaves_a_gap_is_refused_and_changes_nothing() -> None
     assert table.next_deadline() == 8.0
 
 
-def test_a_box_of_the_offer_is_admitted_under_a_live_lease_and_answered_later() -> None:
+def test_a_box_of_the_offer_may_be_packed_under_a_live_lease() -> None:
     table = table_after(opened(), claimed())
-    pack = pack_asked()
 
-    commands = table.handle(pack, 1.0)
+    assert refusal_of(table, offered_box()) is None
 
-    assert commands == [ev.AdmitPack(pack.asked)]
+
+def test_a_box_is_refused_as_soon_as_the_lease_is_over_though_nobody_said_so() -> None:
+    table = table_after(opened(), claimed())
+    ends_at = table.live["o1"].lease.expires_at
+
+    assert refusal_of(table, offered_box(), ends_at - 0.001) is None
+    assert refusal_of(table, offered_box(), ends_at) is ErrorCode.STALE
+    assert refusal_of(table, offered_box(epoch=2)) is ErrorCode.STALE
 
 
 @pytest.mark.parametrize(
     "pack",
     [
-        pack_asked(blocks=(3,)),
-        pack_asked(blocks=(4, 5)),
-        pack_asked(blocks=(3, 4), first_block=0, stop=33),
+        offered_box(blocks=(3,)),
+        offered_box(blocks=(4, 5)),
+        offered_box(blocks=(3, 4), first_block=0, stop=33),
     ],
     ids=["another block", "more blocks", "more tokens"],
 )
-def test_a_box_of_what_the_offer_has_not_is_refused(pack: ev.PackAsked) -> None:
+def test_a_box_of_what_the_offer_has_not_is_refused(pack: OfferedBox) -> None:
     table = table_after(opened(), claimed())
 
-    commands = table.handle(pack, 1.0)
-
-    assert code_of(commands) is ErrorCode.GEOMETRY
+    assert refusal_of(table, pack) is ErrorCode.GEOMETRY
 
 
 def test_a_box_from_before_the_first_block_of_the_offer_is_refused() -> None:
     late = replace(opened(), tables={"full": BlockTable.of([3, 4], first_block=2)}, num_tokens=64)
     table = table_after(late, claimed())
 
-    commands = table.handle(pack_asked(blocks=(3,), first_block=0, stop=16), 1.0)
+    box = offered_box(blocks=(3,), first_block=0, stop=16)
 
-    assert code_of(commands) is ErrorCode.GEOMETRY
+    assert refusal_of(table, box) is ErrorCode.GEOMETRY
 
 
 def test_a_box_of_an_ended_offer_is_stale() -> None:
     table = table_after(opened(), claimed(), ev.Confirmed("o1", 1, "confirm"))
 
-    commands = table.handle(pack_asked(), 1.0)
-
-    assert code_of(commands) is ErrorCode.STALE
+    assert refusal_of(table, offered_box()) is ErrorCode.STALE
 
 
 def test_a_state_is_packed_once_the_offer_is_sealed() -> None:
     table = table_after(opened(sealed=False), claimed())
-    state = pack_asked(blocks=(3,), first_block=0, stop=1, opaque=True)
+    state = offered_box(blocks=(3,), first_block=0, stop=1, opaque=True)
 
-    early = table.handle(state, 1.0)
+    early = refusal_of(table, state)
     table.handle(ev.Sealed("o1", "seal"), 1.0)
-    late = table.handle(state, 1.0)
+    late = refusal_of(table, state)
 
-    assert code_of(early) is ErrorCode.OFFER_OPEN
-    assert late == [ev.AdmitPack(state.asked)]
+    assert (early, late) == (ErrorCode.OFFER_OPEN, None)
 
 
 def test_one_offer_more_than_the_limit_is_refused_as_busy() -> None:

@@ -13,23 +13,22 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from kvbus.errors import ErrorCode
+from kvbus.errors import ErrorCode, KVBusError
 from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import Outcome
 from kvbus.protocol.peer import Granted
 from kvbus.table import Story
 from kvbus_prefill.offer import events as ev
-from kvbus_prefill.offer.entry import OfferLimits, OfferState
+from kvbus_prefill.offer.entry import OfferedBox, OfferLimits, OfferState
 from kvbus_prefill.offer.table import OfferTable
 from kvbus_prefill.offer.transitions import TRANSITIONS
-from kvbus_prefill.slots import events as slot_events
 
 LIMITS = OfferLimits(max_offers=3, max_retired=3, max_lease_s=2.0, max_hold_s=3.0)
 ENGINES = st.sampled_from(["engine-a", "engine-b"])
 READERS = st.sampled_from(["reader-a", "reader-a", "reader-b"])
 LEASES = st.sampled_from([2.0, 100.0, 1.0, 0.5])
 ANY_OFFER = st.sampled_from([0, 0, 0, 0, 1, 1, 2, 3])
-ANSWERS = ev.SendReply | ev.Refuse | ev.AdmitPack
+ANSWERS = ev.SendReply | ev.Refuse
 EPOCHS_AGO = st.sampled_from([0, 0, 0, 0, 0, 1, 2, -1])
 
 
@@ -228,12 +227,15 @@ class OfferInterleavings(RuleBasedStateMachine):
             code = ErrorCode.GEOMETRY
         last = offer.num_tokens // 16 - 1
         table = BlockTable.of([9 if last else 1], first_block=last)
-        stop, reply_to = offer.num_tokens + tokens_past, self.reply_to()
-        lease = offer_id, epoch
-        asked = slot_events.SlotWanted(lease, "reader", offer.engine_id, 1, 1.0, None, reply_to)
-        self.request(
-            ev.PackAsked(offer_id, epoch, "full", table, stop, False, asked, reply_to), code
-        )
+        stop, before = offer.num_tokens + tokens_past, copy_of(self.table)
+        box = OfferedBox(offer_id, epoch, "full", table, stop, False)
+        refused: ErrorCode | None = None
+        try:
+            self.table.check_box(box, self.now)
+        except KVBusError as error:
+            refused = error.code
+        assert refused == code
+        assert (self.table.live, self.table.retired) == (before.live, before.retired)
 
     @rarely(11)
     @rule(engine_id=ENGINES)
@@ -328,8 +330,7 @@ class OfferInterleavings(RuleBasedStateMachine):
         commands = self.tell(event)
 
         (answer,) = (c for c in commands if isinstance(c, ANSWERS))
-        to = answer.asked.reply_to if isinstance(answer, ev.AdmitPack) else answer.reply_to
-        assert to == event.reply_to
+        assert answer.reply_to == event.reply_to
         assert (answer.error.code if isinstance(answer, ev.Refuse) else None) == code
         if isinstance(answer, ev.SendReply) and isinstance(answer.body, Granted):
             lease = self.expected[event.offer_id].lease

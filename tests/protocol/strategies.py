@@ -23,7 +23,7 @@ MESSAGES: tuple[type[Message], ...] = tuple(
     dict.fromkeys(
         chain(
             REQUESTS,
-            (kind.reply for kind in REQUESTS if hasattr(kind, "reply")),
+            (kind.reply for kind in REQUESTS),
             engine.NOTICES,
             peer.EVENTS.values(),
             (Empty, ErrorBody),

@@ -15,9 +15,10 @@ from kvbus.protocol.envelope import (
     Envelope,
     Notice,
     Reply,
-    Request,
+    RequestFrame,
     decode,
     encode_notice,
+    encode_refusal,
     encode_reply,
     encode_request,
 )
@@ -26,7 +27,7 @@ from tests.protocol.strategies import PLAIN, TEXT, value_or_refusal
 BODIES = st.dictionaries(TEXT, PLAIN, max_size=4)
 IDS = st.integers(0, MAX_ID)
 NAMES = TEXT.filter(bool)
-REQUESTS = st.builds(Request, NAMES, IDS, NAMES, BODIES)
+REQUESTS = st.builds(RequestFrame, NAMES, IDS, NAMES, BODIES)
 REPLIES = st.builds(Reply, IDS, NAMES, ok=BODIES) | st.builds(Reply, IDS, NAMES, error=BODIES)
 NOTICES = st.builds(Notice, NAMES, IDS, NAMES, BODIES)
 REQUEST = {"v": PROTOCOL_VERSION, "op": "ping", "id": 7, "boot": "b", "body": {}}
@@ -35,19 +36,21 @@ REPLY = {"v": PROTOCOL_VERSION, "re": 7, "boot": "b", "ok": {}}
 
 def encoded(envelope: Envelope) -> bytes:
     match envelope:
-        case Request():
-            return encode_request(envelope)
-        case Reply():
-            return encode_reply(envelope)
-        case Notice():
-            return encode_notice(envelope)
+        case RequestFrame(op, request_id, boot, body):
+            return encode_request(op, request_id, boot, body)
+        case Reply(request_id, boot, None, error):
+            return encode_refusal(request_id, boot, error or {})
+        case Reply(request_id, boot, ok):
+            return encode_reply(request_id, boot, ok or {})
+        case Notice(op, seq, boot, body):
+            return encode_notice(op, seq, boot, body)
 
 
 def decodes_or_refuses(frame: bytes) -> None:
     """Any other exception fails the test."""
     result = value_or_refusal(lambda: decode(frame))
 
-    assert isinstance(result, Request | Reply | Notice | ProtocolError)
+    assert isinstance(result, RequestFrame | Reply | Notice | ProtocolError)
 
 
 def refusal_of(fields: object) -> ProtocolError:
@@ -92,7 +95,7 @@ def test_a_mutated_frame_raises_nothing_but_a_protocol_error(
 @given(st.binary(min_size=1, max_size=20))
 def test_bytes_after_the_map_are_refused(more: bytes) -> None:
     with pytest.raises(ProtocolError):
-        decode(encode_request(Request("ping", 1, "b", {})) + more)
+        decode(encode_request("ping", 1, "b", {}) + more)
 
 
 WRONG_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
@@ -159,15 +162,15 @@ def test_an_id_that_cannot_be_read_is_not_kept(wrong: object) -> None:
 def test_fields_that_are_not_known_are_ignored() -> None:
     later = {"later": [1, {"a": None}]}
 
-    assert decode(msgpack.packb(REQUEST | later)) == Request("ping", 7, "b", {})
+    assert decode(msgpack.packb(REQUEST | later)) == RequestFrame("ping", 7, "b", {})
     assert decode(msgpack.packb(REPLY | later)) == Reply(7, "b", ok={})
 
 
 def test_a_frame_of_the_limit_is_read_and_one_byte_more_is_refused_both_ways() -> None:
-    room = MAX_FRAME_BYTES - len(encode_request(Request("x", 1, "b", {"fill": bytes(2**16)})))
+    room = MAX_FRAME_BYTES - len(encode_request("x", 1, "b", {"fill": bytes(2**16)}))
     fill = bytes(2**16 + room)
 
-    frame = encode_request(Request("x", 1, "b", {"fill": fill}))
+    frame = encode_request("x", 1, "b", {"fill": fill})
 
     assert len(frame) == MAX_FRAME_BYTES
     assert decode(frame).boot == "b"
@@ -175,7 +178,7 @@ def test_a_frame_of_the_limit_is_read_and_one_byte_more_is_refused_both_ways() -
         decode(frame + b"\0")
     assert refused.value.code is ErrorCode.TOO_LARGE
     with pytest.raises(ProtocolError) as unsent:
-        encode_request(Request("x", 1, "b", {"fill": fill + b"\0"}))
+        encode_request("x", 1, "b", {"fill": fill + b"\0"})
     assert unsent.value.code is ErrorCode.TOO_LARGE
     assert unsent.value.detail["limit_bytes"] == MAX_FRAME_BYTES
 
@@ -211,7 +214,7 @@ def test_deep_nesting_raises_nothing_but_a_protocol_error(nested: bytes, depth: 
 def test_of_a_key_that_is_there_twice_the_last_value_counts() -> None:
     frame = b"\x86\xa1v\x01\xa2op\xa1x\xa2id\x01\xa2id\x02\xa4boot\xa1b\xa4body\x80"
 
-    assert decode(frame) == Request("x", 2, "b", {})
+    assert decode(frame) == RequestFrame("x", 2, "b", {})
 
 
 @pytest.mark.parametrize("value", [msgpack.ExtType(5, b"xy"), msgpack.Timestamp(1)])

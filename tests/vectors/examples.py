@@ -153,7 +153,7 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
                 first_token=20,
                 timeout_s=2.5,
                 zero_tail=True,
-                piece_tokens=16,
+                chunk_tokens=16,
             ),
             Empty(),
         ),
@@ -164,7 +164,6 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
             p.Handshake(
                 min_protocol=1,
                 max_protocol=1,
-                agent_boot=DECODE_BOOT,
                 agent_id="decode-agent-0",
                 engine_id="prefill-0",
                 engine_boot=ENGINE_BOOT,

@@ -13,10 +13,8 @@ import msgpack
 from kvbus.errors import ErrorCode, SegmentError
 from kvbus.memory.attach import wire
 from kvbus.protocol.envelope import (
-    Notice,
-    Reply,
-    Request,
     encode_notice,
+    encode_refusal,
     encode_reply,
     encode_request,
 )
@@ -59,29 +57,29 @@ def _requests(room: str) -> Iterator[Vector]:
     boot = examples.DECODE_BOOT if room == "peer" else examples.ENGINE_BOOT
     for number, (kind, pair) in enumerate(examples.ROOMS[room].items(), start=1):
         request, reply = pair
-        frame = encode_request(Request(kind.op, number, boot, to_body(request)))
+        frame = encode_request(kind.op, number, boot, request)
         yield _vector(request, "request", frame, frame)
-        frame = encode_reply(Reply(number, examples.PREFILL_BOOT, ok=to_body(reply)))
+        frame = encode_reply(number, examples.PREFILL_BOOT, reply)
         yield _vector(reply, "reply", frame, frame, answers=kind.__name__)
 
 
 def _notices() -> Iterator[Vector]:
     for seq, message in enumerate(examples.NOTICES.values(), start=1):
-        frame = encode_notice(Notice(message.op, seq, examples.DECODE_BOOT, to_body(message)))
+        frame = encode_notice(message.op, seq, examples.DECODE_BOOT, message)
         yield _vector(message, "notice", frame, frame)
 
 
 def _events() -> Iterator[Vector]:
     for seq, (op, kind) in enumerate(EVENT_KINDS.items(), start=1):
         message = examples.EVENTS[kind]
-        frame = encode_notice(Notice(op, seq, examples.PREFILL_BOOT, to_body(message)))
+        frame = encode_notice(op, seq, examples.PREFILL_BOOT, message)
         yield _vector(message, "event", frame, frame, topic=op)
 
 
 def _errors() -> Iterator[Vector]:
     for number, code in enumerate(ErrorCode, start=1):
         message = ErrorBody(code=code, message=f"example of {code}", detail={"field": "x", "n": 1})
-        frame = encode_reply(Reply(number, examples.PREFILL_BOOT, error=to_body(message)))
+        frame = encode_refusal(number, examples.PREFILL_BOOT, message)
         yield _vector(message, "error", frame, frame)
 
 

@@ -9,8 +9,8 @@ import pytest
 from kvbus.errors import ErrorCode
 from kvbus.memory.attach import wire
 from kvbus.protocol import attach, engine, peer
-from kvbus.protocol.envelope import Notice, Reply, Request, decode
-from kvbus.protocol.message import ErrorBody, Message, from_body, to_body
+from kvbus.protocol.envelope import Notice, Reply, RequestFrame, decode
+from kvbus.protocol.message import ErrorBody, Request, from_body, to_body
 from tests.protocol.strategies import MESSAGES, REQUESTS
 from tests.vectors.generate import FOLDER, files
 
@@ -69,7 +69,7 @@ def test_the_frame_of_a_vector_decodes_into_its_typed_message(vector: dict[str, 
     assert envelope.boot == message["boot"]
 
 
-def body_of(envelope: Request | Reply | Notice) -> Any:
+def body_of(envelope: RequestFrame | Reply | Notice) -> Any:
     if isinstance(envelope, Reply):
         return envelope.ok if envelope.error is None else envelope.error
     return envelope.body
@@ -98,7 +98,7 @@ def test_every_message_has_a_vector() -> None:
 
 
 @pytest.mark.parametrize("kind", dict.fromkeys(REQUESTS), ids=lambda kind: kind.__name__)
-def test_every_request_has_a_vector_and_its_reply_another(kind: type[Message]) -> None:
+def test_every_request_has_a_vector_and_its_reply_another(kind: type[Request[Any]]) -> None:
     attached = {vector["name"] for vector in VECTORS if vector["kind"] == "attach"}
     on_attach = kind in attach.ATTACH_REQUESTS
     asked = attached if on_attach else {v["name"] for v in VECTORS if v["kind"] == "request"}
@@ -106,7 +106,7 @@ def test_every_request_has_a_vector_and_its_reply_another(kind: type[Message]) -
     answered = attached if on_attach else {reply["name"] for reply in replies}
 
     assert kind.__name__ in asked
-    assert getattr(kind, "reply", kind).__name__ in answered
+    assert kind.reply.__name__ in answered
 
 
 def test_every_event_notice_and_error_code_has_a_vector() -> None:

@@ -14,15 +14,13 @@ from kvbus.agent.engines.local_engine import EngineProcess, LocalEngine, engine_
 from kvbus.agent.engines.memory_import import MemoryImport
 from kvbus.agent.process.guard import guarded
 from kvbus.agent.process.identity import AgentIdentity
-from kvbus.agent.process.metrics import AgentMetrics
-from kvbus.agent.process.refusals import refuse
 from kvbus.bus import Call, RequestServer
 from kvbus.errors import ErrorCode, KVBusError, LocalError, ProtocolError
 from kvbus.geometry import validate_engine, validate_rank
 from kvbus.memory.attach import AttachConnection
 from kvbus.protocol.attach import Hello, PassCuda, PassSegment
-from kvbus.protocol.engine import Register
-from kvbus.protocol.message import Message, from_body, to_body
+from kvbus.protocol.engine import AwaitReady, Detach, Register
+from kvbus.protocol.message import Empty, Message, from_body, to_body
 from kvbus.transport import Transport
 
 log = structlog.get_logger()
@@ -44,7 +42,6 @@ class EngineDirectory:
         *,
         transport: Transport,
         intake: MemoryImport,
-        metrics: AgentMetrics,
         tasks: TaskGroup,
         on_ready: EngineHook,
         on_lost: EngineHook,
@@ -54,7 +51,7 @@ class EngineDirectory:
         self.engines: dict[str, LocalEngine] = {}
         self.identity: AgentIdentity | None = None
         self.server: RequestServer | None = None
-        self._transport, self._metrics, self._tasks = transport, metrics, tasks
+        self._transport, self._tasks = transport, tasks
         self._intake = intake
         self._on_ready, self._on_lost = on_ready, on_lost
         self._copied, self._quiesce = copied, quiesce
@@ -117,7 +114,7 @@ class EngineDirectory:
         return engine
 
     def part(self, engine_id: str, ranks: Iterable[int]) -> LocalEngine:
-        """The engine, be its home elsewhere, whose ``ranks`` are here; raises `LocalError`."""
+        """The engine whose ``ranks`` are here, wherever its home is; raises `LocalError`."""
         engine = self.engines.get(engine_id)
         if engine is None:
             raise _not_here(engine_id, ErrorCode.ENGINE_UNKNOWN)
@@ -137,37 +134,36 @@ class EngineDirectory:
             raise _not_here(engine_id, code)
         return engine
 
-    def register(self, call: Call) -> None:
-        """Answer `Register`, once the memory is registered with NIXL."""
+    def register(self, wanted: Register, call: Call) -> None:
+        """Answer once the memory is registered with NIXL."""
         process = self.process_of(call)
-        wanted = from_body(Register, call.body)
         process.session = call.session
         call.session.pinned = True
         engine = self._join(process, wanted)
         process.wants_notices = wanted.rank is None or wanted.notices
         if wanted.rank is None:
             self._register_control(engine, process, wanted)
-            call.reply({})
+            call.reply(Empty())
             self._announce(engine)
         else:
             self._tasks.start_soon(self._register_rank, call, process, engine, wanted)
 
-    def await_ready(self, call: Call) -> None:
+    def await_ready(self, _: AwaitReady, call: Call) -> None:
         """Answer when the caller's engine is ready."""
         engine = self.process_of(call).engine
         if engine is None:
             raise LocalError("register first", code=ErrorCode.NOT_REGISTERED)
         if engine.ready:
-            call.reply({})
+            call.reply(Empty())
         elif engine.lost:
             raise engine_lost()
         else:
             engine.waiting.append(call)
 
-    def detach(self, call: Call) -> None:
+    def detach(self, _: Detach, call: Call) -> None:
         """The end-of-file that follows is meant."""
         self.process_of(call).detaching = True
-        call.reply({})
+        call.reply(Empty())
 
     def _greet(self, connection: AttachConnection, hello: Hello) -> Message:
         if self.identity is None:
@@ -236,10 +232,10 @@ class EngineDirectory:
             joined.ranks[memory.rank.rank] = memory
             joined.rank_boots[memory.rank.rank] = process.boot
             self._add(joined, process)
-            call.reply({})
+            call.reply(Empty())
             self._announce(joined)
 
-        await guarded(register, lambda error: refuse(self._metrics, call, error))
+        await guarded(register, call.refuse)
 
     def _add(self, engine: LocalEngine, process: EngineProcess) -> None:
         self.engines[engine.engine_id] = engine
@@ -253,7 +249,7 @@ class EngineDirectory:
         self._on_ready(engine)
         waiting, engine.waiting = engine.waiting, []
         for call in waiting:
-            call.reply({})
+            call.reply(Empty())
 
     def _lose(self, engine: LocalEngine, *, meant: bool) -> None:
         if engine.lost:

@@ -21,19 +21,13 @@ from kvbus.agent.process.config import AgentConfig, advertised
 from kvbus.agent.process.identity import AgentIdentity
 from kvbus.agent.process.loop_lag import watch_loop_lag
 from kvbus.agent.process.metrics import AgentMetrics
-from kvbus.agent.process.refusals import note_refusal, refuse
+from kvbus.agent.process.refusals import note_refusal
 from kvbus.agent.process.service import Agent, Service
 from kvbus.agent.staging.devices import StagingDevices
-from kvbus.bus import (
-    BusContext,
-    Call,
-    EventPublisher,
-    RequestServer,
-)
+from kvbus.bus import BusContext, Call, EventPublisher, RequestServer
 from kvbus.errors import ErrorCode, KVBusError
 from kvbus.memory.attach import AttachConnection, AttachServer
 from kvbus.protocol.engine import AgentRole, AwaitReady, Detach, Register
-from kvbus.protocol.message import to_body
 from kvbus.protocol.peer import AgentStatus, EngineEvent, Status
 from kvbus.transport import Transport
 
@@ -94,7 +88,6 @@ class Runtime:
         engines = EngineDirectory(
             transport=self.transport,
             intake=MemoryImport(self.staging),
-            metrics=self.metrics,
             tasks=self.tasks,
             on_ready=self._on_engine_ready,
             on_lost=self._on_engine_lost,
@@ -106,6 +99,7 @@ class Runtime:
         self._agent = self._assemble(context, engines, sockets)
         self._service = make_service(self._agent)
         engines.server, engines.identity = sockets.engine, self._agent.identity
+        self._take_requests(sockets)
         for owner in (sockets.engine, sockets.peer, sockets.events):
             self.tasks.start_soon(owner.run)
         self.tasks.start_soon(watch_loop_lag, self.metrics.loop_lag_s)
@@ -130,8 +124,8 @@ class Runtime:
         config = self.config
         engine_endpoint = f"ipc://{config.runtime_path}/engine.sock"
         return _Sockets(
-            engine=self._server(context, engine_endpoint, self._on_engine_call),
-            peer=self._server(context, config.peer_bind, self._on_peer_call),
+            engine=self._server(context, engine_endpoint, gate=self._require_hello),
+            peer=self._server(context, config.peer_bind),
             events=EventPublisher(
                 context, config.events_bind, boot=self.boot, heartbeat_s=config.heartbeat_s
             ),
@@ -198,19 +192,29 @@ class Runtime:
         race.cancel_scope.cancel()
 
     def _server(
-        self, context: BusContext, endpoint: str, handler: Callable[[Call], None]
+        self, context: BusContext, endpoint: str, *, gate: Callable[[Call], None] | None = None
     ) -> RequestServer:
-        def answer(call: Call) -> None:
-            try:
-                handler(call)
-            except KVBusError as error:
-                if call.answered:
-                    raise
-                refuse(self.metrics, call, error)
-
         return RequestServer(
-            context, endpoint, boot=self.boot, handler=answer, on_fault=self._on_fault
+            context,
+            endpoint,
+            boot=self.boot,
+            gate=gate,
+            on_fault=self._on_fault,
+            on_refusal=self._on_refusal,
         )
+
+    def _take_requests(self, sockets: _Sockets) -> None:
+        engines = self.agent.engines
+        sockets.engine.on(
+            {
+                Register: self._register,
+                AwaitReady: engines.await_ready,
+                Detach: engines.detach,
+                Status: self._answer_status,
+                **self.service.engine_handlers(),
+            }
+        )
+        sockets.peer.on({Status: self._answer_status, **self.service.peer_handlers()})
 
     def _on_attach_message(self, engines: EngineDirectory) -> AttachHandler:
         async def answer(
@@ -225,36 +229,26 @@ class Runtime:
 
         return answer
 
-    def _on_engine_call(self, call: Call) -> None:
-        engines = self.agent.engines
-        match call.op:
-            case Register.op:
-                if self.draining:
-                    raise KVBusError("the agent is draining", code=ErrorCode.DRAINING)
-                engines.register(call)
-            case AwaitReady.op:
-                engines.await_ready(call)
-            case Detach.op:
-                engines.detach(call)
-            case Status.op:
-                call.reply(to_body(self._status()))
-            case _:
-                self.service.on_engine_call(call)
+    def _require_hello(self, call: Call) -> None:
+        """Who has not said hello on the attach socket may ask for the status, and no more."""
+        if call.op != Status.op:
+            self.agent.engines.process_of(call)
 
-    def _on_peer_call(self, call: Call) -> None:
-        if call.op == Status.op:
-            call.reply(to_body(self._status()))
-        else:
-            self.service.on_peer_call(call)
+    def _register(self, wanted: Register, call: Call) -> None:
+        if self.draining:
+            raise KVBusError("the agent is draining", code=ErrorCode.DRAINING)
+        self.agent.engines.register(wanted, call)
 
-    def _status(self) -> AgentStatus:
+    def _answer_status(self, _: Status, call: Call) -> None:
         engines = self.agent.engines.engines
-        return AgentStatus(
-            agent_id=self.config.agent_id,
-            role=self.role,
-            engines={name: engine.ready for name, engine in engines.items()},
-            draining=self.draining,
-            counts=self.service.counts(),
+        call.reply(
+            AgentStatus(
+                agent_id=self.config.agent_id,
+                role=self.role,
+                engines={name: engine.ready for name, engine in engines.items()},
+                draining=self.draining,
+                counts=self.service.counts(),
+            )
         )
 
     def _on_engine_ready(self, engine: LocalEngine) -> None:
@@ -272,7 +266,10 @@ class Runtime:
 
     def _publish_engine(self, op: str, engine: LocalEngine) -> None:
         body = EngineEvent(engine_id=engine.engine_id, engine_boot=engine.boot)
-        self.agent.publisher.publish(op, to_body(body))
+        self.agent.publisher.publish(op, body)
+
+    def _on_refusal(self, error: KVBusError, call: Call) -> None:
+        note_refusal(self.metrics, op=call.op, peer=call.session.boot, error=error)
 
     def _on_fault(self, error: Exception, call: Call) -> None:
         log.error("request.failed", op=call.op, peer=call.session.boot, exc_info=error)

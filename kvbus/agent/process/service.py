@@ -14,7 +14,7 @@ from kvbus.agent.engines.local_engine import LocalEngine
 from kvbus.agent.process.identity import AgentIdentity
 from kvbus.agent.process.metrics import AgentMetrics
 from kvbus.agent.staging.devices import StagingDevices
-from kvbus.bus import BusContext, Call, EventPublisher
+from kvbus.bus import BusContext, EventPublisher, Handlers
 from kvbus.transport import Transport
 
 
@@ -36,15 +36,15 @@ class Agent:
 class Service(Protocol):
     """The part of an agent that is its own: offers and leases, or fetches and peers.
 
-    Handlers of calls may raise a `KVBusError` instead of answering.
+    Handlers may raise a `KVBusError`, which refuses the request.
     """
 
-    def on_engine_call(self, call: Call) -> None:
-        """A request of a local engine, other than registration."""
+    def engine_handlers(self) -> Handlers:
+        """For requests of a local engine, other than registration."""
         ...
 
-    def on_peer_call(self, call: Call) -> None:
-        """A request on the peer socket."""
+    def peer_handlers(self) -> Handlers:
+        """For requests on the peer socket."""
         ...
 
     def on_engine_lost(self, engine: LocalEngine) -> None:

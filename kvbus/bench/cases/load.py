@@ -14,6 +14,7 @@ from kvbus.bench.figures import Figure, Target
 from kvbus.bench.shapes import BIG, SMALL, contiguous, scattered
 from kvbus.bench.spread import added_counts, histogram_quantile, quantile
 from kvbus.bus import RequestClient, new_boot_id
+from kvbus.protocol.engine import Ping
 
 CASE = "load"
 NUM_LARGE = 4
@@ -105,10 +106,10 @@ class _Load:
         client = RequestClient(self._bench.context, endpoint, boot=new_boot_id())
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(client.run)
-            await client.request("ping", {}, timeout_s=5)
+            await client.ask(Ping(), timeout_s=5)
             while not self._stop.is_set():
                 began = time.perf_counter()
-                await client.request("ping", {}, timeout_s=5)
+                await client.ask(Ping(), timeout_s=5)
                 self._pings_s[name].append(time.perf_counter() - began)
                 await anyio.sleep(PING_EVERY_S)
             tasks.cancel_scope.cancel()

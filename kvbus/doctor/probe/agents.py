@@ -19,7 +19,7 @@ from kvbus.bus import ask_agent
 from kvbus.doctor.check.agents import AgentFacts, Bind
 from kvbus.errors import ConfigError, KVBusError
 from kvbus.memory.attach.path import check_path_length, prepare_directory
-from kvbus.protocol.peer import AgentStatus, Status
+from kvbus.protocol.peer import Status
 
 ASK_S = 2.0
 _SIOCGIFADDR = 0x8915
@@ -94,7 +94,7 @@ async def _agent_at(address: str) -> str:
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     here = "127.0.0.1" if host in ("*", "0.0.0.0") else host  # noqa: S104 - compared
     try:
-        status = await ask_agent(f"tcp://{here}:{port}", Status(), AgentStatus, timeout_s=ASK_S)
+        status = await ask_agent(f"tcp://{here}:{port}", Status(), timeout_s=ASK_S)
     except KVBusError:
         return ""
     return status.agent_id

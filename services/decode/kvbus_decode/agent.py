@@ -4,12 +4,11 @@ import anyio
 import structlog
 
 from kvbus.agent.engines.local_engine import LocalEngine
-from kvbus.agent.process.refusals import refuse, unknown_op
+from kvbus.agent.process.replies import send_refusal, send_reply
 from kvbus.agent.process.service import Agent
-from kvbus.bus import Call
+from kvbus.bus import Call, Handlers
 from kvbus.errors import ErrorCode, KVBusError, LocalError
 from kvbus.protocol.engine import AgentRanks, BlocksFreed, CancelFetch, Fetched, Landed, StartFetch
-from kvbus.protocol.message import from_body, to_body
 from kvbus.protocol.peer import FetchEvent
 from kvbus.protocol.remote_ranks import AbortDelegate, Delegate
 from kvbus.table import Driver
@@ -45,8 +44,8 @@ class DecodeService:
         self._driver: Driver[ev.Event, ev.Command] = Driver(
             self._table,
             {
-                ev.SendReply: self._reply,
-                ev.Refuse: self._refuse,
+                ev.SendReply: send_reply,
+                ev.Refuse: send_refusal,
                 ev.ResolvePeer: leases.resolve,
                 ev.SendClaim: leases.claim,
                 ev.SendRenew: leases.renew,
@@ -66,30 +65,13 @@ class DecodeService:
         self._metrics = DecodeMetrics(agent.metrics)
         agent.metrics.add_readings(self._readings, READINGS)
 
-    def on_engine_call(self, call: Call) -> None:
+    def engine_handlers(self) -> Handlers:
         """A fetch, or its cancellation."""
-        engine = self._agent.engines.engine_of(call)
-        match call.op:
-            case StartFetch.op:
-                fetch = from_body(StartFetch, call.body)
-                timeout_s = self._config.fetch_timeout_s
-                event = fetch_event(engine, fetch, timeout_s=timeout_s, reply_to=call)
-                self._dispatch(event)
-            case CancelFetch.op:
-                cancel = from_body(CancelFetch, call.body)
-                self._dispatch(ev.CancelRequested(cancel.fetch_id, call))
-            case _:
-                raise unknown_op(call)
+        return {StartFetch: self._start_fetch, CancelFetch: self._cancel_fetch}
 
-    def on_peer_call(self, call: Call) -> None:
-        """Another decode agent, the home of an engine that has ranks here, asks for help."""
-        match call.op:
-            case Delegate.op:
-                self._delegates.delegate(call)
-            case AbortDelegate.op:
-                self._delegates.abort(call)
-            case _:
-                raise unknown_op(call)
+    def peer_handlers(self) -> Handlers:
+        """Another decode agent, with the control session of an engine of ours, asks for help."""
+        return {Delegate: self._delegates.delegate, AbortDelegate: self._delegates.abort}
 
     def on_engine_lost(self, engine: LocalEngine) -> None:
         """Its fetches end; nobody is there to be told."""
@@ -134,13 +116,13 @@ class DecodeService:
     def _dispatch(self, event: ev.Event) -> None:
         self._driver.dispatch(event)
 
-    def _reply(self, command: ev.SendReply) -> None:
-        if isinstance(command.reply_to, Call):
-            command.reply_to.reply(to_body(command.body))
+    def _start_fetch(self, fetch: StartFetch, call: Call) -> None:
+        engine, timeout_s = self._agent.engines.engine_of(call), self._config.fetch_timeout_s
+        self._dispatch(fetch_event(engine, fetch, timeout_s=timeout_s, reply_to=call))
 
-    def _refuse(self, command: ev.Refuse) -> None:
-        if isinstance(command.reply_to, Call):
-            refuse(self._agent.metrics, command.reply_to, command.error)
+    def _cancel_fetch(self, cancel: CancelFetch, call: Call) -> None:
+        self._agent.engines.engine_of(call)  # refuses who has none
+        self._dispatch(ev.CancelRequested(cancel.fetch_id, call))
 
     def _read_chunk(self, command: ev.ReadChunk) -> None:
         """Read here, and have the agents with other ranks of the engine read."""
@@ -221,7 +203,7 @@ class DecodeService:
         total_s = self._metrics.observe(fetched)
         self._log_fetched(fetched, total_s)
         event = FetchEvent(fetch_id=fetched.fetch_id, request_id=fetched.request_id, code=code)
-        self._agent.publisher.publish(f"fetch.{fetched.outcome}", to_body(event))
+        self._agent.publisher.publish(f"fetch.{fetched.outcome}", event)
 
     def _report_blocks_freed(self, freed: ev.ReportBlocksFreed) -> None:
         log.info("blocks.freed", fetch_id=freed.fetch_id)

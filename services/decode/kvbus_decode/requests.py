@@ -35,7 +35,7 @@ def fetch_event(
         timeout_s=fetch.timeout_s or timeout_s,
         has_state=any(group.state for group in engine.spec.groups),
         zero_tail=fetch.zero_tail,
-        chunk_tokens=fetch.piece_tokens,
+        chunk_tokens=fetch.chunk_tokens,
         reply_to=reply_to,
     )
 

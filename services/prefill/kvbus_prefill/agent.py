@@ -9,15 +9,12 @@ import anyio
 import structlog
 
 from kvbus.agent.engines.local_engine import LocalEngine
-from kvbus.agent.process.refusals import refuse, unknown_op
+from kvbus.agent.process.replies import send_refusal, send_reply
 from kvbus.agent.process.service import Agent
-from kvbus.bus import Call
+from kvbus.bus import Call, Handlers
 from kvbus.errors import ErrorCode, LocalError
 from kvbus.protocol.engine import ExtendOffer, MakeOffer, Released, SealOffer, WithdrawOffer
-from kvbus.protocol.message import from_body, to_body
-from kvbus.protocol.peer import Handshake
-from kvbus.protocol.remote_ranks import CheckMemory
-from kvbus.protocol.staging import Pack, Unpack
+from kvbus.protocol.peer import Claim, Confirm, Handshake, PeerWithdraw, Release, Renew
 from kvbus.protocol.ticket import Ticket
 from kvbus.table import Driver
 from kvbus.transport import ProgressToken
@@ -26,8 +23,9 @@ from kvbus_prefill.gather import Packing
 from kvbus_prefill.handshake import answer_handshake
 from kvbus_prefill.metrics import READINGS, PrefillMetrics
 from kvbus_prefill.offer import events as ev
+from kvbus_prefill.offer.entry import OfferEntry
 from kvbus_prefill.offer.table import OfferTable
-from kvbus_prefill.requests import check_tables, peer_event
+from kvbus_prefill.requests import check_tables
 
 log = structlog.get_logger()
 
@@ -41,9 +39,8 @@ class PrefillService:
         self._driver: Driver[ev.Event, ev.Command] = Driver(
             self._table,
             {
-                ev.SendReply: self._reply,
-                ev.Refuse: self._refuse,
-                ev.AdmitPack: self._admit_pack,
+                ev.SendReply: send_reply,
+                ev.Refuse: send_refusal,
                 ev.BeginLease: self._begin_lease,
                 ev.EndLease: self._end_lease,
                 ev.ReportReleased: self._report_released,
@@ -56,37 +53,34 @@ class PrefillService:
         self._idle = anyio.Event()
         self._tokens: dict[tuple[str, int], ProgressToken] = {}
         self._metrics = PrefillMetrics(agent.metrics)
-        self._packing = Packing(agent, config, self._metrics, ask_offer=self._driver.dispatch)
+        self._packing = Packing(
+            agent,
+            config,
+            self._metrics,
+            check_offer=lambda box: self._table.check_box(box, self._driver.now),
+        )
         agent.metrics.add_readings(self._readings, READINGS)
 
-    def on_engine_call(self, call: Call) -> None:
+    def engine_handlers(self) -> Handlers:
         """An offer, or what becomes of one."""
-        engine = self._agent.engines.engine_of(call)
-        match call.op:
-            case MakeOffer.op:
-                self._open(engine, from_body(MakeOffer, call.body), call)
-            case ExtendOffer.op:
-                self._extend(engine, from_body(ExtendOffer, call.body), call)
-            case SealOffer.op:
-                self._seal(engine, from_body(SealOffer, call.body), call)
-            case WithdrawOffer.op:
-                withdrawn = from_body(WithdrawOffer, call.body)
-                self._driver.dispatch(ev.Withdrawn(self._own(engine, withdrawn.offer_id), call))
-            case _:
-                raise unknown_op(call)
+        return {
+            MakeOffer: self._open,
+            ExtendOffer: self._extend,
+            SealOffer: self._seal,
+            WithdrawOffer: self._withdraw,
+        }
 
-    def on_peer_call(self, call: Call) -> None:
+    def peer_handlers(self) -> Handlers:
         """A reader shakes hands, uses a lease or wants boxes packed, or a router withdraws."""
-        match call.op:
-            case Handshake.op:
-                handshake = from_body(Handshake, call.body)
-                self._agent.tasks.start_soon(
-                    answer_handshake, self._agent, self._config, handshake, call
-                )
-            case Pack.op | Unpack.op | CheckMemory.op:
-                self._packing.on_call(call)
-            case _:
-                self._driver.dispatch(peer_event(call, boot=self._agent.identity.boot))
+        return {
+            Handshake: self._shake_hands,
+            Claim: self._claim,
+            Renew: self._renew,
+            Confirm: self._confirm,
+            Release: self._release,
+            PeerWithdraw: self._withdraw_for_router,
+            **self._packing.handlers(),
+        }
 
     def on_engine_lost(self, engine: LocalEngine) -> None:
         """Its offers end; nobody is there to be told."""
@@ -123,7 +117,28 @@ class PrefillService:
         offers = {"offers": len(table.live), "leases": table.num_leases()}
         return offers | self._packing.counts()
 
-    def _open(self, engine: LocalEngine, offer: MakeOffer, call: Call) -> None:
+    def _shake_hands(self, handshake: Handshake, call: Call) -> None:
+        self._agent.tasks.start_soon(answer_handshake, self._agent, self._config, handshake, call)
+
+    def _claim(self, claim: Claim, call: Call) -> None:
+        self._driver.dispatch(ev.Claimed(claim.offer_id, claim.reader_id, claim.lease_s, call))
+
+    def _renew(self, renew: Renew, call: Call) -> None:
+        known = renew.known_blocks
+        event = ev.Renewed(renew.offer_id, renew.epoch, renew.lease_s, known, call)
+        self._driver.dispatch(event)
+
+    def _confirm(self, confirm: Confirm, call: Call) -> None:
+        self._driver.dispatch(ev.Confirmed(confirm.offer_id, confirm.epoch, call))
+
+    def _release(self, release: Release, call: Call) -> None:
+        self._driver.dispatch(ev.Returned(release.offer_id, release.epoch, call))
+
+    def _withdraw_for_router(self, withdraw: PeerWithdraw, call: Call) -> None:
+        self._driver.dispatch(ev.Withdrawn(withdraw.offer_id, call))
+
+    def _open(self, offer: MakeOffer, call: Call) -> None:
+        engine = self._agent.engines.engine_of(call)
         check_tables(engine, offer.tables, offer.num_tokens, sealed=offer.sealed)
         identity, offer_id = self._agent.identity, uuid.uuid4().hex
         ticket = Ticket(
@@ -150,8 +165,9 @@ class PrefillService:
             )
         )
 
-    def _extend(self, engine: LocalEngine, more: ExtendOffer, call: Call) -> None:
-        offer = self._table.live.get(self._own(engine, more.offer_id))
+    def _extend(self, more: ExtendOffer, call: Call) -> None:
+        engine = self._agent.engines.engine_of(call)
+        offer = self._own(engine, more.offer_id)
         if offer is not None:
             known = offer.tables
             tables = known | {
@@ -161,31 +177,26 @@ class PrefillService:
             check_tables(engine, tables, more.num_tokens, sealed=False)
         self._driver.dispatch(ev.Extended(more.offer_id, more.num_tokens, more.tables, call))
 
-    def _seal(self, engine: LocalEngine, sealed: SealOffer, call: Call) -> None:
-        offer = self._table.live.get(self._own(engine, sealed.offer_id))
+    def _seal(self, sealed: SealOffer, call: Call) -> None:
+        engine = self._agent.engines.engine_of(call)
+        offer = self._own(engine, sealed.offer_id)
         if offer is not None:
             check_tables(engine, offer.tables, offer.num_tokens, sealed=True)
         self._driver.dispatch(ev.Sealed(sealed.offer_id, call))
 
-    def _own(self, engine: LocalEngine, offer_id: str) -> str:
+    def _withdraw(self, withdraw: WithdrawOffer, call: Call) -> None:
+        self._own(self._agent.engines.engine_of(call), withdraw.offer_id)
+        self._driver.dispatch(ev.Withdrawn(withdraw.offer_id, call))
+
+    def _own(self, engine: LocalEngine, offer_id: str) -> OfferEntry | None:
+        """The engine's offer, None when there is none; raises `LocalError` for another engine's."""
         offer = self._table.live.get(offer_id)
         if offer is not None and offer.opened.engine_id != engine.engine_id:
             raise LocalError("the offer is another engine's", code=ErrorCode.OFFER_UNKNOWN)
-        return offer_id
-
-    def _reply(self, command: ev.SendReply) -> None:
-        if isinstance(command.reply_to, Call):
-            command.reply_to.reply(to_body(command.body))
-
-    def _refuse(self, command: ev.Refuse) -> None:
-        if isinstance(command.reply_to, Call):
-            refuse(self._agent.metrics, command.reply_to, command.error)
-
-    def _admit_pack(self, command: ev.AdmitPack) -> None:
-        self._packing.admit(command.asked)
+        return offer
 
     def _publish(self, command: ev.Publish) -> None:
-        self._agent.publisher.publish(command.op, to_body(command.body))
+        self._agent.publisher.publish(command.op, command.body)
 
     def _begin_lease(self, command: ev.BeginLease) -> None:
         """Connection set-up and READs need progress here."""

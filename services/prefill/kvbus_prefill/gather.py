@@ -13,21 +13,19 @@ from msgspec.structs import replace
 
 from kvbus.agent.engines.local_engine import LocalEngine
 from kvbus.agent.process.guard import guarded
-from kvbus.agent.process.refusals import refuse, unknown_op
 from kvbus.agent.process.service import Agent
 from kvbus.agent.staging.copiers import Copiers
 from kvbus.agent.staging.slot_memory import SlotMemory
-from kvbus.bus import Call
+from kvbus.bus import Call, Handlers
 from kvbus.errors import ErrorCode, KVBusError, LocalError
-from kvbus.protocol.message import from_body, to_body
+from kvbus.protocol.message import Empty
 from kvbus.protocol.remote_ranks import CheckMemory
 from kvbus.protocol.staging import Pack, Packed, Unpack
 from kvbus_prefill.config import PrefillConfig
 from kvbus_prefill.gather_box import Gather, check_box
 from kvbus_prefill.metrics import PrefillMetrics
-from kvbus_prefill.offer import events as offers
+from kvbus_prefill.offer.entry import OfferedBox
 from kvbus_prefill.progress_lease import ProgressLeases
-from kvbus_prefill.requests import refuse_stale_boot
 from kvbus_prefill.slots import events as ev
 from kvbus_prefill.slots.devices import SlotDevices
 
@@ -38,8 +36,8 @@ if TYPE_CHECKING:
 class Packing:
     """The packed path of a prefill agent: its requests, its slots and its gathers.
 
-    ``ask_offer`` is told of a box of an offer that is here, and `admit` is called when its lease
-    is live. What an engine offers elsewhere, of which only some ranks are here, is bounded by the
+    ``check_offer`` raises unless an offer that is here has a box, and its lease is live. What an
+    engine offers elsewhere, of which only some ranks are here, is bounded by the
     leases of the slots alone: its reader confirms where the offer is.
     """
 
@@ -49,9 +47,9 @@ class Packing:
         config: PrefillConfig,
         metrics: PrefillMetrics,
         *,
-        ask_offer: Callable[[offers.PackAsked], None],
+        check_offer: Callable[[OfferedBox], None],
     ) -> None:
-        self._agent, self._metrics, self._ask_offer = agent, metrics, ask_offer
+        self._agent, self._metrics, self._check_offer = agent, metrics, check_offer
         self._slots = SlotDevices(agent, config, self._execute)
         self._copiers = Copiers(num_threads=config.pack_threads)
         self._late_read_s = config.late_read_s
@@ -59,25 +57,9 @@ class Packing:
             agent.transport, agent.loop, max_readers=config.max_offers
         )
 
-    def on_call(self, call: Call) -> None:
+    def handlers(self) -> Handlers:
         """A reader wants a box, gives slots back, or asks whether the memory is still the same."""
-        match call.op:
-            case Pack.op:
-                self._pack(from_body(Pack, call.body), call)
-            case Unpack.op:
-                unpack = from_body(Unpack, call.body)
-                refuse_stale_boot(unpack.agent_boot, self._agent.identity.boot)
-                self._slots.dispatch_all(ev.GivenBack(unpack.slot_ids, call.session.boot))
-                call.reply({})
-            case CheckMemory.op:
-                self._check(from_body(CheckMemory, call.body), call)
-            case _:
-                raise unknown_op(call)
-
-    def admit(self, asked: ev.SlotWanted) -> None:
-        """The offer has the box, and its lease is live."""
-        if isinstance(asked.work, Gather):
-            self._slots.dispatch(asked.work.memory.device, asked)
+        return {Pack: self._pack, Unpack: self._unpack, CheckMemory: self._check}
 
     def end_lease(self, offer_id: str, epoch: int) -> None:
         """Nothing that was gathered under this lease is valid any more."""
@@ -102,30 +84,31 @@ class Packing:
 
     def _check(self, check: CheckMemory, call: Call) -> None:
         """A reader is about to read, goes on reading, or has read what is offered elsewhere."""
-        refuse_stale_boot(check.agent_boot, self._agent.identity.boot)
         self._engine(check.engine_id, check.memory_id)
         reader = call.session.boot, check.offer_id
         if check.progress_s:
             self._attendance.begin(reader, for_s=check.progress_s + self._late_read_s)
         else:
             self._attendance.end(reader)
-        call.reply({})
+        call.reply(Empty())
+
+    def _unpack(self, unpack: Unpack, call: Call) -> None:
+        self._slots.dispatch_all(ev.GivenBack(unpack.slot_ids, call.session.boot))
+        call.reply(Empty())
 
     def _pack(self, pack: Pack, call: Call) -> None:
-        refuse_stale_boot(pack.agent_boot, self._agent.identity.boot)
         reader = call.session.boot
         self._slots.dispatch_all(ev.GivenBack(pack.done, reader))
-        staging = self._agent.staging
-        staging.check_packs()
+        self._agent.staging.check_packs()
         engine = self._engine(pack.engine_id, pack.memory_id)
-        gather = check_box(engine, pack, max_bytes=staging.slot_bytes)
+        gather = check_box(engine, pack, max_bytes=self._agent.staging.slot_bytes)
         if not self._copiers.ready:
             self._agent.tasks.start_soon(self._pack_when_ready, pack, call)
             return
-        at_home = engine.control is not None
         lease = pack.offer_id, pack.epoch
-        asked = ev.SlotWanted(
-            lease=lease if at_home else (reader, *lease),
+        offered_here = engine.control is not None
+        wanted = ev.SlotWanted(
+            lease=lease if offered_here else (reader, *lease),
             reader=reader,
             engine_id=engine.engine_id,
             num_bytes=gather.num_bytes,
@@ -133,21 +116,9 @@ class Packing:
             work=gather,
             reply_to=call,
         )
-        if not at_home:
-            self.admit(asked)
-            return
-        self._ask_offer(
-            offers.PackAsked(
-                offer_id=pack.offer_id,
-                epoch=pack.epoch,
-                group=pack.box.group,
-                table=pack.table,
-                stop=pack.box.stop,
-                opaque=bool(gather.group.state),
-                asked=asked,
-                reply_to=call,
-            )
-        )
+        if offered_here:
+            self._check_offer(_offered_box(pack, gather))
+        self._slots.dispatch(gather.memory.device, wanted)
 
     # The first box waits for torch before its offer is asked and a slot is leased: the import can
     # take longer than that lease. The reader counts the slot's lease from when it sent the request,
@@ -163,7 +134,7 @@ class Packing:
             waited_s = self._agent.loop.time() - received_at
             self._pack(replace(pack, slot_lease_s=pack.slot_lease_s + waited_s), call)
 
-        await guarded(retry, lambda error: refuse(self._agent.metrics, call, error))
+        await guarded(retry, call.refuse)
 
     def _engine(self, engine_id: str, memory_id: str) -> LocalEngine:
         """The engine with exactly these processes; raises `LocalError` (``stale``)."""
@@ -192,9 +163,9 @@ class Packing:
                     memory=memory.memory,
                     device=memory.device,
                 )
-                call.reply(to_body(packed))
+                call.reply(packed)
             case ev.Refuse(Call() as call, error):
-                refuse(self._agent.metrics, call, error)
+                call.refuse(error)
 
     async def _gather(self, slot_id: int, memory: SlotMemory, slot: int, gather: Gather) -> None:
         failures: list[KVBusError] = []
@@ -211,6 +182,18 @@ class Packing:
         await guarded(copy, failures.append)
         ended = ev.GatherEnded(slot_id, failures[0] if failures else None)
         self._slots.dispatch(gather.memory.device, ended)
+
+
+def _offered_box(pack: Pack, gather: Gather) -> OfferedBox:
+    """What is asked of the offer table."""
+    return OfferedBox(
+        offer_id=pack.offer_id,
+        epoch=pack.epoch,
+        group=pack.box.group,
+        table=pack.table,
+        stop=pack.box.stop,
+        opaque=bool(gather.group.state),
+    )
 
 
 def _timed_gather(paged: "PagedMemory", work: Gather, buffer: Any) -> float:

@@ -72,7 +72,7 @@ def _group(engine: LocalEngine, box: Box) -> GroupSpec:
 
 
 def _check_size(group: GroupSpec, box: Box, order: SlotOrder, max_bytes: int) -> None:
-    """Refuse here what is too large by far: to describe it would take memory and time."""
+    """Refuse here what is far too large: only to describe it would take memory and time."""
     if box.parts[0] not in group.parts:
         raise GeometryError(f"group '{group.name}' has no part '{box.parts[0]}'", field="parts")
     positions = max(box.stop - box.start, order.block_size)

@@ -10,12 +10,10 @@ import structlog
 from kvbus.agent.engines.local_engine import LocalEngine
 from kvbus.agent.process.guard import guarded
 from kvbus.agent.process.identity import check_protocol
-from kvbus.agent.process.refusals import refuse
 from kvbus.agent.process.service import Agent
 from kvbus.bus import Call
 from kvbus.planning import check_compatible
 from kvbus.protocol.envelope import PROTOCOL_VERSION
-from kvbus.protocol.message import to_body
 from kvbus.protocol.peer import Handshake, HandshakeDone
 from kvbus_prefill.config import PrefillConfig
 
@@ -35,9 +33,9 @@ async def answer_handshake(
             engine_id=handshake.engine_id,
             reader=handshake.reader.engine.engine_id,
         )
-        call.reply(to_body(done))
+        call.reply(done)
 
-    await guarded(answer, lambda error: refuse(agent.metrics, call, error))
+    await guarded(answer, call.refuse)
 
 
 async def _shake_hands(agent: Agent, config: PrefillConfig, handshake: Handshake) -> HandshakeDone:

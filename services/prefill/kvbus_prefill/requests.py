@@ -1,18 +1,10 @@
-"""From a message to the event that it stands for, checked against the engine's memory.
-
-Refuses tables that leave the cache or do not hold their tokens, before the offer table sees them.
-"""
+"""Checks what an engine offers against the memory that it registered."""
 
 from collections.abc import Mapping
 
 from kvbus.agent.engines.local_engine import LocalEngine
-from kvbus.agent.process.refusals import unknown_op
-from kvbus.bus import Call
-from kvbus.errors import ErrorCode, GeometryError, LocalError
+from kvbus.errors import GeometryError
 from kvbus.geometry import BlockTable, GroupSpec, num_blocks_for
-from kvbus.protocol.message import from_body
-from kvbus.protocol.peer import Claim, Confirm, PeerWithdraw, Release, Renew
-from kvbus_prefill.offer import events as ev
 
 NO_BLOCKS = BlockTable(b"")
 
@@ -58,45 +50,4 @@ def _check_table(group: GroupSpec, table: BlockTable, num_tokens: int, *, sealed
             f"starts in block {start // group.block_size}, the table in {table.first_block}",
             needed=start // group.block_size,
             given=table.first_block,
-        )
-
-
-def peer_event(call: Call, *, boot: str) -> ev.RequestEvent:
-    """The event of a request on the peer socket.
-
-    Raises `ProtocolError` for one that is none, and `LocalError` (``stale``) for one that was
-    meant for an earlier process than ``boot``.
-    """
-    match call.op:
-        case Claim.op:
-            claim = from_body(Claim, call.body)
-            refuse_stale_boot(claim.agent_boot, boot)
-            return ev.Claimed(claim.offer_id, claim.reader_id, claim.lease_s, call)
-        case Renew.op:
-            renew = from_body(Renew, call.body)
-            refuse_stale_boot(renew.agent_boot, boot)
-            return ev.Renewed(renew.offer_id, renew.epoch, renew.lease_s, renew.known_blocks, call)
-        case Confirm.op:
-            confirm = from_body(Confirm, call.body)
-            refuse_stale_boot(confirm.agent_boot, boot)
-            return ev.Confirmed(confirm.offer_id, confirm.epoch, call)
-        case Release.op:
-            release = from_body(Release, call.body)
-            refuse_stale_boot(release.agent_boot, boot)
-            return ev.Returned(release.offer_id, release.epoch, call)
-        case PeerWithdraw.op:
-            withdraw = from_body(PeerWithdraw, call.body)
-            refuse_stale_boot(withdraw.agent_boot, boot)
-            return ev.Withdrawn(withdraw.offer_id, call)
-    raise unknown_op(call)
-
-
-def refuse_stale_boot(meant_for: str, boot: str) -> None:
-    """Raise `LocalError` (``stale``) for a message to an earlier process than ``boot``."""
-    if meant_for != boot:
-        raise LocalError(
-            "the message is for an earlier process of this agent",
-            code=ErrorCode.STALE,
-            theirs=meant_for,
-            ours=boot,
         )

@@ -18,7 +18,6 @@ from kvbus.geometry import validate_engine, validate_rank
 from kvbus.planning import PlacedRank, check_compatible
 from kvbus.protocol.engine import AgentRanks
 from kvbus.protocol.envelope import PROTOCOL_VERSION
-from kvbus.protocol.message import from_body
 from kvbus.protocol.peer import EngineMemory, Handshake, HandshakeDone
 from kvbus.protocol.ticket import Ticket
 from kvbus_decode.peer.directory import Peer, PeerDirectory
@@ -159,8 +158,7 @@ class RouteBook:
     ) -> Route:
         deadline = self._agent.loop.time() + timeout_s
         handshake = self._handshake(engine, ticket.engine_id, ticket.engine_boot)
-        reply = await ask_handshake(peer.client, ticket, handshake, timeout_s=timeout_s)
-        done = from_body(HandshakeDone, reply)
+        done = await ask_handshake(peer.client, ticket, handshake, timeout_s=timeout_s)
         check_compatible(done.memory.engine, engine.spec)
         home = await self._source(peer, ticket.agent_boot, done, deadline)
         self._peers.listen(peer, done.events_endpoint)
@@ -176,8 +174,7 @@ class RouteBook:
         try:
             handshake = self._handshake(engine, home.memory.engine.engine_id, "", other.ranks)
             timeout_s = max(1e-3, deadline - self._agent.loop.time())
-            boot, reply = await ask_any_handshake(peer.client, handshake, timeout_s=timeout_s)
-            done = from_body(HandshakeDone, reply)
+            boot, done = await ask_any_handshake(peer.client, handshake, timeout_s=timeout_s)
             if done.memory.engine != home.memory.engine:
                 raise GeometryError(
                     f"the agents of engine '{home.memory.engine.engine_id}' disagree about it",
@@ -195,7 +192,6 @@ class RouteBook:
         return Handshake(
             min_protocol=PROTOCOL_VERSION,
             max_protocol=PROTOCOL_VERSION,
-            agent_boot=self._agent.identity.boot,
             agent_id=self._agent.identity.agent_id,
             engine_id=engine_id,
             engine_boot=boot,

@@ -12,16 +12,14 @@ from kvbus.errors import (
     RequestRefused,
     RequestTimeout,
 )
-from kvbus.protocol.envelope import Body
-from kvbus.protocol.message import to_body
-from kvbus.protocol.peer import Handshake
+from kvbus.protocol.peer import Handshake, HandshakeDone
 from kvbus.protocol.ticket import Ticket
 
 
 async def ask_handshake(
     client: RequestClient, ticket: Ticket, handshake: Handshake, *, timeout_s: float
-) -> Body:
-    """The reply's body; raises `RemoteError`: ``peer_unreachable``, ``stale``, or a refusal."""
+) -> HandshakeDone:
+    """The reply; raises `RemoteError`: ``peer_unreachable``, ``stale``, or a refusal."""
     try:
         reply = await _ask_process(client, ticket, handshake, timeout_s)
     except RequestTimeout as error:
@@ -37,7 +35,7 @@ async def ask_handshake(
 
 async def ask_any_handshake(
     client: RequestClient, handshake: Handshake, *, timeout_s: float
-) -> tuple[str, Body]:
+) -> tuple[str, HandshakeDone]:
     """The boot id of whatever process answers, and its reply; raises `RemoteError`.
 
     Its refusals name the agent: the ticket does not.
@@ -52,27 +50,27 @@ async def ask_any_handshake(
     return client.peer_boot or "", reply
 
 
-async def _ask_any(client: RequestClient, handshake: Handshake, timeout_s: float) -> Body:
+async def _ask_any(client: RequestClient, handshake: Handshake, timeout_s: float) -> HandshakeDone:
     """Ask once more when the first answer was also the first sign of a new process."""
     try:
-        return await client.request(handshake.op, to_body(handshake), timeout_s=timeout_s)
+        return await client.ask(handshake, timeout_s=timeout_s)
     except PeerLost:
-        return await client.request(handshake.op, to_body(handshake), timeout_s=timeout_s)
+        return await client.ask(handshake, timeout_s=timeout_s)
 
 
 async def _ask_process(
     client: RequestClient, ticket: Ticket, handshake: Handshake, timeout_s: float
-) -> Body:
+) -> HandshakeDone:
     """Ask once more when the first answer was also the first sign of the ticket's process.
 
     A new boot id fails every request that waits, those that the new process got included.
     """
     try:
-        return await client.request(handshake.op, to_body(handshake), timeout_s=timeout_s)
+        return await client.ask(handshake, timeout_s=timeout_s)
     except PeerLost:
         if client.peer_boot != ticket.agent_boot:
             raise
-    return await client.request(handshake.op, to_body(handshake), timeout_s=timeout_s)
+    return await client.ask(handshake, timeout_s=timeout_s)
 
 
 def _unreachable(client: RequestClient) -> RemoteError:

@@ -11,8 +11,8 @@ from kvbus.agent.process.guard import guarded
 from kvbus.agent.process.service import Agent
 from kvbus.bus import EventListener
 from kvbus.errors import ErrorCode, KVBusError, LocalError
-from kvbus.protocol.envelope import Body, Notice
-from kvbus.protocol.message import Message, from_body, to_body
+from kvbus.protocol.envelope import Notice
+from kvbus.protocol.message import R, Request
 from kvbus.protocol.peer import Claim, Confirm, Granted, Release, Renew
 from kvbus.protocol.ticket import Ticket
 from kvbus_decode.active import ActiveFetch, ActiveFetches
@@ -28,7 +28,6 @@ log = structlog.get_logger()
 RELEASE_TIMEOUT_S = 5.0
 WITHOUT_FAULT = (ErrorCode.CANCELLED, ErrorCode.TIMEOUT, ErrorCode.BUSY)
 
-Answer = Callable[[Body], ev.Event]
 Failure = Callable[[str, KVBusError], ev.Event]
 
 
@@ -82,21 +81,21 @@ class LeaseClient(EventListener):
         """Ask for the lease."""
         self._attend(self._works[command.fetch_id], command.timeout_s)
         ticket = self._works[command.fetch_id].requested.ticket
-        body = Claim(
+        message = Claim(
             agent_boot=ticket.agent_boot,
             offer_id=ticket.offer_id,
             reader_id=f"{self._agent.identity.boot}/{command.fetch_id}",
             lease_s=self._config.lease_s,
         )
         self._ask(
-            command.fetch_id, body, command.timeout_s, self._granted(command.fetch_id, ticket)
+            command.fetch_id, message, command.timeout_s, self._granted(command.fetch_id, ticket)
         )
 
     def renew(self, command: ev.SendRenew) -> None:
         """Ask for a longer lease, and for what is new."""
         self._attend(self._works[command.fetch_id], command.timeout_s)
         ticket = self._works[command.fetch_id].requested.ticket
-        body = Renew(
+        message = Renew(
             agent_boot=ticket.agent_boot,
             offer_id=ticket.offer_id,
             epoch=command.epoch,
@@ -105,7 +104,7 @@ class LeaseClient(EventListener):
         )
         self._ask(
             command.fetch_id,
-            body,
+            message,
             command.timeout_s,
             self._granted(command.fetch_id),
             failed=ev.RenewFailed,
@@ -135,9 +134,11 @@ class LeaseClient(EventListener):
         if work is None:  # it ended while the others were asked
             return
         ticket = work.requested.ticket
-        body = Confirm(agent_boot=ticket.agent_boot, offer_id=ticket.offer_id, epoch=command.epoch)
+        message = Confirm(
+            agent_boot=ticket.agent_boot, offer_id=ticket.offer_id, epoch=command.epoch
+        )
         confirmed = ev.LeaseConfirmed(command.fetch_id)
-        self._ask(command.fetch_id, body, command.timeout_s, lambda _: confirmed)
+        self._ask(command.fetch_id, message, command.timeout_s, lambda _: confirmed)
 
     def _attend(self, work: ActiveFetch, timeout_s: float) -> None:
         """Tell the agents without the lease that they are read as long as it lasts."""
@@ -169,16 +170,14 @@ class LeaseClient(EventListener):
         peer = self.peers.find(command.ticket.endpoint)
         if peer is None:
             return
-        body = Release(
+        message = Release(
             agent_boot=command.ticket.agent_boot,
             offer_id=command.ticket.offer_id,
             epoch=command.epoch,
             code=command.code,
         )
         try:
-            peer.client.send(
-                body.op, to_body(body), timeout_s=RELEASE_TIMEOUT_S, on_reply=lambda _: None
-            )
+            peer.client.send(message, timeout_s=RELEASE_TIMEOUT_S, on_reply=lambda _: None)
         except LocalError:
             return
 
@@ -226,34 +225,33 @@ class LeaseClient(EventListener):
         for lost in self.routes.see_boot(peer, boot):
             self._dispatch(ev.PeerGone(lost))
 
-    def _granted(self, fetch_id: str, claimed: Ticket | None = None) -> Answer:
+    def _granted(
+        self, fetch_id: str, claimed: Ticket | None = None
+    ) -> Callable[[Granted], ev.Event]:
         sent_at = self._agent.loop.time()
-        return lambda body: ev.LeaseGranted(fetch_id, sent_at, from_body(Granted, body), claimed)
+        return lambda granted: ev.LeaseGranted(fetch_id, sent_at, granted, claimed)
 
     def _ask(
         self,
         fetch_id: str,
-        body: Message,
+        message: Request[R],
         timeout_s: float,
-        answer: Answer,
+        answer: Callable[[R], ev.Event],
         *,
         failed: Failure = ev.StepFailed,
     ) -> None:
         """Send a request; its reply, or the error in place of it, becomes the step's event."""
 
-        def on_reply(outcome: Body | KVBusError) -> None:
-            try:
-                if isinstance(outcome, KVBusError):
-                    raise outcome
-                event = answer(outcome)
-            except KVBusError as error:
-                event = failed(fetch_id, error)
-            self._dispatch(event)
+        def on_reply(outcome: R | KVBusError) -> None:
+            if isinstance(outcome, KVBusError):
+                self._dispatch(failed(fetch_id, outcome))
+            else:
+                self._dispatch(answer(outcome))
 
         peers = self._works[fetch_id].peers
         try:
             if not peers:
                 raise LocalError("the fetch has no peer", code=ErrorCode.INTERNAL)
-            peers[0].client.send(body.op, to_body(body), timeout_s=timeout_s, on_reply=on_reply)
+            peers[0].client.send(message, timeout_s=timeout_s, on_reply=on_reply)
         except KVBusError as error:
             self._dispatch(failed(fetch_id, error))

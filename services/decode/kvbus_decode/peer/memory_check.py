@@ -7,8 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from kvbus.errors import KVBusError
-from kvbus.protocol.envelope import Body
-from kvbus.protocol.message import to_body
+from kvbus.protocol.message import Empty
 from kvbus.protocol.remote_ranks import CheckMemory
 from kvbus_decode.peer.route import Route, Source
 
@@ -23,7 +22,7 @@ class _Asked:
     num_left: int
     ended: bool = False
 
-    def settle(self, outcome: Body | KVBusError) -> None:
+    def settle(self, outcome: Empty | KVBusError) -> None:
         """One of them has answered, or does not."""
         self.num_left -= 1
         error = outcome if isinstance(outcome, KVBusError) else None
@@ -67,11 +66,9 @@ class _Question:
             return
         asked = _Asked(on_end, len(sources))
         for source in sources:
-            body = to_body(self._message(source))
+            message = self._message(source)
             try:
-                source.peer.client.send(
-                    CheckMemory.op, body, timeout_s=timeout_s, on_reply=asked.settle
-                )
+                source.peer.client.send(message, timeout_s=timeout_s, on_reply=asked.settle)
             except KVBusError as error:
                 asked.settle(error)
 

@@ -10,11 +10,10 @@ import anyio
 
 from kvbus.agent.engines.local_engine import LocalEngine, engine_lost
 from kvbus.agent.process.guard import guarded
-from kvbus.agent.process.refusals import refuse
 from kvbus.agent.process.service import Agent
 from kvbus.bus import Call
 from kvbus.errors import ErrorCode, KVBusError, LocalError
-from kvbus.protocol.message import Empty, from_body, to_body
+from kvbus.protocol.message import Empty
 from kvbus.protocol.remote_ranks import AbortDelegate, Delegate, Delegated
 from kvbus.protocol.ticket import Ticket
 from kvbus_decode.peer import memory_check
@@ -66,21 +65,20 @@ class DelegateServer:
         """Chunks that are read for others now."""
         return len(self._delegated)
 
-    def delegate(self, call: Call) -> None:
+    def delegate(self, asked: Delegate, call: Call) -> None:
         """Read a chunk; the reply comes when nothing of it is in flight any more."""
-        asked = from_body(Delegate, call.body)
         if asked.fetch_id in self._delegated:
             raise LocalError("a chunk of this fetch is being read", fetch_id=asked.fetch_id)
         work = _Delegated(asked, call, deadline=self._agent.loop.time() + asked.timeout_s)
         self._delegated[asked.fetch_id] = work
         self._agent.tasks.start_soon(self._begin, work)
 
-    def abort(self, call: Call) -> None:
+    def abort(self, asked: AbortDelegate, call: Call) -> None:
         """Stop the reading for a fetch; its `Delegate` is answered when that is so."""
-        work = self._delegated.get(from_body(AbortDelegate, call.body).fetch_id)
+        work = self._delegated.get(asked.fetch_id)
         if work is not None:
             self._stop(work, LocalError("the fetch was aborted", code=ErrorCode.CANCELLED))
-        call.reply(to_body(Empty()))
+        call.reply(Empty())
 
     async def drained(self) -> None:
         """Return when nothing is read for others."""
@@ -201,7 +199,7 @@ class DelegateServer:
             error = engine_lost()
         if error is not None or work.ended is None:
             error = work.error or error or LocalError("nothing was read")
-            refuse(self._agent.metrics, work.call, error)
+            work.call.refuse(error)
         else:
             done = Delegated(num_bytes=work.ended.num_bytes, path=work.ended.path)
-            work.call.reply(to_body(done))
+            work.call.reply(done)

@@ -5,8 +5,6 @@ from functools import partial
 
 from kvbus.agent.process.service import Agent
 from kvbus.errors import GeometryError, KVBusError
-from kvbus.protocol.envelope import Body
-from kvbus.protocol.message import from_body, to_body
 from kvbus.protocol.staging import Pack, Packed, Unpack
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.peer.route import Source
@@ -55,24 +53,16 @@ class PackClient:
             done=command.done,
         )
         timeout_s = max(1e-3, chunk.deadline - self._agent.loop.time())
-        source.peer.client.send(
-            message.op,
-            to_body(message),
-            timeout_s=timeout_s,
-            on_reply=partial(self._on_reply, command),
-        )
+        on_reply = partial(self._on_reply, command)
+        source.peer.client.send(message, timeout_s=timeout_s, on_reply=on_reply)
 
-    def _on_reply(self, command: ev.AskPack, outcome: Body | KVBusError) -> None:
+    def _on_reply(self, command: ev.AskPack, packed: Packed | KVBusError) -> None:
         leg, work = command.leg, command.leg.work
-        try:
-            if isinstance(outcome, KVBusError):
-                raise outcome
-            packed = from_body(Packed, outcome)
-            if packed.num_bytes != work.num_bytes:
-                self._release(work.source, (packed.slot_id,))
-                raise _wrong_size(packed, work)
-        except KVBusError as error:
-            self._dispatch(ev.PackFailed(command.key, leg, error))
+        if not isinstance(packed, KVBusError) and packed.num_bytes != work.num_bytes:
+            self._release(work.source, (packed.slot_id,))
+            packed = _wrong_size(packed, work)
+        if isinstance(packed, KVBusError):
+            self._dispatch(ev.PackFailed(command.key, leg, packed))
             return
         work.packed = packed
         self._dispatch(ev.SlotPacked(command.key, leg, packed.slot_id, packed.slot_lease_s))
@@ -80,9 +70,7 @@ class PackClient:
     def _release(self, source: Source, slot_ids: tuple[int, ...]) -> None:
         message = Unpack(agent_boot=source.agent_boot, slot_ids=slot_ids)
         try:
-            source.peer.client.send(
-                message.op, to_body(message), timeout_s=UNPACK_TIMEOUT_S, on_reply=lambda _: None
-            )
+            source.peer.client.send(message, timeout_s=UNPACK_TIMEOUT_S, on_reply=lambda _: None)
         except KVBusError:
             return
 

@@ -8,8 +8,7 @@ from functools import partial
 from kvbus.agent.process.service import Agent
 from kvbus.errors import KVBusError, RequestTimeout
 from kvbus.protocol.engine import AgentRanks
-from kvbus.protocol.envelope import Body
-from kvbus.protocol.message import from_body, to_body
+from kvbus.protocol.message import Empty
 from kvbus.protocol.remote_ranks import AbortDelegate, Delegate, Delegated
 from kvbus_decode.peer.directory import Peer, PeerDirectory
 from kvbus_decode.read import events as ev
@@ -47,12 +46,8 @@ class RemoteRanks:
         work: DelegateJob = command.leg.work
         try:
             work.peer = self._peers.acquire(work.other.endpoint)
-            work.peer.client.send(
-                Delegate.op,
-                to_body(work.question),
-                timeout_s=UNTIL_ENDED_S,
-                on_reply=partial(self._on_reply, command),
-            )
+            on_reply = partial(self._on_reply, command)
+            work.peer.client.send(work.question, timeout_s=UNTIL_ENDED_S, on_reply=on_reply)
         except KVBusError as error:
             self._on_reply(command, error)
 
@@ -60,26 +55,20 @@ class RemoteRanks:
         """Ask it to stop, again and again until it says that it has."""
         leg, work = command.leg, command.leg.work
 
-        def on_reply(outcome: Body | KVBusError) -> None:
+        def on_reply(outcome: Empty | KVBusError) -> None:
             if isinstance(outcome, RequestTimeout) and leg.state is LegState.DELEGATED:
                 self.abort(command)
 
         message = AbortDelegate(fetch_id=work.question.fetch_id)
         with contextlib.suppress(KVBusError):  # then it stops at the deadline
-            work.peer.client.send(
-                message.op, to_body(message), timeout_s=ABORT_TIMEOUT_S, on_reply=on_reply
-            )
+            work.peer.client.send(message, timeout_s=ABORT_TIMEOUT_S, on_reply=on_reply)
 
-    def _on_reply(self, command: ev.AskDelegate, outcome: Body | KVBusError) -> None:
+    def _on_reply(self, command: ev.AskDelegate, done: Delegated | KVBusError) -> None:
         """It has ended; so it has when it came back as a new process: that writes no more."""
         key, leg = command.key, command.leg
         if leg.work.peer is not None:
             self._peers.release(leg.work.peer)
-        try:
-            if isinstance(outcome, KVBusError):
-                raise outcome
-            done = from_body(Delegated, outcome)
-        except KVBusError as error:
-            self._dispatch(ev.DelegateEnded(key, leg, error=error))
+        if isinstance(done, KVBusError):
+            self._dispatch(ev.DelegateEnded(key, leg, error=done))
         else:
             self._dispatch(ev.DelegateEnded(key, leg, done.num_bytes, done.path))

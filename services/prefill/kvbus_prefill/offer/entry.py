@@ -45,6 +45,21 @@ class OfferLimits:
 Context = AnyContext[OfferLimits]
 
 
+@dataclass(frozen=True, slots=True)
+class OfferedBox:
+    """Positions up to ``stop`` of the blocks of ``table``, as a reader wants them gathered.
+
+    ``opaque`` says that they are a state, which is there once the offer is sealed.
+    """
+
+    offer_id: str
+    epoch: int
+    group: str
+    table: BlockTable
+    stop: int
+    opaque: bool
+
+
 @dataclass(slots=True)
 class Lease:
     """A reader's right to read; ``held_until`` is the end that no renewal moves."""
@@ -107,8 +122,23 @@ class OfferEntry:
             )
         return self.lease
 
-    def check_holds(self, group: str, table: BlockTable) -> None:
-        """Raise `GeometryError` unless the blocks of ``table`` are the offer's, at its places."""
+    def check_box(self, box: OfferedBox) -> None:
+        """Raise `LocalError` or `GeometryError` unless the offer has ``box`` by now."""
+        if box.opaque and self.state is OfferState.OPEN:
+            raise LocalError(
+                f"group '{box.group}' is a state, it is there once the offer is sealed",
+                code=ErrorCode.OFFER_OPEN,
+            )
+        if not box.opaque and box.stop > self.num_tokens:
+            raise GeometryError(
+                f"box ends at token {box.stop}, the offer has {self.num_tokens} now",
+                stop=box.stop,
+                num_tokens=self.num_tokens,
+            )
+        self._check_holds(box.group, box.table)
+
+    def _check_holds(self, group: str, table: BlockTable) -> None:
+        """Raise `GeometryError` unless the blocks of ``table`` are the offer's, in its order."""
         known = self.tables.get(group, BlockTable(b""))
         skipped = table.first_block - known.first_block
         if skipped < 0 or known.ids[4 * skipped : 4 * skipped + len(table.ids)] != table.ids:

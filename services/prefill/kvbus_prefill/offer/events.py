@@ -20,10 +20,8 @@ from kvbus.table.events import (
     SendReply,
     Stopped,
 )
-from kvbus_prefill.slots.events import SlotWanted
 
 __all__ = [
-    "AdmitPack",
     "BeginLease",
     "Claimed",
     "Command",
@@ -35,7 +33,6 @@ __all__ = [
     "Event",
     "Extended",
     "Opened",
-    "PackAsked",
     "Publish",
     "Refuse",
     "Renewed",
@@ -130,26 +127,7 @@ class Returned:
     reply_to: object
 
 
-@dataclass(frozen=True, slots=True)
-class PackAsked:
-    """A reader wants positions up to ``stop`` of the blocks of ``table`` gathered.
-
-    ``opaque`` says that they are a state, which is there once the offer is sealed.
-    """
-
-    offer_id: str
-    epoch: int
-    group: str
-    table: BlockTable
-    stop: int
-    opaque: bool
-    asked: SlotWanted
-    reply_to: object
-
-
-RequestEvent = (
-    Opened | Extended | Sealed | Withdrawn | Claimed | Renewed | Confirmed | Returned | PackAsked
-)
+RequestEvent = Opened | Extended | Sealed | Withdrawn | Claimed | Renewed | Confirmed | Returned
 TableEvent = EngineLost | DrainStarted | Stopped | DeadlinePassed
 Event = RequestEvent | TableEvent
 
@@ -191,14 +169,4 @@ class EndLease:
     reason: str
 
 
-@dataclass(frozen=True, slots=True)
-class AdmitPack:
-    """The lease is live and the offer has the blocks: let the box wait for a slot.
-
-    It is answered when it is gathered, or refused.
-    """
-
-    asked: SlotWanted
-
-
-Command = SendReply | Refuse | ReportReleased | Publish | BeginLease | EndLease | AdmitPack
+Command = SendReply | Refuse | ReportReleased | Publish | BeginLease | EndLease

@@ -6,7 +6,7 @@ from kvbus.errors import ErrorCode, KVBusError, LocalError
 from kvbus.protocol.engine import OfferMade
 from kvbus.table import Table
 from kvbus_prefill.offer import events as ev
-from kvbus_prefill.offer.entry import OfferEntry, OfferLimits, OfferState
+from kvbus_prefill.offer.entry import OfferedBox, OfferEntry, OfferLimits, OfferState
 from kvbus_prefill.offer.transitions import TRANSITIONS, Commands
 
 
@@ -52,6 +52,18 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         """Leases that are live now."""
         return sum(offer.lease is not None for offer in self.live.values())
 
+    def check_box(self, box: OfferedBox, now: float) -> None:
+        """Raise `LocalError` or `GeometryError` unless the lease is live and the offer has it.
+
+        A question: nothing changes. A lease whose time is up is not live, also when it has not
+        been told yet.
+        """
+        offer = self._known(box.offer_id)
+        lease = offer.live_lease(box.epoch)
+        if lease.expires_at <= now:
+            raise LocalError("the lease of the offer ended", code=ErrorCode.STALE)
+        offer.check_box(box)
+
     def _open(self, event: ev.Opened, now: float) -> Commands:
         self._check_admission(event)
         offer = OfferEntry(
@@ -87,14 +99,15 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
             )
 
     def _dispatch(self, event: ev.RequestEvent, now: float) -> Commands:
-        offer = self.find(event.offer_id)
+        return self._apply(self._known(event.offer_id), event, now)
+
+    def _known(self, offer_id: str) -> OfferEntry:
+        offer = self.find(offer_id)
         if offer is None:
             raise LocalError(
-                f"no offer '{event.offer_id}'",
-                code=ErrorCode.OFFER_UNKNOWN,
-                offer_id=event.offer_id,
+                f"no offer '{offer_id}'", code=ErrorCode.OFFER_UNKNOWN, offer_id=offer_id
             )
-        return self._apply(offer, event, now)
+        return offer
 
     def _retire(self, offer: OfferEntry) -> None:
         del self._requests[offer.opened.engine_id, offer.opened.request_id]

@@ -6,7 +6,7 @@ Every handler returns the commands for the agent, in order.
 
 from collections.abc import Mapping
 
-from kvbus.errors import ErrorCode, GeometryError, LocalError
+from kvbus.errors import ErrorCode, LocalError
 from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import Outcome
 from kvbus.protocol.message import Empty
@@ -115,24 +115,6 @@ def give_back(offer: OfferEntry, event: ev.Returned, _: Context) -> Commands:
     return [ev.SendReply(event.reply_to, Empty()), *offer.end_lease("ended")]
 
 
-def admit_pack(offer: OfferEntry, event: ev.PackAsked, _: Context) -> Commands:
-    """Under a live lease, and of what the offer has."""
-    offer.live_lease(event.epoch)
-    if event.opaque and offer.state is OPEN:
-        raise LocalError(
-            f"group '{event.group}' is a state, it is there once the offer is sealed",
-            code=ErrorCode.OFFER_OPEN,
-        )
-    if not event.opaque and event.stop > offer.num_tokens:
-        raise GeometryError(
-            f"box ends at token {event.stop}, the offer has {offer.num_tokens} now",
-            stop=event.stop,
-            num_tokens=offer.num_tokens,
-        )
-    offer.check_holds(event.group, event.table)
-    return [ev.AdmitPack(event.asked)]
-
-
 def refuse_sealed(offer: OfferEntry, _event: ev.RequestEvent, _: Context) -> Commands:
     """A sealed offer does not change."""
     raise LocalError("the offer is sealed", code=ErrorCode.OFFER_SEALED, offer_id=offer.offer_id)
@@ -147,9 +129,7 @@ def refuse_ended(offer: OfferEntry, _event: ev.RequestEvent, _: Context) -> Comm
     )
 
 
-def refuse_stale(
-    offer: OfferEntry, event: ev.Renewed | ev.Returned | ev.PackAsked, _: Context
-) -> Commands:
+def refuse_stale(offer: OfferEntry, event: ev.Renewed | ev.Returned, _: Context) -> Commands:
     """No lease of an ended offer is live."""
     offer.live_lease(event.epoch)
     return []
@@ -204,7 +184,6 @@ TRANSITIONS: Mapping[tuple[OfferState, type[ev.Event]], Transition[OfferState]] 
     (OPEN, ev.Renewed): Transition(renew, (OPEN,)),
     (OPEN, ev.Confirmed): Transition(refuse_early_confirm, (OPEN,)),
     (OPEN, ev.Returned): Transition(give_back, (OPEN,)),
-    (OPEN, ev.PackAsked): Transition(admit_pack, (OPEN,)),
     (OPEN, ev.EngineLost): Transition(end_with_owner, (RELEASED,)),
     (OPEN, ev.Stopped): Transition(end_with_owner, (RELEASED,)),
     (OPEN, ev.DeadlinePassed): Transition(expire, (OPEN, RELEASED)),
@@ -215,7 +194,6 @@ TRANSITIONS: Mapping[tuple[OfferState, type[ev.Event]], Transition[OfferState]] 
     (SEALED, ev.Renewed): Transition(renew, (SEALED,)),
     (SEALED, ev.Confirmed): Transition(confirm, (RELEASED,)),
     (SEALED, ev.Returned): Transition(give_back, (SEALED,)),
-    (SEALED, ev.PackAsked): Transition(admit_pack, (SEALED,)),
     (SEALED, ev.EngineLost): Transition(end_with_owner, (RELEASED,)),
     (SEALED, ev.Stopped): Transition(end_with_owner, (RELEASED,)),
     (SEALED, ev.DeadlinePassed): Transition(expire, (SEALED, RELEASED)),
@@ -226,5 +204,4 @@ TRANSITIONS: Mapping[tuple[OfferState, type[ev.Event]], Transition[OfferState]] 
     (RELEASED, ev.Renewed): Transition(refuse_stale, (RELEASED,)),
     (RELEASED, ev.Confirmed): Transition(confirm_again, (RELEASED,)),
     (RELEASED, ev.Returned): Transition(refuse_stale, (RELEASED,)),
-    (RELEASED, ev.PackAsked): Transition(refuse_stale, (RELEASED,)),
 }
