@@ -18,6 +18,7 @@ PLUMBING = (*PLANNED, "bus", "memory", "transport")
 ROOMS = {
     "kvbus/errors": (),
     "kvbus/geometry": ("errors",),
+    "kvbus/spawn": ("errors",),
     "kvbus/planning": PURE,
     "kvbus/protocol": PURE,
     "kvbus/table": (*PURE, "protocol"),
@@ -27,10 +28,10 @@ ROOMS = {
     "kvbus/agent": PLUMBING,
     "kvbus/engine": PLUMBING,
     "kvbus/integrations": (*PURE, "protocol", "engine"),
-    "kvbus/demo": (*PLUMBING, "engine"),
+    "kvbus/demo": (*PLUMBING, "engine", "spawn"),
     "kvbus/plan": (*PURE, "planning"),
-    "kvbus/bench": (*PLUMBING, "engine"),
-    "kvbus/doctor": (*PLUMBING, "agent", "plan"),
+    "kvbus/bench": (*PLUMBING, "engine", "spawn"),
+    "kvbus/doctor": (*PLUMBING, "agent", "plan", "spawn"),
     "services/prefill/kvbus_prefill": (*PLUMBING, "agent"),
     "services/decode/kvbus_decode": (*PLUMBING, "agent"),
 }
