@@ -8,7 +8,6 @@ import json
 import os
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -23,6 +22,7 @@ import anyio
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvbus.bench.processes import free_port, run_first
+from kvbus.spawn import Child
 from tests.plain_sockets import ask
 
 WITHIN_S = 30.0
@@ -73,10 +73,9 @@ class AgentProcess:
     settings: dict[str, Any]
     env: dict[str, str] = field(default_factory=dict)
     runs_first: bool = False
-    process: subprocess.Popen[bytes] | None = None
+    process: Child | None = None
     started: dict[str, Any] = field(default_factory=dict)
     expected_trouble: set[str] = field(default_factory=set)
-    _log_from: int = 0
 
     @property
     def log_path(self) -> Path:
@@ -92,39 +91,31 @@ class AgentProcess:
 
     @property
     def pid(self) -> int:
-        assert self.process is not None
-        return self.process.pid
+        return self._running.pid
 
     @property
     def alive(self) -> bool:
-        return self.process is not None and self.process.poll() is None
+        return self.process is not None and self.process.is_alive
+
+    @property
+    def _running(self) -> Child:
+        assert self.process is not None
+        return self.process
 
     def launch(self) -> None:
         """Start the process, and do not wait for it."""
         config = self.folder / "config.toml"
         write_config(config, self.settings)
-        self._log_from += len(self.lines())
-        with self.log_path.open("ab") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-m", f"kvbus_{self.role}", str(config)],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                env={**os.environ, **self.env},
-            )
+        command = [sys.executable, "-m", f"kvbus_{self.role}", str(config)]
+        self.process = Child.start(f"{self.role} agent", command, log=self.log_path, env=self.env)
         if self.runs_first:
             with suppress(PermissionError):  # then it shares the cores, and tests take longer
-                run_first(self.process.pid)
+                run_first(self.pid)
 
     def wait_started(self) -> None:
         """Return once it serves."""
-        wait_until(
-            lambda: self.logged("agent.started") or not self.alive,
-            f"{self.role} agent started",
-            STARTS_WITHIN_S,
-        )
-        assert self.alive, self.log_path.read_text()
-        self.started = self.logged("agent.started")[-1]
+        self._running.wait_logged('"agent.started"', STARTS_WITHIN_S)
+        self.started = self.says("agent.started")[-1]
 
     def start(self) -> None:
         """Start the process, again where it was before, and return once it serves."""
@@ -133,44 +124,33 @@ class AgentProcess:
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal; a stop is waited for."""
-        assert self.process is not None
-        self.process.send_signal(number)
+        self._running.process.send_signal(number)
         if number is signal.SIGSTOP:
             os.waitpid(self.pid, os.WUNTRACED)
 
     def kill(self) -> None:
         """End it at once, so that it cannot say anything."""
-        assert self.process is not None
-        self.process.kill()
-        self.process.wait()
+        self._running.process.kill()
+        self._running.process.wait()
 
     def ask_to_end(self) -> None:
         """Signal it, also when it is stopped; `end` follows."""
-        if self.process is not None and self.process.poll() is None:
-            self.process.send_signal(signal.SIGCONT)
-            self.process.terminate()
+        if self.process is not None:
+            self.process.ask_to_end()
 
     def end(self) -> None:
         """Wait for its end, or make one."""
-        if self.process is None:
-            return
-        try:
-            self.process.wait(ENDS_WITHIN_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        if self.process is not None:
+            self.process.end(ENDS_WITHIN_S)
 
     def exit_status(self) -> int:
         """Its exit status, once it has ended."""
-        assert self.process is not None
-        return self.process.wait(WITHIN_S)
+        return self._running.process.wait(WITHIN_S)
 
     def lines(self) -> list[str]:
         """What it has written since it was started, whole lines."""
-        if not self.log_path.exists():
-            return []
-        text = self.log_path.read_text()
-        return text[: text.rfind("\n") + 1].splitlines()[self._log_from :]
+        text = self.process.log_text() if self.process is not None else ""
+        return text[: text.rfind("\n") + 1].splitlines()
 
     def log(self) -> list[dict[str, Any]]:
         """The lines of its log; a line that is none comes as the event ``not json``."""

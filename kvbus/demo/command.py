@@ -1,13 +1,9 @@
-"""The command ``kvbus demo``: its options, its progress bar, its exit status.
-
-Refuses to succeed unless every output matched and nothing is left behind.
-"""
+"""The command ``kvbus demo``: its options, its progress bar, its exit status."""
 
 import json
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from signal import Signals
 
 import anyio
 import typer
@@ -15,13 +11,12 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
 from kvbus.demo import arguments as args
-from kvbus.demo.folder import private_folder
-from kvbus.demo.options import DemoOptions
-from kvbus.demo.outcome import DemoReport
+from kvbus.demo.model_config import Attention
+from kvbus.demo.options import DemoOptions, Layout, Memory, ReadPath
+from kvbus.demo.report import DemoReport
 from kvbus.demo.run import OnProgress, run_demo
-from kvbus.demo.shape import Attention, Layout, Memory, ReadPath
 from kvbus.demo.table import print_report
-from kvbus.errors import ConfigError, KVBusError, leaves
+from kvbus.errors import ConfigError
 
 
 def demo(
@@ -56,42 +51,32 @@ def demo(
     seed: args.Seed = 0,
     flip_one_byte: args.FlipOneByte = False,
 ) -> None:
-    """Hand requests from a prefill engine to a decode engine, and compare with one engine alone.
+    """Hand requests from a prefill engine to a decode engine; compare with the model run alone.
 
-    Starts two agents and two engines (a small transformer with a paged KV cache), plays the router,
-    and compares every output, tokens and logits, with the same model run alone. Exit status 0 means
-    that all were equal and that every block came back.
+    Exit status 0: all outputs are equal, tokens and logits, and every block came back.
     """
     with _told_as_bad_parameter():
         options = args.demo_options(locals())
-    _print(_run(options), as_one_json=as_one_json)
-
-
-def _print(report: DemoReport, *, as_one_json: bool) -> None:
-    """The table, the JSON, and exit status 1 when the report is not what it has to be."""
-    print_report(report, Console(highlight=False))
-    if as_one_json:
-        sys.stdout.write(json.dumps(report.summary()) + "\n")
-    if not report.ok:
-        raise typer.Exit(1)
+    _tell(_run(options), as_one_json=as_one_json)
 
 
 def _run(options: DemoOptions) -> DemoReport:
-    """The report; exits when there is none."""
-    failures: list[KVBusError] = []
-    outcome: DemoReport | Signals | None = None
-    try:
-        with private_folder() as folder, _progress_bar() as on_progress:
-            outcome = anyio.run(run_demo, options, folder, on_progress)
-    except* KVBusError as errors:
-        failures = leaves(errors)
-    if outcome is None:
-        sys.stderr.writelines(f"error: {failure.message}\n" for failure in failures)
+    with _progress_bar() as on_progress:
+        return anyio.run(run_demo, options, on_progress)
+
+
+def _tell(report: DemoReport, *, as_one_json: bool) -> None:
+    """The table, what went wrong, the JSON; the exit status is 0 when all is as it has to be."""
+    print_report(report, Console(highlight=False))
+    sys.stderr.writelines(f"error: {message}\n" for message in report.trouble)
+    if report.ended_by is not None:
+        sys.stderr.write(f"ended by {report.ended_by.name}; all processes have ended, too\n")
+    if as_one_json:
+        sys.stdout.write(json.dumps(report.summary()) + "\n")
+    if report.ended_by is not None:
+        raise typer.Exit(128 + report.ended_by)
+    if not report.ok:
         raise typer.Exit(1)
-    if isinstance(outcome, Signals):
-        sys.stderr.write(f"ended by {outcome.name}; every process of the demo has ended, too\n")
-        raise typer.Exit(128 + outcome)
-    return outcome
 
 
 @contextmanager

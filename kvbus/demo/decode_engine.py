@@ -7,40 +7,36 @@ the agent says that nothing can write into them any more.
 import asyncio
 import contextlib
 import time
+from collections import defaultdict
 from functools import partial
 from random import Random
 
 import torch
 
-from kvbus.demo.attention import first_seen
-from kvbus.demo.engine import Engine, attached_engine
-from kvbus.demo.generate import decode
-from kvbus.demo.paged_cache import Tables, slots
-from kvbus.demo.request_blocks import decode_blocks, most_decode_blocks
-from kvbus.demo.serving import answer, run_engine, serve
-from kvbus.demo.step import Step
-from kvbus.demo.work import Decode, Decoded, EngineSetup, Failed, FirstToken
+from kvbus.demo.blocks import Tables, decode_blocks, most_decode_blocks
+from kvbus.demo.engine import PATIENCE_S, DemoEngine, attached_engine, run_engine
+from kvbus.demo.generate import Generation
+from kvbus.demo.line import Line
+from kvbus.demo.messages import Decode, Decoded, EngineSetup, Failed, FirstToken, Step, Work
+from kvbus.demo.model import first_seen
+from kvbus.demo.paged_cache import slots
 from kvbus.engine import DecodeSession, Fetch
 from kvbus.engine.bounce import HostDecode, HostFetch
 from kvbus.errors import FetchFailed
 from kvbus.geometry import num_blocks_for
 
-RING_WAIT_S = 60.0
-Fetcher = DecodeSession | HostDecode
 
-
-async def main(setup: EngineSetup) -> None:
-    """Attach, and serve until the driver closes the pipe."""
+async def main(setup: EngineSetup, line: Line[Work]) -> None:
+    """Attach, and serve until the driver closes the line."""
     async with contextlib.AsyncExitStack() as stack:
-        attached = attached_engine(setup, DecodeSession, most_decode_blocks)
+        attached = attached_engine(setup, line, DecodeSession, most_decode_blocks)
         engine, session = await stack.enter_async_context(attached)
-        fetcher: Fetcher = session
+        fetcher: DecodeSession | HostDecode = session
         if engine.ring is not None and engine.copier is not None:
-            through_ring = HostDecode(session, engine.ring, engine.copier, wait_s=RING_WAIT_S)
+            through_ring = HostDecode(session, engine.ring, engine.copier, wait_s=PATIENCE_S)
             fetcher = await stack.enter_async_context(through_ring)
         requests = DecodeRequests(engine, fetcher)
-        await serve(
-            engine,
+        await engine.serve(
             session.agent.peer_endpoint,
             {Decode: requests.handle, FirstToken: requests.take_first_token},
         )
@@ -49,36 +45,36 @@ async def main(setup: EngineSetup) -> None:
 class DecodeRequests:
     """The requests of one decode engine."""
 
-    def __init__(self, engine: Engine, fetcher: Fetcher) -> None:
+    def __init__(self, engine: DemoEngine, fetcher: DecodeSession | HostDecode) -> None:
         self._engine, self._fetcher = engine, fetcher
-        self._first_tokens: dict[str, asyncio.Future[int]] = {}
+        self._first_tokens: defaultdict[str, asyncio.Queue[int]] = defaultdict(asyncio.Queue)
         self._flips_left = int(engine.setup.flip_one_byte)
 
     async def take_first_token(self, first: FirstToken) -> None:
         """What a request goes on from, once its KV is there; a failed one does not go on."""
-        if (waiting := self._first_tokens.get(first.request_id)) is not None:
-            waiting.set_result(first.token)
+        if first.request_id in self._first_tokens:
+            self._first_tokens[first.request_id].put_nowait(first.token)
 
     async def handle(self, work: Decode) -> None:
         """One request, from its ticket to the release of its blocks."""
-        engine = self._engine
-        self._first_tokens[work.request_id] = asyncio.get_running_loop().create_future()
-        wanted = {
-            group.name: decode_blocks(group, work.num_tokens, work.num_steps)
-            for group in engine.spec.groups
-        }
-        tables = await engine.pools.take(wanted)
+        engine, first_token = self._engine, self._first_tokens[work.request_id]
+        tables = await engine.blocks.take(
+            {
+                group.name: decode_blocks(group, work.num_tokens, work.num_steps)
+                for group in engine.spec.groups
+            }
+        )
         began = time.monotonic()
         fetch = self._fetch(work, tables)
         try:
             fetched = await fetch.completed()
         except FetchFailed as error:
-            answer(Failed(work.request_id, error.code, error.message))
+            await engine.line.send(Failed(work.request_id, error.code, error.message))
             await fetch.blocks_freed()
         else:
             fetched_at_s = time.monotonic()
-            steps = await self._go_on(work, tables, await self._first_tokens[work.request_id])
-            answer(
+            steps = await self._go_on(work, tables, await first_token.get())
+            await engine.line.send(
                 Decoded(
                     request_id=work.request_id,
                     steps=steps,
@@ -90,11 +86,11 @@ class DecodeRequests:
                 )
             )
         del self._first_tokens[work.request_id]
-        engine.pools.give(tables)
+        engine.blocks.give(tables)
 
     def _fetch(self, work: Decode, tables: Tables) -> Fetch | HostFetch:
         """Ask for the prompt's blocks; the others are for the new tokens."""
-        num_blocks = num_blocks_for(work.num_tokens, self._engine.setup.side.block_size)
+        num_blocks = num_blocks_for(work.num_tokens, self._engine.setup.shape.block_size)
         block_ids = {
             group: table.array()[: num_blocks - table.first_block]
             for group, table in tables.items()
@@ -104,31 +100,22 @@ class DecodeRequests:
     async def _go_on(self, work: Decode, tables: Tables, token: int) -> list[Step]:
         """Step by step, so that the requests in flight take turns on the device."""
         engine = self._engine
+        generation, steps = engine.generation(tables), list[Step]()
         if self._flips_left:
             self._flips_left -= 1
             rng = Random(work.num_tokens)  # noqa: S311 - any place will do
-            flip_one_byte(engine, tables, num_tokens=work.num_tokens, rng=rng)
-        steps: list[Step] = []
-        for i in range(work.num_steps):
-            step = partial(
-                decode,
-                engine.model,
-                engine.kv,
-                tables,
-                first_token=token,
-                position=work.num_tokens + i,
-                num_steps=1,
-            )
-            steps += await engine.compute(step)
+            flip_one_byte(generation, work.num_tokens, rng)
+        for position in range(work.num_tokens, work.num_tokens + work.num_steps):
+            steps += await engine.compute(partial(generation.decode, token, position))
             token = steps[-1].token
         return steps
 
 
-def flip_one_byte(engine: Engine, tables: Tables, *, num_tokens: int, rng: Random) -> None:
+def flip_one_byte(generation: Generation, num_tokens: int, rng: Random) -> None:
     """Change one byte of a fetched K, or latent, somewhere that the next token attends to."""
-    config = engine.model.config
+    config, tables = generation.model.config, generation.tables
     layer = rng.randrange(config.num_layers)
-    view = rng.choice(engine.kv.ranks_of(layer))[config.parts[0]]
+    view = rng.choice(generation.kv.ranks_of(layer))[config.parts[0]]
     position = rng.randrange(first_seen(num_tokens, config.window_of(layer)), num_tokens)
     block, slot = slots(tables[config.group_of(layer)], view, position, position + 1)
     row = view[int(block), int(slot), rng.randrange(view.shape[2])].view(torch.uint8)

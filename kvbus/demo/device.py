@@ -1,6 +1,6 @@
 """What stands for a device: a cache that no agent can map, and the copies between it and the ring.
 
-Refuses to be fast: a real engine copies with its device's own means.
+A real engine copies with its device's own means.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,44 +1,51 @@
-"""What both demo engines are: a model, its paged cache, a thread that computes.
+"""What both demo engines are: a model, its paged cache, a device, a line to the driver.
 
 Refuses to compute two requests at once, as one device would, and to know agents but by the SDK.
 """
 
 import contextlib
-from collections.abc import AsyncIterator, Callable
+import socket
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import anyio
+import msgspec
 from anyio import CapacityLimiter
 
-from kvbus.demo.block_pool import BlockPools
+from kvbus.demo.blocks import BlockPool, MostBlocks, Tables
 from kvbus.demo.device import device_copy, private_cache, share_of
+from kvbus.demo.generate import Generation
+from kvbus.demo.line import Line
+from kvbus.demo.messages import EngineSetup, Ready, Settle, Settled, Work
 from kvbus.demo.model import Transformer
 from kvbus.demo.model_config import ModelConfig
+from kvbus.demo.options import Memory
 from kvbus.demo.paged_cache import LayerViews, PagedKV
-from kvbus.demo.request_blocks import MostBlocks
-from kvbus.demo.shape import Memory
-from kvbus.demo.work import EngineSetup, Settled
 from kvbus.engine import DecodeSession, KvCache, MemorySession, PrefillSession
 from kvbus.engine.bounce import Copier, HostRing, LocalCopier
+from kvbus.errors import KVBusError, ProtocolError, leaves
 from kvbus.geometry import EngineSpec, GroupSpec, KvLayout, KvPart
 
-ATTACH_TIMEOUT_S = 60.0
-SETTLE_TIMEOUT_S = 5.0
+PATIENCE_S = 600.0  # the driver gives up earlier, when nothing goes on
+SETTLE_STALL_S = 20.0
 
 T = TypeVar("T")
 S = TypeVar("S", PrefillSession, DecodeSession)
+Handlers = Mapping[type, Callable[[Any], Coroutine[Any, Any, None]]]
 
 
 @dataclass(slots=True)
-class Engine:
+class DemoEngine:
     """One engine, attached and registered."""
 
     setup: EngineSetup
     spec: EngineSpec
     model: Transformer
     kv: PagedKV
-    pools: BlockPools
+    blocks: BlockPool
+    line: Line[Work]
     ring: HostRing | None = None
     copier: Copier | None = None
     _device: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(1))
@@ -47,38 +54,57 @@ class Engine:
         """Run ``step`` in the thread that stands for the device; the event loop goes on."""
         return await anyio.to_thread.run_sync(step, limiter=self._device)
 
-    async def settle(self) -> Settled:
-        """Wait, for a while, for blocks that are on their way back."""
-        with anyio.move_on_after(SETTLE_TIMEOUT_S):
-            await self.pools.all_free()
-            if self.ring is not None:
-                await self.ring.all_free()
-        return Settled(self.pools.num_held + (self.ring.num_held if self.ring else 0))
+    def generation(self, tables: Tables) -> Generation:
+        """A request that has these blocks."""
+        return Generation(self.model, self.kv, tables)
+
+    async def serve(self, agent_endpoint: str, handlers: Handlers) -> None:
+        """Handle each line of work in a task of its own, until the driver closes the line."""
+        await self.line.send(Ready(agent_endpoint))
+        async with anyio.create_task_group() as tasks:
+            async for work in self.line:
+                if isinstance(work, Settle):
+                    await self.line.send(await self._settled())
+                elif type(work) in handlers:
+                    tasks.start_soon(handlers[type(work)], work)
+                else:
+                    raise ProtocolError(f"this engine does not {type(work).__name__}")
+            tasks.cancel_scope.cancel()
+
+    async def _settled(self) -> Settled:
+        """Wait for blocks that are on their way back, as long as some come back."""
+        pools: list[BlockPool | HostRing] = [self.blocks]
+        pools += [] if self.ring is None else [self.ring]
+        before, held = -1, sum(pool.num_held for pool in pools)
+        while held and held != before:
+            with anyio.move_on_after(SETTLE_STALL_S):
+                for pool in pools:
+                    await pool.all_free()
+            before, held = held, sum(pool.num_held for pool in pools)
+        return Settled(held)
 
 
 @contextlib.asynccontextmanager
 async def attached_engine(
-    setup: EngineSetup, control: type[S], most_blocks: MostBlocks
-) -> AsyncIterator[tuple[Engine, S]]:
+    setup: EngineSetup, line: Line[Work], control: type[S], most_blocks: MostBlocks
+) -> AsyncIterator[tuple[DemoEngine, S]]:
     """The engine and its control session: one memory session a rank, all in this process.
 
     ``most_blocks`` says how many blocks of a group one request can need.
     """
-    model = Transformer(ModelConfig.of(setup.model))
-    spec = engine_spec(setup, model.config)
-    num_blocks = {
-        group.name: setup.concurrency * most_blocks(group, setup) for group in spec.groups
-    }
-    layout = KvLayout.parse(setup.side.layout, cross_layer=setup.side.cross_layer)
+    model, shape = Transformer(setup.model), setup.shape
+    spec = engine_spec(setup, setup.model)
+    num_blocks = {g.name: setup.concurrency * most_blocks(g, setup) for g in spec.groups}
+    layout = KvLayout.parse(shape.layout, cross_layer=shape.cross_layer)
     async with contextlib.AsyncExitStack() as stack:
         ranks = [
             await stack.enter_async_context(
-                MemorySession(setup.attach_path, spec, rank, attach_timeout_s=ATTACH_TIMEOUT_S)
+                MemorySession(setup.attach_path, spec, rank, attach_timeout_s=PATIENCE_S)
             )
             for rank in range(spec.num_ranks)
         ]
         ring, copier = None, None
-        if setup.side.memory is Memory.SHARED:
+        if shape.memory is Memory.SHARED:
             caches = [await rank.allocate(layout, num_blocks=num_blocks) for rank in ranks]
         else:
             caches = [private_cache(spec, rank.rank, layout, num_blocks) for rank in ranks]
@@ -88,9 +114,9 @@ async def attached_engine(
         session = await stack.enter_async_context(control(setup.attach_path, spec))
         await session.register()
         await session.ready()
-        pools = BlockPools(num_blocks, seed=setup.engine_id)
+        blocks = BlockPool(num_blocks, seed=setup.engine_id)
         kv = PagedKV([layer_views(cache) for cache in caches])
-        yield Engine(setup, spec, model, kv, pools, ring, copier), session
+        yield DemoEngine(setup, spec, model, kv, blocks, line, ring, copier), session
 
 
 def engine_spec(setup: EngineSetup, config: ModelConfig) -> EngineSpec:
@@ -99,10 +125,10 @@ def engine_spec(setup: EngineSetup, config: ModelConfig) -> EngineSpec:
         GroupSpec(
             name=name,
             layers=layers,
-            block_size=setup.side.block_size,
+            block_size=setup.shape.block_size,
             num_kv_heads=config.cache_heads,
             head_dim=config.cache_dim,
-            dtype=str(config.kv_dtype).removeprefix("torch."),
+            dtype=config.kv_dtype,
             parts=config.parts,
             window=config.window_of(layers[0]),
         )
@@ -111,8 +137,8 @@ def engine_spec(setup: EngineSetup, config: ModelConfig) -> EngineSpec:
     return EngineSpec(
         engine_id=setup.engine_id,
         model=f"kvbus-demo@seed-{setup.model.seed}",
-        tp_size=setup.side.tp,
-        pp_size=setup.side.pp,
+        tp_size=setup.shape.tp,
+        pp_size=setup.shape.pp,
         groups=groups,
     )
 
@@ -124,3 +150,27 @@ def layer_views(cache: KvCache) -> dict[int, LayerViews]:
         for region in cache.rank.regions
         for layer in region.layers
     }
+
+
+def run_engine(main: Callable[[EngineSetup, Line[Work]], Awaitable[None]]) -> None:
+    """The engine's process: its setup is the argument, its stdin the line to the driver.
+
+    An error is one line on stderr and exit status 1.
+    """
+    setup = msgspec.json.decode(sys.argv[1], type=EngineSetup)
+    failures: list[KVBusError] = []
+
+    async def run() -> None:
+        line: Line[Work] = await Line.over(socket.socket(fileno=sys.stdin.fileno()), Work)
+        try:
+            await main(setup, line)
+        finally:
+            line.close()
+
+    try:
+        anyio.run(run)
+    except* KVBusError as errors:
+        failures = leaves(errors)
+    if failures:
+        sys.stderr.writelines(f"error: {error.code}: {error.message}\n" for error in failures)
+        raise SystemExit(1)

@@ -1,15 +1,16 @@
-"""Owns greedy generation with the demo's transformer, in the two halves that a handoff joins.
+"""Greedy generation with the demo's transformer, in the two halves that a handoff joins.
 
-Refuses to compare by tokens alone: each step carries a digest of its logits, which also shows an
-error that is too small to change the greedy token.
+Each step carries a digest of its logits, which also shows an error that is too small to change the
+greedy token.
 """
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from kvbus.demo.block_allocator import BlockAllocator
+from kvbus.demo.blocks import Tables
+from kvbus.demo.messages import Step
 from kvbus.demo.model import Transformer
-from kvbus.demo.paged_cache import PagedKV, Tables
-from kvbus.demo.step import Step
+from kvbus.demo.paged_cache import PagedKV
 from kvbus.errors import LocalError
 from kvbus.geometry import BlockTable, num_blocks_for
 
@@ -19,62 +20,41 @@ def encode(text: str) -> list[int]:
     return list(text.encode())
 
 
-def prefill_passes(
-    model: Transformer,
-    kv: PagedKV,
-    tables: Tables,
-    *,
-    prompt: Sequence[int],
-    tokens_per_pass: int | None = None,
-) -> Iterator[tuple[int, Step]]:
-    """The prefill side, pass by pass (chunked prefill), or, without ``tokens_per_pass``, in one.
+@dataclass(frozen=True)
+class Generation:
+    """One request: the model, and its blocks of a cache."""
 
-    Yields how many tokens are cached now, and the token after them: that of the last pass is the
-    first of the output.
-    """
-    if not prompt:
-        raise LocalError("a prompt of no tokens has nothing to hand off")
-    stride = tokens_per_pass or len(prompt)
-    for start in range(0, len(prompt), stride):
-        tokens = prompt[start : start + stride]
-        logits = model.prefill(tokens, kv, tables, start=start)
-        yield start + len(tokens), Step.greedy(logits)
+    model: Transformer
+    kv: PagedKV
+    tables: Tables
 
+    def prefill(
+        self, prompt: Sequence[int], tokens_per_pass: int | None = None
+    ) -> Iterator[tuple[int, Step]]:
+        """The prefill side, pass by pass (chunked prefill), or, without a number, in one.
 
-def prefill_prompt(
-    model: Transformer,
-    kv: PagedKV,
-    tables: Tables,
-    *,
-    prompt: Sequence[int],
-    tokens_per_pass: int | None = None,
-) -> Step:
-    """All passes of the prefill side; returns the first token of the output."""
-    passes = prefill_passes(model, kv, tables, prompt=prompt, tokens_per_pass=tokens_per_pass)
-    *_, (_, step) = passes
-    return step
+        Yields how many tokens are cached now, and the token after them: that of the last pass is
+        the first of the output.
+        """
+        if not prompt:
+            raise LocalError("a prompt of no tokens has nothing to hand off")
+        stride = tokens_per_pass or len(prompt)
+        for start in range(0, len(prompt), stride):
+            tokens = prompt[start : start + stride]
+            logits = self.model.prefill(tokens, self.kv, self.tables, start=start)
+            yield start + len(tokens), Step.greedy(logits)
 
+    def decode(self, token: int, position: int, num_steps: int = 1) -> list[Step]:
+        """The decode side: goes on from the ``token`` at ``position``, and yields those after it.
 
-def decode(
-    model: Transformer,
-    kv: PagedKV,
-    tables: Tables,
-    *,
-    first_token: int,
-    position: int,
-    num_steps: int,
-) -> list[Step]:
-    """The decode side: goes on from the prefill side's token, and yields those after it.
-
-    ``position`` is that token's: the prompt's length. The cache holds what it attends to before
-    it, and the blocks have room for ``num_steps`` more.
-    """
-    steps: list[Step] = []
-    token = first_token
-    for i in range(num_steps):
-        steps.append(Step.greedy(model.decode_step(token, position + i, kv, tables)))
-        token = steps[-1].token
-    return steps
+        The cache holds what it attends to before it, and the blocks have room for what is new.
+        """
+        steps: list[Step] = []
+        for i in range(num_steps):
+            logits = self.model.decode_step(token, position + i, self.kv, self.tables)
+            steps.append(Step.greedy(logits))
+            token = steps[-1].token
+        return steps
 
 
 def generate_alone(
@@ -92,15 +72,7 @@ def generate_alone(
     """
     num_blocks = num_blocks_for(len(prompt) + max_new_tokens, block_size)
     kv = PagedKV.private(model.config, num_blocks=num_blocks, block_size=block_size)
-    table = BlockTable.of(BlockAllocator(num_blocks).allocate(num_blocks))
-    tables = dict.fromkeys(model.config.groups, table)
-    first = prefill_prompt(model, kv, tables, prompt=prompt, tokens_per_pass=tokens_per_pass)
-    rest = decode(
-        model,
-        kv,
-        tables,
-        first_token=first.token,
-        position=len(prompt),
-        num_steps=max_new_tokens - 1,
-    )
-    return [first, *rest]
+    tables = dict.fromkeys(model.config.groups, BlockTable.of(range(num_blocks)))
+    alone = Generation(model, kv, tables)
+    *_, (_, first) = alone.prefill(prompt, tokens_per_pass)
+    return [first, *alone.decode(first.token, len(prompt), max_new_tokens - 1)]

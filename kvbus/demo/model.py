@@ -1,6 +1,6 @@
-"""Owns a small Llama-style transformer whose KV lives in a `PagedKV`, in blocks of any order.
+"""A small Llama-style transformer whose KV lives in a `PagedKV`, in blocks of any order.
 
-Refuses to batch: a request is computed by itself, so nothing else can change its result.
+It does not batch: a request is computed by itself, so nothing else can change its result.
 
 It computes in float64 on one thread, and reads the KV back from the cache even for the tokens
 that it has just written. So the logits are the same bits whether KV was computed here or
@@ -18,30 +18,67 @@ Axes
     context       tokens of the request that this step's attend to, up to its last
     query_head    query heads of the model
     head          heads of the cache; a rank holds an interval of them
-    dim           elements of a head: ``head_dim``, or, of the cache, ``cache_dim``
+    dim, half     ``head_dim``, and half of it; of the cache ``cache_dim``
     hidden, vocab the residual stream, the logits
 """
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from math import sqrt
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from kvbus.demo.attention import Rope, attend, first_seen
-from kvbus.demo.model_config import ModelConfig
-from kvbus.demo.paged_cache import (
-    PagedKV,
-    Tables,
-    gather,
-    held_head_of_each_query_head,
-    write,
-)
+from kvbus.demo.blocks import Tables
+from kvbus.demo.model_config import MAX_TOKENS, ModelConfig
+from kvbus.demo.paged_cache import PagedKV, gather, held_by_query_head, write
 from kvbus.demo.weights import COMPUTE_DTYPE, LayerWeights, Weights
 from kvbus.errors import LocalError
 from kvbus.geometry import KvPart, held_heads
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Cosines and sines of the rotation of each position, each [max_tokens, half]."""
+
+    cos: Tensor
+    sin: Tensor
+
+    @classmethod
+    def of(cls, config: ModelConfig) -> "Rope":
+        """The rotations of every position that the model has."""
+        exponents = torch.arange(0, config.head_dim, 2, dtype=COMPUTE_DTYPE) / config.head_dim
+        positions = torch.arange(MAX_TOKENS, dtype=COMPUTE_DTYPE)
+        angles = torch.outer(positions, config.rope_theta**-exponents)
+        return cls(angles.cos(), angles.sin())
+
+    def rotate(self, x: Tensor, *, first: int) -> Tensor:
+        """Turns pairs (i, i + half) of [head, token, dim], tokens from position ``first``."""
+        cos, sin = (table[first : first + x.shape[1]] for table in (self.cos, self.sin))
+        left, right = x.chunk(2, dim=-1)
+        return torch.cat([left * cos - right * sin, right * cos + left * sin], dim=-1)
+
+
+def first_seen(start: int, window: int | None) -> int:
+    """The earliest position that a token at ``start`` attends to."""
+    return 0 if window is None else max(0, start - window + 1)
+
+
+def attend(query: Tensor, k: Tensor, v: Tensor, *, window: int | None = None) -> Tensor:
+    """Causal attention: [query_head, token, dim] over [query_head, context, dim].
+
+    The tokens are the last ones of the context; each sees ``window`` of them, itself included.
+    """
+    num_tokens, num_context = query.shape[1], k.shape[1]
+    scores = query @ k.transpose(1, 2) / sqrt(query.shape[2])
+    token = torch.arange(num_context - num_tokens, num_context).unsqueeze(1)
+    context = torch.arange(num_context)
+    unseen = context > token
+    if window is not None:
+        unseen = unseen | (context <= token - window)
+    return scores.masked_fill(unseen, float("-inf")).softmax(-1) @ v
 
 
 @dataclass(frozen=True)
@@ -86,10 +123,9 @@ class Transformer:
     def _check(self, tokens: Sequence[int], start: int) -> None:
         if not tokens or min(tokens) < 0 or max(tokens) >= self.config.vocab:
             raise LocalError(f"tokens must be one or more of 0..{self.config.vocab - 1}")
-        if start < 0 or start + len(tokens) > self.config.max_tokens:
+        if start < 0 or start + len(tokens) > MAX_TOKENS:
             raise LocalError(
-                f"tokens {start}..{start + len(tokens) - 1} exceed max_tokens"
-                f" {self.config.max_tokens}"
+                f"tokens {start}..{start + len(tokens) - 1} exceed max_tokens {MAX_TOKENS}"
             )
 
     def _attention(self, layer: int, x: Tensor, at: Slots) -> Tensor:
@@ -133,12 +169,11 @@ class Transformer:
         """
         table = at.tables[self.config.group_of(layer)]
         ranks = [gather(views, table, start=first, stop=stop) for views in at.kv.ranks_of(layer)]
-        heads = held_head_of_each_query_head(self.config, len(ranks))
+        config = self.config
+        held = held_by_query_head(config.num_query_heads, config.cache_heads, len(ranks))
         return {
-            part: torch.stack([ranks[head.rank][part][:, head.local_head] for head in heads]).to(
-                COMPUTE_DTYPE
-            )
-            for part in self.config.parts
+            part: torch.stack([ranks[rank][part][:, head] for rank, head in held]).to(COMPUTE_DTYPE)
+            for part in config.parts
         }
 
 

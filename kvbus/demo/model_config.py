@@ -1,78 +1,55 @@
-"""Owns the shape of the demo's transformer, and so of its KV cache.
+"""The shape of the demo's transformer, and so of its KV cache. It imports no torch."""
 
-Refuses shapes that attention cannot have, with the key that is wrong.
-"""
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
 
-from dataclasses import dataclass, fields
-
-import torch
-
-from kvbus.demo.shape import MAX_TP, NUM_LAYERS, Attention, ModelShape
-from kvbus.errors import ConfigError
 from kvbus.geometry import KvPart
 
+MAX_TP = 8  # the model has at least as many query heads
+NUM_LAYERS = 4
+MAX_TOKENS = 4096  # prompt and output together
 FULL, WINDOW = "full", "window"
 
-UNBOUNDED = ("seed", "attention", "window", "kv_dtype")
+
+class Attention(StrEnum):
+    """What a layer caches: K and V of some heads, or one latent that all heads share."""
+
+    GQA = "gqa"
+    MLA = "mla"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class ModelConfig:
     """A small Llama. The default takes 25 MB of weights and milliseconds on one core.
 
+    The first four are what a run can vary. ``kv_heads`` is for GQA, ``latent_dim`` for MLA. With a
+    ``window`` every other layer attends to no more than that many tokens, its own included.
     ``kv_dtype`` is that of the cache only: the model computes in float64 and gives float32 logits.
     With 16 bits or fewer, any flipped bit of the cache shows in a few steps; with more, not all do.
-    ``latent_dim`` is for MLA, ``num_kv_heads`` for GQA. With a ``window`` every other layer
-    attends to no more than that many tokens, its own included.
     """
 
+    seed: int = 0
+    attention: Attention = Attention.GQA
+    kv_heads: int = 4
+    window: int | None = None
     num_layers: int = NUM_LAYERS
-    num_query_heads: int = MAX_TP
-    num_kv_heads: int = 4
     head_dim: int = 64
     latent_dim: int = 64
     hidden: int = 256
     intermediate: int = 512
     vocab: int = 256
     rope_theta: float = 10_000.0
-    max_tokens: int = 4096
-    seed: int = 0
-    attention: Attention = Attention.GQA
-    window: int | None = None
-    kv_dtype: torch.dtype = torch.bfloat16
+    kv_dtype: str = "bfloat16"
 
-    def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if field.name not in UNBOUNDED and value <= 0:
-                raise ConfigError(f"{field.name} must be positive, not {value}", key=field.name)
-        if self.num_query_heads % self.cache_heads:
-            raise ConfigError(
-                f"num_query_heads {self.num_query_heads} is not a multiple"
-                f" of num_kv_heads {self.num_kv_heads}",
-                key="num_query_heads",
-            )
-        if self.window is not None and self.window < 1:
-            raise ConfigError(f"window must be a token or more, not {self.window}", key="window")
-        if self.head_dim % 2:
-            raise ConfigError(f"head_dim {self.head_dim} is odd: RoPE needs pairs", key="head_dim")
-        if not self.kv_dtype.is_floating_point:
-            raise ConfigError(f"kv_dtype {self.kv_dtype} is not a float", key="kv_dtype")
+    def varied(self) -> dict[str, Any]:
+        """What a run can vary, by the names of ``--json``."""
+        return {name: getattr(self, name) for name in ("seed", "attention", "kv_heads", "window")}
 
-    @classmethod
-    def of(cls, shape: ModelShape) -> "ModelConfig":
-        """The model of ``shape``; its query heads are a multiple of the KV heads, `MAX_TP` or more.
-
-        So ranks can be that many, whatever the number of KV heads.
-        """
-        sharing = -(-MAX_TP // shape.kv_heads)
-        return cls(
-            num_query_heads=sharing * shape.kv_heads,
-            num_kv_heads=shape.kv_heads,
-            seed=shape.seed,
-            attention=shape.attention,
-            window=shape.window,
-        )
+    @property
+    def num_query_heads(self) -> int:
+        """A multiple of the KV heads, `MAX_TP` or more, so that there can be that many ranks."""
+        return -(-MAX_TP // self.kv_heads) * self.kv_heads
 
     @property
     def parts(self) -> tuple[KvPart, ...]:
@@ -84,17 +61,12 @@ class ModelConfig:
     @property
     def cache_heads(self) -> int:
         """KV heads of the cache; a latent is one, which every rank holds."""
-        return 1 if self.attention is Attention.MLA else self.num_kv_heads
+        return 1 if self.attention is Attention.MLA else self.kv_heads
 
     @property
     def cache_dim(self) -> int:
         """Elements of one head of the cache."""
         return self.latent_dim if self.attention is Attention.MLA else self.head_dim
-
-    @property
-    def query_heads_per_kv_head(self) -> int:
-        """How many query heads share one head of the cache."""
-        return self.num_query_heads // self.cache_heads
 
     @property
     def groups(self) -> dict[str, tuple[int, ...]]:

@@ -1,6 +1,6 @@
-"""Owns the demo engine's view of its paged KV cache: where token t of a request lives on each rank.
+"""The demo engine's view of its paged KV cache: where token t of a request lives on each rank.
 
-Refuses to know how the memory is laid out, or whose it is: it only indexes tensors.
+It only indexes tensors, however the memory is laid out and whoever owns it.
 
 Axes
     block   blocks of the rank's cache, in any order
@@ -23,28 +23,20 @@ from kvbus.geometry import BlockTable, KvPart, held_heads, layer_interval
 LayerViews = Mapping[KvPart, Tensor]
 """The parts of one layer on one rank, each [block, slot, head, dim] with any strides."""
 
-Tables = Mapping[str, BlockTable]
-"""The blocks of one request, by group; a table may lack those that a window has left behind."""
 
+def held_by_query_head(num_query_heads: int, num_kv_heads: int, tp: int) -> list[tuple[int, int]]:
+    """Which copy of its KV head each query head reads: (rank, number among the rank's heads).
 
-@dataclass(frozen=True)
-class HeldHead:
-    """Where one KV head is held: on which rank of a stage, and as which of that rank's heads."""
-
-    rank: int
-    local_head: int
-
-
-def held_head_of_each_query_head(config: ModelConfig, tp: int) -> list[HeldHead]:
-    """Which copy of its KV head each query head reads; replicas share the query heads evenly."""
-    if not 0 < tp <= config.num_query_heads:
+    Ranks that hold the same KV head share its query heads evenly, so that each copy is read.
+    """
+    if not 0 < tp <= num_query_heads:
         raise GeometryError(f"tp {tp} leaves ranks without a query head", tp=tp)
-    holders: list[list[HeldHead]] = [[] for _ in range(config.cache_heads)]
+    copies: list[list[tuple[int, int]]] = [[] for _ in range(num_kv_heads)]
     for rank in range(tp):
-        for local_head, head in enumerate(held_heads(rank, tp, config.cache_heads)):
-            holders[head].append(HeldHead(rank, local_head))
-    sharing = config.query_heads_per_kv_head
-    return [copies[i * len(copies) // sharing] for copies in holders for i in range(sharing)]
+        for number, head in enumerate(held_heads(rank, tp, num_kv_heads)):
+            copies[head].append((rank, number))
+    sharing = num_query_heads // num_kv_heads
+    return [held[i * len(held) // sharing] for held in copies for i in range(sharing)]
 
 
 @dataclass(frozen=True)
@@ -76,7 +68,10 @@ class PagedKV:
         def layer_views(tp_rank: int) -> LayerViews:
             num_heads = len(held_heads(tp_rank, tp, config.cache_heads))
             shape = (num_blocks, block_size, num_heads, config.cache_dim)
-            return {part: torch.zeros(shape, dtype=config.kv_dtype) for part in config.parts}
+            return {
+                part: torch.zeros(shape, dtype=getattr(torch, config.kv_dtype))
+                for part in config.parts
+            }
 
         stages = [range(*layer_interval(stage, pp, config.num_layers)) for stage in range(pp)]
         return cls(

@@ -1,86 +1,186 @@
 """The four processes of the demo: two agents with their configurations, and two engines.
 
-Refuses to leave one behind, and to go on without one: its end ends the run.
+Refuses to leave one behind, to go on without one (its end ends the run), and to wait where nothing
+goes on. While anything does, it waits: on a busy machine all takes longer.
 """
 
+import asyncio
+import socket
+import sys
+from collections import defaultdict
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 import anyio
 import msgspec
 
-from kvbus.demo.child import Child
-from kvbus.demo.engine_line import EngineLine
-from kvbus.demo.options import DemoOptions
-from kvbus.demo.shape import ReadPath
-from kvbus.demo.work import EngineSetup
+from kvbus.demo.line import Line
+from kvbus.demo.messages import Answer, EngineSetup, Failed, Work
+from kvbus.demo.options import DemoOptions, ReadPath
+from kvbus.errors import ProtocolError, RequestTimeout
+from kvbus.spawn import Child
 
-ROLES = ("prefill", "decode")
 ATTACH_SOCKET = "attach.sock"
-DRAIN_TIMEOUT_S = 2.0
+# The deadlines of the agents; on a busy machine the defaults are too short.
+AGENT_TIMES = {
+    "prefill": {"drain_timeout_s": 2.0, "offer_ttl_s": 600.0},
+    "decode": {
+        "drain_timeout_s": 2.0,
+        "fetch_timeout_s": 600.0,
+        "request_timeout_s": 60.0,
+        "lease_s": 30.0,
+    },
+}
+END_TIMEOUT_S = 60.0
+STALL_S = 60.0
+STALL_CPU_S = 3.0  # four processes that only wait use a third of it in that time
+
+A = TypeVar("A", bound=Answer)
 
 
-@dataclass(frozen=True, slots=True)
+class EngineLine:
+    """The driver's end of the line to one engine; its answers wait, by request, for who wants them.
+
+    A request's answers come in order; any of them may be a `Failed`, which is the last one then.
+    """
+
+    def __init__(self, line: Line[Answer]) -> None:
+        self._line = line
+        self._answers: defaultdict[str, asyncio.Queue[Answer]] = defaultdict(asyncio.Queue)
+        self.num_answers = 0
+
+    async def tell(self, work: Work) -> None:
+        """Send one piece of work."""
+        await self._line.send(work)
+
+    async def answer(self, request_id: str, kind: type[A]) -> A | Failed:
+        """The next answer to a request; waits for ever when the engine dies."""
+        answer = await self._answers[request_id].get()
+        if not isinstance(answer, (kind, Failed)):
+            raise ProtocolError(f"an engine answered {type(answer).__name__} to '{request_id}'")
+        return answer
+
+    def forget(self, request_id: str) -> None:
+        """The request has ended."""
+        self._answers.pop(request_id, None)
+
+    async def listen(self) -> None:
+        """Take answers until the engine closes its end."""
+        async for answer in self._line:
+            self.num_answers += 1
+            self._answers[answer.request_id].put_nowait(answer)
+
+    def close(self) -> None:
+        """Have the engine end."""
+        self._line.close()
+
+
 class Processes:
     """Two agents, and the two engines that the driver talks to."""
 
-    agents: tuple[Child, ...]
-    prefill: EngineLine
-    decode: EngineLine
+    def __init__(self, options: DemoOptions, folder: Path) -> None:
+        self._options, self._folder = options, folder
+        self._logs = options.keep_logs or folder
+        self._is_ending = False
+        self.agents: list[Child] = []
+        self.engines: list[Child] = []
+        self.lines: list[EngineLine] = []
+
+    @property
+    def all(self) -> list[Child]:
+        """All children, engines first."""
+        return [*self.engines, *self.agents]
+
+    def start_agent(self, role: str) -> None:
+        """Start an agent with a configuration of its own."""
+        config = write_agent_config(role, self._options, self._folder)
+        command = [sys.executable, "-m", f"kvbus_{role}", str(config)]
+        self.agents.append(self._start(f"{role} agent", command))
+
+    async def start_engine(self, role: str) -> None:
+        """Start an engine; it waits for its agent."""
+        setup = msgspec.json.encode(engine_setup(role, self._options, self._folder)).decode()
+        command = [sys.executable, "-m", f"kvbus.demo.{role}_engine", setup]
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.lines.append(EngineLine(await Line.over(ours, Answer)))
+            self.engines.append(self._start(f"{role} engine", command, stdin=theirs.fileno()))
+
+    def _start(
+        self, name: str, command: list[str], stdin: int = asyncio.subprocess.DEVNULL
+    ) -> Child:
+        log = self._logs / f"{name.replace(' ', '-')}.log"
+        log.unlink(missing_ok=True)
+        return Child.start(name, command, log=log, stdin=stdin, own_session=True)
+
+    async def watch(self, child: Child) -> None:
+        """Return when the process ends as it was asked to; raises `PeerLost` when it was not."""
+        await child.ended()
+        if not self._is_ending:
+            raise child.lost()
+
+    async def watch_progress(self) -> None:
+        """Raise `RequestTimeout` when no engine answers for a while, and little is computed."""
+        while True:
+            before = self._num_answers(), self._cpu_s()
+            await anyio.sleep(STALL_S)
+            is_idle = self._cpu_s() - before[1] < STALL_CPU_S
+            if self._num_answers() == before[0] and is_idle and not self._is_ending:
+                raise RequestTimeout(f"nothing has gone on for {STALL_S:g} s")
+
+    def _num_answers(self) -> int:
+        return sum(line.num_answers for line in self.lines)
+
+    def _cpu_s(self) -> float:
+        return sum(child.cpu_s() for child in self.all)
 
     async def finish(self) -> None:
         """End all, engines first; raises `PeerLost` in a group when one does not end well."""
-        for children in ((self.prefill.child, self.decode.child), self.agents):
-            async with anyio.create_task_group() as tasks:
-                for child in children:
-                    tasks.start_soon(child.finish)
+        self._is_ending = True
+        for line in self.lines:
+            line.close()
+        await self._all_ended(self.engines)
+        for agent in self.agents:
+            agent.ask_to_end()
+        await self._all_ended(self.agents)
+
+    async def _all_ended(self, children: list[Child]) -> None:
+        async with anyio.create_task_group() as tasks:
+            for child in children:
+                tasks.start_soon(self._ended_well, child)
+
+    async def _ended_well(self, child: Child) -> None:
+        with anyio.move_on_after(END_TIMEOUT_S):
+            await child.ended()
+        if child.process.poll() != 0:
+            raise child.lost(f"did not end within {END_TIMEOUT_S:g} s")
 
 
 @asynccontextmanager
 async def running_processes(options: DemoOptions, folder: Path) -> AsyncIterator[Processes]:
     """All four, started at once. They live below ``folder``, a private one."""
-    logs = options.keep_logs or folder
-    children: list[Child] = []
+    processes = Processes(options, folder)
     try:
-        for role in ROLES:
-            children.append(await start_agent(role, options, folder, logs))
-        for role in ROLES:
-            children.append(await start_engine(role, options, folder, logs))
-        prefill_agent, decode_agent, prefill_engine, decode_engine = children
+        for role in ("prefill", "decode"):
+            processes.start_agent(role)
+        for role in ("prefill", "decode"):
+            await processes.start_engine(role)
         async with anyio.create_task_group() as tasks:
-            processes = Processes(
-                agents=(prefill_agent, decode_agent),
-                prefill=EngineLine(prefill_engine),
-                decode=EngineLine(decode_engine),
-            )
-            for child in children:
-                tasks.start_soon(child.watch)
-            for engine in (processes.prefill, processes.decode):
-                tasks.start_soon(engine.listen)
+            tasks.start_soon(processes.watch_progress)
+            for child in processes.all:
+                tasks.start_soon(processes.watch, child)
+            for line in processes.lines:
+                tasks.start_soon(line.listen)
             yield processes
             tasks.cancel_scope.cancel()
     finally:
-        with anyio.CancelScope(shield=True):
-            async with anyio.create_task_group() as ends:
-                for child in children:
-                    ends.start_soon(child.end)
-
-
-async def start_agent(role: str, options: DemoOptions, folder: Path, logs: Path) -> Child:
-    """An agent with a configuration in ``folder``."""
-    log = logs / f"{role}-agent.log"
-    config = write_agent_config(role, options, folder)
-    return await Child.start(f"{role} agent", f"kvbus_{role}", str(config), log=log)
-
-
-async def start_engine(role: str, options: DemoOptions, folder: Path, logs: Path) -> Child:
-    """An engine; it waits for its agent."""
-    log = logs / f"{role}-engine.log"
-    setup = msgspec.json.encode(engine_setup(role, options, folder)).decode()
-    module = f"kvbus.demo.{role}_engine"
-    return await Child.start(f"{role} engine", module, setup, log=log, is_piped=True)
+        for line in processes.lines:
+            line.close()
+        async with anyio.create_task_group() as ends:
+            for child in processes.all:
+                ends.start_soon(child.end_async)
 
 
 def write_agent_config(role: str, options: DemoOptions, folder: Path) -> Path:
@@ -93,7 +193,8 @@ def write_agent_config(role: str, options: DemoOptions, folder: Path) -> Path:
         'events_bind = "tcp://127.0.0.1:0"\n'
         f'runtime_dir = "{folder / role}"\n'
         'log_format = "json"\n'
-        f"drain_timeout_s = {DRAIN_TIMEOUT_S}\n" + (f'path = "{options.path}"\n' * is_forced),
+        + "".join(f"{key} = {seconds}\n" for key, seconds in AGENT_TIMES[role].items())
+        + (f'path = "{options.path}"\n' * is_forced),
         encoding="utf-8",
     )
     return path
@@ -105,7 +206,7 @@ def engine_setup(role: str, options: DemoOptions, folder: Path) -> EngineSetup:
         engine_id=f"{role}-engine",
         attach_path=str(folder / role / ATTACH_SOCKET),
         model=options.model,
-        side=options.prefill if role == "prefill" else options.decode,
+        shape=options.prefill if role == "prefill" else options.decode,
         concurrency=options.concurrency,
         max_prompt_tokens=options.max_prompt_tokens,
         max_new_tokens=options.max_new_tokens,

@@ -1,7 +1,4 @@
-"""The demo's prompts: built-in ones of many lengths, or a file with one a line.
-
-Refuses, with a `ConfigError`, a file that has none.
-"""
+"""The demo's prompts: built-in ones of many lengths, or a file with one a line."""
 
 from pathlib import Path
 
@@ -32,7 +29,7 @@ BUILT_IN = (
 
 
 def read_prompts(path: Path | None) -> tuple[str, ...]:
-    """The lines of ``path`` that are not blank, or the built-in prompts."""
+    """The lines of ``path`` that are not blank, or the built-in prompts; raises `ConfigError`."""
     if path is None:
         return BUILT_IN
     try:

@@ -9,10 +9,7 @@ from contextlib import suppress
 import anyio
 
 from kvbus.bus import ask_agent
-from kvbus.demo.options import DemoOptions, num_tokens
-from kvbus.demo.outcome import Leaks, Served
-from kvbus.demo.processes import Processes
-from kvbus.demo.work import (
+from kvbus.demo.messages import (
     Decode,
     Decoded,
     Failed,
@@ -20,76 +17,104 @@ from kvbus.demo.work import (
     Offered,
     Prefill,
     Prefilled,
+    Ready,
     Settle,
     Settled,
 )
-from kvbus.errors import RequestRefused
+from kvbus.demo.options import num_tokens
+from kvbus.demo.processes import EngineLine, Processes
+from kvbus.demo.report import DemoReport, Leaks, Served
+from kvbus.errors import PeerLost, RequestRefused
 from kvbus.protocol.peer import PeerWithdraw, Status
 from kvbus.protocol.ticket import Ticket
 
-ASK_TIMEOUT_S = 5.0
+ASK_TIMEOUT_S = 60.0
 
 
 class Router:
-    """Serves the requests of one run."""
+    """Serves the requests of one run, and writes into its report what came of them."""
 
-    def __init__(self, options: DemoOptions, processes: Processes) -> None:
-        self._options = options
-        self._prefill, self._decode = processes.prefill, processes.decode
+    def __init__(self, report: DemoReport, processes: Processes) -> None:
+        self._options, self._report = report.options, report
+        self._prefill, self._decode = processes.lines
+        self._endpoints: list[str] = []
 
-    async def serve_all(self, on_served: Callable[[], None]) -> list[Served]:
-        """All requests, some of them in flight at a time; in the order of their numbers."""
-        served: dict[int, Served] = {}
+    async def wait_ready(self) -> None:
+        """Return once both engines are registered with their agents."""
+        for engine in (self._prefill, self._decode):
+            ready = await engine.answer("ready", Ready)
+            if isinstance(ready, Failed):
+                raise PeerLost(f"an engine did not start: {ready.message}")
+            self._endpoints.append(ready.agent_endpoint)
+
+    async def serve_all(self, on_served: Callable[[], None]) -> None:
+        """All requests, some of them in flight at a time."""
         numbers = iter(range(self._options.num_requests))
 
         async def serve_in_turn() -> None:
             for number in numbers:
-                served[number] = await self._serve(number)
+                served = Served(f"request-{number}", self._options.prompt(number))
+                self._report.served.append(served)
+                await self._serve(served)
                 on_served()
 
         async with anyio.create_task_group() as tasks:
             for _ in range(self._options.concurrency):
                 tasks.start_soon(serve_in_turn)
-        return [served[number] for number in sorted(served)]
 
-    async def count_leaks(self) -> Leaks:
+    async def count_leaks(self) -> None:
         """What engines and agents hold after the last request."""
-        prefill, decode = await self._prefill.ready(), await self._decode.ready()
-        settled = [await engine.ask(Settle(), Settled) for engine in (self._prefill, self._decode)]
-        prefill_blocks, decode_blocks = (
-            one.num_blocks_held for one in settled if isinstance(one, Settled)
-        )
+        prefill_blocks = await self._num_blocks_held(self._prefill)
+        decode_blocks = await self._num_blocks_held(self._decode)
         counts: dict[str, int] = {}
-        for endpoint in (prefill.agent_endpoint, decode.agent_endpoint):
+        for endpoint in self._endpoints:
             status = await ask_agent(endpoint, Status(), timeout_s=ASK_TIMEOUT_S)
             counts |= status.counts
-        return Leaks(prefill_blocks, decode_blocks, counts["offers"], counts["fetches"])
+        held = prefill_blocks, decode_blocks, counts["offers"], counts["fetches"]
+        self._report.leaks = Leaks(*held)
 
-    async def _serve(self, number: int) -> Served:
+    async def _num_blocks_held(self, engine: EngineLine) -> int:
+        await engine.tell(Settle())
+        settled = await engine.answer("settle", Settled)
+        if isinstance(settled, Failed):
+            raise PeerLost(f"an engine cannot say which blocks it holds: {settled.message}")
+        return settled.num_blocks_held
+
+    async def _serve(self, served: Served) -> None:
         """The ticket goes to decode at once, the first token when prefill is done."""
-        prompt, request_id = self._options.prompt(number), f"request-{number}"
-        prefilling = self._prefill.expect(request_id, Prefilled)
-        offered = await self._prefill.ask(Prefill(request_id, prompt), Offered)
+        prefill, decode, request_id = self._prefill, self._decode, served.request_id
+        await prefill.tell(Prefill(request_id, served.prompt))
+        offered = await prefill.answer(request_id, Offered)
         if isinstance(offered, Failed):
-            return Served(request_id, prompt, failed=offered)
-        decode = Decode(
-            request_id=request_id,
-            ticket=offered.ticket,
-            num_tokens=num_tokens(prompt),
-            num_steps=self._options.max_new_tokens - 1,
-        )
-        decoding = self._decode.expect(request_id, Decoded)
-        await self._decode.tell(decode)
-        prefilled = await prefilling
+            served.failed = offered
+        else:
+            await decode.tell(
+                Decode(
+                    request_id=request_id,
+                    ticket=offered.ticket,
+                    num_tokens=num_tokens(served.prompt),
+                    num_steps=self._options.max_new_tokens - 1,
+                )
+            )
+            await self._go_on(served, offered)
+        for engine in (prefill, decode):
+            engine.forget(request_id)
+
+    async def _go_on(self, served: Served, offered: Offered) -> None:
+        request_id = served.request_id
+        prefilled = await self._prefill.answer(request_id, Prefilled)
         if isinstance(prefilled, Failed):
-            await decoding  # the offer was withdrawn, and its fetch fails
-            return Served(request_id, prompt, failed=prefilled)
+            await self._decode.answer(request_id, Decoded)  # the offer is withdrawn: it fails
+            served.failed = prefilled
+            return
+        served.prefilled = prefilled
         await self._decode.tell(FirstToken(request_id, prefilled.step.token))
-        decoded = await decoding
+        decoded = await self._decode.answer(request_id, Decoded)
         if isinstance(decoded, Failed):
             await self._withdraw(Ticket.from_json(offered.ticket))
-            return Served(request_id, prompt, prefilled, failed=decoded)
-        return Served(request_id, prompt, prefilled, decoded)
+            served.failed = decoded
+        else:
+            served.decoded = decoded
 
     async def _withdraw(self, ticket: Ticket) -> None:
         message = PeerWithdraw(agent_boot=ticket.agent_boot, offer_id=ticket.offer_id)

@@ -1,96 +1,113 @@
 """One run of the demo: processes up, requests served, leaks counted, outputs compared.
 
-Refuses to be interrupted half way: a signal ends the run, but never the clean-up after it.
+Refuses to lose what it has: whatever ends a run, its report says what came of it until then. A
+signal ends the run, but never the clean-up after it.
 """
 
+import os
 import signal
-from collections.abc import AsyncIterator, Callable, Mapping
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import anyio
 
+from kvbus.demo.messages import Step
 from kvbus.demo.options import DemoOptions
-from kvbus.demo.outcome import DemoReport
 from kvbus.demo.processes import running_processes
+from kvbus.demo.report import DemoReport
 from kvbus.demo.router import Router
-from kvbus.demo.step import Step
-from kvbus.errors import KVBusError
+from kvbus.errors import KVBusError, leaves
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+MAX_FOLDER_BYTES = 80  # of the 107 that Linux allows; the rest is for the agents' sockets
+PREFIX = "kvbus-demo-"
 
 OnProgress = Callable[[str, int, int], None]
+"""Is told what is done now, how much of it is done, and how much there is."""
 
 
-async def run_demo(
-    options: DemoOptions, folder: Path, on_progress: OnProgress
-) -> DemoReport | signal.Signals:
-    """The report, or the signal that ended the run.
-
-    ``on_progress`` is told what is done now, how much of it is done, and how much there is.
-    Raises a group of `KVBusError`: a `PeerLost` for a process that ended early, for one.
-    """
-    outcome: DemoReport | signal.Signals | None = None
-    with anyio.open_signal_receiver(*ENDING_SIGNALS) as signals:
+async def run_demo(options: DemoOptions, on_progress: OnProgress) -> DemoReport:
+    """The report of a run, or of as much of one as there was."""
+    report = DemoReport(options)
+    with anyio.open_signal_receiver(*ENDING_SIGNALS) as signals, _private_folder() as folder:
         async with anyio.create_task_group() as tasks:
 
-            async def end_on_signal(signals: AsyncIterator[signal.Signals]) -> None:
-                nonlocal outcome
-                outcome = await anext(signals)
+            async def end_on_signal() -> None:
+                report.ended_by = await anext(aiter(signals))
                 tasks.cancel_scope.cancel()
 
-            tasks.start_soon(end_on_signal, aiter(signals))
-            outcome = await _run(options, folder, on_progress)
+            tasks.start_soon(end_on_signal)
+            with _noted(report):
+                await _serve(report, folder, on_progress)
+            await _compare(report, on_progress)
             tasks.cancel_scope.cancel()
-    if outcome is None:
-        raise KVBusError("the run ended without an outcome")
-    return outcome
+    return report
 
 
-async def _run(options: DemoOptions, folder: Path, on_progress: OnProgress) -> DemoReport:
-    async with running_processes(options, folder) as processes:
-        on_progress("starting two agents and two engines", 0, 0)
-        await processes.prefill.ready()
-        await processes.decode.ready()
-        num_served = 0
+async def _serve(report: DemoReport, folder: Path, on_progress: OnProgress) -> None:
+    """All requests; the outputs are compared while the processes end."""
+    num_served, num_requests = 0, report.options.num_requests
 
-        def on_served() -> None:
-            nonlocal num_served
-            num_served += 1
-            on_progress("handing off", num_served, options.num_requests)
+    def on_served() -> None:
+        nonlocal num_served
+        num_served += 1
+        on_progress("handing off", num_served, num_requests)
 
-        on_progress("handing off", 0, options.num_requests)
-        router = Router(options, processes)
-        served = await router.serve_all(on_served)
-        leaks = await router.count_leaks()
-        completed = {one.prompt for one in served if one.decoded is not None}
+    on_progress("starting two agents and two engines", 0, 0)
+    async with running_processes(report.options, folder) as processes:
+        router = Router(report, processes)
+        await router.wait_ready()
+        on_progress("handing off", 0, num_requests)
+        await router.serve_all(on_served)
+        await router.count_leaks()
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(processes.finish)
-            alone = await _run_alone(options, completed, on_progress)
-    return DemoReport(options, served, alone, leaks)
+            tasks.start_soon(_compare, report, on_progress)
+            with _noted(report):
+                await processes.finish()
 
 
-async def _run_alone(
-    options: DemoOptions, prompts: set[str], on_progress: OnProgress
-) -> Mapping[str, list[Step]]:
-    """What the model generates without a handoff, in this process, by prompt."""
-    alone: dict[str, list[Step]] = {}
+async def _compare(report: DemoReport, on_progress: OnProgress) -> None:
+    """What the model generates without a handoff, in this process."""
+    prompts = sorted(report.not_compared)
     if not prompts:
-        return alone
+        return
     on_progress("running the model alone", 0, len(prompts))
-    generate = await anyio.to_thread.run_sync(_load_model, options)
-    for prompt in sorted(prompts):
-        alone[prompt] = await anyio.to_thread.run_sync(generate, prompt)
-        on_progress("running the model alone", len(alone), len(prompts))
-    return alone
+    generate = await anyio.to_thread.run_sync(_load_model, report.options)
+    for number, prompt in enumerate(prompts, start=1):
+        report.alone[prompt] = await anyio.to_thread.run_sync(generate, prompt)
+        on_progress("running the model alone", number, len(prompts))
 
 
 def _load_model(options: DemoOptions) -> Callable[[str], list[Step]]:
     """The reference. Loading torch takes a second, which would delay the start of the processes."""
     from kvbus.demo.generate import encode, generate_alone  # noqa: PLC0415 - see above
     from kvbus.demo.model import Transformer  # noqa: PLC0415 - see above
-    from kvbus.demo.model_config import ModelConfig  # noqa: PLC0415 - see above
 
-    model = Transformer(ModelConfig.of(options.model))
+    model = Transformer(options.model)
     return lambda prompt: generate_alone(
         model, encode(prompt), options.max_new_tokens, tokens_per_pass=options.prefill_chunk
     )
+
+
+@contextmanager
+def _noted(report: DemoReport) -> Iterator[None]:
+    """What goes wrong in the block is the report's trouble."""
+    try:
+        yield
+    except* KVBusError as errors:
+        report.trouble += [error.message for error in leaves(errors)]
+
+
+@contextmanager
+def _private_folder() -> Iterator[Path]:
+    """A folder of mode 0700 for configurations, sockets, and logs that nobody asked to keep.
+
+    It goes with the ``with`` block. In /tmp when TMPDIR is too long for the path of a Unix socket.
+    """
+    parent = tempfile.gettempdir()
+    if len(os.fsencode(parent)) + len(PREFIX) > MAX_FOLDER_BYTES - 10:
+        parent = "/tmp"  # noqa: S108 - made 0700, with a name that nobody else has
+    with tempfile.TemporaryDirectory(prefix=PREFIX, dir=parent) as folder:
+        yield Path(folder)

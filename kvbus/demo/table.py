@@ -1,9 +1,6 @@
-"""How a run of the demo looks on a terminal: a row for each request, then what it comes to.
+"""How a run of the demo looks on a terminal of 80 columns: its requests, what they come to."""
 
-Refuses to be wider than 80 columns.
-"""
-
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group
@@ -11,7 +8,7 @@ from rich.table import Table
 from rich.text import Text
 
 from kvbus.demo.options import num_tokens
-from kvbus.demo.outcome import DemoReport, Served
+from kvbus.demo.report import DemoReport, Served
 
 # Two lines each, so that a row fits into 80 columns.
 STAGES = {
@@ -62,28 +59,33 @@ def summary_lines(report: DemoReport) -> list[Text]:
             style=DONE if num_matched == num_requests else FAILED,
         ),
     ]
-    lines += [
-        Text(f"{count} failed: {why}", style=FAILED) for why, count in report.failures.items()
-    ]
     if report.handoffs:
         moved = f"moved {summary['bytes'] / 1e6:.1f} MB; a handoff took"
         lines.append(Text(f"{moved} {_quantiles(summary['handoff_ms'])}"))
         if options.prefill_chunk:
             after = _quantiles(summary["after_prefill_ms"])
             lines.append(Text(f"after the last chunk of a prefill it took {after}"))
-    return [*lines, _leak_line(report)]
+    return [*lines, *_last_lines(report)]
 
 
-def _leak_line(report: DemoReport) -> Text:
+def _last_lines(report: DemoReport) -> Iterator[Text]:
+    """What is not as it has to be, or that all came back."""
+    for why, count in report.failures.items():
+        yield Text(f"{count} failed: {why}", style=FAILED)
+    if report.num_unfinished:
+        yield Text(f"{report.num_unfinished} did not finish", style=FAILED)
     leaks = report.leaks
-    if not leaks.total:
-        return Text("every block came back", style=DONE)
-    return Text(
-        f"still held: {leaks.prefill_blocks} blocks of the prefill engine,"
-        f" {leaks.decode_blocks} of the decode engine,"
-        f" {leaks.offers} offers, {leaks.fetches} fetches",
-        style=FAILED,
-    )
+    if leaks is None:
+        yield Text("what is still held was not counted", style=FAILED)
+    elif leaks.total:
+        yield Text(
+            f"still held: {leaks.prefill_blocks} blocks of the prefill engine,"
+            f" {leaks.decode_blocks} of the decode engine,"
+            f" {leaks.offers} offers, {leaks.fetches} fetches",
+            style=FAILED,
+        )
+    else:
+        yield Text("every block came back", style=DONE)
 
 
 def _quantiles(ms: Mapping[str, float]) -> str:
@@ -110,4 +112,6 @@ def _cells(served: Served) -> list[str]:
 def _verdict(report: DemoReport, served: Served) -> Text:
     if served.failed is not None:
         return Text("failed", style=FAILED)
+    if served.decoded is None or served.prompt not in report.alone:
+        return Text("?", style=FAILED)  # it did not finish, or is not compared
     return Text("yes", style=DONE) if report.matches(served) else Text("NO", style=FAILED)

@@ -1,6 +1,6 @@
-"""Owns the weights of the demo's transformer: drawn from a seed, the same on every machine.
+"""The weights of the demo's transformer: drawn from a seed, the same on every machine.
 
-Refuses to be trained: what counts is that every byte of the cache has a say in the output.
+They are not trained: what counts is that every byte of the cache has a say in the output.
 
 Axes
     query_head    query heads of the model
@@ -8,15 +8,14 @@ Axes
     hidden, vocab the residual stream, the logits
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from math import sqrt
 
 import torch
 from torch import Tensor
 
-from kvbus.demo.model_config import ModelConfig
-from kvbus.demo.shape import Attention
+from kvbus.demo.model_config import Attention, ModelConfig
 from kvbus.geometry import KvPart
 
 COMPUTE_DTYPE = torch.float64
@@ -46,46 +45,6 @@ class LayerWeights:
     raised: Mapping[KvPart, Tensor]
 
 
-class Seeded:
-    """Draws random weights that keep the variance of what passes through them."""
-
-    def __init__(self, config: ModelConfig) -> None:
-        self._config = config
-        self._generator = torch.Generator().manual_seed(config.seed)
-
-    def projection(self, num_in: int, num_out: int, gain: float = 1.0) -> Tensor:
-        """[in, out]; variance one becomes ``gain`` squared."""
-        drawn = torch.randn(num_in, num_out, generator=self._generator, dtype=COMPUTE_DTYPE)
-        return drawn * (gain / sqrt(num_in))
-
-    def layer(self) -> LayerWeights:
-        """The next layer's."""
-        config = self._config
-        hidden, inner = config.hidden, config.intermediate
-        query_width = config.num_query_heads * config.head_dim
-        cache_width = config.cache_heads * config.cache_dim
-        return LayerWeights(
-            query=self.projection(hidden, query_width, QUERY_GAIN),
-            cached={part: self.projection(hidden, cache_width) for part in config.parts},
-            output=self.projection(query_width, hidden, OUTPUT_GAIN),
-            gate=self.projection(hidden, inner),
-            up=self.projection(hidden, inner),
-            down=self.projection(inner, hidden, DOWN_GAIN),
-            raised=self._raised() if config.attention is Attention.MLA else {},
-        )
-
-    def _raised(self) -> dict[KvPart, Tensor]:
-        config = self._config
-        width = config.num_query_heads * config.head_dim
-        return {
-            part: self.projection(config.latent_dim, width)
-            .view(config.latent_dim, config.num_query_heads, config.head_dim)
-            .transpose(0, 1)
-            .contiguous()
-            for part in (KvPart.KEY, KvPart.VALUE)
-        }
-
-
 @dataclass(frozen=True)
 class Weights:
     """``embedding`` is [vocab, hidden], ``logits`` [hidden, vocab]."""
@@ -97,9 +56,36 @@ class Weights:
     @classmethod
     def seeded(cls, config: ModelConfig) -> "Weights":
         """The weights of ``config.seed``; same seed, same weights."""
-        draw = Seeded(config)
+        generator = torch.Generator().manual_seed(config.seed)
+
+        def draw(num_in: int, num_out: int, gain: float = 1.0) -> Tensor:
+            """[in, out]; what passes through has its variance times ``gain`` squared."""
+            drawn = torch.randn(num_in, num_out, generator=generator, dtype=COMPUTE_DTYPE)
+            return drawn * (gain / sqrt(num_in))
+
         return cls(
-            embedding=draw.projection(config.vocab, config.hidden, sqrt(config.vocab)),
-            layers=tuple(draw.layer() for _ in range(config.num_layers)),
-            logits=draw.projection(config.hidden, config.vocab),
+            embedding=draw(config.vocab, config.hidden, sqrt(config.vocab)),
+            layers=tuple(_layer(config, draw) for _ in range(config.num_layers)),
+            logits=draw(config.hidden, config.vocab),
         )
+
+
+def _layer(config: ModelConfig, draw: Callable[..., Tensor]) -> LayerWeights:
+    hidden, inner, num_heads = config.hidden, config.intermediate, config.num_query_heads
+    query_width = num_heads * config.head_dim
+    raised_parts = (KvPart.KEY, KvPart.VALUE) if config.attention is Attention.MLA else ()
+    return LayerWeights(
+        query=draw(hidden, query_width, QUERY_GAIN),
+        cached={p: draw(hidden, config.cache_heads * config.cache_dim) for p in config.parts},
+        output=draw(query_width, hidden, OUTPUT_GAIN),
+        gate=draw(hidden, inner),
+        up=draw(hidden, inner),
+        down=draw(inner, hidden, DOWN_GAIN),
+        raised={
+            part: draw(config.latent_dim, query_width)
+            .view(config.latent_dim, num_heads, config.head_dim)
+            .transpose(0, 1)
+            .contiguous()
+            for part in raised_parts
+        },
+    )

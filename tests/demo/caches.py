@@ -7,15 +7,14 @@ from random import Random
 
 from torch import Tensor
 
+from kvbus.demo.blocks import Tables, decode_blocks, prefill_blocks
 from kvbus.demo.engine import engine_spec
-from kvbus.demo.generate import decode, encode, prefill_prompt
+from kvbus.demo.generate import Generation, encode
+from kvbus.demo.messages import EngineSetup, Step
 from kvbus.demo.model import Transformer
-from kvbus.demo.model_config import ModelConfig
-from kvbus.demo.paged_cache import PagedKV, Tables
-from kvbus.demo.request_blocks import decode_blocks, prefill_blocks
-from kvbus.demo.shape import Attention, ModelShape, Side
-from kvbus.demo.step import Step
-from kvbus.demo.work import EngineSetup
+from kvbus.demo.model_config import Attention, ModelConfig
+from kvbus.demo.options import EngineShape
+from kvbus.demo.paged_cache import PagedKV
 from kvbus.geometry import BlockTable, GroupSpec, KvPart
 
 
@@ -37,21 +36,29 @@ PROMPT = PROMPT[:200]
 NUM_STEPS = 4
 
 KINDS = {
-    "gqa": ModelShape(),
-    "six-heads": ModelShape(kv_heads=6),
-    "one-head": ModelShape(kv_heads=1),
-    "mla": ModelShape(attention=Attention.MLA),
-    "window": ModelShape(window=40),
-    "mla-window": ModelShape(attention=Attention.MLA, window=17),
+    "gqa": ModelConfig(),
+    "six-heads": ModelConfig(kv_heads=6),
+    "one-head": ModelConfig(kv_heads=1),
+    "mla": ModelConfig(attention=Attention.MLA),
+    "window": ModelConfig(window=40),
+    "mla-window": ModelConfig(attention=Attention.MLA, window=17),
 }
 
 
-def setup_of(side: Side) -> EngineSetup:
+def last_step(
+    generation: Generation, prompt: list[int], tokens_per_pass: int | None = None
+) -> Step:
+    """The first token of the output, after all passes of the prefill side."""
+    *_, (_, step) = generation.prefill(prompt, tokens_per_pass)
+    return step
+
+
+def setup_of(shape: EngineShape) -> EngineSetup:
     return EngineSetup(
         engine_id="engine-0",
         attach_path="/nowhere",
-        model=ModelShape(),
-        side=side,
+        model=ModelConfig(),
+        shape=shape,
         concurrency=1,
         max_prompt_tokens=len(PROMPT),
         max_new_tokens=NUM_STEPS,
@@ -59,7 +66,7 @@ def setup_of(side: Side) -> EngineSetup:
 
 
 @dataclass(frozen=True)
-class Engine:
+class CachedRequest:
     """A poisoned cache and the blocks that one request has in it."""
 
     model: Transformer
@@ -69,19 +76,19 @@ class Engine:
 
     @classmethod
     def shuffled(
-        cls, model: Transformer, *, side: Side, seed: int, tail_only: bool = False
-    ) -> "Engine":
+        cls, model: Transformer, *, shape: EngineShape, seed: int, tail_only: bool = False
+    ) -> "CachedRequest":
         """With ``tail_only``, it has no blocks for what a window has left behind."""
-        groups = engine_spec(setup_of(side), model.config).groups
+        groups = engine_spec(setup_of(shape), model.config).groups
         num_blocks = 5 + max(
             len(prefill_blocks(group, len(PROMPT) + NUM_STEPS)) for group in groups
         )
         kv = PagedKV.private(
             model.config,
             num_blocks=num_blocks,
-            block_size=side.block_size,
-            tp=side.tp,
-            pp=side.pp,
+            block_size=shape.block_size,
+            tp=shape.tp,
+            pp=shape.pp,
         )
         random, tables = Random(seed), {}
         for group in groups:
@@ -95,18 +102,14 @@ class Engine:
     def table(self, layer: int) -> BlockTable:
         return self.tables[self.model.config.group_of(layer)]
 
-    def prefill(self) -> Step:
-        return prefill_prompt(self.model, self.kv, self.tables, prompt=PROMPT)
+    def generation(self) -> Generation:
+        return Generation(self.model, self.kv, self.tables)
 
-    def decode(self, first: Step, tables: Tables | None = None) -> list[Step]:
-        return decode(
-            self.model,
-            self.kv,
-            tables or self.tables,
-            first_token=first.token,
-            position=len(PROMPT),
-            num_steps=NUM_STEPS,
-        )
+    def prefill(self) -> Step:
+        return last_step(self.generation(), PROMPT)
+
+    def decode(self, first: Step) -> list[Step]:
+        return self.generation().decode(first.token, len(PROMPT), NUM_STEPS)
 
     def view(self, layer: int, part: KvPart = KvPart.KEY) -> Tensor:
         """That of the first rank that has the layer."""

@@ -6,11 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbus.demo.block_pool import BlockPool, BlockPools
-from kvbus.demo.request_blocks import decode_blocks, most_decode_blocks
-from kvbus.demo.shape import ModelShape, Side
-from kvbus.demo.work import EngineSetup
-from kvbus.geometry import GroupSpec
+from kvbus.demo.blocks import BlockPool, Tables, decode_blocks, most_decode_blocks
+from kvbus.demo.messages import EngineSetup
+from kvbus.demo.model_config import ModelConfig
+from kvbus.demo.options import EngineShape
+from kvbus.errors import LocalError
+from kvbus.geometry import BlockTable, GroupSpec
 
 
 @pytest.fixture
@@ -18,20 +19,28 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
+async def take(pool: BlockPool, num_blocks: int) -> Tables:
+    return await pool.take({"full": range(num_blocks)})
+
+
+def ids(tables: Tables) -> list[int]:
+    return tables["full"].array().tolist()
+
+
 @pytest.mark.anyio
 async def test_the_first_that_waits_is_the_first_that_gets_blocks() -> None:
-    pool = BlockPool(4, seed="a")
-    held = await pool.take(3)
+    pool = BlockPool({"full": 4}, seed="a")
+    held = await take(pool, 3)
     got: list[str] = []
 
-    async def take(name: str, num_blocks: int) -> None:
-        await pool.take(num_blocks)
+    async def wait(name: str, num_blocks: int) -> None:
+        await take(pool, num_blocks)
         got.append(name)
 
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(take, "large", 3)
+        tasks.start_soon(wait, "large", 3)
         await anyio.wait_all_tasks_blocked()
-        tasks.start_soon(take, "small", 1)
+        tasks.start_soon(wait, "small", 1)
         await anyio.wait_all_tasks_blocked()
         before = list(got)
         pool.give(held)
@@ -42,8 +51,8 @@ async def test_the_first_that_waits_is_the_first_that_gets_blocks() -> None:
 
 @pytest.mark.anyio
 async def test_all_free_waits_for_the_last_block() -> None:
-    pool = BlockPool(3, seed="a")
-    first, second = await pool.take(1), await pool.take(2)
+    pool = BlockPool({"full": 3}, seed="a")
+    first, second = await take(pool, 1), await take(pool, 2)
     pool.give(first)
 
     with anyio.move_on_after(0) as waiting:
@@ -58,7 +67,9 @@ async def test_all_free_waits_for_the_last_block() -> None:
 
 @pytest.mark.anyio
 async def test_two_engines_give_out_their_blocks_in_different_orders() -> None:
-    orders = [await BlockPool(64, seed=seed).take(64) for seed in ("prefill", "decode")]
+    pools = [BlockPool({"full": 64}, seed=seed) for seed in ("prefill", "decode")]
+
+    orders = [ids(await take(pool, 64)) for pool in pools]
 
     assert sorted(orders[0]) == sorted(orders[1]) == list(range(64))
     assert orders[0] != orders[1]
@@ -67,30 +78,29 @@ async def test_two_engines_give_out_their_blocks_in_different_orders() -> None:
 
 @pytest.mark.anyio
 async def test_a_request_gets_a_table_of_each_group_that_starts_where_it_asked() -> None:
-    pools = BlockPools({"full": 8, "window": 4}, seed="a")
+    pool = BlockPool({"full": 8, "window": 4}, seed="a")
 
-    tables = await pools.take({"full": range(5), "window": range(3, 5)})
-    held = pools.num_held
-    pools.give(tables)
-    await pools.all_free()
+    tables = await pool.take({"full": range(5), "window": range(3, 5)})
+    held = pool.num_held
+    pool.give(tables)
 
     shapes = {group: (table.first_block, len(table)) for group, table in tables.items()}
     assert shapes == {"full": (0, 5), "window": (3, 2)}
-    assert (held, pools.num_held) == (7, 0)
+    assert (held, pool.num_held) == (7, 0)
 
 
 @pytest.mark.anyio
 async def test_requests_that_want_the_same_groups_in_another_order_do_not_wait_for_each_other() -> (
     None
 ):
-    pools = BlockPools({"full": 2, "window": 2}, seed="a")
+    pool = BlockPool({"full": 2, "window": 2}, seed="a")
     served: list[int] = []
 
     async def serve(number: int) -> None:
         names = ("full", "window") if number % 2 else ("window", "full")
-        tables = await pools.take({name: range(2) for name in names})
+        tables = await pool.take({name: range(2) for name in names})
         await anyio.lowlevel.checkpoint()
-        pools.give(tables)
+        pool.give(tables)
         served.append(number)
 
     with anyio.fail_after(10):
@@ -99,6 +109,54 @@ async def test_requests_that_want_the_same_groups_in_another_order_do_not_wait_f
                 tasks.start_soon(serve, number)
 
     assert sorted(served) == list(range(6))
+
+
+@given(
+    num_blocks=st.integers(1, 12),
+    choices=st.lists(st.tuples(st.booleans(), st.integers(0, 6)), max_size=30),
+)
+def test_no_block_ever_has_two_owners_and_none_is_lost(
+    num_blocks: int, choices: list[tuple[bool, int]]
+) -> None:
+    async def run() -> None:
+        pool = BlockPool({"full": num_blocks}, seed="a")
+        owned: list[Tables] = []
+        for takes, amount in choices:
+            if takes and amount <= num_blocks - pool.num_held:
+                owned.append(await take(pool, amount))
+            elif not takes and owned:
+                pool.give(owned.pop(amount % len(owned)))
+            held = [block for tables in owned for block in ids(tables)]
+
+            assert len(set(held)) == len(held) == pool.num_held
+            assert set(held) <= set(range(num_blocks))
+
+    anyio.run(run)
+
+
+@pytest.mark.anyio
+async def test_a_request_that_the_whole_cache_does_not_hold_is_refused_and_takes_nothing() -> None:
+    pool = BlockPool({"full": 8, "window": 4}, seed="a")
+
+    with pytest.raises(LocalError, match="5 blocks of group 'window' are wanted, the cache has 4"):
+        await pool.take({"full": range(5), "window": range(5)})
+
+    assert pool.num_held == 0
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize("returned", ["free", "twice", "one of two", "unknown"])
+async def test_a_double_free_is_an_error_and_frees_nothing(returned: str) -> None:
+    pool = BlockPool({"full": 3}, seed="a")
+    first, second = await take(pool, 1), await take(pool, 1)
+    pool.give(first)
+    [free], [held] = ids(first), ids(second)
+    table = {"free": [free], "twice": [held, held], "one of two": [held, free], "unknown": [99]}
+
+    with pytest.raises(LocalError, match="double free"):
+        pool.give({"full": BlockTable.of(table[returned])})
+
+    assert pool.num_held == 1
 
 
 @given(
@@ -114,8 +172,8 @@ def test_the_decode_side_has_the_blocks_that_it_reads_or_fills_and_no_others(
     setup = EngineSetup(
         engine_id="e",
         attach_path="/nowhere",
-        model=ModelShape(),
-        side=Side(),
+        model=ModelConfig(),
+        shape=EngineShape(),
         concurrency=1,
         max_prompt_tokens=60,
         max_new_tokens=num_new,

@@ -12,11 +12,12 @@ from typer.testing import CliRunner, Result
 from kvbus.cli import app
 from kvbus.demo import command
 from kvbus.demo.arguments import MAX_KV_HEADS
-from kvbus.demo.model_config import ModelConfig
-from kvbus.demo.options import MAX_TOKENS, DemoOptions
-from kvbus.demo.outcome import DemoReport, Leaks
+from kvbus.demo.messages import Decoded, Failed, Prefilled, Step
+from kvbus.demo.model_config import MAX_TP, Attention, ModelConfig
+from kvbus.demo.options import DemoOptions, EngineShape, Layout, ReadPath
 from kvbus.demo.processes import write_agent_config
-from kvbus.demo.shape import MAX_TP, NUM_LAYERS, Attention, Layout, ModelShape, ReadPath, Side
+from kvbus.demo.report import DemoReport, Leaks, Served
+from kvbus.protocol.engine import StageTimes
 from tests.agents import Agents, agents_ended
 
 
@@ -69,12 +70,11 @@ def test_the_version_is_that_of_the_package() -> None:
     assert result.output.startswith("kvbus 0.")
 
 
-def test_the_driver_knows_the_bounds_of_the_model() -> None:
-    models = [ModelConfig.of(ModelShape(kv_heads=heads)) for heads in range(1, MAX_KV_HEADS + 1)]
+def test_the_model_has_a_query_head_for_each_rank_whatever_its_kv_heads() -> None:
+    models = [ModelConfig(kv_heads=heads) for heads in range(1, MAX_KV_HEADS + 1)]
 
-    assert {model.max_tokens for model in models} == {MAX_TOKENS}
-    assert {model.num_layers for model in models} == {NUM_LAYERS}
     assert min(model.num_query_heads for model in models) == MAX_TP
+    assert [model.num_query_heads % model.kv_heads for model in models] == [0] * MAX_KV_HEADS
 
 
 @pytest.fixture
@@ -82,11 +82,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[DemoOptions]:
     """What runs were asked for; none is started."""
     runs: list[DemoOptions] = []
 
-    def ask(options: DemoOptions) -> DemoReport:
+    async def run(options: DemoOptions, _: object) -> DemoReport:
         runs.append(options)
-        return DemoReport(options, [], {}, Leaks(0, 0, 0, 0))
+        return DemoReport(options, leaks=Leaks(0, 0, 0, 0))
 
-    monkeypatch.setattr(command, "_run", ask)
+    monkeypatch.setattr(command, "run_demo", run)
     return runs
 
 
@@ -102,13 +102,16 @@ def test_the_options_of_both_engines_are_for_each_that_has_none_of_its_own(
         kvbus("demo", "--decode-cross-layer", "--prefill-tp", "3", "--decode-pp", "2"),
     ]
 
-    hnd = Side(layout=Layout.HND, block_size=48)
-    assert [result.exit_code for result in results] == [0, 0, 0, 0]
+    hnd = EngineShape(layout=Layout.HND, block_size=48)
+    assert [result.exit_code for result in results] == [1, 1, 1, 1]  # nothing was served
     assert [(run.prefill, run.decode) for run in asked] == [
         (hnd, hnd),
-        (Side(layout=Layout.NHD, block_size=48), Side(layout=Layout.HND, block_size=5)),
-        (Side(cross_layer=True), Side(cross_layer=True)),
-        (Side(tp=3), Side(pp=2, cross_layer=True)),
+        (
+            EngineShape(layout=Layout.NHD, block_size=48),
+            EngineShape(layout=Layout.HND, block_size=5),
+        ),
+        (EngineShape(cross_layer=True), EngineShape(cross_layer=True)),
+        (EngineShape(tp=3), EngineShape(pp=2, cross_layer=True)),
     ]
 
 
@@ -119,8 +122,8 @@ def test_the_options_of_the_model_and_of_the_handoff_reach_the_run(
     kvbus("demo", "--attention", "mla", "--prefill-chunk", "32")
 
     assert [run.model for run in asked] == [
-        ModelShape(seed=3, kv_heads=6, window=40),
-        ModelShape(attention=Attention.MLA),
+        ModelConfig(seed=3, kv_heads=6, window=40),
+        ModelConfig(attention=Attention.MLA),
     ]
     assert [(run.path, run.prefill_chunk) for run in asked] == [
         (ReadPath.PACKED, None),
@@ -137,6 +140,34 @@ def test_the_json_says_what_was_run(asked: list[DemoOptions]) -> None:
     assert figures["decode"] == {"tp": 2, **shape}
     assert figures["model"] == {"seed": 0, "attention": "mla", "kv_heads": 4, "window": None}
     assert (figures["path"], figures["prefill_chunk"]) == ("direct", None)
+
+
+def test_a_run_that_ended_early_shows_what_it_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One output is as it has to be, one request failed, one is on its way, one has not begun."""
+    steps, stages = [Step(1, "a"), Step(2, "b")], StageTimes(0.1, 0.1, 0.1, 0.1, 0.1)
+
+    async def run(options: DemoOptions, _: object) -> DemoReport:
+        prefilled = Prefilled("r", steps[0], 3, 0.0)
+        decoded = Decoded("r", steps[1:], 4096, "direct", 0.5, 0.5, stages)
+        served = [
+            Served("r", "prompt", prefilled, decoded),
+            Served("r", "prompt", failed=Failed("r", "busy", "no room")),
+            Served("r", "prompt", prefilled),
+        ]
+        trouble = ["the decode agent was ended"]
+        return DemoReport(options, served, alone={"prompt": steps}, trouble=trouble)
+
+    monkeypatch.setattr(command, "run_demo", run)
+
+    result = kvbus("demo", "--requests", "4", "--json")
+
+    figures = json.loads(result.stdout.splitlines()[-1])
+    assert result.exit_code == 1
+    assert result.stderr == "error: the decode agent was ended\n"
+    assert [figures[key] for key in ("requests", "matched", "failed", "unfinished")] == [4, 1, 1, 2]
+    assert (figures["trouble"], figures["leaked_blocks"]) == (["the decode agent was ended"], None)
+    for said in ("1 of 4 outputs equal", "1 failed: busy: no room", "2 did not finish", "?"):
+        assert said in result.stdout
 
 
 @pytest.mark.parametrize("path", ReadPath)

@@ -1,12 +1,16 @@
 """`kvbus demo`: two agents, two engines, real NIXL, and every output as of one engine alone."""
 
+import json
 import os
 import signal
 from pathlib import Path
 
 import pytest
 
+from tests.agents import wait_until
 from tests.demo.conftest import Demo
+
+pytestmark = pytest.mark.timeout(300)  # four processes start, which takes long on a busy machine
 
 
 def options(text: str, prefix: str = "") -> list[str]:
@@ -81,9 +85,10 @@ def test_ctrl_c_ends_every_process_and_leaves_no_files(demo: Demo) -> None:
     children = run.wait_mid_run()
 
     run.signal(signal.SIGINT)
-    status, _, stderr = run.end()
+    status, stdout, stderr = run.end()
 
     assert len(children) == 4
+    assert " did not finish" in stdout
     assert [pid for pid in children if Path(f"/proc/{pid}").exists()] == []
     assert run.left_files() == []
     assert status == 128 + signal.SIGINT
@@ -92,16 +97,56 @@ def test_ctrl_c_ends_every_process_and_leaves_no_files(demo: Demo) -> None:
 
 
 def test_a_killed_agent_is_named_with_its_end_and_its_last_words(demo: Demo) -> None:
-    run = demo.start(*ENDLESS)
+    run = demo.start(*ENDLESS, "--json")
     children = run.wait_mid_run()
 
     [agent] = [pid for pid, command in children.items() if "kvbus_prefill" in command]
     os.kill(agent, signal.SIGKILL)
-    status, _, stderr = run.end()
+    status, stdout, stderr = run.end()
 
     assert status == 1
+    figures = json.loads(stdout.splitlines()[-1])
+    assert figures["matched"] >= 1
+    assert figures["matched"] + figures["failed"] + figures["unfinished"] == figures["requests"]
     assert f"the prefill agent (process {agent}) was ended by SIGKILL" in stderr
     assert '"offer.released"' in stderr
     assert "Traceback" not in stderr
     assert [pid for pid in children if Path(f"/proc/{pid}").exists()] == []
     assert run.left_files() == []
+
+
+def test_no_process_outlives_a_driver_that_is_killed(demo: Demo) -> None:
+    run = demo.start(*ENDLESS)
+    children = run.wait_mid_run()
+
+    run.signal(signal.SIGKILL)
+    run.end()
+
+    assert len(children) == 4
+    wait_until(lambda: not any(map(runs, children)), "all of them end", within_s=10.0)
+
+
+def test_a_run_in_which_nothing_goes_on_is_given_up_with_what_it_has(
+    demo: Demo,
+) -> None:
+    run = demo.start(*ENDLESS, "--json", stall_s=5.0)
+    children = run.wait_mid_run()
+
+    for pid in children:
+        os.kill(pid, signal.SIGSTOP)
+    status, stdout, stderr = run.end()
+
+    figures = json.loads(stdout.splitlines()[-1])
+    assert (status, figures["trouble"]) == (1, ["nothing has gone on for 5 s"])
+    assert figures["matched"] >= 1
+    assert "error: nothing has gone on" in stderr
+    assert not any(map(runs, children))
+
+
+def runs(pid: int) -> bool:
+    """Whether there is such a process that has not ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+    return stat.rpartition(")")[2].split()[0] not in "ZX"

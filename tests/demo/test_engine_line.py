@@ -1,18 +1,15 @@
-"""The driver's end of an engine: each answer reaches who waits for it, a failure all of them."""
+"""The driver's end of an engine: each answer reaches who waits for it, in order."""
 
 import contextlib
+import socket
 from collections.abc import AsyncIterator
-from types import SimpleNamespace
-from typing import Any, cast
 
 import anyio
-import msgspec
 import pytest
-from anyio.abc import ObjectSendStream
 
-from kvbus.demo.engine_line import EngineLine
-from kvbus.demo.step import Step
-from kvbus.demo.work import Answer, Failed, Offered, Prefilled
+from kvbus.demo.line import Line
+from kvbus.demo.messages import Answer, Failed, FirstToken, Offered, Prefilled, Step, Work
+from kvbus.demo.processes import EngineLine
 from kvbus.errors import ProtocolError
 
 OFFERED = Offered("a", {"offer_id": "1"})
@@ -26,54 +23,72 @@ def anyio_backend() -> str:
 
 
 @contextlib.asynccontextmanager
-async def line() -> AsyncIterator[tuple[EngineLine, ObjectSendStream[bytes]]]:
-    """A line and the other end of its engine's stdout; what it writes is dropped."""
-    stdin, _dropped = anyio.create_memory_object_stream[bytes](8)
-    write, stdout = anyio.create_memory_object_stream[bytes](8)
-    process = SimpleNamespace(stdin=stdin, stdout=stdout)
-    child = cast(Any, SimpleNamespace(name="engine", process=process))
-    async with anyio.create_task_group() as tasks, stdin, _dropped, write, stdout:
-        engine = EngineLine(child)
-        tasks.start_soon(engine.listen)
-        yield engine, write
-        tasks.cancel_scope.cancel()
-
-
-def lines(*answers: Answer) -> bytes:
-    return b"".join(msgspec.json.encode(one) + b"\n" for one in answers)
+async def lines() -> AsyncIterator[tuple[EngineLine, Line[Work]]]:
+    """Both ends of a line; the driver listens."""
+    ours, theirs = socket.socketpair()
+    driver, engine = EngineLine(await Line.over(ours, Answer)), await Line.over(theirs, Work)
+    try:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(driver.listen)
+            yield driver, engine
+            tasks.cancel_scope.cancel()
+    finally:
+        driver.close()
+        engine.close()
 
 
 @pytest.mark.anyio
-async def test_two_answers_that_come_at_once_reach_who_waits_for_each() -> None:
-    async with line() as (engine, stdout):
-        offering, prefilling = engine.expect("a", Offered), engine.expect("a", Prefilled)
-        await stdout.send(lines(OFFERED, PREFILLED))
-        offered, prefilled = await offering, await prefilling
+async def test_answers_that_come_at_once_reach_who_waits_for_each() -> None:
+    other = Offered("b", {"offer_id": "2"})
+    async with lines() as (driver, engine):
+        for answer in (OFFERED, other, PREFILLED):
+            await engine.send(answer)
+        got = [
+            await driver.answer("a", Offered),
+            await driver.answer("a", Prefilled),
+            await driver.answer("b", Offered),
+        ]
 
-    assert (offered, prefilled) == (OFFERED, PREFILLED)
-
-
-@pytest.mark.anyio
-async def test_a_failure_is_the_answer_to_all_that_waits_for_its_request() -> None:
-    async with line() as (engine, stdout):
-        other = engine.expect("b", Offered)
-        offering, prefilling = engine.expect("a", Offered), engine.expect("a", Prefilled)
-        await stdout.send(lines(FAILED))
-        offered, prefilled = await offering, await prefilling
-
-    assert (offered, prefilled) == (FAILED, FAILED)
-    assert not other.done()
+    assert got == [OFFERED, PREFILLED, other]
 
 
 @pytest.mark.anyio
-async def test_an_answer_of_a_kind_that_nobody_waits_for_is_an_error() -> None:
+async def test_a_failure_is_the_answer_whatever_was_waited_for() -> None:
+    async with lines() as (driver, engine):
+        await engine.send(FAILED)
+        got = await driver.answer("a", Offered)
+
+    assert got == FAILED
+
+
+@pytest.mark.anyio
+async def test_an_answer_of_another_kind_is_an_error() -> None:
+    async with lines() as (driver, engine):
+        await engine.send(OFFERED)
+        with pytest.raises(ProtocolError, match="an engine answered Offered to 'a'"):
+            await driver.answer("a", Prefilled)
+
+
+@pytest.mark.anyio
+async def test_a_line_that_is_no_message_is_an_error() -> None:
     async def run() -> None:
-        async with line() as (engine, stdout):
-            engine.expect("a", Prefilled)
-            await stdout.send(lines(OFFERED))
+        async with lines() as (_, engine):
+            await engine.send({"type": "nonsense"})
             await anyio.sleep_forever()
 
     with pytest.raises(ExceptionGroup) as caught:
         await run()
 
-    assert caught.group_contains(ProtocolError, match="the engine answered Offered")
+    assert caught.group_contains(ProtocolError, match="nonsense")
+
+
+@pytest.mark.anyio
+async def test_an_engine_gets_work_until_the_driver_closes_the_line() -> None:
+    work = [FirstToken("a", 7), FirstToken("b", 8)]
+    async with lines() as (driver, engine):
+        for one in work:
+            await driver.tell(one)
+        driver.close()
+        got = [one async for one in engine]
+
+    assert got == work

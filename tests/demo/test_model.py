@@ -11,15 +11,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbus.demo.generate import decode, encode, generate_alone, prefill_prompt
+from kvbus.demo.generate import Generation, encode, generate_alone
+from kvbus.demo.messages import Step
 from kvbus.demo.model import Transformer, one_thread
-from kvbus.demo.model_config import ModelConfig
+from kvbus.demo.model_config import Attention, ModelConfig
 from kvbus.demo.paged_cache import LayerViews, PagedKV
-from kvbus.demo.shape import Attention
-from kvbus.demo.step import Step
-from kvbus.errors import ConfigError, LocalError
+from kvbus.errors import LocalError
 from kvbus.geometry import KvPart, held_heads
-from tests.demo.caches import poisoned, tables
+from tests.demo.caches import last_step, poisoned, tables
 
 PROMPT = encode("The prefill engine reads the prompt once; the decode engine never does. " * 2)
 NUM_STEPS = 8
@@ -47,14 +46,9 @@ def generate(
     model: Transformer, kv: PagedKV, block_ids: list[int], tokens_per_pass: int | None = None
 ) -> list[Step]:
     """Like `generate_alone`, in a given cache."""
-    at = tables(model.config, block_ids)
-    first = prefill_prompt(model, kv, at, prompt=SMALL_PROMPT, tokens_per_pass=tokens_per_pass)
-    position = len(SMALL_PROMPT)
-    num_steps = NUM_STEPS - 1
-    return [
-        first,
-        *decode(model, kv, at, first_token=first.token, position=position, num_steps=num_steps),
-    ]
+    generation = Generation(model, kv, tables(model.config, block_ids))
+    first = last_step(generation, SMALL_PROMPT, tokens_per_pass)
+    return [first, *generation.decode(first.token, len(SMALL_PROMPT), NUM_STEPS - 1)]
 
 
 @pytest.mark.parametrize("position", [0, 40, len(PROMPT) - 1])
@@ -121,6 +115,7 @@ def test_output_is_bitwise_the_same_whatever_the_tensor_and_pipeline_parallelism
 
 
 NUM_BLOCKS, BLOCK_SIZE = 16, 4
+DTYPE = torch.bfloat16
 GQA = Transformer(SMALL)
 # Name of the storage's axes → how [block, slot, head, dim] of a layer's K or V is read from it.
 STORAGE_ORDERS = {
@@ -142,13 +137,13 @@ def strided(order: str, tp: int, offset_bytes: int) -> PagedKV:
             "kv": 2,
             "block": NUM_BLOCKS,
             "slot": BLOCK_SIZE,
-            "head": len(held_heads(rank, tp, SMALL.num_kv_heads)),
+            "head": len(held_heads(rank, tp, SMALL.kv_heads)),
             "dim": SMALL.head_dim,
         }
         axes = order.split()
         num_elements = math.prod(sizes.values())
-        memory = bytearray(num_elements * SMALL.kv_dtype.itemsize + offset_bytes)
-        storage = torch.frombuffer(memory, dtype=SMALL.kv_dtype, offset=offset_bytes)
+        memory = bytearray(num_elements * DTYPE.itemsize + offset_bytes)
+        storage = torch.frombuffer(memory, dtype=DTYPE, offset=offset_bytes)
         view = storage.view([sizes[axis] for axis in axes]).permute(
             [axes.index(axis) for axis in ("layer", "kv", "block", "slot", "head", "dim")]
         )
@@ -201,18 +196,13 @@ def test_prefill_passes_give_the_steps_of_the_reference_with_the_same_passes(
 
 def test_a_second_request_in_the_same_cache_changes_nothing(small: Transformer) -> None:
     kv = PagedKV.private(small.config, num_blocks=24, block_size=4)
-    mine, others = (tables(small.config, range(first, 24, 2)) for first in (0, 1))
-    first = prefill_prompt(small, kv, mine, prompt=SMALL_PROMPT)
-    prefill_prompt(small, kv, others, prompt=PROMPT[40:80])
-
-    steps = decode(
-        small,
-        kv,
-        mine,
-        first_token=first.token,
-        position=len(SMALL_PROMPT),
-        num_steps=NUM_STEPS - 1,
+    mine, others = (
+        Generation(small, kv, tables(small.config, range(first, 24, 2))) for first in (0, 1)
     )
+    first = last_step(mine, SMALL_PROMPT)
+    last_step(others, PROMPT[40:80])
+
+    steps = mine.decode(first.token, len(SMALL_PROMPT), NUM_STEPS - 1)
 
     assert [first, *steps] == generate_alone(small, SMALL_PROMPT, NUM_STEPS)
 
@@ -264,22 +254,3 @@ def test_tokens_that_the_model_has_no_place_for_are_refused(
 def test_an_empty_prompt_is_refused(small: Transformer) -> None:
     with pytest.raises(LocalError, match="no tokens"):
         generate_alone(small, [], 1)
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("num_layers", 0),
-        ("num_kv_heads", 3),
-        ("head_dim", 15),
-        ("rope_theta", -1.0),
-        ("kv_dtype", torch.int8),
-        ("window", 0),
-        ("latent_dim", 0),
-    ],
-)
-def test_a_shape_that_attention_cannot_have_is_refused(key: str, value: object) -> None:
-    with pytest.raises(ConfigError) as caught:
-        ModelConfig(**{key: value})  # type: ignore[arg-type]  # on purpose
-
-    assert caught.value.detail["key"] in {key, "num_query_heads"}

@@ -6,19 +6,16 @@ from random import Random
 import pytest
 import torch
 
-from kvbus.demo import engine as demo_engine
-from kvbus.demo.block_pool import BlockPools
 from kvbus.demo.decode_engine import flip_one_byte
-from kvbus.demo.engine import engine_spec
 from kvbus.demo.generate import generate_alone
+from kvbus.demo.messages import Step
 from kvbus.demo.model import Transformer
-from kvbus.demo.model_config import ModelConfig
+from kvbus.demo.model_config import Attention, ModelConfig
+from kvbus.demo.options import EngineShape
 from kvbus.demo.paged_cache import slots
-from kvbus.demo.shape import Attention, ModelShape, Side
-from kvbus.demo.step import Step
-from tests.demo.caches import KINDS, NUM_STEPS, PROMPT, Engine, setup_of
+from tests.demo.caches import KINDS, NUM_STEPS, PROMPT, CachedRequest
 
-NUM_FLIPS = 60
+NUM_FLIPS = 24
 
 
 @pytest.fixture(scope="module")
@@ -33,29 +30,29 @@ def alone(model: Transformer) -> list[Step]:
 
 @pytest.fixture(scope="module", params=KINDS.values(), ids=KINDS)
 def kind(request: pytest.FixtureRequest) -> tuple[Transformer, list[Step]]:
-    model = Transformer(ModelConfig.of(request.param))
+    model = Transformer(request.param)
     return model, generate_alone(model, PROMPT, 1 + NUM_STEPS)
 
 
 @pytest.mark.parametrize(
     ("shape", "kv_dtype", "tp", "byte"),
     [
-        (ModelShape(), torch.bfloat16, 1, "lowest"),
-        (ModelShape(), torch.bfloat16, 8, "lowest"),
-        (ModelShape(), torch.bfloat16, 8, "highest"),
-        (ModelShape(), torch.float16, 1, "lowest"),
-        (ModelShape(kv_heads=6), torch.bfloat16, 1, "lowest"),
-        (ModelShape(attention=Attention.MLA), torch.bfloat16, 8, "lowest"),
-        (ModelShape(window=50), torch.bfloat16, 1, "lowest"),
-        (ModelShape(attention=Attention.MLA, window=50), torch.bfloat16, 1, "lowest"),
+        (ModelConfig(), "bfloat16", 1, "lowest"),
+        (ModelConfig(), "bfloat16", 8, "lowest"),
+        (ModelConfig(), "bfloat16", 8, "highest"),
+        (ModelConfig(), "float16", 1, "lowest"),
+        (ModelConfig(kv_heads=6), "bfloat16", 1, "lowest"),
+        (ModelConfig(attention=Attention.MLA), "bfloat16", 8, "lowest"),
+        (ModelConfig(window=50), "bfloat16", 1, "lowest"),
+        (ModelConfig(attention=Attention.MLA, window=50), "bfloat16", 1, "lowest"),
     ],
 )
 def test_one_flipped_bit_of_any_used_slot_changes_the_digests(
-    shape: ModelShape, kv_dtype: torch.dtype, tp: int, byte: str
+    shape: ModelConfig, kv_dtype: str, tp: int, byte: str
 ) -> None:
     """On 8 ranks each of the 4 KV heads is held twice, a latent 8 times: each replica counts."""
-    config = replace(ModelConfig.of(shape), kv_dtype=kv_dtype)
-    engine = Engine.shuffled(Transformer(config), side=Side(tp=tp), seed=1)
+    config = replace(shape, kv_dtype=kv_dtype)
+    engine = CachedRequest.shuffled(Transformer(config), shape=EngineShape(tp=tp), seed=1)
     first = engine.prefill()
     expected = engine.decode(first)
     random = Random(3)
@@ -80,17 +77,14 @@ def test_one_flipped_bit_of_any_used_slot_changes_the_digests(
 
 def test_the_negative_control_changes_the_digests(kind: tuple[Transformer, list[Step]]) -> None:
     model, alone = kind
-    setup = setup_of(Side(tp=3))
-    at = Engine.shuffled(model, side=setup.side, seed=1)
+    at = CachedRequest.shuffled(model, shape=EngineShape(tp=3), seed=1)
     first = at.prefill()
-    spec = engine_spec(setup, model.config)
-    engine = demo_engine.Engine(setup, spec, model, at.kv, BlockPools({}, seed=""))
 
     outputs = []
     for seed in range(8):
-        flip_one_byte(engine, at.tables, num_tokens=len(PROMPT), rng=Random(seed))
+        flip_one_byte(at.generation(), len(PROMPT), Random(seed))
         outputs.append(at.decode(first))
-        flip_one_byte(engine, at.tables, num_tokens=len(PROMPT), rng=Random(seed))  # and back
+        flip_one_byte(at.generation(), len(PROMPT), Random(seed))  # and back
 
     assert at.decode(first) == alone[1:]
     assert alone[1:] not in outputs
@@ -99,7 +93,7 @@ def test_the_negative_control_changes_the_digests(kind: tuple[Transformer, list[
 def test_a_flipped_bit_of_a_slot_after_the_last_token_changes_nothing(
     model: Transformer, alone: list[Step]
 ) -> None:
-    engine = Engine.shuffled(model, side=Side(), seed=1)
+    engine = CachedRequest.shuffled(model, shape=EngineShape(), seed=1)
     engine.prefill()
     last_block = engine.table(0).array()[(len(PROMPT) + NUM_STEPS) // 16]
     engine.view(0).view(torch.uint8)[last_block, 15] ^= 1
@@ -110,7 +104,7 @@ def test_a_flipped_bit_of_a_slot_after_the_last_token_changes_nothing(
 def test_what_a_window_has_left_behind_changes_nothing() -> None:
     """A request's own decode reads no position that its fetch did not ask for."""
     model = Transformer(ModelConfig(window=40))
-    engine = Engine.shuffled(model, side=Side(), seed=1)
+    engine = CachedRequest.shuffled(model, shape=EngineShape(), seed=1)
     first = engine.prefill()
     expected = engine.decode(first)
     start, stop = 0, len(PROMPT) - 40 + 1

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from kvbus.demo.generate import encode, generate_alone
 from kvbus.demo.model import Transformer
-from kvbus.demo.model_config import ModelConfig
+from kvbus.demo.model_config import Attention, ModelConfig
 from kvbus.demo.paged_cache import PagedKV
-from kvbus.demo.shape import Attention
 from kvbus.demo.weights import LayerWeights
 from kvbus.geometry import KvPart
 from tests.demo.caches import tables
@@ -39,11 +38,11 @@ def oracle_kv(
 ) -> Tensor:
     """K or V of one query head: [token, dim]."""
     if config.attention is Attention.MLA:
-        latent = (x @ weights.cached[KvPart.LATENT]).to(config.kv_dtype).double()
+        latent = (x @ weights.cached[KvPart.LATENT]).to(getattr(torch, config.kv_dtype)).double()
         return latent @ weights.raised[part][query_head]
-    head = query_head // (config.num_query_heads // config.num_kv_heads)
+    head = query_head // (config.num_query_heads // config.kv_heads)
     columns = slice(head * config.head_dim, (head + 1) * config.head_dim)
-    return (x @ weights.cached[part])[:, columns].to(config.kv_dtype).double()
+    return (x @ weights.cached[part])[:, columns].to(getattr(torch, config.kv_dtype)).double()
 
 
 def oracle_attention(x: Tensor, weights: LayerWeights, config: ModelConfig, layer: int) -> Tensor:
@@ -79,18 +78,18 @@ def oracle_logits(model: Transformer, tokens: list[int]) -> Tensor:
 @pytest.mark.parametrize(
     ("attention", "window", "kv_dtype"),
     [
-        (Attention.GQA, None, torch.bfloat16),
-        (Attention.GQA, None, torch.float16),
-        (Attention.GQA, None, torch.float64),
-        (Attention.MLA, None, torch.bfloat16),
-        (Attention.MLA, 7, torch.bfloat16),
-        (Attention.GQA, 1, torch.bfloat16),
-        (Attention.GQA, 7, torch.bfloat16),
-        (Attention.GQA, len(PROMPT), torch.bfloat16),
+        (Attention.GQA, None, "bfloat16"),
+        (Attention.GQA, None, "float16"),
+        (Attention.GQA, None, "float64"),
+        (Attention.MLA, None, "bfloat16"),
+        (Attention.MLA, 7, "bfloat16"),
+        (Attention.GQA, 1, "bfloat16"),
+        (Attention.GQA, 7, "bfloat16"),
+        (Attention.GQA, len(PROMPT), "bfloat16"),
     ],
 )
 def test_paged_prefill_and_decode_equal_an_unpaged_transformer(
-    attention: Attention, window: int | None, kv_dtype: torch.dtype
+    attention: Attention, window: int | None, kv_dtype: str
 ) -> None:
     model = Transformer(replace(SMALL, kv_dtype=kv_dtype, attention=attention, window=window))
     kv = PagedKV.private(model.config, num_blocks=12, block_size=4, tp=2)

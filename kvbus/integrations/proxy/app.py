@@ -15,18 +15,21 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kvbus.errors import PeerLost
-from kvbus.integrations.proxy.answers import passed_on, refusal
-from kvbus.integrations.proxy.asked import Asked, headers_for_servers, request_id_of, target_of
-from kvbus.integrations.proxy.bodies import Params
-from kvbus.integrations.proxy.decoding import Decoding
+from kvbus.integrations.proxy.access_log import AccessLog
+from kvbus.integrations.proxy.client_request import (
+    ClientRequest,
+    TransferParams,
+    headers_for_servers,
+    request_id_of,
+    target_of,
+)
 from kvbus.integrations.proxy.forwarding import Forwarding
 from kvbus.integrations.proxy.health import HealthChecks
 from kvbus.integrations.proxy.options import ProxyOptions
-from kvbus.integrations.proxy.prefilling import Prefilling
-from kvbus.integrations.proxy.record import Ledger
-from kvbus.integrations.proxy.releases import Releases
+from kvbus.integrations.proxy.releases import TicketReleases
+from kvbus.integrations.proxy.responses import passed_on, refusal
 from kvbus.integrations.proxy.servers import Role, ServerPool
-from kvbus.integrations.proxy.upstream import Call, Upstream
+from kvbus.integrations.proxy.upstream import ServerRequest, Upstream
 
 GENERATING = ("/v1/completions", "/v1/chat/completions")
 
@@ -38,14 +41,19 @@ class Proxy:
         self._options = options
         self._prefill = ServerPool(Role.PREFILL, options.prefill)
         self._decode = ServerPool(Role.DECODE, options.decode)
-        self._ledger = Ledger()
+        self._access_log = AccessLog()
         self._upstream = Upstream(options)
         self._health = HealthChecks(options, [*self._prefill, *self._decode])
-        self._releases = Releases(options, self._upstream, self._decode)
+        self._releases = TicketReleases(options, self._upstream, self._decode)
         self._tasks: TaskGroup | None = None
-        prefilling = Prefilling(self._upstream, self._prefill, options.if_prefill_fails)
-        decoding = Decoding(self._upstream, self._decode, self._give_back)
-        forwarding = Forwarding(options, self._ledger, prefilling, decoding)
+        forwarding = Forwarding(
+            options,
+            self._access_log,
+            self._upstream,
+            prefill=self._prefill,
+            decode=self._decode,
+            on_unused=self._release,
+        )
         self.asgi = Starlette(
             routes=[
                 *(Route(path, forwarding, methods=["POST"]) for path in GENERATING),
@@ -70,9 +78,9 @@ class Proxy:
             await self._upstream.close()
             await self._health.close()
 
-    def _give_back(self, asked: Asked, params: Params) -> None:
+    def _release(self, request: ClientRequest, params: TransferParams) -> None:
         if self._tasks is not None:
-            self._releases.start(self._tasks, asked, params)
+            self._releases.start(self._tasks, request, params)
 
     async def _show_health(self, _: Request) -> Response:
         ready = self._prefill.any_healthy and self._decode.any_healthy
@@ -83,20 +91,20 @@ class Proxy:
         return JSONResponse({"ready": ready, **seen}, status_code=200 if ready else 503)
 
     async def _show_metrics(self, _: Request) -> Response:
-        return Response(generate_latest(self._ledger.registry), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(self._access_log.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def _models(self, request: Request) -> Response:
-        answer = refusal(503, "no_decode_server", "no decode server is healthy")
+        told = refusal(503, "no_decode_server", "no decode server is healthy")
         headers = headers_for_servers(request.scope, request_id_of(request.scope))
         for server in self._decode.in_turn():
-            call = Call("GET", target_of(request.scope), headers)
-            answer = refusal(504, "decode_silent", f"{server} does not answer", server)
+            asked = ServerRequest("GET", target_of(request.scope), headers)
+            told = refusal(504, "decode_silent", f"{server} does not answer", server)
             try:
                 with anyio.move_on_after(self._options.health_timeout_s):
-                    answer = passed_on(server, await self._upstream.whole(server, call))
+                    told = passed_on(server, await self._upstream.whole(server, asked))
                     break
             except PeerLost as error:
-                answer = refusal(502, "decode_lost", error.message, server)
-        made = Response(answer.body, answer.status)
-        made.raw_headers += answer.headers
-        return made
+                told = refusal(502, "decode_lost", error.message, server)
+        response = Response(told.body, told.status)
+        response.raw_headers += told.headers
+        return response

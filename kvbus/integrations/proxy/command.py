@@ -48,7 +48,6 @@ def proxy(
 
     Exit status 1: cannot listen on that address; 2: a mistake in an option.
     """
-    _log_to_stderr(log_format)
     try:
         options = ProxyOptions(
             prefill=tuple(prefill),
@@ -60,6 +59,7 @@ def proxy(
         listening = _listen(host, port)
     except KVBusError as error:
         _fail(error)
+    _log_to_stderr(log_format)
     _serve(options, listening, grace_s=grace)
 
 

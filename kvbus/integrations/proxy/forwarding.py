@@ -1,88 +1,224 @@
 """One request of a client from its first byte to its last: both steps, while the client stays.
 
-Refuses requests past the limit, and bodies that it cannot read; notices a client that leaves.
+    client ──▶ prefill server: one token, and a ticket ──▶ decode server with the ticket ──▶ client
+
+Refuses requests past the limit and bodies that it cannot read, to read the ticket, and to ask a
+second decode server once one may have used the ticket. Notices a client that leaves.
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import anyio
+import httpx
 from starlette.types import Receive, Scope, Send
 
-from kvbus.errors import ErrorCode, RequestRefused
-from kvbus.integrations.proxy.answers import Answer, refusal
-from kvbus.integrations.proxy.asked import (
-    Asked,
+from kvbus.errors import ErrorCode, PeerLost
+from kvbus.integrations.proxy.access_log import AccessLog, RequestEnd, RequestRecord
+from kvbus.integrations.proxy.client_request import (
+    ASK_FOR_TICKET,
+    TRANSFER_PARAMS,
     ClientGone,
-    headers_for_servers,
-    read_body,
+    ClientRequest,
+    NotServed,
+    TransferParams,
     request_id_of,
-    target_of,
+    why_alone,
 )
-from kvbus.integrations.proxy.bodies import why_alone
-from kvbus.integrations.proxy.decoding import Decoding
-from kvbus.integrations.proxy.options import ProxyOptions
-from kvbus.integrations.proxy.prefilling import Prefilling
-from kvbus.integrations.proxy.record import Ledger, Outcome, RequestRecord
+from kvbus.integrations.proxy.options import IfPrefillFails, ProxyOptions
+from kvbus.integrations.proxy.responses import (
+    ClientResponse,
+    broken_stream,
+    headers_of,
+    passed_on,
+    refusal,
+    start,
+)
+from kvbus.integrations.proxy.servers import Server, ServerPool
+from kvbus.integrations.proxy.upstream import ServerRequest, Upstream, relay
+
+OnUnused = Callable[[ClientRequest, TransferParams], None]
 
 
 class Forwarding:
-    """An ASGI application for the paths that generate."""
+    """An ASGI application for the paths that generate.
+
+    A prefill server that cannot be reached, breaks off, or answers anything but 200 or 4xx has
+    failed, and the next one in turn is asked; when all have, ``if_prefill_fails`` decides. A 4xx is
+    the client's mistake, and the client's response. A decode server that cannot be reached has not
+    seen the ticket, so the next one gets it; any other end is the client's response. A ticket that
+    no decode server was sent goes to ``on_unused``.
+    """
 
     def __init__(
-        self, options: ProxyOptions, ledger: Ledger, prefilling: Prefilling, decoding: Decoding
+        self,
+        options: ProxyOptions,
+        access_log: AccessLog,
+        upstream: Upstream,
+        *,
+        prefill: ServerPool,
+        decode: ServerPool,
+        on_unused: OnUnused,
     ) -> None:
-        self._options = options
-        self._ledger = ledger
-        self._prefilling = prefilling
-        self._decoding = decoding
+        self._options, self._access_log, self._upstream = options, access_log, upstream
+        self._prefill, self._decode, self._on_unused = prefill, decode, on_unused
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         record = RequestRecord(request_id_of(scope), scope["path"])
-        with self._ledger.following(record):
+        with self._access_log.following(record):
             try:
-                asked = await self._read(scope, receive, record)
+                request = await self._read(scope, receive, record)
             except ClientGone:
-                record.outcome = Outcome.CLIENT_GONE
-            except RequestRefused as error:
-                await self._refuse(error, send, record)
+                record.outcome = RequestEnd.CLIENT_GONE
+            except NotServed as error:
+                record.trouble = error.message
+                await refusal(error.status, error.code, error.message).send(send, record)
             else:
-                await self._while_client_stays(asked, receive, send)
+                await self._while_client_stays(request, receive, send)
 
-    async def _read(self, scope: Scope, receive: Receive, record: RequestRecord) -> Asked:
+    async def _read(self, scope: Scope, receive: Receive, record: RequestRecord) -> ClientRequest:
         most = self._options.max_in_flight
-        if self._ledger.num_in_flight > most:
-            raise RequestRefused(f"{most} requests are in flight: try later", code=ErrorCode.BUSY)
-        body = await read_body(receive, self._options.max_body_bytes)
-        return Asked(target_of(scope), headers_for_servers(scope, record.request_id), body, record)
+        if self._access_log.num_in_flight > most:
+            record.outcome = RequestEnd.BUSY
+            raise NotServed(503, f"{most} requests are in flight: try later", ErrorCode.BUSY)
+        max_bytes = self._options.max_body_bytes
+        return await ClientRequest.read(scope, receive, record, max_bytes=max_bytes)
 
-    async def _refuse(self, error: RequestRefused, send: Send, record: RequestRecord) -> None:
-        if error.code is ErrorCode.BUSY:
-            record.outcome = Outcome.BUSY
-        status = {ErrorCode.BUSY: 503, ErrorCode.TOO_LARGE: 413}.get(error.code, 400)
-        record.trouble = error.message
-        await refusal(status, error.code, error.message).send(send, record)
-
-    async def _while_client_stays(self, asked: Asked, receive: Receive, send: Send) -> None:
+    async def _while_client_stays(
+        self, request: ClientRequest, receive: Receive, send: Send
+    ) -> None:
         async with anyio.create_task_group() as tasks:
 
             async def watch() -> None:
                 while (await receive())["type"] != "http.disconnect":
                     pass
-                if asked.record.outcome is None:
-                    asked.record.outcome = Outcome.CLIENT_GONE
+                if request.record.outcome is None:
+                    request.record.outcome = RequestEnd.CLIENT_GONE
                     tasks.cancel_scope.cancel()
 
             tasks.start_soon(watch)
-            await self._serve(asked, send)
+            await self._serve(request, send)
             tasks.cancel_scope.cancel()
 
-    async def _serve(self, asked: Asked, send: Send) -> None:
+    async def _serve(self, request: ClientRequest, send: Send) -> None:
         params = None
-        if reason := why_alone(asked.body):
-            asked.record.handover = reason
+        if reason := why_alone(request.body):
+            request.record.handover = reason
         else:
-            prefilled = await self._prefilling.ticket(asked)
-            if isinstance(prefilled, Answer):
-                await prefilled.send(send, asked.record)
+            prefilled = await self._prefilled(request)
+            if isinstance(prefilled, ClientResponse):
+                await prefilled.send(send, request.record)
                 return
             params = prefilled
-        await self._decoding.answer(asked, params, send)
+        await self._decoded(request, params, send)
+
+    async def _prefilled(self, request: ClientRequest) -> TransferParams | ClientResponse | None:
+        """The ticket, None to decode without one, or what the client is told at once."""
+        record = request.record
+        record.handover = "no_prefill_server"
+        failure = refusal(503, "no_prefill_server", "no prefill server is healthy")
+        for server in self._prefill.in_turn():
+            record.prefill = server.url
+            try:
+                prefilled = await self._ask_for_ticket(server, request)
+            except PrefillFailed as error:
+                record.handover = "prefill_failed"
+                record.prefill_failures.append(error.message)
+                failure = error.response
+            else:
+                record.prefill_s = record.so_far_s
+                return prefilled
+        return failure if self._options.if_prefill_fails is IfPrefillFails.REFUSE else None
+
+    async def _ask_for_ticket(
+        self, server: Server, request: ClientRequest
+    ) -> TransferParams | ClientResponse | None:
+        """The ticket, or the client's mistake; raises `PrefillFailed`."""
+        try:
+            response = await self._upstream.whole(server, request.for_one_token(ASK_FOR_TICKET))
+        except PeerLost as error:
+            told = refusal(502, "prefill_lost", error.message, server)
+            raise PrefillFailed(told, error.message) from error
+        status = response.status_code
+        if response.is_client_error:
+            request.record.handover = "refused"
+            return passed_on(server, response)
+        if response.is_server_error:
+            raise PrefillFailed(passed_on(server, response), f"{server} answered {status}")
+        completion = _object_of(response) if status == httpx.codes.OK else None
+        if completion is None:
+            trouble = f"{server} answered {status} with what is no completion"
+            raise PrefillFailed(refusal(502, "prefill_unreadable", trouble, server), trouble)
+        params = completion.get(TRANSFER_PARAMS)
+        is_usable = isinstance(params, dict) and bool(params)
+        request.record.handover = "handed_over" if is_usable else "not_offered"
+        return params if is_usable else None
+
+    async def _decoded(
+        self, request: ClientRequest, params: TransferParams | None, send: Send
+    ) -> None:
+        """Answer the client; cancelled at any point, the server's connection is closed."""
+        to_decode = request.for_decode(params)
+        try:
+            await self._try_decode_servers(request.record, to_decode, send)
+        finally:
+            if params is not None and not to_decode.sent:
+                self._on_unused(request, params)
+
+    async def _try_decode_servers(
+        self, record: RequestRecord, request: ServerRequest, send: Send
+    ) -> None:
+        refused = None
+        for server in self._decode.in_turn():
+            record.decode = server.url
+            try:
+                async with self._upstream.streamed(server, request) as response:
+                    await _stream(server, response, send, record)
+                return
+            except PeerLost as error:
+                record.trouble = error.message
+                refused = refusal(502, "decode_lost", error.message, server)
+                if error.code is not ErrorCode.PEER_UNREACHABLE:
+                    break
+        if refused is None:
+            record.outcome = RequestEnd.UNAVAILABLE
+            refused = refusal(503, "no_decode_server", "no decode server is healthy")
+        await refused.send(send, record)
+
+
+class PrefillFailed(PeerLost):
+    """A prefill server did not do its part; ``response`` is what the client would be told."""
+
+    def __init__(self, response: ClientResponse, message: str) -> None:
+        super().__init__(message)
+        self.response = response
+
+
+async def _stream(
+    server: Server, response: httpx.Response, send: Send, record: RequestRecord
+) -> None:
+    record.status = response.status_code
+    await start(send, response.status_code, headers_of(server, response), record)
+
+    async def take(chunk: bytes) -> None:
+        record.saw_bytes()
+        await send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+    try:
+        await relay(server, response, take)
+    except PeerLost as error:
+        record.trouble, record.outcome = error.message, RequestEnd.FAILED
+        if response.headers.get("content-type", "").startswith("text/event-stream"):
+            await take(broken_stream(error.message))
+        return  # without an end, so that HTTP itself says that the response is not whole
+    record.ended(response.status_code)
+    await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+def _object_of(response: httpx.Response) -> dict[str, Any] | None:
+    try:
+        parsed = response.json()
+    except (ValueError, RecursionError):
+        return None
+    return parsed if isinstance(parsed, dict) else None

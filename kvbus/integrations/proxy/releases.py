@@ -8,8 +8,7 @@ import structlog
 from anyio.abc import TaskGroup
 
 from kvbus.errors import ErrorCode, PeerLost
-from kvbus.integrations.proxy.asked import Asked
-from kvbus.integrations.proxy.bodies import Params, one_token_body
+from kvbus.integrations.proxy.client_request import ClientRequest, TransferParams
 from kvbus.integrations.proxy.options import ProxyOptions
 from kvbus.integrations.proxy.servers import ServerPool
 from kvbus.integrations.proxy.upstream import Upstream
@@ -17,7 +16,7 @@ from kvbus.integrations.proxy.upstream import Upstream
 log = structlog.get_logger()
 
 
-class Releases:
+class TicketReleases:
     """Has a decode server load such a prompt for one token: then the prefill server is free of it.
 
     The contract of routers has no word for giving back; this is all of it that every pair of
@@ -25,51 +24,44 @@ class Releases:
     """
 
     def __init__(self, options: ProxyOptions, upstream: Upstream, decode: ServerPool) -> None:
-        self._options = options
-        self._upstream = upstream
-        self._decode = decode
+        self._options, self._upstream, self._decode = options, upstream, decode
         self._num_running = 0
 
-    def start(self, tasks: TaskGroup, asked: Asked, params: Params) -> None:
+    def start(self, tasks: TaskGroup, request: ClientRequest, params: TransferParams) -> None:
         """Release ``params`` in the background, unless too many releases run already."""
         if self._num_running >= self._options.max_releases:
-            self._say_left(asked, "too many releases at once")
+            _log_left(request, "too many releases at once")
             return
         self._num_running += 1
-        tasks.start_soon(self._release, asked, params)
+        tasks.start_soon(self._release, request, params)
 
-    async def _release(self, asked: Asked, params: Params) -> None:
+    async def _release(self, request: ClientRequest, params: TransferParams) -> None:
         trouble = "not in time"
         try:
             with anyio.move_on_after(self._options.release_timeout_s):
-                trouble = await self._try_servers(asked, params)
+                trouble = await self._try_servers(request, params)
         finally:
             self._num_running -= 1
         if trouble:
-            self._say_left(asked, trouble)
+            _log_left(request, trouble)
 
-    async def _try_servers(self, asked: Asked, params: Params) -> str:
+    async def _try_servers(self, request: ClientRequest, params: TransferParams) -> str:
         """What went wrong, or nothing."""
         for server in self._decode.in_turn():
-            call = asked.call(one_token_body(asked.body, params))
             try:
-                response = await self._upstream.whole(server, call)
+                response = await self._upstream.whole(server, request.for_one_token(params))
             except PeerLost as error:
                 if error.code is ErrorCode.PEER_UNREACHABLE:
                     continue
                 return error.message
             if response.is_error:
                 return f"{server} answered {response.status_code}"
-            request_id = asked.record.request_id
+            request_id = request.record.request_id
             log.info("offer.released", request_id=request_id, decode=server.url)
             return ""
         return "no decode server is healthy"
 
-    @staticmethod
-    def _say_left(asked: Asked, trouble: str) -> None:
-        log.warning(
-            "offer.left",
-            request_id=asked.record.request_id,
-            prefill=asked.record.prefill,
-            trouble=trouble,
-        )
+
+def _log_left(request: ClientRequest, trouble: str) -> None:
+    record = request.record
+    log.warning("offer.left", request_id=record.request_id, prefill=record.prefill, trouble=trouble)

@@ -1,6 +1,6 @@
 """HTTP to the servers behind the proxy; leaving a request closes its connection.
 
-Refuses to choose a server or to judge an answer; one that cannot be reached is marked as lost.
+Refuses to choose a server or to judge a response; one that cannot be reached is marked as lost.
 A closed connection is how a server is told that nobody wants the answer any more: vLLM then
 aborts the request.
 """
@@ -25,7 +25,7 @@ Headers = list[tuple[bytes, bytes]]
 
 
 @dataclass
-class Call:
+class ServerRequest:
     """One request to a server; ``sent`` once the kernel has all of it."""
 
     method: str
@@ -54,25 +54,27 @@ class Upstream:
         """Close all connections."""
         await self._client.aclose()
 
-    async def whole(self, server: Server, call: Call) -> httpx.Response:
+    async def whole(self, server: Server, request: ServerRequest) -> httpx.Response:
         """The answer of ``server`` with its body; raises `PeerLost` when there is none."""
-        async with self.streamed(server, call) as response:
+        async with self.streamed(server, request) as response:
             with _translated(server):
                 await response.aread()
             return response
 
     @asynccontextmanager
-    async def streamed(self, server: Server, call: Call) -> AsyncIterator[httpx.Response]:
+    async def streamed(
+        self, server: Server, request: ServerRequest
+    ) -> AsyncIterator[httpx.Response]:
         """The answer of ``server``, its body still to come; closed at the end of the block."""
-        request = self._client.build_request(
-            call.method,
-            server.url + call.target,
-            headers=call.headers,
-            content=None if call.body is None else json.dumps(call.body).encode(),
-            extensions={"trace": call.trace},
+        sent = self._client.build_request(
+            request.method,
+            server.url + request.target,
+            headers=request.headers,
+            content=None if request.body is None else json.dumps(request.body).encode(),
+            extensions={"trace": request.trace},
         )
         with _translated(server):
-            response = await self._client.send(request, stream=True)
+            response = await self._client.send(sent, stream=True)
         try:
             yield response
         finally:

@@ -1,12 +1,12 @@
 """What became of each request: one log line at its end, and two metrics.
 
-Refuses a global registry: each proxy has its own, so that a test may run several in one process.
+Each proxy has its own registry, so that a test may run several in one process.
 """
 
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 
 import structlog
@@ -14,11 +14,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 
 log = structlog.get_logger()
 
-FIRST_ERROR_STATUS = 400
-FIRST_FAILURE_STATUS = 500
 
-
-class Outcome(StrEnum):
+class RequestEnd(StrEnum):
     """How a request ended. Values are the labels of the metric."""
 
     COMPLETED = "completed"
@@ -45,7 +42,7 @@ class RequestRecord:
     first_token_s: float | None = None
     status: int | None = None
     trouble: str | None = None
-    outcome: Outcome | None = None
+    outcome: RequestEnd | None = None
     _started_s: float = field(default_factory=time.perf_counter)
 
     @property
@@ -59,13 +56,16 @@ class RequestRecord:
             self.first_token_s = self.so_far_s
 
     def ended(self, status: int) -> None:
-        """The answer's status decides the outcome, where nothing else did before."""
+        """The response's status decides the outcome, where nothing else did before."""
         self.status = status
         if self.outcome is None:
-            self.outcome = _outcome_of(status)
+            if status < 400:
+                self.outcome = RequestEnd.COMPLETED
+            else:
+                self.outcome = RequestEnd.REFUSED if status < 500 else RequestEnd.FAILED
 
 
-class Ledger:
+class AccessLog:
     """Counts the requests of one proxy and logs each at its end."""
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Ledger:
             ["outcome"],
             registry=self.registry,
         )
-        for outcome in Outcome:
+        for outcome in RequestEnd:
             self._requests.labels(outcome)
         gauge = Gauge(
             "kvbus_proxy_in_flight", "Requests that have not ended.", registry=self.registry
@@ -91,34 +91,12 @@ class Ledger:
         try:
             yield
         except Exception:
-            record.outcome = Outcome.INTERNAL
+            record.outcome = RequestEnd.INTERNAL
             log.exception("request.broken", request_id=record.request_id)
             raise
         finally:
             self.num_in_flight -= 1
-            self._close(record)
-
-    def _close(self, record: RequestRecord) -> None:
-        outcome = record.outcome or Outcome.STOPPED
-        self._requests.labels(outcome).inc()
-        log.info(
-            "request.ended",
-            request_id=record.request_id,
-            path=record.path,
-            prefill=record.prefill,
-            decode=record.decode,
-            handover=record.handover,
-            prefill_failures=record.prefill_failures,
-            prefill_s=record.prefill_s,
-            first_token_s=record.first_token_s,
-            total_s=record.so_far_s,
-            status=record.status,
-            trouble=record.trouble,
-            outcome=outcome,
-        )
-
-
-def _outcome_of(status: int) -> Outcome:
-    if status < FIRST_ERROR_STATUS:
-        return Outcome.COMPLETED
-    return Outcome.REFUSED if status < FIRST_FAILURE_STATUS else Outcome.FAILED
+            record.outcome = record.outcome or RequestEnd.STOPPED
+            self._requests.labels(record.outcome).inc()
+            shown = {one.name: getattr(record, one.name) for one in fields(record)[:-1]}
+            log.info("request.ended", **shown, total_s=record.so_far_s)

@@ -5,18 +5,18 @@ Refuses to judge by tokens alone: an output matches when tokens and digests of a
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from signal import Signals
 from typing import Any
 
+from kvbus.demo.messages import Decoded, Failed, Prefilled, Step
 from kvbus.demo.options import DemoOptions
-from kvbus.demo.step import Step
-from kvbus.demo.work import Decoded, Failed, Prefilled
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Served:
-    """One request: what the engines answered; ``failed`` is the one of them that did not work."""
+    """One request: what the engines answered so far; ``failed`` is the last of it."""
 
     request_id: str
     prompt: str
@@ -46,23 +46,36 @@ class Leaks:
         return self.prefill_blocks + self.decode_blocks + self.offers + self.fetches
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DemoReport:
-    """A whole run; ``alone`` are the steps of the model run alone, by prompt."""
+    """A run, as far as it has come.
+
+    ``alone`` are the steps of the model run alone, by prompt, ``leaks`` None until they are
+    counted. ``trouble`` says what ended the run early, or what did not end well; ``ended_by`` is
+    the signal that did.
+    """
 
     options: DemoOptions
-    served: Sequence[Served]
-    alone: Mapping[str, Sequence[Step]]
-    leaks: Leaks
+    served: list[Served] = field(default_factory=list)
+    alone: dict[str, list[Step]] = field(default_factory=dict)
+    leaks: Leaks | None = None
+    trouble: list[str] = field(default_factory=list)
+    ended_by: Signals | None = None
 
     def matches(self, served: Served) -> bool:
         """Whether this output equals that of the model run alone."""
-        return served.decoded is not None and served.output == list(self.alone[served.prompt])
+        return served.decoded is not None and served.output == self.alone.get(served.prompt)
 
     @property
     def num_matched(self) -> int:
         """How many outputs match."""
         return sum(map(self.matches, self.served))
+
+    @property
+    def not_compared(self) -> set[str]:
+        """Prompts with an output that the model run alone is needed for."""
+        completed = {one.prompt for one in self.served if one.decoded is not None}
+        return completed - self.alone.keys()
 
     @property
     def handoffs(self) -> list[Decoded]:
@@ -85,25 +98,33 @@ class DemoReport:
         return Counter(f"{one.code}: {one.message}" for one in failed if one is not None)
 
     @property
+    def num_unfinished(self) -> int:
+        """How many requests have neither an output nor failed."""
+        return self.options.num_requests - len(self.handoffs) - self.failures.total()
+
+    @property
     def ok(self) -> bool:
-        """All outputs match and nothing is leaked."""
-        return self.num_matched == len(self.served) and not self.leaks.total
+        """All outputs match, nothing is leaked, and nothing went wrong."""
+        is_whole = self.num_matched == self.options.num_requests and not self.trouble
+        return is_whole and self.leaks is not None and not self.leaks.total
 
     def summary(self) -> dict[str, Any]:
-        """The figures for ``--json``."""
+        """The figures for ``--json``; ``leaked_blocks`` is null in a run that ended early."""
         return {
-            "requests": len(self.served),
+            "requests": self.options.num_requests,
             "matched": self.num_matched,
             "failed": self.failures.total(),
             "failures": dict(self.failures),
+            "unfinished": self.num_unfinished,
+            "trouble": self.trouble,
             "bytes": sum(handoff.num_bytes for handoff in self.handoffs),
             "handoff_ms": _quantiles_ms([one.handoff_s for one in self.handoffs]),
             "after_prefill_ms": _quantiles_ms(self.after_prefill_s),
             "paths": dict(Counter(handoff.path for handoff in self.handoffs)),
-            "leaked_blocks": self.leaks.total,
+            "leaked_blocks": self.leaks.total if self.leaks is not None else None,
             "prefill": asdict(self.options.prefill),
             "decode": asdict(self.options.decode),
-            "model": asdict(self.options.model),
+            "model": self.options.model.varied(),
             "path": self.options.path,
             "prefill_chunk": self.options.prefill_chunk,
             "ring_share": self.options.ring_share,

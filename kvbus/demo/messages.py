@@ -1,31 +1,45 @@
-"""The JSON lines between the demo's driver and its engines: what to do, and how it went.
+"""The JSON lines between the demo's driver and its engines: what to do, and how it went."""
 
-Refuses nothing itself: both ends are this program.
-"""
-
-from typing import Any
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from kvbus.demo.shape import ModelShape, Side
-from kvbus.demo.step import Step
+from kvbus.demo.model_config import ModelConfig
+from kvbus.demo.options import EngineShape
 from kvbus.protocol.engine import StageTimes
 
-MAX_LINE_BYTES = 1 << 20
+if TYPE_CHECKING:
+    from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Step:
+    """One generated token; ``digest`` is the blake2b of the float32 logits that it came from."""
+
+    token: int
+    digest: str
+
+    @classmethod
+    def greedy(cls, logits: "Tensor") -> "Step":
+        """The most likely token; of equals, the lowest."""
+        digest = blake2b(logits.numpy().astype("<f4").tobytes(), digest_size=16)
+        return cls(token=int(logits.argmax()), digest=digest.hexdigest())
 
 
 class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine is told when it starts; ``flip_one_byte`` is a fault, for a negative control.
 
     The caches are as large as ``concurrency`` requests need, each of ``max_prompt_tokens`` and
-    ``max_new_tokens`` at most, so that all blocks are reused. A ring of host blocks, if the side
+    ``max_new_tokens`` at most, so that all blocks are reused. A ring of host blocks, if the engine
     has one, is ``ring_share`` of that.
     """
 
     engine_id: str
     attach_path: str
-    model: ModelShape
-    side: Side
+    model: ModelConfig
+    shape: EngineShape
     concurrency: int
     max_prompt_tokens: int
     max_new_tokens: int
@@ -58,7 +72,7 @@ class FirstToken(msgspec.Struct, frozen=True, tag="first_token"):
 
 
 class Settle(msgspec.Struct, frozen=True, tag="settle"):
-    """Answer `Settled` once every block is free again, or after a while in any case."""
+    """Answer `Settled` once every block is free again, or none has come back for a while."""
 
     request_id: str = "settle"
 

@@ -1,4 +1,4 @@
-"""What a client gets: a server's answer passed on, or an error in the form of the OpenAI API.
+"""What a client gets: a server's response passed on, or an error in the form of the OpenAI API.
 
 Refuses to change a server's status or body; headers say which servers had the request.
 """
@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import httpx
 from starlette.types import Send
 
-from kvbus.integrations.proxy.record import RequestRecord
+from kvbus.integrations.proxy.access_log import RequestRecord
 from kvbus.integrations.proxy.servers import Server
 from kvbus.integrations.proxy.upstream import Headers
 
@@ -22,8 +22,8 @@ ERROR_FROM = "x-kvbus-error-from"
 
 
 @dataclass
-class Answer:
-    """A whole answer; ``headers`` are those that it has beside the record's."""
+class ClientResponse:
+    """A whole response; ``headers`` are those that it has beside the record's."""
 
     status: int
     body: bytes
@@ -48,25 +48,25 @@ async def start(send: Send, status: int, headers: Headers, record: RequestRecord
     await send({"type": "http.response.start", "status": status, "headers": [*headers, *ours]})
 
 
-def passed_on(server: Server, response: httpx.Response) -> Answer:
-    """The answer of ``server``, which was read whole, as its own."""
+def passed_on(server: Server, response: httpx.Response) -> ClientResponse:
+    """The response of ``server``, which was read whole, as its own."""
     kept = [(n, v) for n, v in headers_of(server, response) if n != b"content-length"]
-    return Answer(response.status_code, response.content, kept)
+    return ClientResponse(response.status_code, response.content, kept)
 
 
 def headers_of(server: Server, response: httpx.Response) -> Headers:
-    """The headers of a server's answer that the client is to see."""
+    """The headers of a server's response that the client is to see."""
     raw = ((name.lower(), value) for name, value in response.headers.raw)
     kept = [(name, value) for name, value in raw if name not in NOT_PASSED_BACK]
     return [*kept, _error_from(server)] if response.is_error else kept
 
 
-def refusal(status: int, kind: str, message: str, server: Server | None = None) -> Answer:
+def refusal(status: int, kind: str, message: str, server: Server | None = None) -> ClientResponse:
     """An error of the proxy itself; ``server`` is whose failure it reports."""
     headers: Headers = [(b"content-type", b"application/json")]
     if server is not None:
         headers.append(_error_from(server))
-    return Answer(status, json.dumps(_error(status, kind, message)).encode(), headers)
+    return ClientResponse(status, json.dumps(_error(status, kind, message)).encode(), headers)
 
 
 def broken_stream(message: str) -> bytes:

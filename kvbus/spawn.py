@@ -1,0 +1,182 @@
+"""Child processes: start, wait for, end, and read the end of their log. None outlives this process.
+
+    this process ──fork──▶ launcher ──exec──▶ the program
+                           1. asks the kernel for SIGKILL when its parent ends
+                           2. ends unless its parent still is who started it
+
+The request survives the exec. A parent that ends before step 1 is seen in step 2, one that ends
+later is told by the kernel, a parent that is killed included. For the kernel a parent is a thread:
+a child of a thread that ends would be killed too early, so only the main thread may start one.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import anyio
+
+from kvbus.errors import ConfigError, LocalError, PeerLost
+
+END_TIMEOUT_S = 10.0
+NUM_TAIL_LINES = 8
+LOG_PERIOD_S = 0.01
+
+# Python starts with SIGPIPE and SIGXFSZ ignored, which an exec would pass on.
+_LAUNCHER = """
+import ctypes, os, signal, sys
+ctypes.CDLL(None).prctl(1, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG
+if os.getppid() != int(sys.argv[1]):
+    sys.exit("who started this process has ended")
+for number in signal.SIGPIPE, signal.SIGXFSZ:
+    signal.signal(number, signal.SIG_DFL)
+os.execvp(sys.argv[2], sys.argv[2:])
+"""
+
+Stream = int | IO[Any] | None
+
+
+def popen(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
+    """`subprocess.Popen` with its options, of a process that is killed when this one ends."""
+    if threading.current_thread() is not threading.main_thread():
+        raise LocalError("a child ends with the thread that starts it: start it in the main thread")
+    launcher = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid())]
+    return subprocess.Popen([*launcher, *command], **options)
+
+
+@dataclass(slots=True)
+class Child:
+    """One child process; ``log`` is where its stderr goes."""
+
+    name: str
+    process: subprocess.Popen[bytes]
+    log: Path | None = None
+    _log_start_bytes: int = 0
+
+    @classmethod
+    def start(
+        cls,
+        name: str,
+        command: Sequence[str],
+        *,
+        log: Path | None = None,
+        stdin: Stream = subprocess.DEVNULL,
+        stdout: Stream = None,
+        env: Mapping[str, str] | None = None,
+        own_session: bool = False,
+    ) -> "Child":
+        """Start ``command``; its stderr, and its stdout where nothing else is said, go to ``log``.
+
+        ``env`` is added to this process's. In a session of its own it does not get the Ctrl-C of
+        this process's terminal. Raises `ConfigError` when the log cannot be written.
+        """
+        options = {
+            "stdin": stdin,
+            "env": {**os.environ, **(env or {})},
+            "start_new_session": own_session,
+        }
+        if log is None:
+            return cls(name, popen(command, stdout=stdout, **options))
+        try:
+            with log.open("ab") as output:
+                start_bytes = output.tell()
+                out = output if stdout is None else stdout
+                process = popen(command, stdout=out, stderr=output, **options)
+        except OSError as error:
+            raise ConfigError(f"cannot start the {name} with the log {log}: {error}") from error
+        return cls(name, process, log, start_bytes)
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self.process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether it has not ended."""
+        return self.process.poll() is None
+
+    def log_text(self) -> str:
+        """What it has written to its log so far."""
+        if self.log is None:
+            return ""
+        with self.log.open("rb") as log:
+            log.seek(self._log_start_bytes)
+            return log.read().decode(errors="replace")
+
+    def wait_logged(self, text: str, within_s: float) -> None:
+        """Return once its log has ``text``; raises `PeerLost` when it ends before, or is slow."""
+        deadline = time.monotonic() + within_s
+        while text not in self.log_text():
+            if not self.is_alive or time.monotonic() > deadline:
+                raise self.lost(f"did not log {text!r} within {within_s:g} s")
+            time.sleep(LOG_PERIOD_S)
+
+    def cpu_s(self) -> float:
+        """CPU seconds that it has used, all threads; 0 once it has ended."""
+        try:
+            stat = Path(f"/proc/{self.pid}/stat").read_text(encoding="ascii")
+        except (FileNotFoundError, ProcessLookupError):
+            return 0.0
+        user, system = stat.rpartition(")")[2].split()[11:13]
+        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+    def lost(self, if_alive: str = "does not answer") -> PeerLost:
+        """The error that says how it ended, or what is wrong ``if_alive``, with its last lines."""
+        ending = if_alive if self.is_alive else _how_ended(self.process.returncode)
+        lines = self.log_text().splitlines()[-NUM_TAIL_LINES:]
+        tail = "\n".join(f"  {line}" for line in lines) or "  (none)"
+        return PeerLost(
+            f"the {self.name} (process {self.pid}) {ending}; the last lines of its log:\n{tail}"
+        )
+
+    def ask_to_end(self) -> None:
+        """Close its stdin if that is a pipe of ours, or else send SIGTERM; wake a stopped one."""
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+        elif self.is_alive:
+            self.process.terminate()
+        if self.is_alive:
+            self.process.send_signal(signal.SIGCONT)
+
+    def end(self, within_s: float = END_TIMEOUT_S) -> int:
+        """Ask it to end, kill it when it takes longer than that, and return its exit status."""
+        self.ask_to_end()
+        try:
+            return self.process.wait(within_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            return self.process.wait()
+
+    async def ended(self) -> int:
+        """Its exit status, once it has ended."""
+        if self.is_alive:
+            fd = os.pidfd_open(self.pid)
+            try:
+                await anyio.wait_readable(fd)
+            finally:
+                os.close(fd)
+        return self.process.wait()
+
+    async def end_async(self, within_s: float = END_TIMEOUT_S) -> int:
+        """`end`, while the event loop runs on; it is done also where the caller is cancelled."""
+        with anyio.CancelScope(shield=True):
+            self.ask_to_end()
+            with anyio.move_on_after(within_s) as waiting:
+                await self.ended()
+            if waiting.cancelled_caught:
+                self.process.kill()
+            await self.ended()
+        return self.process.wait()
+
+
+def _how_ended(status: int) -> str:
+    if status < 0:
+        return f"was ended by {signal.Signals(-status).name}"
+    return f"ended with exit status {status}"
