@@ -1,0 +1,360 @@
+"""Counts the calls and files of one handoff, as one who reads the code follows them.
+
+    python benchmarks/count_calls.py [--rounds 9] [--verbose] [--json]
+
+Two figures: a direct fetch of one block on a warm route, and one more box of a packed fetch (the
+difference between fetches of 8 and of 4 boxes, by 4). The agents are real processes, started by
+their entry points with a profiler below them; this process is both engines. What counts:
+
+- all threads of both agents and of both engines, from the decode engine's call of `fetch` until the
+  fetch is completed, the offer is released, and the agents are calm. The offer was made before;
+- a call of one function by another, once for each such pair in a process, however often it is done;
+- functions of the rooms that move a handoff: engine, agent, table, transport, both services.
+  Neither messaging (bus, protocol) nor arithmetic (geometry, planning, memory), nor properties,
+  methods with names like ``__len__``, lambdas and comprehensions;
+- what happens in more than half of the rounds, so no heartbeat.
+
+Beside it stand all calls: of all rooms, properties and the like included, each time that they are
+done. A coroutine is called when it starts, not when it resumes, and a pass of the transport's
+waiting thread that repeats the one before counts once.
+"""
+
+import argparse
+import contextlib
+import importlib
+import json
+import mmap
+import subprocess
+import sys
+import tempfile
+import threading
+from collections import Counter, defaultdict
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from statistics import median_low
+from types import CodeType, FrameType
+from typing import Any
+
+import anyio
+
+PACKAGES = ("kvbus", "kvbus_decode", "kvbus_prefill")
+ROOMS = ("kvbus/agent/", "kvbus/engine/", "kvbus/table/", "kvbus/transport/", *PACKAGES[1:])
+TRANSPORT_THREAD = "kvbus-transport"
+LONGEST_PASS = 4
+GROUP, BLOCK_TOKENS = "full", 16
+BLOCK_BYTES = 1 << 20
+"""A staging slot has room for one, so that a box is a block."""
+FEW_BOXES, MANY_BOXES = 4, 8
+WARM_UP_ROUNDS = 3
+CALM_S = 0.05
+STOP_TIMEOUT_S = 30.0
+
+Call = tuple[str, str]
+"""Caller and callee, as ``file:function``; the caller is empty when it is not ours. A callee that
+no reader follows ends with `UNFOLLOWED`."""
+UNFOLLOWED = " *"
+
+
+class Recorder:
+    """Notes the calls of this process while the shared byte says a round, by round and thread."""
+
+    def __init__(self, switch: Path) -> None:
+        with switch.open("r+b") as file:
+            self._switch = mmap.mmap(file.fileno(), 1)
+        self._labels: dict[CodeType, str] = {}
+        self._calls: dict[int, dict[str, list[tuple[int, Call]]]] = {}
+
+    def start(self) -> None:
+        """Profile this thread, and all that start from now on."""
+        threading.setprofile(self._on_event)
+        sys.setprofile(self._on_event)
+
+    def rounds(self) -> dict[str, list[Call]]:
+        """The calls of each round."""
+        sys.setprofile(None)
+        return {
+            str(number): [
+                call
+                for name, calls in threads.items()
+                for call in _without_repeats(calls, is_loop=name == TRANSPORT_THREAD)
+            ]
+            for number, threads in self._calls.items()
+        }
+
+    def _on_event(self, frame: FrameType, event: str, _: object) -> None:
+        number = self._switch[0]
+        if not number or event != "call" or _is_resumed(frame):
+            return
+        if not (callee := self._label(frame)):
+            return
+        callers: list[str] = []
+        below = frame.f_back
+        while below is not None:
+            if label := self._label(below):
+                callers.append(label)
+            below = below.f_back
+        call = next(iter(callers), ""), callee
+        threads = self._calls.setdefault(number, defaultdict(list))
+        threads[threading.current_thread().name].append((len(callers), call))
+
+    def _label(self, frame: FrameType) -> str:
+        """Empty for what is not ours."""
+        label = self._labels.get(frame.f_code)
+        if label is None:
+            label = self._labels[frame.f_code] = _label(frame)
+        return label
+
+
+def _label(frame: FrameType) -> str:
+    parts, name = Path(frame.f_code.co_filename).parts, frame.f_code.co_qualname
+    package = next((one for one in PACKAGES if one in parts[:-1]), "")
+    if not package or "site-packages" in parts or name.endswith(("comp>", "<genexpr>")):
+        return ""
+    start = len(parts) - 1 - parts[::-1].index(package)
+    is_followed = not name.endswith(("__", "<lambda>")) and not _is_property(frame)
+    return f"{'/'.join(parts[start:])}:{name}{'' if is_followed else UNFOLLOWED}"
+
+
+def _is_property(frame: FrameType) -> bool:
+    found: Any = sys.modules.get(frame.f_globals["__name__"])
+    for name in frame.f_code.co_qualname.split("."):
+        found = getattr(found, "__dict__", {}).get(name)
+    return isinstance(found, property | cached_property)
+
+
+def _is_resumed(frame: FrameType) -> bool:
+    """Whether a generator or coroutine goes on: the argument of RESUME says so."""
+    return bool(frame.f_code.co_code[frame.f_lasti + 1] & 3)
+
+
+def _without_repeats(calls: list[tuple[int, Call]], *, is_loop: bool) -> list[Call]:
+    """The calls of a thread; of a waiting loop, without passes that are like the one before.
+
+    A pass is one to `LONGEST_PASS` calls by the loop's function, with all that they call.
+    """
+    if not is_loop:
+        return [call for _, call in calls]
+    top = min(depth for depth, _ in calls)
+    kept: list[list[Call]] = []
+    for depth, call in calls:
+        if depth > top and kept:
+            kept[-1].append(call)
+            continue
+        _drop_repeat(kept)
+        kept.append([call])
+    _drop_repeat(kept)
+    return [call for one in kept for call in one]
+
+
+def _drop_repeat(passes: list[list[Call]]) -> None:
+    for length in range(1, LONGEST_PASS + 1):
+        if passes[-length:] == passes[-2 * length : -length]:
+            del passes[-length:]
+            return
+
+
+def run_recorded_agent(module: str, config: str, switch: Path, out: Path) -> None:
+    """Be an agent; what was recorded is written when it was told to stop."""
+    recorder = Recorder(switch)
+    main = importlib.import_module(f"{module}.__main__").main
+    sys.argv = [module, config]
+    recorder.start()
+    try:
+        main()
+    finally:
+        out.write_text(json.dumps(recorder.rounds()), encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class RunningAgent:
+    """An agent's process: where its engine attaches, and where its calls will be."""
+
+    name: str
+    role: str
+    attach_path: Path
+    out: Path
+
+    def rounds(self) -> dict[str, list[Call]]:
+        """What it has recorded, once it has ended."""
+        found = json.loads(self.out.read_text(encoding="utf-8"))
+        return {number: [(call[0], call[1]) for call in calls] for number, calls in found.items()}
+
+
+@contextlib.contextmanager
+def agents(folder: Path, switch: Path) -> Iterator[list[RunningAgent]]:
+    """One prefill agent, and two decode agents that are named after the path of their reads."""
+    started = []
+    with contextlib.ExitStack() as stack:
+        for name, role, more in (
+            ("prefill", "prefill", ""),
+            ("direct", "decode", "calibrate = false\n"),
+            ("packed", "decode", 'calibrate = false\npath = "packed"\n'),
+        ):
+            config, out, runtime = (folder / f"{name}{end}" for end in (".toml", ".json", ""))
+            config.write_text(
+                f'{more}agent_id = "{name}"\nslot_bytes = {BLOCK_BYTES}\n'
+                'peer_bind = "tcp://127.0.0.1:0"\nevents_bind = "tcp://127.0.0.1:0"\n'
+                f'runtime_dir = "{runtime}"\nlog_level = "warning"\n',
+                encoding="utf-8",
+            )
+            arguments = ("--agent", f"kvbus_{role}", config, switch, out)
+            command = [sys.executable, __file__, *map(str, arguments)]
+            stack.callback(_stop, subprocess.Popen(command))
+            started.append(RunningAgent(name, role, runtime / "attach.sock", out))
+        yield started
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    process.terminate()
+    try:
+        process.wait(STOP_TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
+
+
+@contextlib.asynccontextmanager
+async def engines(started: Sequence[RunningAgent]) -> AsyncIterator[dict[str, Any]]:
+    """A session of an engine beside each agent, attached and ready, by the agent's name."""
+    from kvbus.engine import DecodeSession, MemorySession, PrefillSession  # noqa: PLC0415 - torch
+    from kvbus.geometry import EngineSpec, GroupSpec, KvLayout  # noqa: PLC0415
+
+    group = GroupSpec(GROUP, tuple(range(16)), BLOCK_TOKENS, 8, 128, "bfloat16")
+    sessions: dict[str, Any] = {}
+    async with contextlib.AsyncExitStack() as stack:
+        for agent in started:
+            spec = EngineSpec(f"engine-{agent.name}", "model", 1, (group,))
+            kind = PrefillSession if agent.role == "prefill" else DecodeSession
+            control = kind(agent.attach_path, spec, attach_timeout_s=60)
+            sessions[agent.name] = await stack.enter_async_context(control)
+            memory = MemorySession(agent.attach_path, spec, 0)
+            await stack.enter_async_context(memory)
+            await memory.allocate(KvLayout.parse("NHD"), num_blocks=MANY_BOXES)
+            await control.register()
+            await control.ready()
+        yield sessions
+
+
+async def hand_off(
+    sessions: Mapping[str, Any], path: str, num_blocks: int, *, switch: mmap.mmap, number: int
+) -> None:
+    """One handoff; its fetch is recorded as round ``number``, unless that is 0."""
+    num_tokens, blocks = num_blocks * BLOCK_TOKENS, {GROUP: list(range(num_blocks))}
+    request_id = f"request-{path}-{number}"
+    offer = await sessions["prefill"].offer(request_id, num_tokens=num_tokens, block_ids=blocks)
+    await anyio.sleep(CALM_S)
+    switch[0] = number
+    fetch = sessions[path].fetch(offer.ticket, num_tokens=num_tokens, block_ids=blocks)
+    fetched = await fetch.completed()
+    await offer.released()
+    await anyio.sleep(CALM_S)
+    switch[0] = 0
+    if fetched.path != path:
+        sys.exit(f"the fetch took the path '{fetched.path}' instead of '{path}'")
+
+
+async def record(started: Sequence[RunningAgent], switch: Path, rounds: int) -> list[list[str]]:
+    """Do all handoffs; the numbers of the rounds of each kind."""
+    kinds = ("direct", 1), ("packed", FEW_BOXES), ("packed", MANY_BOXES)
+    numbers: list[list[str]] = [[] for _ in kinds]
+    with switch.open("r+b") as file:
+        shared = mmap.mmap(file.fileno(), 1)
+    async with engines(started) as sessions:
+        for turn in range(-WARM_UP_ROUNDS, rounds):
+            for kind, (path, num_blocks) in enumerate(kinds):
+                number = 1 + turn * len(kinds) + kind if turn >= 0 else 0
+                await hand_off(sessions, path, num_blocks, switch=shared, number=number)
+                numbers[kind] += [str(number)] if number else []
+    return numbers
+
+
+Counts = Mapping[tuple[str, Call], float]
+"""How often each call was done in each process."""
+
+
+def median_counts(recorded: Mapping[str, Any], numbers: Sequence[str]) -> Counter[Any]:
+    """Of each call the median over the rounds ``numbers``; ``recorded`` are rounds by process."""
+    rounds = [
+        Counter((process, call) for process, found in recorded.items() for call in found.get(n, ()))
+        for n in numbers
+    ]
+    calls = {call for one in rounds for call in one}
+    return +Counter({call: median_low([one[call] for one in rounds]) for call in calls})
+
+
+def figure(counts: Counts) -> dict[str, Any]:
+    """What counts of these calls, as JSON."""
+    followed = {
+        (process, call): file
+        for process, call in counts
+        if (file := call[1].partition(":")[0]).startswith(ROOMS)
+        and not call[1].endswith(UNFOLLOWED)
+    }
+    return {
+        "calls": len(followed),
+        "files": len(set(followed.values())),
+        "calls_to_another_file": sum(
+            call[0].partition(":")[0] != file for (_, call), file in followed.items()
+        ),
+        "all_calls": round(sum(counts.values())),
+        "all_files": len({call[1].partition(":")[0] for _, call in counts}),
+        "by_process": Counter(process for process, _ in followed),
+        "by_file": dict(sorted(Counter(followed.values()).items())),
+        "list": sorted(f"{process}: {call[0]} → {call[1]}" for process, call in followed),
+    }
+
+
+def measure(rounds: int) -> dict[str, Any]:
+    """The two figures."""
+    with tempfile.TemporaryDirectory(prefix="kvbus-calls-") as name:
+        switch = Path(name) / "switch"
+        switch.write_bytes(b"\0")
+        recorder = Recorder(switch)
+        recorder.start()
+        with agents(Path(name), switch) as started:
+            numbers = anyio.run(record, started, switch, rounds)
+        recorded = {"engines": recorder.rounds()}
+        recorded |= {f"{agent.name} agent": agent.rounds() for agent in started}
+    direct, few, many = (median_counts(recorded, of_kind) for of_kind in numbers)
+    boxes = MANY_BOXES - FEW_BOXES
+    more = {call: (many[call] - few[call]) / boxes for call in many}
+    of_box = {call: n for call, n in more.items() if n > 1 / 2}
+    return {"direct fetch": figure(direct), "packed box": figure(of_box)}
+
+
+def print_figure(name: str, found: Mapping[str, Any], *, verbose: bool) -> None:
+    """Two lines, and all files and calls if they are wanted."""
+    print(
+        f"{name}: {found['calls']} calls in {found['files']} files, "
+        f"{found['calls_to_another_file']} of them to another file "
+        f"({found['all_calls']} calls in {found['all_files']} files, all rooms and repeats)"
+    )
+    print("  " + ", ".join(f"{process} {n}" for process, n in found["by_process"].items()))
+    if verbose:
+        print("\n".join(f"  {n:4}  {file}" for file, n in found["by_file"].items()))
+        print("\n".join(f"        {call}" for call in found["list"]))
+
+
+def main() -> None:
+    """Measure, or be one of the agents that are measured."""
+    if sys.argv[1:2] == ["--agent"]:
+        module, config, switch, out = sys.argv[2:]
+        run_recorded_agent(module, config, Path(switch), Path(out))
+        return
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=int, default=9, choices=range(1, 80), metavar="1..79")
+    parser.add_argument("--verbose", action="store_true", help="also all files and calls")
+    parser.add_argument("--json", action="store_true", help="one JSON object instead of text")
+    arguments = parser.parse_args()
+    figures = measure(arguments.rounds)
+    if arguments.json:
+        print(json.dumps(figures))
+        return
+    for name, found in figures.items():
+        print_figure(name, found, verbose=arguments.verbose)
+
+
+if __name__ == "__main__":
+    main()
