@@ -21,28 +21,30 @@ waiting thread that repeats the one before counts once.
 
 import argparse
 import contextlib
-import importlib
 import json
 import mmap
 import subprocess
 import sys
 import tempfile
-import threading
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from pathlib import Path
 from statistics import median_low
-from types import CodeType, FrameType
 from typing import Any
 
 import anyio
+from call_recorder import UNFOLLOWED, Call, Recorder
 
-PACKAGES = ("kvbus", "kvbus_decode", "kvbus_prefill")
-ROOMS = ("kvbus/agent/", "kvbus/engine/", "kvbus/table/", "kvbus/transport/", *PACKAGES[1:])
-TRANSPORT_THREAD = "kvbus-transport"
-LONGEST_PASS = 4
+ROOMS = (
+    "kvbus/agent/",
+    "kvbus/engine/",
+    "kvbus/table/",
+    "kvbus/transport/",
+    "kvbus_decode/",
+    "kvbus_prefill/",
+)
+RECORDER = Path(__file__).with_name("call_recorder.py")
 GROUP, BLOCK_TOKENS = "full", 16
 BLOCK_BYTES = 1 << 20
 """A staging slot has room for one, so that a box is a block."""
@@ -50,121 +52,6 @@ FEW_BOXES, MANY_BOXES = 4, 8
 WARM_UP_ROUNDS = 3
 CALM_S = 0.05
 STOP_TIMEOUT_S = 30.0
-
-Call = tuple[str, str]
-"""Caller and callee, as ``file:function``; the caller is empty when it is not ours. A callee that
-no reader follows ends with `UNFOLLOWED`."""
-UNFOLLOWED = " *"
-
-
-class Recorder:
-    """Notes the calls of this process while the shared byte says a round, by round and thread."""
-
-    def __init__(self, switch: Path) -> None:
-        with switch.open("r+b") as file:
-            self._switch = mmap.mmap(file.fileno(), 1)
-        self._labels: dict[CodeType, str] = {}
-        self._calls: dict[int, dict[str, list[tuple[int, Call]]]] = {}
-
-    def start(self) -> None:
-        """Profile this thread, and all that start from now on."""
-        threading.setprofile(self._on_event)
-        sys.setprofile(self._on_event)
-
-    def rounds(self) -> dict[str, list[Call]]:
-        """The calls of each round."""
-        sys.setprofile(None)
-        return {
-            str(number): [
-                call
-                for name, calls in threads.items()
-                for call in _without_repeats(calls, is_loop=name == TRANSPORT_THREAD)
-            ]
-            for number, threads in self._calls.items()
-        }
-
-    def _on_event(self, frame: FrameType, event: str, _: object) -> None:
-        number = self._switch[0]
-        if not number or event != "call" or _is_resumed(frame):
-            return
-        if not (callee := self._label(frame)):
-            return
-        callers: list[str] = []
-        below = frame.f_back
-        while below is not None:
-            if label := self._label(below):
-                callers.append(label)
-            below = below.f_back
-        call = next(iter(callers), ""), callee
-        threads = self._calls.setdefault(number, defaultdict(list))
-        threads[threading.current_thread().name].append((len(callers), call))
-
-    def _label(self, frame: FrameType) -> str:
-        """Empty for what is not ours."""
-        label = self._labels.get(frame.f_code)
-        if label is None:
-            label = self._labels[frame.f_code] = _label(frame)
-        return label
-
-
-def _label(frame: FrameType) -> str:
-    parts, name = Path(frame.f_code.co_filename).parts, frame.f_code.co_qualname
-    package = next((one for one in PACKAGES if one in parts[:-1]), "")
-    if not package or "site-packages" in parts or name.endswith(("comp>", "<genexpr>")):
-        return ""
-    start = len(parts) - 1 - parts[::-1].index(package)
-    is_followed = not name.endswith(("__", "<lambda>")) and not _is_property(frame)
-    return f"{'/'.join(parts[start:])}:{name}{'' if is_followed else UNFOLLOWED}"
-
-
-def _is_property(frame: FrameType) -> bool:
-    found: Any = sys.modules.get(frame.f_globals["__name__"])
-    for name in frame.f_code.co_qualname.split("."):
-        found = getattr(found, "__dict__", {}).get(name)
-    return isinstance(found, property | cached_property)
-
-
-def _is_resumed(frame: FrameType) -> bool:
-    """Whether a generator or coroutine goes on: the argument of RESUME says so."""
-    return bool(frame.f_code.co_code[frame.f_lasti + 1] & 3)
-
-
-def _without_repeats(calls: list[tuple[int, Call]], *, is_loop: bool) -> list[Call]:
-    """The calls of a thread; of a waiting loop, without passes that are like the one before.
-
-    A pass is one to `LONGEST_PASS` calls by the loop's function, with all that they call.
-    """
-    if not is_loop:
-        return [call for _, call in calls]
-    top = min(depth for depth, _ in calls)
-    kept: list[list[Call]] = []
-    for depth, call in calls:
-        if depth > top and kept:
-            kept[-1].append(call)
-            continue
-        _drop_repeat(kept)
-        kept.append([call])
-    _drop_repeat(kept)
-    return [call for one in kept for call in one]
-
-
-def _drop_repeat(passes: list[list[Call]]) -> None:
-    for length in range(1, LONGEST_PASS + 1):
-        if passes[-length:] == passes[-2 * length : -length]:
-            del passes[-length:]
-            return
-
-
-def run_recorded_agent(module: str, config: str, switch: Path, out: Path) -> None:
-    """Be an agent; what was recorded is written when it was told to stop."""
-    recorder = Recorder(switch)
-    main = importlib.import_module(f"{module}.__main__").main
-    sys.argv = [module, config]
-    recorder.start()
-    try:
-        main()
-    finally:
-        out.write_text(json.dumps(recorder.rounds()), encoding="utf-8")
 
 
 @dataclass(frozen=True)
@@ -199,8 +86,8 @@ def agents(folder: Path, switch: Path) -> Iterator[list[RunningAgent]]:
                 f'runtime_dir = "{runtime}"\nlog_level = "warning"\n',
                 encoding="utf-8",
             )
-            arguments = ("--agent", f"kvbus_{role}", config, switch, out)
-            command = [sys.executable, __file__, *map(str, arguments)]
+            arguments = (RECORDER, f"kvbus_{role}", config, switch, out)
+            command = [sys.executable, *map(str, arguments)]
             stack.callback(_stop, subprocess.Popen(command))
             started.append(RunningAgent(name, role, runtime / "attach.sock", out))
         yield started
@@ -338,11 +225,7 @@ def print_figure(name: str, found: Mapping[str, Any], *, verbose: bool) -> None:
 
 
 def main() -> None:
-    """Measure, or be one of the agents that are measured."""
-    if sys.argv[1:2] == ["--agent"]:
-        module, config, switch, out = sys.argv[2:]
-        run_recorded_agent(module, config, Path(switch), Path(out))
-        return
+    """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--rounds", type=int, default=9, choices=range(1, 80), metavar="1..79")
     parser.add_argument("--verbose", action="store_true", help="also all files and calls")

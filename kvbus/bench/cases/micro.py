@@ -49,7 +49,10 @@ async def measure_rates(bench: Bench, _scale: Scale) -> list[Figure]:
     name = f"bench/{bench.folder.name}"
     reads = await anyio.to_thread.run_sync(partial(measure_reads, name, timeout_s=MEASURE_S))
     copies = await anyio.to_thread.run_sync(measure_copies)
-    return [
-        Figure("rates", name, value, "")
-        for name, value in {**asdict(reads), **asdict(copies)}.items()
-    ]
+    return [_rate_figure(name, n) for name, n in (asdict(reads) | asdict(copies)).items()]
+
+
+def _rate_figure(name: str, value: float) -> Figure:
+    if name.startswith("seconds_"):
+        return Figure("rates", name, value * 1e6, "µs")
+    return Figure("rates", name, value / 1e9, "GB/s")
