@@ -18,7 +18,7 @@ from statistics import median
 import anyio
 import torch
 
-from kvbus.bench.agents import agent
+from kvbus.bench.processes import agent
 from kvbus.engine import DecodeSession, MemorySession, PrefillSession
 from kvbus.errors import SegmentError
 from kvbus.geometry import (

@@ -25,7 +25,7 @@ import torch
 from vllm.sampling_params import SamplingParams
 from vllm.v1.request import Request, RequestStatus
 
-from kvbus.bench.agents import agent
+from kvbus.bench.processes import agent
 from kvbus.engine import share_tensor
 from kvbus.geometry import EngineSpec, GroupSpec, KvLayout, lay_out_rank
 from kvbus.integrations.vllm.arrivals import Arrivals

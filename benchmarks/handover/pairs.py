@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvbus.bench.agents import agent
-from kvbus.bench.processes import cpu_s
+from kvbus.bench.processes import agent, cpu_s, run_first
 
 from .servers import Recipe, Server, starting, wait_ready
 
@@ -63,12 +62,12 @@ def pair(connector: str, recipe: Recipe, *, nixl_extra: dict[str, Any]) -> Itera
         configs: tuple[str | None, str | None] = (None, None)
         agent_pids: tuple[int, ...] = ()
         if connector.startswith("kvbus"):
-            first = connector == "kvbus"
+            agents = [
+                stack.enter_context(agent(role, recipe.folder)) for role in ("prefill", "decode")
+            ]
             try:
-                agents = [
-                    stack.enter_context(agent(role, recipe.folder, first=first))
-                    for role in ("prefill", "decode")
-                ]
+                for started in agents if connector == "kvbus" else ():
+                    run_first(started.pid)
             except PermissionError:
                 raise SystemExit(
                     "error: only root, or who has CAP_SYS_NICE, can let the agents run first; "

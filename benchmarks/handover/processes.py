@@ -44,7 +44,7 @@ class Group:
         finally:
             _signal(pids, signal.SIGCONT)
 
-    def last_words(self) -> str:
+    def log_tail(self) -> str:
         """The end of its log."""
         return self.log.read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace")
 

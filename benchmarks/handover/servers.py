@@ -103,7 +103,7 @@ def _healthy(server: Server) -> bool:
 
 
 def _give_up(server: Server, what: str) -> None:
-    where = f"its log is {server.group.log}, which ends:\n{server.group.last_words()}"
+    where = f"its log is {server.group.log}, which ends:\n{server.group.log_tail()}"
     raise SystemExit(f"error: the vLLM server {server.group.name} {what}; {where}")
 
 

@@ -1,7 +1,4 @@
-"""The names of the cases, for the command line.
-
-Refuses to import a case: that costs seconds, and ``kvbus --help`` lists this command.
-"""
+"""The names of the cases, for the command line: to import a case would cost it seconds."""
 
 from enum import StrEnum
 
@@ -24,3 +21,11 @@ class CaseName(StrEnum):
     MLA = "mla-2-to-1"
     CHUNKED = "chunked"
     HOST = "host"
+    MEMORY = "memory"
+    PLANNING = "planning"
+    RATES = "rates"
+
+
+ONLY_WHEN_ASKED = {CaseName.MEMORY, CaseName.PLANNING, CaseName.RATES}
+"""These are no handoffs beside bare NIXL, so they run when ``--only`` names them."""
+EVERY_TIME = tuple(name for name in CaseName if name not in ONLY_WHEN_ASKED)

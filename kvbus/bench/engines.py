@@ -1,48 +1,57 @@
-"""The decode engine of the benchmark, in this process, and its line to the prefill engine's.
-
-Refuses wrong bytes: a handoff that did not bring the pattern is an error.
-"""
+"""The decode engines of the benchmark, in this process, and its line to the prefill engines'."""
 
 import contextlib
+import subprocess
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import anyio
+import msgspec
 
-from kvbus.bench.agents import BenchAgent
-from kvbus.bench.commands import (
-    AwaitEnded,
-    CloseEngine,
-    ComputeRequest,
-    OfferRequests,
-    OpenEngine,
-    SaveRequest,
-)
-from kvbus.bench.pattern import arrived, wipe
-from kvbus.bench.processes import cpu_s, running
+from kvbus.bench.arrival import arrived, wipe
+from kvbus.bench.processes import BenchAgent, ask, cpu_s, running
 from kvbus.bench.ranks import ATTACH_TIMEOUT_S, open_ranks
-from kvbus.bench.shapes import GROUP, Shape, Tables
-from kvbus.bus import BusContext, RequestClient, new_boot_id, new_context
+from kvbus.bench.shapes import GROUP, PairedBlocks, Shape
 from kvbus.engine import DecodeSession, KvCache
 from kvbus.engine.bounce import HostDecode
 from kvbus.errors import KVBusError
 from kvbus.protocol.engine import Fetched
 
-COMMAND_TIMEOUT_S = 120.0
-
 Ticket = Mapping[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
-class Handoff:
+class TimedFetch:
     """One handoff as the decode engine saw it."""
 
     seconds: float
     fetched: Fetched
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillEngines:
+    """The process of all prefill engines, which does one thing at a time."""
+
+    process: subprocess.Popen[bytes]
+    lock: anyio.Lock = field(default_factory=anyio.Lock)
+    numbers: "count[int]" = field(default_factory=count)
+
+    async def do(self, op: str, engine_id: str, *arguments: Any) -> Any:
+        """Have an engine do something; raises `KVBusError` when it cannot."""
+        line = msgspec.json.encode([op, engine_id, arguments]).decode()
+        async with self.lock:
+            answer = msgspec.json.decode(await ask(self.process, line))
+        if "error" in answer:
+            raise KVBusError(answer["error"])
+        return answer["reply"]
+
+    def request(self, tables: PairedBlocks) -> tuple[str, int, list[int]]:
+        """A request id that was never used, its tokens and blocks."""
+        return f"request-{next(self.numbers)}", tables.num_tokens, tables.prefill.tolist()
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,80 +63,55 @@ class EnginePair:
     num_source_blocks: int
     engine_id: str
     caches: Sequence[KvCache]
-    decode: DecodeSession | HostDecode
-    _line: RequestClient
-    _requests: "count[int]" = field(default_factory=count)
+    session: DecodeSession
+    host: HostDecode | None
+    prefill: PrefillEngines
 
-    @property
-    def decode_session(self) -> DecodeSession:
-        """The session with the decode agent."""
-        return self.decode.session if isinstance(self.decode, HostDecode) else self.decode
-
-    async def offer_all(self, tables: list[Tables]) -> list[Ticket]:
+    async def offer_all(self, tables: list[PairedBlocks]) -> list[Ticket]:
         """Have the prefill engine offer each of ``tables`` as a request of its own."""
-        requests = {
-            f"request-{next(self._requests)}": (t.num_tokens, t.prefill.tolist()) for t in tables
-        }
-        message = OfferRequests(engine_id=self.engine_id, requests=requests)
-        reply = await self._line.ask(message, timeout_s=COMMAND_TIMEOUT_S)
-        return [reply.tickets[request_id] for request_id in requests]
+        requests = [self.prefill.request(one) for one in tables]
+        body = {request_id: (tokens, blocks) for request_id, tokens, blocks in requests}
+        tickets: list[Ticket] = await self.prefill.do("offer", self.engine_id, body)
+        return tickets
 
-    async def fetch(self, ticket: Ticket, tables: Tables) -> Handoff:
-        """Fetch an offer, and time it; raises `FetchFailed`."""
-        blocks = {GROUP: tables.decode}
-        began = time.perf_counter()
-        fetch = self.decode.fetch(ticket, num_tokens=tables.num_tokens, block_ids=blocks)
-        fetched = await fetch.completed()
-        return Handoff(time.perf_counter() - began, fetched)
-
-    async def hand_off(self, tables: Tables) -> Handoff:
-        """Offer and fetch; only the fetch is timed."""
-        return await self.fetch(await self.publish(tables), tables)
-
-    async def publish(self, tables: Tables) -> Ticket:
+    async def publish(self, tables: PairedBlocks) -> Ticket:
         """Have the prefill engine offer what it has computed, by way of its ring if it has one.
 
         Answers once the offer is made; what goes through a ring is saved meanwhile.
         """
-        if not self.source.host:
-            (ticket,) = await self.offer_all([tables])
-            return ticket
-        message = SaveRequest(
-            engine_id=self.engine_id,
-            request_id=f"request-{next(self._requests)}",
-            blocks=tables.prefill.tolist(),
-            num_tokens=tables.num_tokens,
-        )
-        reply = await self._line.ask(message, timeout_s=COMMAND_TIMEOUT_S)
-        return reply.tickets[message.request_id]
+        request = self.prefill.request(tables)
+        ticket: Ticket = await self.prefill.do("save", self.engine_id, *request)
+        return ticket
 
-    async def compute(self, tables: Tables, num_chunks: int, chunk_s: float) -> Ticket:
+    async def compute(self, tables: PairedBlocks, num_chunks: int, chunk_s: float) -> Ticket:
         """Start a prefill in chunks, offered while it goes on."""
-        message = ComputeRequest(
-            engine_id=self.engine_id,
-            request_id=f"request-{next(self._requests)}",
-            blocks=tables.prefill.tolist(),
-            num_tokens=tables.num_tokens,
-            num_chunks=num_chunks,
-            chunk_s=chunk_s,
-        )
-        reply = await self._line.ask(message, timeout_s=COMMAND_TIMEOUT_S)
-        return reply.tickets[message.request_id]
+        request = self.prefill.request(tables)
+        chunks = num_chunks, chunk_s
+        ticket: Ticket = await self.prefill.do("compute", self.engine_id, *request, *chunks)
+        return ticket
+
+    async def fetch(self, ticket: Ticket, tables: PairedBlocks) -> TimedFetch:
+        """Fetch an offer, and time it; raises `FetchFailed`."""
+        reader = self.host or self.session
+        began = time.perf_counter()
+        fetch = reader.fetch(ticket, num_tokens=tables.num_tokens, block_ids={GROUP: tables.decode})
+        fetched = await fetch.completed()
+        return TimedFetch(time.perf_counter() - began, fetched)
+
+    async def hand_off(self, tables: PairedBlocks) -> TimedFetch:
+        """Offer and fetch; only the fetch is timed."""
+        return await self.fetch(await self.publish(tables), tables)
 
     async def settle(self) -> list[float]:
         """Wait until no offer is live; seconds from offer to release of those that ended."""
-        return [released_at - ready_at for ready_at, released_at in await self._ended()]
+        return [released_at - ready_at for ready_at, released_at in await self.ended()]
 
-    async def ready_times(self) -> list[float]:
-        """Wait until no offer is live; when those that ended were ready, as `perf_counter`."""
-        return [ready_at for ready_at, _ in await self._ended()]
+    async def ended(self) -> list[tuple[float, float]]:
+        """Wait until no offer is live; when those that ended were ready, and when released."""
+        ended: list[tuple[float, float]] = await self.prefill.do("settle", self.engine_id)
+        return ended
 
-    async def _ended(self) -> list[tuple[float, float]]:
-        message = AwaitEnded(engine_id=self.engine_id)
-        ended = await self._line.ask(message, timeout_s=COMMAND_TIMEOUT_S)
-        return list(ended.times.values())
-
-    async def verify(self, tables: Tables) -> None:
+    async def verify(self, tables: PairedBlocks) -> None:
         """Do one handoff and compare every byte; the peers are warm after it."""
         wipe(self.caches)
         await self.hand_off(tables)
@@ -141,15 +125,12 @@ class EnginePair:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Everything that runs: two agents, the prefill engine's process, and this one."""
+    """Everything that runs: two agents, the prefill engines' process, and this one."""
 
     prefill_agent: BenchAgent
     decode_agent: BenchAgent
-    context: BusContext
+    prefill: PrefillEngines
     folder: Path
-    prefill_engine_pid: int
-    _line: RequestClient
-    _names: "count[int]" = field(default_factory=count)
 
     @contextlib.asynccontextmanager
     async def engines(self, shape: Shape, num_blocks: int) -> AsyncIterator[EnginePair]:
@@ -163,11 +144,10 @@ class Bench:
     @contextlib.asynccontextmanager
     async def source(self, shape: Shape, num_blocks: int) -> AsyncIterator[str]:
         """A prefill engine, by its id, with a cache full of the pattern."""
-        engine_id = f"{shape.name}-{next(self._names)}"
-        message = OpenEngine(engine_id=engine_id, shape=shape.name, num_blocks=num_blocks)
-        await self._line.ask(message, timeout_s=COMMAND_TIMEOUT_S)
+        engine_id = f"{shape.name}-{next(self.prefill.numbers)}"
+        await self.prefill.do("open", engine_id, shape.name, num_blocks)
         yield engine_id
-        await self._line.ask(CloseEngine(engine_id=engine_id), timeout_s=COMMAND_TIMEOUT_S)
+        await self.prefill.do("close", engine_id)
 
     @contextlib.asynccontextmanager
     async def reader(
@@ -184,46 +164,32 @@ class Bench:
         ``source`` are the shape and number of blocks of that one.
         """
         path = (agent or self.decode_agent).attach_path
-        spec = shape.spec(f"decode-{next(self._names)}")
-        decode = DecodeSession(path, spec, attach_timeout_s=ATTACH_TIMEOUT_S)
+        spec = shape.spec(f"decode-{next(self.prefill.numbers)}")
+        session = DecodeSession(path, spec, attach_timeout_s=ATTACH_TIMEOUT_S)
         async with contextlib.AsyncExitStack() as stack:
-            await stack.enter_async_context(decode)
+            await stack.enter_async_context(session)
             ranks = await open_ranks(stack, path, spec, shape, num_blocks)
-            await decode.register()
-            await decode.ready()
-            reader: DecodeSession | HostDecode = decode
+            await session.register()
+            await session.ready()
+            host: HostDecode | None = None
             if ranks.ring is not None:
-                host = HostDecode(decode, ranks.ring.blocks, ranks.ring.copier)
-                reader = await stack.enter_async_context(host)
-            yield EnginePair(shape, *source, engine_id, ranks.caches, reader, self._line)
+                host = await stack.enter_async_context(HostDecode(session, *ranks.ring))
+            yield EnginePair(shape, *source, engine_id, ranks.caches, session, host, self.prefill)
 
     def cpu_s(self) -> dict[str, float]:
         """CPU seconds so far of each process, this one as the decode engine."""
         return {
-            "prefill agent": self.prefill_agent.cpu_s(),
-            "decode agent": self.decode_agent.cpu_s(),
-            "prefill engine": cpu_s(self.prefill_engine_pid),
+            "prefill agent": cpu_s(self.prefill_agent.pid),
+            "decode agent": cpu_s(self.decode_agent.pid),
+            "prefill engine": cpu_s(self.prefill.process.pid),
             "decode engine": time.process_time(),
         }
 
 
-@contextlib.asynccontextmanager
-async def prefill_engine(
-    prefill: BenchAgent, decode: BenchAgent, folder: Path
-) -> AsyncIterator[Bench]:
-    """Start the prefill engine's process beside agents that run."""
-    endpoint = f"ipc://{folder / 'prefill-engine.sock'}"
-    with (
-        running(
-            "kvbus.bench.prefill_engine",
-            str(prefill.attach_path),
-            endpoint,
-            log=folder / "prefill-engine.log",
-        ) as process,
-        new_context() as context,
-    ):
-        line = RequestClient(context, endpoint, boot=new_boot_id())
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(line.run)
-            yield Bench(prefill, decode, context, folder, process.pid, line)
-            tasks.cancel_scope.cancel()
+@contextlib.contextmanager
+def running_bench(prefill: BenchAgent, decode: BenchAgent, folder: Path) -> Iterator[Bench]:
+    """Start the prefill engines' process beside agents that run."""
+    log = folder / "prefill-engine.log"
+    module, attach_path = "kvbus.bench.prefill_engine", str(prefill.attach_path)
+    with running(module, attach_path, log=log) as process:
+        yield Bench(prefill, decode, PrefillEngines(process), folder)

@@ -1,7 +1,4 @@
-"""What a measurement says: a value with a unit, and the target that it is held against.
-
-Refuses to measure or to print.
-"""
+"""What a measurement says: a value with a unit and its target, as a table and as JSON."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +6,10 @@ from importlib.metadata import version
 from typing import Any
 
 import msgspec
+from rich.console import Console
+from rich.table import Table
+
+VERDICTS = {True: "[green]ok[/]", False: "[red]missed[/]", None: ""}
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,3 +58,28 @@ def as_json(figures: Sequence[Figure], machine: dict[str, Any]) -> str:
     ]
     versions = {package: version(package) for package in ("kvbus", "nixl", "pyzmq")}
     return msgspec.json.encode({"machine": machine | versions, "figures": rows}).decode()
+
+
+def print_figures(figures: Sequence[Figure], console: Console) -> None:
+    """Print one section for each case."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("case")
+    table.add_column("figure")
+    table.add_column("value", justify="right")
+    for heading in ("unit", "target", ""):
+        table.add_column(heading)
+    case = ""
+    for figure in figures:
+        if case and figure.case != case:
+            table.add_section()
+        target = "" if figure.target is None else str(figure.target)
+        table.add_row(
+            figure.case if figure.case != case else "",
+            figure.name,
+            f"{figure.value:,.3f}" if figure.value < 100 else f"{figure.value:,.0f}",
+            figure.unit,
+            target,
+            VERDICTS[figure.met],
+        )
+        case = figure.case
+    console.print(table)

@@ -1,36 +1,32 @@
-"""The ranks of an engine of the benchmark: their sessions and caches, in one process.
+"""The ranks of an engine: sessions, caches, and what stands for a device that no agent maps.
 
-Refuses to register the engine: its control session is the caller's.
+Such a device is private memory, copied to and from the ring in whole blocks.
 """
 
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvbus.bench.device import block_copy, private_cache
+import numpy as np
+import torch
+
 from kvbus.bench.shapes import GROUP, Shape
 from kvbus.engine import KvCache, MemorySession
-from kvbus.engine.bounce import HostRing, LocalCopier
-from kvbus.geometry import EngineSpec
+from kvbus.engine.bounce import CopyBlocks, Direction, HostBlocks, HostRing, LocalCopier
+from kvbus.errors import GeometryError
+from kvbus.geometry import EngineSpec, RankSpec
 from kvbus.memory.threads import copy_on_one_thread
 
 ATTACH_TIMEOUT_S = 30.0
 
 
 @dataclass(frozen=True, slots=True)
-class Ring:
-    """What a cache goes through that no agent maps."""
-
-    blocks: HostRing
-    copier: LocalCopier
-
-
-@dataclass(frozen=True, slots=True)
 class Ranks:
-    """The caches of all ranks; ``ring`` when they are private memory."""
+    """The caches of all ranks; ``ring`` is what they go through when they are private memory."""
 
     caches: list[KvCache]
-    ring: Ring | None = None
+    ring: tuple[HostRing, LocalCopier] | None = None
 
 
 async def open_ranks(
@@ -52,4 +48,36 @@ async def open_ranks(
     ring = HostRing({GROUP: max(1, num_blocks // 2)})
     buffers = [await one.allocate_ring(ring.num_blocks) for one in sessions]
     caches = [private_cache(spec, rank) for rank in shape.ranks(num_blocks)]
-    return Ranks(caches, Ring(ring, LocalCopier(buffers, block_copy(caches))))
+    return Ranks(caches, (ring, LocalCopier(buffers, block_copy(caches))))
+
+
+def private_cache(spec: EngineSpec, rank: RankSpec) -> KvCache:
+    """A rank's cache in memory of this process alone, its pages present."""
+    buffer = torch.empty(rank.segments[0].size_bytes, dtype=torch.uint8)
+    return KvCache(spec, rank, buffer.zero_())
+
+
+def block_copy(caches: Sequence[KvCache]) -> CopyBlocks:
+    """Copies whole blocks of caches whose layers lie in one region."""
+    rows_of = [_rows(cache) for cache in caches]
+
+    def copy(blocks: HostBlocks, ring: torch.Tensor, direction: Direction) -> None:
+        device, slots = rows_of[blocks.rank], ring.reshape(len(ring), -1).view(torch.int64)
+        if slots.shape[1] != device.shape[1]:
+            raise GeometryError("the benchmark's device copies whole blocks only")
+        ids = torch.from_numpy(blocks.ids.astype(np.int64))
+        if direction is Direction.SAVE:
+            torch.index_select(device, 0, ids, out=slots)
+        else:
+            torch._foreach_copy_([device[block_id] for block_id in ids.tolist()], list(slots))
+
+    return copy
+
+
+def _rows(cache: KvCache) -> torch.Tensor:
+    """The cache as words of 8 bytes: [block, word]."""
+    (region,) = cache.rank.regions
+    storage = cache.view(region.layers[0], region.parts[0]).untyped_storage()
+    row_words = region.axes[0].stride_bytes // 8
+    every = torch.empty(0, dtype=torch.int64).set_(storage)
+    return every[: region.axes[0].size * row_words].view(-1, row_words)

@@ -1,7 +1,4 @@
-"""The caches that are measured, and block tables that make runs of a wanted length.
-
-Refuses memory: both sides derive the same shape from its name.
-"""
+"""The caches that are measured, and block tables that make runs of a wanted length."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -85,6 +82,9 @@ LAYERED = Shape("layered", 16, 2, KvLayout.parse("NHD"))
 SMALL = Shape("small", 4, 2, KvLayout.parse("NHD", cross_layer=True))
 """One run of 64 KiB a block."""
 
+TINY_RUNS = Shape("tiny-runs", 128, 1, KvLayout.parse("NHD"), block_size=4, head_dim=32)
+"""128 runs of 512 bytes a block, one a layer."""
+
 NHD, HND = KvLayout.parse("NHD"), KvLayout.parse("HND")
 NHD_1 = Shape("nhd-1", 16, 8, NHD)
 NHD_2 = Shape("nhd-2", 16, 8, NHD, tp_size=2)
@@ -93,13 +93,13 @@ NHD_64 = Shape("nhd-64", 16, 8, NHD, block_size=64)
 MLA_1 = Shape("mla-1", 32, 1, NHD, head_dim=512, parts=(KvPart.LATENT,))
 MLA_2 = Shape("mla-2", 32, 1, NHD, head_dim=512, parts=(KvPart.LATENT,), tp_size=2)
 
-EQUAL = BIG, BIG_HOST, LAYERED, SMALL
+EQUAL = BIG, BIG_HOST, LAYERED, SMALL, TINY_RUNS
 OTHER = NHD_1, NHD_2, HND_1, NHD_64, MLA_1, MLA_2
 SHAPES: Mapping[str, Shape] = {shape.name: shape for shape in (*EQUAL, *OTHER)}
 
 
 @dataclass(frozen=True, slots=True)
-class Tables:
+class PairedBlocks:
     """The blocks of one request on both sides, in order of position."""
 
     prefill: Blocks
@@ -107,29 +107,29 @@ class Tables:
     num_tokens: int
 
 
-def contiguous(num_blocks: int, shape: Shape = BIG) -> Tables:
+def contiguous(num_blocks: int, shape: Shape = BIG) -> PairedBlocks:
     """Blocks in order on both sides: all runs merge."""
     blocks = np.arange(num_blocks)
-    return Tables(blocks, blocks, num_blocks * shape.block_size)
+    return PairedBlocks(blocks, blocks, num_blocks * shape.block_size)
 
 
 def scattered(
     num_blocks: int, shape: Shape = BIG, *, first_block: int = 0, seed: int = 0
-) -> Tables:
+) -> PairedBlocks:
     """Every other block of a stretch of twice as many, shuffled on both sides: no runs merge."""
     rng = np.random.default_rng(seed)
     even = first_block + 2 * np.arange(num_blocks)
-    return Tables(rng.permutation(even), rng.permutation(even), num_blocks * shape.block_size)
+    return PairedBlocks(rng.permutation(even), rng.permutation(even), num_blocks * shape.block_size)
 
 
-def scattered_tokens(source: Shape, target: Shape, num_tokens: int) -> Tables:
+def scattered_tokens(source: Shape, target: Shape, num_tokens: int) -> PairedBlocks:
     """As `scattered`, for shapes whose blocks differ in size."""
     rng = np.random.default_rng(0)
     prefill, decode = (
         rng.permutation(2 * np.arange(num_blocks_for(num_tokens, shape.block_size)))
         for shape in (source, target)
     )
-    return Tables(prefill, decode, num_tokens)
+    return PairedBlocks(prefill, decode, num_tokens)
 
 
 def placed_ranks(shape: Shape, num_blocks: int) -> tuple[dict[int, PlacedRank], int]:
@@ -141,10 +141,10 @@ def placed_ranks(shape: Shape, num_blocks: int) -> tuple[dict[int, PlacedRank], 
     return placed, end
 
 
-def descriptors(
-    source: Shape, target: Shape, num_blocks: tuple[int, int], tables: Tables
-) -> tuple[Descriptors, int]:
-    """What the direct path reads for ``tables``, as offsets into two memories of that many bytes.
+def direct_plan(
+    source: Shape, target: Shape, num_blocks: tuple[int, int]
+) -> tuple[DirectPlan, int]:
+    """The direct path between two memories, by offsets, and the bytes that the larger one has.
 
     ``num_blocks`` are those of the two caches.
     """
@@ -152,9 +152,13 @@ def descriptors(
     decode, decode_bytes = placed_ranks(target, num_blocks[1])
     ranks = [[placed.rank for placed in side.values()] for side in (prefill, decode)]
     plan = DirectPlan(prefill, decode, ReadMap(*ranks).shares())
-    rows = plan.descriptors(
+    return plan, max(prefill_bytes, decode_bytes)
+
+
+def descriptors(plan: DirectPlan, tables: PairedBlocks) -> Descriptors:
+    """What the direct path reads for ``tables``."""
+    return plan.descriptors(
         {GROUP: BlockTable.of(tables.prefill)},
         {GROUP: BlockTable.of(tables.decode)},
         {GROUP: (0, tables.num_tokens)},
     )
-    return rows, max(prefill_bytes, decode_bytes)

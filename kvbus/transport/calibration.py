@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbus.errors import ErrorCode, LocalError, TransferFailed
+from kvbus.transport.bare_pair import LONG_BYTES, NUM_PLACES, moved_rows, spaced_rows
 from kvbus.transport.slicing import Rows
 from kvbus.transport.transport import Transport
 from kvbus.transport.types import MemoryKind, ReadOutcome, ReadStatus
@@ -26,10 +27,6 @@ from kvbus.transport.types import MemoryKind, ReadOutcome, ReadStatus
 MANY = 2048
 """One slice of descriptors."""
 MANY_BYTES, MANY_STRIDE_BYTES = 64, 4096
-LONG_BYTES = 8 << 20
-"""One slice of bytes."""
-NUM_PLACES = 4
-"""So many long descriptors in turn: together they are more than most caches hold, as KV is."""
 ROUNDS = 5
 CLOSE_TIMEOUT_S = 0.2
 
@@ -125,18 +122,20 @@ class _Pair:
 
     def measure(self) -> list[float]:
         """Seconds of one short descriptor, of `MANY`, and of a long one, the mean of all places."""
-        few, many = _rows(1, 1, 1), _rows(MANY, MANY_BYTES, MANY_STRIDE_BYTES)
+        few, many = spaced_rows(1, 1), spaced_rows(MANY, MANY_BYTES, MANY_STRIDE_BYTES)
         long_s = self.long_s()
         return [self.read_s(few), self.read_s(many), long_s]
 
     def long_s(self) -> float:
         """Seconds of one long descriptor, the mean of all places."""
-        long = _rows(NUM_PLACES, LONG_BYTES, LONG_BYTES)
+        long = spaced_rows(NUM_PLACES, LONG_BYTES, LONG_BYTES)
         return sum(self.read_s(long[n : n + 1]) for n in range(NUM_PLACES)) / NUM_PLACES
 
     def read_s(self, rows: Rows) -> float:
         """Seconds of one READ of ``rows``, whose addresses are offsets, from here to its end."""
-        local, remote = _moved(rows, self._to), _moved(rows, self._at)
+        local, remote = (
+            moved_rows(rows, area.address, area.device) for area in (self._to, self._at)
+        )
         ended: Future[ReadOutcome] = Future()
         # The callback keeps the memory for as long as a handle may write into it.
         on_end: Callable[[ReadOutcome], None] = partial(_end, ended, (self._to, self._at))
@@ -193,17 +192,3 @@ def _wait(future: Future[Result], deadline: float) -> Result:
 
 def _end(ended: Future[ReadOutcome], _: tuple[Area, Area], outcome: ReadOutcome) -> None:
     ended.set_result(outcome)
-
-
-def _rows(num: int, size_bytes: int, stride_bytes: int) -> Rows:
-    rows = np.zeros((num, 3), np.uint64)
-    rows[:, 0] = np.arange(num, dtype=np.uint64) * np.uint64(stride_bytes)
-    rows[:, 1] = size_bytes
-    return rows
-
-
-def _moved(rows: Rows, area: Area) -> Rows:
-    moved = rows.copy()
-    moved[:, 0] += np.uint64(area.address)
-    moved[:, 2] = area.device
-    return moved

@@ -161,7 +161,7 @@ class NixlAgent:
     ) -> Handle:
         """Make a READ handle that is not posted yet.
 
-        One-shot descriptors, not prepared lists. Measured (benchmarks/nixl_handles.py): one-shot
+        One-shot descriptors, not prepared lists. Measured (nixl 1.5.1, shared memory): one-shot
         costs 2 µs more for one descriptor, and 10 µs more for 2,048, whose READ takes 3,800;
         preparing the 65,536 blocks of one region on both sides takes 5 ms, for each new local list.
         """

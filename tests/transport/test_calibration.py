@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from kvbus.errors import ErrorCode, LocalError
-from kvbus.transport.calibration import LONG_BYTES, MANY, fit_reads, measure_reads
+from kvbus.transport.bare_pair import LONG_BYTES
+from kvbus.transport.calibration import MANY, fit_reads, measure_reads
 
 
 def transport_threads() -> list[threading.Thread]:

@@ -13,7 +13,8 @@ import structlog
 from kvbus.agent.staging.slot_memory import SlotMemory
 from kvbus.errors import KVBusError
 from kvbus.transport import MemoryKind, Transport
-from kvbus.transport.calibration import LONG_BYTES, NUM_PLACES, Area, measure_wire
+from kvbus.transport.bare_pair import LONG_BYTES, NUM_PLACES
+from kvbus.transport.calibration import Area, measure_wire
 
 if TYPE_CHECKING:
     from kvbus.memory.gpu_slots import GpuSlots

@@ -1,19 +1,16 @@
-"""How much the agents still hear, and how long a small handoff takes, while 1 GiB is in flight.
-
-Refuses a pause of the load: four large fetches are always under way.
-"""
+"""How much the agents still hear, and how long a small handoff takes, while 1 GiB is in flight."""
 
 import time
 
 import anyio
 
-from kvbus.bench.agents import BenchAgent
-from kvbus.bench.effort import Effort
 from kvbus.bench.engines import Bench, EnginePair
 from kvbus.bench.figures import Figure, Target
+from kvbus.bench.processes import BenchAgent
+from kvbus.bench.scale import Scale
 from kvbus.bench.shapes import BIG, SMALL, contiguous, scattered
-from kvbus.bench.spread import added_counts, histogram_quantile, quantile
-from kvbus.bus import RequestClient, new_boot_id
+from kvbus.bench.stats import added_counts, histogram_quantile, quantile
+from kvbus.bus import RequestClient, new_boot_id, new_context
 from kvbus.protocol.engine import Ping
 
 CASE = "load"
@@ -25,9 +22,9 @@ LAG = Target(10.0)
 BESIDE = Target(15.0)
 
 
-async def measure_load(bench: Bench, effort: Effort) -> list[Figure]:
+async def measure_load(bench: Bench, scale: Scale) -> list[Figure]:
     """Small handoffs and pings beside large fetches, for a while."""
-    large_blocks = effort.count(LARGE_BLOCKS)
+    large_blocks = scale.count(LARGE_BLOCKS)
     async with (
         bench.engines(BIG, 2 * NUM_LARGE * large_blocks) as large,
         bench.engines(SMALL, 2) as small,
@@ -35,7 +32,7 @@ async def measure_load(bench: Bench, effort: Effort) -> list[Figure]:
         await large.verify(scattered(large_blocks))
         await small.verify(contiguous(1))
         load = _Load(bench, large, large_blocks)
-        return await load.measure(small, effort.seconds(DURATION_S))
+        return await load.measure(small, scale.seconds(DURATION_S))
 
 
 class _Load:
@@ -92,7 +89,7 @@ class _Load:
         await small.fetch(ticket, contiguous(1))
         return {
             "prefill agent": ticket["endpoint"],
-            "decode agent": small.decode_session.agent.peer_endpoint,
+            "decode agent": small.session.agent.peer_endpoint,
         }
 
     async def _repeat(self, part: int) -> None:
@@ -103,16 +100,17 @@ class _Load:
             self._num_large += 1
 
     async def _ping(self, name: str, endpoint: str) -> None:
-        client = RequestClient(self._bench.context, endpoint, boot=new_boot_id())
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(client.run)
-            await client.ask(Ping(), timeout_s=5)
-            while not self._stop.is_set():
-                began = time.perf_counter()
+        with new_context() as context:
+            client = RequestClient(context, endpoint, boot=new_boot_id())
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(client.run)
                 await client.ask(Ping(), timeout_s=5)
-                self._pings_s[name].append(time.perf_counter() - began)
-                await anyio.sleep(PING_EVERY_S)
-            tasks.cancel_scope.cancel()
+                while not self._stop.is_set():
+                    began = time.perf_counter()
+                    await client.ask(Ping(), timeout_s=5)
+                    self._pings_s[name].append(time.perf_counter() - began)
+                    await anyio.sleep(PING_EVERY_S)
+                tasks.cancel_scope.cancel()
 
 
 async def _lags(agent: BenchAgent, before: dict[float, float]) -> dict[float, float]:

@@ -1,7 +1,4 @@
-"""How many one-block handoffs a second go through, 64 at a time, and what each costs in CPU.
-
-Refuses to wait for offers: the prefill engine is always some ahead.
-"""
+"""How many one-block handoffs a second go through, 64 at a time, and what each costs in CPU."""
 
 import math
 import time
@@ -11,11 +8,11 @@ from itertools import cycle
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from kvbus.bench.effort import Effort
 from kvbus.bench.engines import Bench, EnginePair, Ticket
 from kvbus.bench.figures import Figure, Target
-from kvbus.bench.shapes import SMALL, Tables, contiguous, scattered
-from kvbus.bench.spread import quantile
+from kvbus.bench.scale import Scale
+from kvbus.bench.shapes import SMALL, PairedBlocks, contiguous, scattered
+from kvbus.bench.stats import quantile
 
 CASE = "rate"
 CONCURRENCY = 64
@@ -24,7 +21,7 @@ WARM_UP_S = 1.0
 DURATION_S = 10.0
 A_SECOND = Target(1000, at_least=True)
 
-Offered = tuple[Ticket, Tables]
+Offered = tuple[Ticket, PairedBlocks]
 
 
 @dataclass(slots=True)
@@ -63,15 +60,15 @@ class _Rate:
                     self.any_counted.set()
 
 
-async def measure_rate(bench: Bench, effort: Effort) -> list[Figure]:
+async def measure_rate(bench: Bench, scale: Scale) -> list[Figure]:
     """Warm up, then count handoffs and CPU time over the same stretch."""
-    duration_s = effort.seconds(DURATION_S)
+    duration_s = scale.seconds(DURATION_S)
     async with bench.engines(SMALL, 8 * CONCURRENCY) as pair:
         await pair.verify(contiguous(1))
         rate = _Rate(pair)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(rate.run)
-            await anyio.sleep(effort.seconds(WARM_UP_S))
+            await anyio.sleep(scale.seconds(WARM_UP_S))
             before, began = bench.cpu_s(), time.perf_counter()
             rate.counts_from = began
             await anyio.sleep(duration_s)
@@ -91,6 +88,6 @@ async def measure_rate(bench: Bench, effort: Effort) -> list[Figure]:
     ]
 
 
-def _one_block(block: int) -> Tables:
+def _one_block(block: int) -> PairedBlocks:
     one = contiguous(1)
-    return Tables(one.prefill + block, one.decode + block, one.num_tokens)
+    return PairedBlocks(one.prefill + block, one.decode + block, one.num_tokens)

@@ -1,21 +1,17 @@
-"""Handoffs between engines of different shapes, by each path, beside one between equal engines.
-
-Refuses to compare figures of different minutes: in each round every path has its turn.
-"""
+"""Handoffs between engines of different shapes, by each path, beside one between equal engines."""
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from statistics import median
 
 import numpy as np
 
-from kvbus.bench.agents import agent
-from kvbus.bench.effort import Effort
 from kvbus.bench.engines import Bench, EnginePair
 from kvbus.bench.figures import Figure, Target
-from kvbus.bench.raw import RawPair, raw_pair
+from kvbus.bench.processes import BarePair, agent, bare_pair
+from kvbus.bench.scale import Scale
 from kvbus.bench.shapes import (
     HND_1,
     MLA_1,
@@ -23,9 +19,10 @@ from kvbus.bench.shapes import (
     NHD_1,
     NHD_2,
     NHD_64,
+    PairedBlocks,
     Shape,
-    Tables,
     descriptors,
+    direct_plan,
     scattered_tokens,
 )
 from kvbus.geometry import num_blocks_for
@@ -56,30 +53,22 @@ RESHAPES = (
 )
 
 
-def measure_reshape(reshape: Reshape) -> Callable[[Bench, Effort], Awaitable[list[Figure]]]:
-    """The case that measures ``reshape``."""
-
-    async def measure(bench: Bench, effort: Effort) -> list[Figure]:
-        return await _measure(reshape, bench, effort)
-
-    return measure
-
-
-async def _measure(reshape: Reshape, bench: Bench, effort: Effort) -> list[Figure]:
+async def measure_reshape(reshape: Reshape, bench: Bench, scale: Scale) -> list[Figure]:
+    """A READ of all runs, each path in turn, and a handoff between equal engines."""
     source, target = reshape.source, reshape.target
-    num_tokens = effort.count(NUM_BYTES // target.token_bytes, at_least=source.block_size)
+    num_tokens = scale.count(NUM_BYTES // target.token_bytes, at_least=source.block_size)
     tables = scattered_tokens(source, target, num_tokens)
     same = scattered_tokens(target, target, num_tokens)
     num_bytes = num_tokens * target.token_bytes
-    rows, size_bytes = descriptors(
-        source, target, (_capacity(source, num_tokens), _capacity(target, num_tokens)), tables
-    )
-    with raw_pair(rows, size_bytes, bench.folder) as raw:
+    capacities = _capacity(source, num_tokens), _capacity(target, num_tokens)
+    plan, size_bytes = direct_plan(source, target, capacities)
+    rows = descriptors(plan, tables)
+    with bare_pair(rows, size_bytes, bench.folder) as raw:
         async with _readers(bench, reshape, num_tokens) as readers:
             for name, pair in readers.items():
                 await pair.verify(same if name == "equal" else tables)
-            times = await _rounds(raw, readers, {"equal": same}, tables, effort.rounds)
-    copy_s = median(_copy_s(num_bytes) for _ in range(effort.rounds))
+            times = await _rounds(raw, readers, {"equal": same}, tables, scale.rounds)
+    copy_s = median(_copy_s(num_bytes) for _ in range(scale.rounds))
     return _figures(reshape, times, copy_s, num_bytes=num_bytes, num_descriptors=len(rows.local))
 
 
@@ -106,10 +95,10 @@ async def _readers(
 
 
 async def _rounds(
-    raw: RawPair,
+    raw: BarePair,
     readers: Mapping[str, EnginePair],
-    other_tables: Mapping[str, Tables],
-    tables: Tables,
+    other_tables: Mapping[str, PairedBlocks],
+    tables: PairedBlocks,
     rounds: int,
 ) -> dict[str, float]:
     """Median seconds of each, in turn."""

@@ -5,7 +5,7 @@ import math
 import pytest
 
 from kvbus.bench.figures import Figure, Target
-from kvbus.bench.spread import Comparison, added_counts, histogram_quantile, quantile
+from kvbus.bench.stats import Comparison, added_counts, histogram_quantile, quantile
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvbus.bench.pattern import all_words, arrived, fill_ranks, wipe
-from kvbus.bench.shapes import LAYERED, Tables, scattered
+from kvbus.bench.arrival import all_words, arrived, fill_ranks, wipe
+from kvbus.bench.shapes import LAYERED, PairedBlocks, scattered
 from kvbus.engine import KvCache
 from kvbus.memory.segment import SharedSegment
 
@@ -32,7 +32,7 @@ def copied() -> Iterator[KvCache]:
         yield target
 
 
-def has_arrived(cache: KvCache, tables: Tables = TABLES) -> bool:
+def has_arrived(cache: KvCache, tables: PairedBlocks = TABLES) -> bool:
     return arrived([cache], LAYERED, LAYERED, tables, num_source_blocks=NUM_BLOCKS)
 
 

@@ -1,7 +1,4 @@
-"""The pattern that fills every source: each 8-byte word is made from its position.
-
-Refuses to know tensors or caches.
-"""
+"""The pattern that fills every source: each 8-byte word is made from its position."""
 
 from typing import Any
 
@@ -12,7 +9,7 @@ Words = npt.NDArray[np.uint64]
 
 WORD_BYTES = 8
 _FACTOR = np.uint64(0x9E3779B97F4A7C15)
-_CHUNK_WORDS = 1 << 20
+_STEP_WORDS = 1 << 20
 
 
 def words_at(positions: npt.NDArray[Any]) -> Words:
@@ -22,6 +19,6 @@ def words_at(positions: npt.NDArray[Any]) -> Words:
 
 def fill(words: Words, *, first: int = 0) -> None:
     """Write the pattern to a whole segment, from word ``first`` of it on."""
-    for start in range(0, len(words), _CHUNK_WORDS):
-        stop = min(start + _CHUNK_WORDS, len(words))
+    for start in range(0, len(words), _STEP_WORDS):
+        stop = min(start + _STEP_WORDS, len(words))
         words[start:stop] = words_at(np.arange(first + start, first + stop))

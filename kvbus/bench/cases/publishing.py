@@ -1,6 +1,6 @@
-"""What it costs that a cache goes through a ring of host blocks, beside one that the agents map.
+"""Handoffs of KV that is not ready when it is asked for: computed in chunks, or saved into a ring.
 
-Refuses to time a part: from the request to publish computed KV until it is on the other device.
+A prefill here computes by waiting; a device is private memory, and its copies are timed alone too.
 """
 
 import time
@@ -12,17 +12,20 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from kvbus.bench.device import block_copy, private_cache
-from kvbus.bench.effort import Effort
 from kvbus.bench.engines import Bench, EnginePair
 from kvbus.bench.figures import Figure, Target
-from kvbus.bench.shapes import BIG, BIG_HOST, GROUP, Tables, scattered
+from kvbus.bench.ranks import block_copy, private_cache
+from kvbus.bench.scale import Scale
+from kvbus.bench.shapes import BIG, BIG_HOST, GROUP, LAYERED, PairedBlocks, scattered
 from kvbus.engine.bounce import Direction, HostBlocks
 
 K = TypeVar("K")
 
-CASE = "host"
-NUM_BLOCKS = (64 << 20) // BIG.block_bytes
+NUM_CHUNKS = 8
+LAYERED_BLOCKS = (64 << 20) // LAYERED.block_bytes
+CHUNK_S = 0.03
+OF_WHOLE = Target(0.5)
+BIG_BLOCKS = (64 << 20) // BIG.block_bytes
 OF_TWO_PASSES = Target(1.0)
 SIDES = {
     "shared to shared": (BIG, BIG),
@@ -32,9 +35,40 @@ SIDES = {
 }
 
 
-async def measure_host(bench: Bench, effort: Effort) -> list[Figure]:
+async def measure_chunked(bench: Bench, scale: Scale) -> list[Figure]:
+    """In turn: a prefill of one chunk, and one of eight."""
+    num_blocks = scale.count(LAYERED_BLOCKS, at_least=NUM_CHUNKS)
+    tables = scattered(num_blocks, LAYERED)
+    times: dict[int, list[float]] = {1: [], NUM_CHUNKS: []}
+    async with bench.engines(LAYERED, 2 * num_blocks) as pair:
+        await pair.verify(tables)
+        for _ in range(scale.rounds):
+            for num_chunks, seconds in times.items():
+                seconds.append(await _computed_s(pair, tables, num_chunks))
+    whole_s, chunked_s = (median(seconds) for seconds in times.values())
+    return [
+        Figure("chunked", "of the time without", chunked_s / whole_s, "", OF_WHOLE),
+        Figure("chunked", "end of prefill to end of fetch", chunked_s * 1e3, "ms"),
+        Figure("chunked", "the same without chunks", whole_s * 1e3, "ms"),
+    ]
+
+
+async def _computed_s(pair: EnginePair, tables: PairedBlocks, num_chunks: int) -> float:
+    """From when the last chunk was ready until the fetch is complete.
+
+    Both processes are on one machine, whose monotonic clock they share.
+    """
+    chunk_s = CHUNK_S * NUM_CHUNKS / num_chunks
+    ticket = await pair.compute(tables, num_chunks, chunk_s)
+    await pair.fetch(ticket, tables)
+    completed_at = time.perf_counter()
+    ((ready_at, _),) = await pair.ended()
+    return completed_at - ready_at
+
+
+async def measure_host(bench: Bench, scale: Scale) -> list[Figure]:
     """64 MiB in scattered blocks, by each pair of memories in turn, and the bare copies."""
-    num_blocks = effort.count(NUM_BLOCKS)
+    num_blocks = scale.count(BIG_BLOCKS)
     tables = scattered(num_blocks, BIG)
     times: dict[str, list[float]] = {name: [] for name in SIDES}
     passes: dict[Direction, list[float]] = {direction: [] for direction in Direction}
@@ -45,22 +79,22 @@ async def measure_host(bench: Bench, effort: Effort) -> list[Figure]:
             reader = bench.reader(target, 2 * num_blocks, engine_id, (source, 2 * num_blocks))
             pairs[name] = await stack.enter_async_context(reader)
             await pairs[name].verify(tables)
-        for _ in range(effort.rounds):
+        for _ in range(scale.rounds):
             for name, pair in pairs.items():
-                times[name].append(await _handover_s(pair, tables))
+                times[name].append(await _published_s(pair, tables))
                 await pair.settle()
             for direction in Direction:
                 passes[direction].append(_pass_s(tables, direction))
     return _figures(_medians(times), _medians(passes), num_blocks)
 
 
-async def _handover_s(pair: EnginePair, tables: Tables) -> float:
+async def _published_s(pair: EnginePair, tables: PairedBlocks) -> float:
     began = time.perf_counter()
     await pair.fetch(await pair.publish(tables), tables)
     return time.perf_counter() - began
 
 
-def _pass_s(tables: Tables, direction: Direction) -> float:
+def _pass_s(tables: PairedBlocks, direction: Direction) -> float:
     """Seconds of a bare pass over the bytes, between blocks of a device and those of a ring."""
     num_blocks = len(tables.prefill)
     spec, (rank,) = BIG.spec("device"), BIG.ranks(2 * num_blocks)
@@ -96,12 +130,12 @@ def _figures(
     }
     return [
         *(
-            Figure(CASE, f"{name}, of shared + passes", times[name] / limit, "", OF_TWO_PASSES)
+            Figure("host", f"{name}, of shared + passes", times[name] / limit, "", OF_TWO_PASSES)
             for name, limit in allowed.items()
         ),
-        *(Figure(CASE, f"{name} p50", seconds * 1e3, "ms") for name, seconds in times.items()),
+        *(Figure("host", f"{name} p50", seconds * 1e3, "ms") for name, seconds in times.items()),
         *(
-            Figure(CASE, f"a bare {direction}", num_bytes / seconds / 1e9, "GB/s")
+            Figure("host", f"a bare {direction}", num_bytes / seconds / 1e9, "GB/s")
             for direction, seconds in passes.items()
         ),
     ]

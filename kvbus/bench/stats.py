@@ -1,7 +1,4 @@
-"""Numbers from samples: quantiles, the comparison of two alternating series, histogram deltas.
-
-Refuses to take samples.
-"""
+"""Numbers from samples: quantiles, the comparison of two alternating series, histogram deltas."""
 
 import math
 import statistics

@@ -1,0 +1,150 @@
+"""A bare NIXL pair: a process that holds memory and one that reads it, with nothing else of kvbus.
+
+    bare_pair target SIZE            prints where its memory is; then 'd' drives NIXL, 'r' rests
+    bare_pair reader SIZE ROWS.npz   takes that line; then 'read' or 'verify', a line each
+
+The reader posts all descriptors at once, spins until they are done, and prints the seconds.
+"""
+
+import mmap
+import os
+import select
+import statistics
+import sys
+import time
+
+import msgspec
+import numpy as np
+
+from kvbus.errors import TransferFailed
+from kvbus.transport.nixl_agent import NixlAgent
+from kvbus.transport.slicing import Rows
+from kvbus.transport.types import MemoryKind, Registration, TransportLimits
+
+WORD_BYTES = 8
+LONG_BYTES = 8 << 20
+"""One slice of bytes, as agents post it."""
+NUM_PLACES = 4
+"""So many long descriptors in turn: together they are more than most caches hold, as KV is."""
+LEAST_READS, MOST_READS, MEASURE_S = 8, 64, 0.4
+
+
+class MemoryLocation(msgspec.Struct, frozen=True):
+    """What a reader needs of its target."""
+
+    address: int
+    metadata: bytes
+
+
+class BareAgent:
+    """One NIXL agent with memory of its own: who calls it drives it."""
+
+    def __init__(self, name: str, size_bytes: int) -> None:
+        self._words = np.frombuffer(mmap.mmap(-1, size_bytes), np.uint64)
+        self._address = self._words.ctypes.data
+        self._agent = NixlAgent(f"{name}/{os.getpid()}")
+        self._agent.register(Registration(1, self._address, size_bytes, 0, "DRAM"))
+        self._peer, self._there = "", 0
+
+    def serve(self) -> None:
+        """Fill the memory, say where it is, and drive NIXL as often as an agent does.
+
+        Until stdin ends; 'r' in it rests until 'd'.
+        """
+        self._words[:] = np.arange(len(self._words))
+        location = MemoryLocation(self._address, self._agent.metadata(None))
+        print_line(msgspec.json.encode(location).decode())
+        stdin, drives, poll_s = sys.stdin.fileno(), True, TransportLimits().poll_s
+        while True:
+            if select.select([stdin], [], [], poll_s if drives else None)[0]:
+                command = os.read(stdin, 1)
+                if not command:
+                    return
+                drives = command == b"d"
+            self._agent.progress()
+
+    def connect(self) -> None:
+        """Take from stdin the line that the target printed."""
+        line = sys.stdin.readline()
+        if not line:
+            sys.exit("the other process ended")
+        location = msgspec.json.decode(line, type=MemoryLocation)
+        self._peer, self._there = self._agent.add_peer(location.metadata), location.address
+
+    def read_s(self, local: Rows, remote: Rows) -> float:
+        """Seconds of one READ of rows whose addresses are offsets."""
+        here, there = moved_rows(local, self._address), moved_rows(remote, self._there)
+        kinds: tuple[MemoryKind, MemoryKind] = ("DRAM", "DRAM")
+        began = time.perf_counter()
+        handle = self._agent.prepare(self._peer, here, there, kinds)
+        done = self._agent.post(handle, self._peer)
+        while not done:
+            done = self._agent.is_done(handle, self._peer)
+        took_s = time.perf_counter() - began
+        self._agent.release(handle)
+        return took_s
+
+    def verify(self, local: Rows, remote: Rows) -> float:
+        """`read_s` into wiped memory; raises `TransferFailed` for wrong bytes."""
+        self._words[:] = np.iinfo(np.uint64).max
+        took_s = self.read_s(local, remote)
+        starts = (local[:, 0] // WORD_BYTES, remote[:, 0] // WORD_BYTES)
+        for to, start, num in zip(*starts, local[:, 1] // WORD_BYTES, strict=True):
+            if not (self._words[to : to + num] == np.arange(start, start + num)).all():
+                raise TransferFailed("the read brought wrong bytes")
+        return took_s
+
+    def bytes_per_s(self) -> float:
+        """The median of long READs, measured for a while."""
+        places = [spaced_rows(1, LONG_BYTES, first=n * LONG_BYTES) for n in range(NUM_PLACES)]
+        for rows in places:  # connects, and takes the faults of pages
+            self.verify(rows, rows)
+        times_s: list[float] = []
+        began = time.perf_counter()
+        while len(times_s) < LEAST_READS or (
+            len(times_s) < MOST_READS and time.perf_counter() - began < MEASURE_S
+        ):
+            rows = places[len(times_s) % NUM_PLACES]
+            times_s.append(self.read_s(rows, rows))
+        return LONG_BYTES / statistics.median(times_s)
+
+
+def spaced_rows(num: int, size_bytes: int, stride_bytes: int = 0, *, first: int = 0) -> Rows:
+    """Rows of one size whose addresses are offsets, ``stride_bytes`` apart."""
+    rows = np.zeros((num, 3), np.uint64)
+    rows[:, 0] = first + np.arange(num) * stride_bytes
+    rows[:, 1] = size_bytes
+    return rows
+
+
+def moved_rows(rows: Rows, address: int, device: int = 0) -> Rows:
+    """The same rows from ``address`` on."""
+    moved = rows.copy()
+    moved[:, 0] += np.uint64(address)
+    moved[:, 2] = device
+    return moved
+
+
+def print_line(line: str) -> None:
+    """Print for a process that waits for it."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def main() -> None:
+    """Be what the first argument says."""
+    role, size_bytes, *rest = sys.argv[1:]
+    agent = BareAgent(f"bare-{role}", int(size_bytes))
+    if role == "target":
+        agent.serve()
+        return
+    agent.connect()
+    with np.load(rest[0]) as rows:
+        local, remote = rows["local"], rows["remote"]
+    for command in sys.stdin:
+        read = agent.verify if command.strip() == "verify" else agent.read_s
+        print_line(f"{read(local, remote):.9f}")
+
+
+if __name__ == "__main__":
+    main()
