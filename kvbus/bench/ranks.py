@@ -10,7 +10,7 @@ from pathlib import Path
 from kvbus.bench.device import block_copy, private_cache
 from kvbus.bench.shapes import GROUP, Shape
 from kvbus.engine import KvCache, MemorySession
-from kvbus.engine.bounce import HostRing, LocalCopier
+from kvbus.engine.bounce import HostPool, LocalCopier
 from kvbus.geometry import EngineSpec
 from kvbus.memory.threads import copy_on_one_thread
 
@@ -21,7 +21,7 @@ ATTACH_TIMEOUT_S = 30.0
 class Ring:
     """What a cache goes through that no agent maps."""
 
-    blocks: HostRing
+    blocks: HostPool
     copier: LocalCopier
 
 
@@ -49,7 +49,7 @@ async def open_ranks(
     if not shape.host:
         return Ranks([await one.allocate(shape.layout, num_blocks=num_blocks) for one in sessions])
     copy_on_one_thread()  # else each block's copy waits for another thread to be woken
-    ring = HostRing({GROUP: max(1, num_blocks // 2)})
+    ring = HostPool({GROUP: max(1, num_blocks // 2)})
     buffers = [await one.allocate_ring(ring.num_blocks) for one in sessions]
     caches = [private_cache(spec, rank) for rank in shape.ranks(num_blocks)]
     return Ranks(caches, Ring(ring, LocalCopier(buffers, block_copy(caches))))

@@ -20,7 +20,7 @@ from kvbus.demo.request_blocks import MostBlocks
 from kvbus.demo.shape import Memory
 from kvbus.demo.work import EngineSetup, Settled
 from kvbus.engine import DecodeSession, KvCache, MemorySession, PrefillSession
-from kvbus.engine.bounce import Copier, HostRing, LocalCopier
+from kvbus.engine.bounce import Copier, HostPool, LocalCopier
 from kvbus.geometry import EngineSpec, GroupSpec, KvLayout, KvPart
 
 ATTACH_TIMEOUT_S = 60.0
@@ -39,7 +39,7 @@ class Engine:
     model: Transformer
     kv: PagedKV
     pools: BlockPools
-    ring: HostRing | None = None
+    ring: HostPool | None = None
     copier: Copier | None = None
     _device: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(1))
 
@@ -82,7 +82,7 @@ async def attached_engine(
             caches = [await rank.allocate(layout, num_blocks=num_blocks) for rank in ranks]
         else:
             caches = [private_cache(spec, rank.rank, layout, num_blocks) for rank in ranks]
-            ring = HostRing(share_of(num_blocks, share=setup.ring_share))
+            ring = HostPool(share_of(num_blocks, share=setup.ring_share))
             buffers = [await rank.allocate_ring(ring.num_blocks) for rank in ranks]
             copier = LocalCopier(buffers, device_copy(caches))
         session = await stack.enter_async_context(control(setup.attach_path, spec))

@@ -1,20 +1,19 @@
-"""Fetches KV into the ring, and loads it into the decode engine's blocks as it arrives.
+"""Fetches KV into host blocks, and loads it into the decode engine's blocks as it arrives.
 
-Refuses to call KV valid before the agent has confirmed it and all of it is loaded, and to give the
-ring's blocks to another request while the agent may still write into them.
+Refuses to call KV valid before the agent has confirmed it and all of it is loaded, and to give
+host blocks to another request while the agent may still write into them.
 """
 
 from collections.abc import Mapping
-from types import TracebackType
 from typing import Any, Self
 
 import anyio
 from anyio.abc import TaskGroup
 
 from kvbus.engine.bounce.copier import Copier
-from kvbus.engine.bounce.fetch import FetchRequest, HostFetch, Way
+from kvbus.engine.bounce.fetch import FetchRequest, HostFetch, LoadPath
+from kvbus.engine.bounce.host_pool import HostPool
 from kvbus.engine.bounce.request_blocks import check_groups
-from kvbus.engine.bounce.ring import HostRing
 from kvbus.engine.bounce.sizing import PIECE_BYTES, piece_tokens
 from kvbus.engine.decode import BlockIds, DecodeSession
 from kvbus.errors import ClosedError
@@ -25,37 +24,36 @@ CLOSE_TIMEOUT_S = 1.0
 
 
 class HostDecode:
-    """The fetches of one decode engine that goes through a ring; open within ``async with``.
+    """The fetches of one decode engine that goes through host blocks; open within ``async with``.
 
     About ``piece_bytes`` are loaded at a time, while what follows is on the wire. A fetch waits for
-    room in the ring for at most ``wait_s``. Leaving the block cancels what is left.
+    room on the host for at most ``wait_s``. Leaving the block cancels what is left.
     """
 
     def __init__(
         self,
         session: DecodeSession,
-        ring: HostRing,
+        pool: HostPool,
         copier: Copier,
         *,
         piece_bytes: int = PIECE_BYTES,
         wait_s: float = 30.0,
     ) -> None:
         size = piece_tokens(session.engine, piece_bytes=piece_bytes)
-        self.session, self.ring = session, ring
-        self._way = Way(session, ring, copier, piece_tokens=size, wait_s=wait_s)
+        self.path = LoadPath(session, pool, copier, piece_tokens=size, wait_s=wait_s)
         self._tasks: TaskGroup | None = None
         self._fetches: set[HostFetch] = set()
+
+    @property
+    def session(self) -> DecodeSession:
+        """Whose agent reads."""
+        return self.path.session
 
     async def __aenter__(self) -> Self:
         self._tasks = await anyio.create_task_group().__aenter__()
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         await self.aclose()
 
     async def aclose(self) -> None:
@@ -86,8 +84,8 @@ class HostDecode:
 
         The slots of a block in front of ``first_token`` are not touched, nor are those behind the
         last token, unless ``zero_tail`` asks for zeros. ``timeout_s`` counts from when there is
-        room in the ring. Raises `GeometryError` for blocks that do not fit the tokens and for a
-        request that is larger than the ring, and `ClosedError`.
+        room on the host. Raises `GeometryError` for blocks that do not fit the tokens and for a
+        request that is larger than the host buffer, and `ClosedError`.
         """
         if self._tasks is None:
             raise ClosedError("the host decode is not open")
@@ -102,8 +100,8 @@ class HostDecode:
             spans=whole_spans(engine.groups, first_token, num_tokens),
         )
         tables = _device_tables(engine, request.spans, block_ids)
-        self.ring.check_fits({name: len(table) for name, table in tables.items()})
-        fetch = HostFetch(self._way, request, tables)
+        self.path.pool.check_fits({name: len(table) for name, table in tables.items()})
+        fetch = HostFetch(self.path, request, tables)
         self._fetches.add(fetch)
         self._tasks.start_soon(self._run, fetch)
         return fetch

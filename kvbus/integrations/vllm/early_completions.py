@@ -13,7 +13,7 @@ MOST_UNMATCHED = 1024
 """Notices that are kept until the scheduler's side names their fetch; most came too late for it."""
 
 
-class Arrivals:
+class EarlyCompletions:
     """Pairs what the agent says of fetches with what the scheduler's side says of requests."""
 
     def __init__(self) -> None:
