@@ -10,11 +10,12 @@ from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from inspect import isawaitable
 from pathlib import Path
-from typing import Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, cast, overload
+from typing import Concatenate, Generic, ParamSpec, Self, TypeVar, cast, overload
 
 import torch
 
 from kvbus.engine.bounce.buffer import HostBuffer
+from kvbus.engine.bounce.prefill import HostOffer
 from kvbus.engine.bounce.sizing import HOST_LAYOUT
 from kvbus.engine.decode import DecodeSession
 from kvbus.engine.fetch import Fetch
@@ -30,15 +31,6 @@ S = TypeVar("S", bound=EngineSession)
 C = TypeVar("C", bound=ControlSession)
 T = TypeVar("T")
 P = ParamSpec("P")
-
-
-class Releasable(Protocol):
-    """An `Offer`, or what has one."""
-
-    @property
-    def offer_id(self) -> str: ...
-
-    async def released(self) -> Outcome: ...
 
 
 @overload
@@ -259,7 +251,7 @@ class BlockingPrefill(BlockingControl[PrefillSession]):
         """`Offer.withdraw`."""
         self.run(offer.withdraw)
 
-    def wait_released(self, offer: Releasable) -> Outcome:
+    def wait_released(self, offer: Offer | HostOffer) -> Outcome:
         """`Offer.released`; `take_released` does not return this offer any more."""
         try:
             return self.run(offer.released)

@@ -134,7 +134,7 @@ class BlockingHostDecode:
         """`HostDecode.fetch`; of fetches, use the methods here and not their own."""
 
         async def start() -> HostFetch:
-            self._host.path.session = self._session.session
+            self._host.session = self._session.session
             fetch = self._host.fetch(
                 ticket,
                 num_tokens=num_tokens,

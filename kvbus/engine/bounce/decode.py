@@ -11,11 +11,12 @@ import anyio
 from anyio.abc import TaskGroup
 
 from kvbus.engine.bounce.copier import Copier
-from kvbus.engine.bounce.fetch import FetchRequest, HostFetch, LoadPath
-from kvbus.engine.bounce.host_pool import HostPool
+from kvbus.engine.bounce.fetch import HostFetch, LoadPath
+from kvbus.engine.bounce.host_pool import HostPool, HostTables
 from kvbus.engine.bounce.request_blocks import check_groups
 from kvbus.engine.bounce.sizing import PIECE_BYTES, piece_tokens
 from kvbus.engine.decode import BlockIds, DecodeSession
+from kvbus.engine.fetch import Fetch, OnLanded
 from kvbus.errors import ClosedError
 from kvbus.geometry import BlockTable, EngineSpec
 from kvbus.planning import Spans, whole_spans
@@ -39,15 +40,11 @@ class HostDecode:
         piece_bytes: int = PIECE_BYTES,
         wait_s: float = 30.0,
     ) -> None:
-        size = piece_tokens(session.engine, piece_bytes=piece_bytes)
-        self.path = LoadPath(session, pool, copier, piece_tokens=size, wait_s=wait_s)
+        self.session = session
+        self.path = LoadPath(session.engine, pool, copier, wait_s)
+        self._piece_tokens = piece_tokens(session.engine, piece_bytes=piece_bytes)
         self._tasks: TaskGroup | None = None
         self._fetches: set[HostFetch] = set()
-
-    @property
-    def session(self) -> DecodeSession:
-        """Whose agent reads."""
-        return self.path.session
 
     async def __aenter__(self) -> Self:
         self._tasks = await anyio.create_task_group().__aenter__()
@@ -91,17 +88,24 @@ class HostDecode:
             raise ClosedError("the host decode is not open")
         engine = self.session.engine
         check_groups(engine, block_ids)
-        request = FetchRequest(
-            ticket=ticket,
-            num_tokens=num_tokens,
-            first_token=first_token,
-            timeout_s=timeout_s,
-            zero_tail=zero_tail,
-            spans=whole_spans(engine.groups, first_token, num_tokens),
-        )
-        tables = _device_tables(engine, request.spans, block_ids)
+        spans = whole_spans(engine.groups, first_token, num_tokens)
+        tables = _device_tables(engine, spans, block_ids)
         self.path.pool.check_fits({name: len(table) for name, table in tables.items()})
-        fetch = HostFetch(self.path, request, tables)
+
+        def start(host_tables: HostTables, on_landed: OnLanded) -> Fetch:
+            return self.session.fetch(
+                ticket,
+                num_tokens=num_tokens,
+                block_ids=host_tables,
+                first_token=first_token,
+                timeout_s=timeout_s,
+                zero_tail=zero_tail,
+                piece_tokens=self._piece_tokens,
+                on_landed=on_landed,
+            )
+
+        loaded = _with_tails(engine, spans) if zero_tail else spans
+        fetch = HostFetch(self.path, start, loaded, tables)
         self._fetches.add(fetch)
         self._tasks.start_soon(self._run, fetch)
         return fetch
@@ -111,6 +115,15 @@ class HostDecode:
             await fetch.run()
         finally:
             self._fetches.discard(fetch)
+
+
+def _with_tails(engine: EngineSpec, spans: Spans) -> Spans:
+    """With all slots of the last block, which the agent has zeroed."""
+    sizes = {group.name: group.block_size for group in engine.groups}
+    return {
+        name: (start, -(-stop // sizes[name]) * sizes[name] if start < stop else stop)
+        for name, (start, stop) in spans.items()
+    }
 
 
 def _device_tables(engine: EngineSpec, spans: Spans, block_ids: BlockIds) -> dict[str, BlockTable]:

@@ -6,7 +6,6 @@ Refuses to report an end while a load of it still writes into the engine's block
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import anyio
 
@@ -14,46 +13,41 @@ from kvbus.engine.bounce.buffer import Direction
 from kvbus.engine.bounce.copier import Copier
 from kvbus.engine.bounce.host_pool import HostPool, HostTables
 from kvbus.engine.bounce.request_blocks import RequestBlocks
-from kvbus.engine.decode import DecodeSession
-from kvbus.engine.fetch import Fetch
+from kvbus.engine.fetch import Fetch, OnLanded
 from kvbus.engine.latch import Latch
 from kvbus.errors import ErrorCode, FetchFailed, KVBusError
-from kvbus.geometry import BlockTable, GroupSpec
+from kvbus.geometry import BlockTable, EngineSpec
 from kvbus.planning import Spans
 from kvbus.protocol.engine import Fetched
 
-
-@dataclass(slots=True)
-class LoadPath:
-    """How the KV of an engine's fetches comes: who reads, into what, and who copies from there."""
-
-    session: DecodeSession
-    pool: HostPool
-    copier: Copier
-    piece_tokens: int
-    wait_s: float
+FetchInto = Callable[[HostTables, OnLanded], Fetch]
+"""Asks the agent for a fetch into these host blocks; the other is told what has landed."""
 
 
 @dataclass(frozen=True, slots=True)
-class FetchRequest:
-    """What the engine wants; ``spans`` are the positions of each group."""
+class LoadPath:
+    """What all fetches of an engine go through: host blocks, and who copies from there."""
 
-    ticket: Mapping[str, Any]
-    num_tokens: int
-    first_token: int
-    timeout_s: float | None
-    zero_tail: bool
-    spans: Spans
+    engine: EngineSpec
+    pool: HostPool
+    copier: Copier
+    wait_s: float
 
 
 class HostFetch:
     """One fetch of this engine; ``fetch_id`` is the agent's, empty while there is no room."""
 
     def __init__(
-        self, path: LoadPath, request: FetchRequest, device_tables: Mapping[str, BlockTable]
+        self,
+        path: LoadPath,
+        start: FetchInto,
+        spans: Spans,
+        device_tables: Mapping[str, BlockTable],
     ) -> None:
-        self._path, self._request, self._device_tables = path, request, device_tables
-        self._loaded = {name: start for name, (start, _) in request.spans.items()}
+        """``spans`` are the positions of each group that are loaded in the end."""
+        self._path, self._start_fetch = path, start
+        self._spans, self._device_tables = spans, device_tables
+        self._loaded = {name: start for name, (start, _) in spans.items()}
         self._progress = _Progress()
         self._fetch: Fetch | None = None
         self._ended = Latch()
@@ -131,24 +125,14 @@ class HostFetch:
     def _start(self, tables: HostTables) -> Fetch:
         if self._waiting.cancel_called:
             raise _failed("the engine cancelled the fetch", ErrorCode.CANCELLED, stage="requested")
-        request = self._request
-        fetch = self._fetch = self._path.session.fetch(
-            request.ticket,
-            num_tokens=request.num_tokens,
-            block_ids=tables,
-            first_token=request.first_token,
-            timeout_s=request.timeout_s,
-            zero_tail=request.zero_tail,
-            piece_tokens=self._path.piece_tokens,
-            on_landed=self._progress.land,
-        )
+        fetch = self._fetch = self._start_fetch(tables, self._progress.land)
         fetch.when_ended(self._progress.end)
         return fetch
 
     async def _follow(self, fetch: Fetch, tables: HostTables) -> Fetched:
         """Load what has landed while the rest does, and the rest once it is confirmed."""
         blocks = RequestBlocks(
-            self._path.session.engine,
+            self._path.engine,
             firsts={name: table.first_block for name, table in self._device_tables.items()},
             host_tables=tables,
             device_tables=self._device_tables,
@@ -157,7 +141,7 @@ class HostFetch:
         while await self._progress.has_more():
             if failure is None:
                 try:
-                    await self._load(blocks, self._progress.num_tokens, last=False)
+                    await self._load(blocks, self._progress.num_tokens)
                 except FetchFailed as error:
                     failure = error
                     await self.cancel()
@@ -168,13 +152,17 @@ class HostFetch:
         except FetchFailed as error:  # the agent writes into host blocks only
             failure = _failed(error.message, error.code, stage=error.stage, fetch_id=fetch.fetch_id)
             raise failure from error
-        await self._load(blocks, self._request.num_tokens, last=True)
+        await self._load(blocks, None)
         return fetched
 
-    async def _load(self, blocks: RequestBlocks, num_tokens: int, *, last: bool) -> None:
+    async def _load(self, blocks: RequestBlocks, num_landed: int | None) -> None:
+        """Whole blocks of what has landed; with None all, as nothing more may land."""
         spans = {}
         for group in blocks.engine.groups:
-            start, stop = self._loaded[group.name], self._stop(group, num_tokens, last=last)
+            start, stop = self._loaded[group.name], self._spans[group.name][1]
+            if num_landed is not None:
+                size = group.block_size
+                stop = 0 if group.state else min(stop, num_landed) // size * size
             if start < stop:
                 spans[group.name] = start, stop
                 self._loaded[group.name] = stop
@@ -187,13 +175,6 @@ class HostFetch:
             message = f"the engine's copy function failed: {error}"
             code = ErrorCode.TRANSFER_FAILED
             raise _failed(message, code, stage="loading", fetch_id=self.fetch_id) from error
-
-    def _stop(self, group: GroupSpec, num_tokens: int, *, last: bool) -> int:
-        """Whole blocks while more may land; in the end all, and the zeroed tail if wanted."""
-        (start, stop), size = self._request.spans[group.name], group.block_size
-        if not last:
-            return 0 if group.state else min(stop, num_tokens) // size * size
-        return -(-stop // size) * size if self._request.zero_tail and start < stop else stop
 
     def _end(self, outcome: Fetched | FetchFailed) -> None:
         """The first outcome counts."""

@@ -1,8 +1,4 @@
-"""vLLM's KV connector on kvbus: each call of vLLM goes to the side that it concerns.
-
-Refuses to run a transfer in the engine: agents beside it do, and a step pays for a look at two
-queues.
-"""
+"""vLLM's KV connector on kvbus: each call of vLLM goes to the side that it concerns."""
 
 from typing import TYPE_CHECKING, Any
 

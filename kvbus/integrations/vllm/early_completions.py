@@ -1,7 +1,6 @@
 """The loads that a worker heard of itself, so that vLLM learns of them a step earlier.
 
-Refuses to report a load twice, whichever way was faster, and to know of failures: these come from
-the scheduler's side alone.
+Each is reported once, whichever way was faster; failures come from the scheduler's side alone.
 """
 
 from collections import deque

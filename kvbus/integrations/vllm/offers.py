@@ -1,8 +1,7 @@
 """The offers of a prefill engine: a ticket is reserved while it computes, and published at its end.
 
-Refuses to make the engine wait: the ticket is asked for when a request is first scheduled, and is
-there when its last token is. The public methods are for the scheduler's thread; offers live in the
-link's.
+The ticket is asked for when a request is first scheduled, so it is there when its last token is.
+The public methods are for the scheduler's thread; offers live in the link's.
 """
 
 import logging

@@ -1,7 +1,4 @@
-"""The connector in the scheduler's process: which requests load and offer, and what became of it.
-
-Refuses to decide about blocks by itself: vLLM keeps them until a step's results say what is over.
-"""
+"""The connector in the scheduler's process: which requests load and offer, and how that ends."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence

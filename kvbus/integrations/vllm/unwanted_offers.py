@@ -60,7 +60,8 @@ class UnwantedOffers:
     ) -> None:
         self._num_under_way -= 1
         notice = fetch.notice
-        if notice is None or notice.code == ErrorCode.DRAINING:  # it goes: the next agent does it
+        if notice is None or notice.stage == "lost" or notice.code == ErrorCode.DRAINING:
+            # the agent is gone, or goes: the next one does it
             self._waiting.append((request_id, handoff))
             return
         if notice.outcome is not Outcome.COMPLETED:

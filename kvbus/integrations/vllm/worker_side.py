@@ -1,7 +1,4 @@
-"""The connector in a worker's process: its memory is the agent's to read and write.
-
-Refuses to move anything: it reports what the scheduler's side was told by the agent.
-"""
+"""The connector in a worker's process: its memory is the agent's to read and write."""
 
 import logging
 from collections.abc import Mapping
