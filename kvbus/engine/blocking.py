@@ -97,7 +97,9 @@ class Blocking(Generic[S]):
         """How often there was a new session."""
         return max(0, self._num_sessions - 1)
 
-    ready = blocking(EngineSession.ready)
+    def ready(self) -> None:
+        """`EngineSession.ready`."""
+        self.run(self.session.ready)
 
     def run(self, call: Callable[[], Awaitable[T]]) -> T:
         """What ``call`` returns in the session's thread, where all of its async calls belong."""
