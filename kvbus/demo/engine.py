@@ -24,7 +24,7 @@ from kvbus.demo.model_config import ModelConfig
 from kvbus.demo.options import Memory
 from kvbus.demo.paged_cache import LayerViews, PagedKV
 from kvbus.engine import DecodeSession, KvCache, MemorySession, PrefillSession
-from kvbus.engine.bounce import Copier, HostRing, LocalCopier
+from kvbus.engine.bounce import Copier, HostPool, LocalCopier
 from kvbus.errors import KVBusError, ProtocolError, leaves
 from kvbus.geometry import EngineSpec, GroupSpec, KvLayout, KvPart
 
@@ -46,7 +46,7 @@ class DemoEngine:
     kv: PagedKV
     blocks: BlockPool
     line: Line[Work]
-    ring: HostRing | None = None
+    ring: HostPool | None = None
     copier: Copier | None = None
     _device: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(1))
 
@@ -73,7 +73,7 @@ class DemoEngine:
 
     async def _settled(self) -> Settled:
         """Wait for blocks that are on their way back, as long as some come back."""
-        pools: list[BlockPool | HostRing] = [self.blocks]
+        pools: list[BlockPool | HostPool] = [self.blocks]
         pools += [] if self.ring is None else [self.ring]
         before, held = -1, sum(pool.num_held for pool in pools)
         while held and held != before:
@@ -108,7 +108,7 @@ async def attached_engine(
             caches = [await rank.allocate(layout, num_blocks=num_blocks) for rank in ranks]
         else:
             caches = [private_cache(spec, rank.rank, layout, num_blocks) for rank in ranks]
-            ring = HostRing(share_of(num_blocks, share=setup.ring_share))
+            ring = HostPool(share_of(num_blocks, share=setup.ring_share))
             buffers = [await rank.allocate_ring(ring.num_blocks) for rank in ranks]
             copier = LocalCopier(buffers, device_copy(caches))
         session = await stack.enter_async_context(control(setup.attach_path, spec))
