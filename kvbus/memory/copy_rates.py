@@ -1,9 +1,7 @@
 """Measures how fast this machine gathers runs of bytes into one piece, and scatters them again.
 
-Refuses to be exact: it copies between shared memory and a warm slot by the torch operations that
-`copying` uses most, but in runs of two lengths only, and on one core, as the cost model has it of a
-stage. (Tried: on 2 cores with something else running, copies by two torch threads took 8 ms instead
-of 0.2, as each waits for the other to be scheduled.)
+It copies between shared memory and a warm slot by the torch operations that `copying` uses most,
+in runs of two lengths, and on one core, as the cost model has it of a stage.
 """
 
 import contextlib

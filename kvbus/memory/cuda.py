@@ -1,7 +1,6 @@
 """Owns what an engine passes of its CUDA memory: a handle of the allocation, and of one event.
 
-Refuses memory that the driver cannot hand to another process. Nothing is moved: the agent copies
-between this memory and slots of its own on the same GPU.
+Nothing is moved: the agent copies between this memory and slots of its own on the same GPU.
 """
 
 from types import TracebackType

@@ -1,7 +1,4 @@
-"""Owns the memory of staging slots for one GPU: on it, or pinned host memory beside it.
-
-Refuses to say which is better; that is measured where the slots are made.
-"""
+"""Owns the memory of staging slots for one GPU: on it, or pinned host memory beside it."""
 
 import torch
 

@@ -1,7 +1,4 @@
-"""The GPUs that this process sees: by UUID, as another process may number them differently.
-
-Refuses a GPU that is not visible here, and says what would make it so.
-"""
+"""The GPUs that this process sees: by UUID, as another process may number them differently."""
 
 import torch
 

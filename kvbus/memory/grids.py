@@ -1,7 +1,4 @@
-"""Grids: which layers and parts of a rank's regions lie at equal steps, so that one view has them.
-
-Refuses layers, parts or heads that the rank has not. Bytes are moved elsewhere.
-"""
+"""Grids: layers and parts of a rank that lie at equal steps, so that one view has them."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping

@@ -1,7 +1,4 @@
-"""Paged memory: one group's regions on one rank, and the buffers that they lie in.
-
-Refuses regions that leave their buffers, and tables, layers, parts and heads beyond the rank's.
-"""
+"""Paged memory: one group's regions on one rank, and the buffers that they lie in."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache, partial

@@ -1,8 +1,7 @@
 """Owns one mapping of a memory file in this process: its address, its views, its end.
 
-Refuses to be unmapped by the garbage collector. NIXL and kernels know the address without Python
-knowing of them, so the pages go only when ``release`` asks for it, and the addresses only after
-the last numpy or torch view of them is gone too.
+NIXL and kernels know the address without Python knowing of them. So the pages go only when
+``release`` asks for it, and the addresses only after the last numpy or torch view of them is gone.
 """
 
 import contextlib

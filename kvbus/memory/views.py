@@ -1,7 +1,6 @@
 """Owns the torch views of a segment: the names of dtypes, and tensors laid over its bytes.
 
-Refuses a view that leaves its segment or that torch could not address. Shapes are in elements of
-the view's dtype, strides in bytes, as a region's description says them.
+Shapes are in elements of the view's dtype, strides in bytes, as a region's description says them.
 """
 
 from collections.abc import Sequence

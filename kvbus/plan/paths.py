@@ -11,7 +11,7 @@ from kvbus.plan.pretended import PretendedEngine
 from kvbus.planning import DirectPlan, Share, Spans
 from kvbus.planning.boxes import cut_into_boxes, reader_order
 from kvbus.planning.cost import Prediction, Rates, choose
-from kvbus.planning.fetch_shape import DirectWork, FetchShape, Path
+from kvbus.planning.fetch_shape import FetchShape, Path, PathWork
 from kvbus.planning.fetch_work import FetchWork
 
 MAX_MADE = 1 << 22
@@ -58,7 +58,7 @@ def plan_paths(handoff: Handoff, rates: Rates, *, slot_bytes: int) -> tuple[Path
     """Every path that the handoff can take, through slots of ``slot_bytes``."""
     work = FetchWork(handoff.holder.ranks, handoff.reader.ranks, handoff.shares)
     shape = work.shape(handoff.spans, slot_bytes=slot_bytes)
-    needed = shape.direct.num_bytes if shape.direct else 0
+    needed = shape[Path.DIRECT].num_bytes if Path.DIRECT in shape else 0
     shape = _as_made(handoff, shape)
     choice = choose(shape, rates, slot_bytes=slot_bytes)
     plans = []
@@ -77,7 +77,7 @@ def plan_paths(handoff: Handoff, rates: Rates, *, slot_bytes: int) -> tuple[Path
 
 def _as_made(handoff: Handoff, shape: FetchShape) -> FetchShape:
     """The shape with the READs of the direct path counted after neighbours have merged."""
-    if shape.direct is None or shape.direct.num_descriptors > MAX_MADE:
+    if Path.DIRECT not in shape or (shape[Path.DIRECT].num_descriptors or 0) > MAX_MADE:
         return shape
     num_descriptors = num_bytes = 0
     for number in handoff.reader.ranks:
@@ -86,29 +86,29 @@ def _as_made(handoff: Handoff, shape: FetchShape) -> FetchShape:
         made = plan.descriptors(handoff.holder.tables, handoff.reader.tables, handoff.spans)
         num_descriptors += len(made.local)
         num_bytes += made.num_bytes
-    direct = DirectWork(num_bytes=num_bytes, num_descriptors=num_descriptors)
-    return replace(shape, direct=direct)
+    direct = PathWork(num_bytes=num_bytes, num_descriptors=num_descriptors)
+    return {**shape, Path.DIRECT: direct}
 
 
 def _with_reads(
     handoff: Handoff, plan: PathPlan, shape: FetchShape, *, least_box_bytes: int
 ) -> PathPlan:
-    if plan.path is Path.DIRECT and shape.direct:
+    work = shape[plan.path]
+    if plan.path is Path.DIRECT:
         return replace(
             plan,
-            num_bytes=shape.direct.num_bytes,
-            num_descriptors=shape.direct.num_descriptors,
-            over_read_bytes=shape.direct.num_bytes - plan.num_bytes,
+            num_bytes=work.num_bytes,
+            num_descriptors=work.num_descriptors or 0,
+            over_read_bytes=work.num_bytes - plan.num_bytes,
         )
     box_bytes = max(plan.prediction.box_bytes or 1, least_box_bytes)
     num_boxes, in_slots = plan.prediction.num_boxes, plan.num_bytes
     if num_boxes <= MAX_CUT:
         sizes = [slot_bytes(*one) for one in _boxes(handoff, plan.path, box_bytes)]
         num_boxes, in_slots = len(sizes), sum(sizes)
-    by_block = shape.reordered.num_descriptors if shape.reordered else 0
     return replace(
         plan,
-        num_descriptors=num_boxes if plan.path is Path.PACKED else by_block,
+        num_descriptors=num_boxes if work.num_descriptors is None else work.num_descriptors,
         num_boxes=num_boxes,
         box_bytes=box_bytes,
         slot_bytes=in_slots,

@@ -1,7 +1,4 @@
-"""Owns the transport's thread: it does all NIXL calls, in turn, and sleeps when there are none.
-
-Refuses opinions on what the calls are: it runs functions, steps the reads, drives progress.
-"""
+"""Owns the transport's thread: it does all NIXL calls, in turn, and sleeps when there are none."""
 
 import threading
 import time
