@@ -130,6 +130,8 @@ def _check_file(fd: int, size_bytes: int) -> None:
         )
 
 
+# A sparse file of a terabyte costs an engine nothing and passes every check of its size. To reserve
+# it would be this process's memory: the room is checked first, for what is not there yet only.
 def _reserve_holes(fd: int, size_bytes: int) -> None:
     """Reserve what the engine did not, unless a sparse file promises more than the machine has."""
     present_bytes = os.fstat(fd).st_blocks * 512

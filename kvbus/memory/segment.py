@@ -100,6 +100,16 @@ class SharedSegment(OwnedMemory):
         return self._pages
 
 
+# Three things in this order keep a segment from killing a process later:
+#
+#     check_memory     fallocate of more than there is ends with the kernel's out-of-memory killer,
+#                      which may choose any process; so what cannot fit is refused before
+#     posix_fallocate  a page that was only promised is SIGBUS when it is first touched, here or
+#                      in the agent; so every page is taken now, and an error is an error
+#     seals            who truncates the file takes pages away under the other, SIGBUS again; so
+#                      nobody can shrink or grow it any more, nor take the seals off
+#
+# Huge pages are counted by the kernel on their own, and fallocate refuses them without a killer.
 def _create_file(name: str, size_bytes: int, *, huge_pages: bool) -> int:
     if huge_pages:
         try:

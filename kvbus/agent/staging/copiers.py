@@ -51,6 +51,11 @@ class Copiers:
             self._ready = self._threads.submit(_nothing)
         return self._ready
 
+    # A copy cannot be stopped, and a thread that copies holds addresses. So whoever waits for it is
+    # shielded: a cancelled request returns only after its copy, or its slot would be given to
+    # another while this one is still written or read. The engine's end is looked at twice. Before,
+    # as nothing may be copied for an engine that is lost; and after, as tensors that are kept would
+    # hold on to its memory. In between `quiesce` waits, by the events of the copies that run.
     async def run(
         self,
         copy: Callable[[PagedMemory], T],

@@ -141,6 +141,15 @@ class AttachServer:
             )
         return None
 
+    # End-of-file is how an agent learns that an engine died: the kernel closes the socket of a
+    # process however it ends, SIGKILL included, before its pid can be taken by another.
+    #
+    #     engine ends ──▶ end-of-file ──▶ `receive` raises ──▶ on_closed, once ──▶ memory discarded
+    #
+    # It is seen only by who reads. So messages of a connection are answered one by one by the task
+    # that reads, and a handler that waits delays the news of the end of its own engine only. A
+    # broken format, an `OSError` and a stop of the server end in the same `finally`. A child that
+    # keeps the engine's socket hides its end; exec closes it, as Python opens sockets so.
     async def _converse(self, connection: AttachConnection, channel: FrameChannel) -> None:
         try:
             with suppress(anyio.EndOfStream, OSError):
