@@ -1,7 +1,4 @@
-"""One local engine and its processes, as its agent sees them.
-
-Refuses to decide who may register; that is the directory's.
-"""
+"""One local engine and its processes, as its agent sees them."""
 
 from collections import Counter
 from collections.abc import Iterable, Mapping

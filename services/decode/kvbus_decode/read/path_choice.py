@@ -63,9 +63,9 @@ class PathChooser:
             return DIRECT
         work, slot_bytes = route.work, self._slot_bytes(route)
         shape = work.shape(chunk.spans, slot_bytes=slot_bytes)
-        if not any(shape.work(path) for path in paths):
+        if not any(path in shape for path in paths):
             shape = work.shape(chunk.spans)
-        if not any(shape.work(path) for path in paths):
+        if not any(path in shape for path in paths):
             raise no_common_order(self._config.path)
         choice = self._peer(route).choose(shape, paths=paths)
         if choice.box_bytes is None:
