@@ -59,7 +59,7 @@ class Copiers:
         return self._ready
 
     # A copy cannot be stopped, and a thread that copies holds addresses. So who asked hears of its
-    # end and of nothing before: else the slot would be given to another while it is read or written.
+    # end and of nothing before: else its slot would be given on while it is still read or written.
     # The engine's end is looked at twice. Before, as nothing may be copied for an engine that is
     # lost; and after, as tensors that are kept would hold on to its memory. In between `quiesce`
     # waits, by the number of copies that run.
