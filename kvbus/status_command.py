@@ -25,11 +25,17 @@ def status(
     timeout: Annotated[
         float, typer.Option(min=0.01, max=3600, metavar="SECONDS", help="How long to wait for it.")
     ] = 3.0,
+    fetch: Annotated[
+        str, typer.Option(metavar="ID", help="Also tell what happened to a fetch of the agent.")
+    ] = "",
+    offer: Annotated[
+        str, typer.Option(metavar="ID", help="Also tell what happened to an offer of the agent.")
+    ] = "",
     as_one_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Ask an agent for its engines and for what it holds."""
     try:
-        answer = anyio.run(_ask, endpoint, timeout)
+        answer = anyio.run(_ask, endpoint, Status(fetch_id=fetch, offer_id=offer), timeout)
     except RequestTimeout as error:
         fail(f"no agent answered at {endpoint} within {timeout:g} s", status=1, cause=error)
     except ConfigError as error:
@@ -43,6 +49,10 @@ def status(
         console = Console(highlight=False)
         console.print(f"{answer.agent_id}: {answer.role} agent, {state}")
         console.print(status_table(answer))
+        if fetch or offer:
+            console.print(f"\nstory of {fetch or offer}:" if answer.story else "\nno such entry")
+        for line in answer.story:
+            console.print(line, soft_wrap=True)
 
 
 def status_table(answer: AgentStatus) -> Table:
@@ -57,5 +67,5 @@ def status_table(answer: AgentStatus) -> Table:
     return table
 
 
-async def _ask(endpoint: str, timeout_s: float) -> AgentStatus:
-    return await ask_agent(endpoint, Status(), timeout_s=timeout_s)
+async def _ask(endpoint: str, status: Status, timeout_s: float) -> AgentStatus:
+    return await ask_agent(endpoint, status, timeout_s=timeout_s)

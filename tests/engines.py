@@ -19,9 +19,10 @@ from kvbus.engine import DecodeSession, Fetch, KvCache, MemorySession, Offer, Pr
 from kvbus.errors import FetchFailed
 from kvbus.geometry import EngineSpec, GroupSpec, KvLayout, KvPart
 from kvbus.memory.storage import share_tensor
-from tests.agents import until
+from tests.agents import NotInTimeError, until
 from tests.expected import expected_after, positions
 from tests.memories import NHD, Memory, all_bytes, rank_of
+from tests.plain_sockets import ask
 
 FULL = GroupSpec("full", (0, 1), 16, 6, 8, "bfloat16")
 SMALL = GroupSpec("small", (2, 3), 4, 6, 8, "bfloat16")
@@ -263,5 +264,16 @@ async def start_long_read(
     fetch = target.decode.fetch(
         offer.ticket, num_tokens=num_tokens, block_ids=ours, timeout_s=timeout_s
     )
-    await until(lambda: not torch.equal(first, before))
+    try:
+        await until(lambda: not torch.equal(first, before))
+    except NotInTimeError as error:
+        error.add_note("\n".join(["story of the fetch:", *story_of(target, fetch)]))
+        raise
     return offer, fetch
+
+
+def story_of(target: Engine, fetch: Fetch) -> list[str]:
+    """What happened to a fetch, as its agent tells it."""
+    endpoint = target.decode.agent.peer_endpoint
+    story: list[str] = ask(endpoint, "status", {"fetch_id": fetch.fetch_id})["ok"]["story"]
+    return story

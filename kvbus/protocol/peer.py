@@ -150,19 +150,26 @@ class PeerWithdraw(Request[Empty], frozen=True):
 
 
 class AgentStatus(Message, frozen=True):
-    """Reply to `Status`: what the agent holds now."""
+    """Reply to `Status`: what the agent holds now; ``engines`` maps engine id to whether ready.
+
+    ``story`` has a line for each of the last events of what was asked for, the oldest first.
+    """
 
     agent_id: Id
     role: AgentRole
     engines: dict[str, bool]
     draining: bool
     counts: dict[str, int]
+    story: tuple[Text, ...] = ()
 
 
 class Status(Request[AgentStatus], frozen=True):
-    """Asks what an agent holds; ``engines`` maps engine id to whether it is ready."""
+    """Asks what an agent holds; with a fetch or offer id also for its story."""
 
     op: ClassVar[str] = "status"
+
+    fetch_id: Text = ""
+    offer_id: Text = ""
 
 
 class OfferEvent(Message, frozen=True):

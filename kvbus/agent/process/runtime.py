@@ -239,7 +239,7 @@ class Runtime:
             raise KVBusError("the agent is draining", code=ErrorCode.DRAINING)
         self.agent.engines.register(wanted, call)
 
-    def _answer_status(self, _: Status, call: Call) -> None:
+    def _answer_status(self, asked: Status, call: Call) -> None:
         engines = self.agent.engines.engines
         call.reply(
             AgentStatus(
@@ -248,6 +248,7 @@ class Runtime:
                 engines={name: engine.ready for name, engine in engines.items()},
                 draining=self.draining,
                 counts=self.service.counts(),
+                story=tuple(self.service.story(asked)),
             )
         )
 

@@ -15,6 +15,7 @@ from kvbus.agent.process.identity import AgentIdentity
 from kvbus.agent.process.metrics import AgentMetrics
 from kvbus.agent.staging.devices import StagingDevices
 from kvbus.bus import BusContext, EventPublisher, Handlers
+from kvbus.protocol.peer import Status
 from kvbus.transport import Transport
 
 
@@ -73,4 +74,8 @@ class Service(Protocol):
 
     def counts(self) -> dict[str, int]:
         """What the agent holds, for `Status` and for metrics."""
+        ...
+
+    def story(self, asked: Status) -> list[str]:
+        """What happened to the fetch or offer that is asked for, a line for each event."""
         ...

@@ -11,7 +11,7 @@ from kvbus.agent.process.service import Agent
 from kvbus.bus import Call, Handlers
 from kvbus.errors import ErrorCode, KVBusError, LocalError
 from kvbus.protocol.engine import AgentRanks, BlocksFreed, CancelFetch, Fetched, Landed, StartFetch
-from kvbus.protocol.peer import FetchEvent
+from kvbus.protocol.peer import FetchEvent, Status
 from kvbus.protocol.remote_ranks import AbortDelegate, Delegate
 from kvbus.table import Driver
 from kvbus_decode.active import ActiveFetch, ActiveFetches
@@ -112,6 +112,12 @@ class DecodeService:
             "delegated_reads": self._delegates.num_reads,
             "slots": self._reader.num_slots_in_use,
         }
+
+    def story(self, asked: Status) -> list[str]:
+        """What happened to a fetch, and to its reads: those here, and those for another agent."""
+        fetch_id = asked.fetch_id
+        reads = self._reader.story(fetch_id) + self._delegates.story(fetch_id)
+        return self._table.story(fetch_id) + [f"read  {line}" for line in reads]
 
     def _start_fetch(self, fetch: StartFetch, call: Call) -> None:
         engine, timeout_s = self._agent.engines.engine_of(call), self._config.fetch_timeout_s
@@ -218,6 +224,9 @@ class DecodeService:
     def _log_fetched(self, fetched: ev.ReportFetched, total_s: float) -> None:
         """The canonical line of a handoff."""
         error, stages = fetched.error, fetched.stages_s
+        if error is not None:
+            story = self.story(Status(fetch_id=fetched.fetch_id))
+            log.debug("handoff.story", fetch_id=fetched.fetch_id, story=story)
         failure = {"code": error.code.value, "reason": error.message} if error else {}
         level = log.info if error is None else log.warning
         level(

@@ -14,7 +14,7 @@ from kvbus.agent.process.service import Agent
 from kvbus.bus import Call, Handlers
 from kvbus.errors import ErrorCode, LocalError
 from kvbus.protocol.engine import ExtendOffer, MakeOffer, Released, SealOffer, WithdrawOffer
-from kvbus.protocol.peer import Claim, Confirm, Handshake, PeerWithdraw, Release, Renew
+from kvbus.protocol.peer import Claim, Confirm, Handshake, PeerWithdraw, Release, Renew, Status
 from kvbus.protocol.ticket import Ticket
 from kvbus.table import Driver
 from kvbus.transport import ProgressToken
@@ -109,6 +109,10 @@ class PrefillService:
         table = self._table
         offers = {"offers": len(table.live), "leases": table.num_leases()}
         return offers | self._packing.counts()
+
+    def story(self, asked: Status) -> list[str]:
+        """What happened to an offer."""
+        return self._table.story(asked.offer_id)
 
     def _shake_hands(self, handshake: Handshake, call: Call) -> None:
         self._agent.tasks.start_soon(answer_handshake, self._agent, self._config, handshake, call)

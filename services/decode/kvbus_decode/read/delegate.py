@@ -65,6 +65,10 @@ class DelegateServer:
         """Chunks that are read for others now."""
         return len(self._delegated)
 
+    def story(self, fetch_id: str) -> list[str]:
+        """What happened to the chunks that were read for a fetch."""
+        return self._reader.story(("delegated", fetch_id))
+
     def delegate(self, asked: Delegate, call: Call) -> None:
         """Read a chunk; the reply comes when nothing of it is in flight any more."""
         if asked.fetch_id in self._delegated:
