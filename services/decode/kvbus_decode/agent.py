@@ -21,6 +21,7 @@ from kvbus_decode.fetch.entry import FetchState
 from kvbus_decode.fetch.table import FetchTable
 from kvbus_decode.metrics import READINGS, DecodeMetrics
 from kvbus_decode.peer.lease_client import LeaseClient
+from kvbus_decode.peer.route import Route
 from kvbus_decode.read.chunk import make_chunk
 from kvbus_decode.read.delegate import DelegateServer
 from kvbus_decode.read.events import ChunkEnded
@@ -43,7 +44,9 @@ class DecodeService:
             self._table, deadline_passed=ev.DeadlinePassed(), loop=agent.loop
         )
         self._dispatch = self._driver.dispatch
-        self._leases = leases = LeaseClient(agent, config, self._active, self._dispatch)
+        self._leases = leases = LeaseClient(
+            agent, config, self._active, self._dispatch, self._prepare
+        )
         self._reader = Reader(agent, config, leases.peers)
         self._delegates = DelegateServer(agent, leases.peers, leases.routes, self._reader)
         self._driver.commands = {
@@ -128,6 +131,9 @@ class DecodeService:
     def _cancel_fetch(self, cancel: CancelFetch, call: Call) -> None:
         self._agent.engines.engine_of(call)  # refuses who has none
         self._dispatch(ev.CancelRequested(cancel.fetch_id, call))
+
+    async def _prepare(self, route: Route, requested: ev.Requested) -> None:
+        await self._reader.prepare(route, requested.first_token, requested.num_tokens)
 
     def _read_chunk(self, command: ev.ReadChunk) -> None:
         """Read here, and have the agents with other ranks of the engine read."""

@@ -3,7 +3,7 @@
 Every answer goes back to the table as an event, exactly one for each command.
 """
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 
 import structlog
@@ -32,7 +32,10 @@ WITHOUT_FAULT = (ErrorCode.CANCELLED, ErrorCode.TIMEOUT, ErrorCode.BUSY)
 
 
 class LeaseClient(EventListener):
-    """Requests to prefill agents for the ``active`` fetches; ``dispatch`` takes the answers."""
+    """Requests to prefill agents for the ``active`` fetches; ``dispatch`` takes the answers.
+
+    ``prepare`` is awaited with a new route before the first claim on it.
+    """
 
     def __init__(
         self,
@@ -40,8 +43,10 @@ class LeaseClient(EventListener):
         config: DecodeConfig,
         active: ActiveFetches,
         dispatch: Callable[[ev.Event], None],
+        prepare: Callable[[Route, ev.Requested], Awaitable[None]],
     ) -> None:
         self._agent, self._config, self._dispatch = agent, config, dispatch
+        self._prepare = prepare
         self._active = active
         self.peers = PeerDirectory(
             agent,
@@ -180,6 +185,7 @@ class LeaseClient(EventListener):
         async def find_route() -> None:
             ticket, engine = fetch.requested.ticket, fetch.engine
             route = await self.routes.route(fetch.home, ticket, engine, timeout_s=timeout_s)
+            await self._prepare(route, fetch.requested)
             if self._active.by_id.get(fetch.fetch_id) is fetch:  # else it has ended meanwhile
                 self._hold_route(fetch, route)
                 self._dispatch(ev.PeerReady(fetch.fetch_id))

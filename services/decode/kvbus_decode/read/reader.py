@@ -8,6 +8,7 @@ A direct chunk starts no task. READs happen on the transport's thread, copies in
 own; only READs of many descriptors are planned in a thread as well.
 """
 
+import asyncio
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
@@ -19,11 +20,12 @@ from kvbus.agent.process.guard import guarded
 from kvbus.agent.process.service import Agent
 from kvbus.agent.staging.copiers import Copiers
 from kvbus.errors import ErrorCode, KVBusError, LocalError
-from kvbus.planning import Descriptors, Path, from_slot, whole_slot
+from kvbus.planning import Descriptors, Path, chunk_spans, from_slot, whole_slot
 from kvbus.table import Driver
 from kvbus.transport import MemoryKind, ReadOutcome, ReadStatus
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.peer.directory import PeerDirectory
+from kvbus_decode.peer.route import Route
 from kvbus_decode.read import events as ev
 from kvbus_decode.read.chunk import Chunk
 from kvbus_decode.read.leg import Leg
@@ -76,6 +78,18 @@ class Reader:
     def story(self, key: Hashable) -> list[str]:
         """What happened to the reads of a key, a line for each event."""
         return self._table.story(key)
+
+    # The import of torch takes a second or more, and stops the event loop for a part of it. So it
+    # comes before the claim of the first fetch that will need it: under the lease, a renewal would
+    # be late, and a prefill agent whose lease is over drives no progress, without which a READ
+    # over TCP never ends.
+    async def prepare(self, route: Route, first_token: int, num_tokens: int) -> None:
+        """Return when such a fetch could be scattered at once."""
+        whole = first_token, num_tokens
+        spans = chunk_spans(route.prefill.groups, whole, whole, last=True)
+        chunk = Chunk(route, "", 0, {}, {}, spans, {}, replica_index=0, deadline=0.0)
+        if self._chooser.choose(chunk).path is Path.PACKED:
+            await asyncio.wrap_future(self._copiers.prepare())
 
     def start(
         self,
