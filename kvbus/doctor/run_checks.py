@@ -15,10 +15,8 @@ from kvbus.doctor.check.versions import check_versions
 from kvbus.doctor.finding import Finding, Severity
 from kvbus.doctor.probe.agents import AgentSource, agent_facts
 from kvbus.doctor.probe.children import Budget
-from kvbus.doctor.probe.cuda import cuda_facts
 from kvbus.doctor.probe.host import limit_facts, memory_facts, rdma_devices, version_facts
-from kvbus.doctor.probe.nixl import nixl_facts, read_facts
-from kvbus.doctor.probe.read_memory import process_facts
+from kvbus.doctor.probe.trials import cuda_facts, nixl_facts, process_facts, read_facts
 from kvbus.errors import KVBusError
 from kvbus.memory.room import available_bytes
 
