@@ -60,7 +60,7 @@ def popen(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
 
 @dataclass(slots=True)
 class Child:
-    """One child process; ``log`` is where its stderr goes."""
+    """One child process, which ends with its ``with`` block; ``log`` is where its stderr goes."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -99,6 +99,12 @@ class Child:
         except OSError as error:
             raise ConfigError(f"cannot start the {name} with the log {log}: {error}") from error
         return cls(name, process, log, start_bytes)
+
+    def __enter__(self) -> "Child":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
 
     @property
     def pid(self) -> int:

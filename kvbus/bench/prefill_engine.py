@@ -14,7 +14,7 @@ from typing import Any
 
 import anyio
 import msgspec
-from anyio.abc import TaskGroup, TaskStatus
+from anyio.abc import TaskGroup
 
 from kvbus.bench.caches import ATTACH_TIMEOUT_S, fill_ranks, open_caches
 from kvbus.bench.shapes import GROUP, SHAPES
@@ -34,42 +34,32 @@ class SourceEngine:
     """
 
     tasks: TaskGroup
+    stack: AsyncExitStack = field(default_factory=AsyncExitStack)
     control: PrefillSession = field(init=False)
     host: HostPrefill | None = None
     ready_at: dict[str, float] = field(default_factory=dict)
     ended: list[tuple[float, float]] = field(default_factory=list)
     settled: anyio.Event = field(default_factory=anyio.Event)
-    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
-    closed: anyio.Event = field(default_factory=anyio.Event)
 
-    async def run(
-        self,
-        attach_path: str,
-        engine_id: str,
-        shape_name: str,
-        num_blocks: int,
-        *,
-        task_status: TaskStatus[None],
+    async def open(
+        self, attach_path: str, engine_id: str, shape_name: str, num_blocks: int
     ) -> None:
-        """Attach, fill the cache, and stay until the scope is cancelled."""
+        """Attach, and fill the cache."""
         shape = SHAPES[shape_name]
         spec = shape.spec(engine_id)
         self.control = PrefillSession(
             attach_path, spec, attach_timeout_s=ATTACH_TIMEOUT_S, on_released=self._on_released
         )
-        try:
-            async with AsyncExitStack() as stack:
-                await stack.enter_async_context(self.control)
-                caches, ring = await open_caches(stack, attach_path, spec, shape, num_blocks)
-                fill_ranks(caches, shape)
-                self.host = HostPrefill(self.control, *ring) if ring else None
-                await self.control.register()
-                await self.control.ready()
-                task_status.started()
-                with self.scope:
-                    await anyio.sleep_forever()
-        finally:
-            self.closed.set()
+        await self.stack.enter_async_context(self.control)
+        caches, ring = await open_caches(self.stack, attach_path, spec, shape, num_blocks)
+        fill_ranks(caches, shape)
+        self.host = HostPrefill(self.control, *ring) if ring else None
+        await self.control.register()
+        await self.control.ready()
+
+    async def close(self) -> None:
+        """End the sessions; the engine that was opened last comes first."""
+        await self.stack.aclose()
 
     async def offer(self, requests: Sequence[tuple[str, int, list[int]]]) -> list[Ticket]:
         """Several offers at once, as after one step of an engine."""
@@ -103,11 +93,6 @@ class SourceEngine:
             await self.settled.wait()
         ended, self.ended = self.ended, []
         return ended
-
-    async def close(self) -> None:
-        """End the sessions."""
-        self.scope.cancel()
-        await self.closed.wait()
 
     async def _offer(
         self, tickets: dict[str, Ticket], request_id: str, num_tokens: int, blocks: list[int]
@@ -154,16 +139,16 @@ async def serve(attach_path: str) -> None:
         while line := await read():
             op, engine_id, arguments = msgspec.json.decode(line)
             if op == "open":
-                engine = engines[engine_id] = SourceEngine(tasks)
-                step = partial(tasks.start, engine.run, attach_path, engine_id, *arguments)
-            else:
-                step = partial(getattr(engines[engine_id], op), *arguments)
+                engines[engine_id] = SourceEngine(tasks)
+                arguments = attach_path, engine_id, *arguments
             try:
-                answer = {"reply": await step()}
+                answer = {"reply": await getattr(engines[engine_id], op)(*arguments)}
             except* KVBusError as errors:
                 answer = {"error": str(leaves(errors)[0])}
             sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
             sys.stdout.buffer.flush()
+        for engine in reversed(engines.values()):
+            await engine.close()
         tasks.cancel_scope.cancel()
 
 

@@ -21,15 +21,10 @@ LAG_BUCKET = "kvbus_event_loop_lag_seconds_bucket"
 ANSWER_TIMEOUT_S = 120.0
 
 
-@contextlib.contextmanager
-def answering(name: str, module: str, *arguments: str, folder: Path) -> Iterator[Child]:
+def answering(name: str, module: str, *arguments: str, folder: Path) -> Child:
     """Run ``python -m module`` with pipes for its stdin and stdout; it ends with its stdin."""
     command, log = [sys.executable, "-m", module, *arguments], folder / f"{name}.log"
-    child = Child.start(name, command, log=log, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    try:
-        yield child
-    finally:
-        child.end()
+    return Child.start(name, command, log=log, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
 async def ask(child: Child, line: bytes) -> bytes:
@@ -99,11 +94,8 @@ def agent(role: str, folder: Path, *, path: str = "") -> Iterator[BenchAgent]:
         encoding="utf-8",
     )
     command = [sys.executable, "-m", f"kvbus_{role}", str(config)]
-    child = Child.start(f"{role} agent", command, log=log)
-    try:
+    with Child.start(f"{role} agent", command, log=log) as child:
         yield BenchAgent(child, runtime / "attach.sock", port)
-    finally:
-        child.end()
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,11 +15,6 @@ class Severity(StrEnum):
     WARNING = "warning"
     ERROR = "error"
 
-    @property
-    def rank(self) -> int:
-        """0 is good; more is worse."""
-        return list(Severity).index(self)
-
 
 OK, NOTE, WARNING, ERROR = Severity
 
@@ -86,7 +81,8 @@ def picked(facts: msgspec.Struct, *names: str) -> dict[str, object]:
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
     """The findings by severity; those of one severity stay in their order."""
-    return sorted(findings, key=lambda finding: -finding.severity.rank)
+    order = list(Severity)
+    return sorted(findings, key=lambda finding: -order.index(finding.severity))
 
 
 def verdict_of(findings: Iterable[Finding]) -> Verdict:

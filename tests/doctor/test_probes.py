@@ -126,9 +126,7 @@ def test_a_transport_that_does_not_work_has_a_reason_and_the_others_go_on(
 
 
 def test_nixl_that_takes_too_long_is_given_up() -> None:
-    found = list(
-        read_facts("", has_rdma=False, budget=Budget(0.2, 0.1), on_progress=lambda _: None)
-    )
+    found = list(read_facts(Budget(0.2, 0.1), lambda _: None))
 
     assert all("no answer within" in one.error for one in found)
     assert "no answer within" in nixl_facts(Budget(0.1, 0.1)).error

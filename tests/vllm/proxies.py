@@ -50,8 +50,7 @@ def proxy_before(pair: Cluster) -> Iterator[ProxyProcess]:
     options = ["--port", str(proxy.port)]
     options += ["--prefill", pair.prefill.url, "--decode", pair.decode.url]
     command = [sys.executable, "-m", "kvbus.integrations.proxy", *options]
-    child = Child.start("proxy", command, log=proxy.log_path)
-    try:
+    with Child.start("proxy", command, log=proxy.log_path) as child:
         wait_until(
             lambda: proxy.healthy() or not child.is_alive,
             f"healthy: {proxy.log_path}",
@@ -59,5 +58,3 @@ def proxy_before(pair: Cluster) -> Iterator[ProxyProcess]:
         )
         assert child.is_alive, proxy.log_path.read_text()
         yield proxy
-    finally:
-        child.end()

@@ -17,6 +17,8 @@ import msgspec
 from kvbus.doctor.check.cuda import Gpu
 from kvbus.errors import KVBusError, TransferFailed
 
+LentMemory = tuple[str, bytes, int, int]
+"""Memory of a GPU that another process can open: its device, handle, offset and size."""
 _PR_SET_PTRACER = 0x59616D61
 _ANY_PROCESS = ctypes.c_ulong(-1)
 _BYTES = b"kvbus reads this"
@@ -34,15 +36,6 @@ class GpuList(msgspec.Struct, frozen=True):
 
     cuda_version: str
     gpus: tuple[Gpu, ...]
-
-
-class LentMemory(msgspec.Struct, frozen=True):
-    """Memory of a GPU that another process can open: no pickle."""
-
-    device: str
-    handle: bytes
-    offset_bytes: int
-    size_bytes: int
 
 
 class _Iovec(ctypes.Structure):
@@ -108,12 +101,11 @@ def try_cuda(role: str) -> None:
         _print(GpuList(cuda_survey.cuda_version(), gpus))
     elif role == "target":
         memory = cuda_survey.lent_memory()
-        _print(LentMemory(memory.device, memory.handle, memory.offset_bytes, memory.size_bytes))
+        _print((memory.device, memory.handle, memory.offset_bytes, memory.size_bytes))
         sys.stdin.read()
     else:
-        lent = msgspec.json.decode(_target_line(), type=LentMemory)
-        extent = {"offset_bytes": lent.offset_bytes, "size_bytes": lent.size_bytes}
-        if not cuda_survey.is_lent(lent.device, lent.handle, **extent):
+        device, handle, first, size = msgspec.json.decode(_target_line(), type=LentMemory)
+        if not cuda_survey.is_lent(device, handle, offset_bytes=first, size_bytes=size):
             sys.exit("it read other bytes than the target has")
 
 

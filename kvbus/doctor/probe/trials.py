@@ -13,7 +13,7 @@ from kvbus.doctor.check.host import ProcessFacts
 from kvbus.doctor.check.logs import ucx_transports_in, ucx_version_in, wire_in
 from kvbus.doctor.check.nixl import NixlFacts, ReadFacts, UcxChoice
 from kvbus.doctor.probe.children import Budget, run_alone, run_pair
-from kvbus.doctor.probe.host import has_capability, installed_version, text_of
+from kvbus.doctor.probe.host import has_capability, installed_version, rdma_devices, text_of
 from kvbus.doctor.probe.process import GpuList, NixlList
 
 PROCESS = "kvbus.doctor.probe.process"
@@ -55,12 +55,11 @@ def nixl_facts(budget: Budget) -> NixlFacts:
     )
 
 
-def read_facts(
-    configured: str, *, has_rdma: bool, budget: Budget, on_progress: Callable[[str], None]
-) -> Iterator[ReadFacts]:
-    """One measurement for each way; ``configured`` is the environment's UCX_TLS, often empty."""
+def read_facts(budget: Budget, on_progress: Callable[[str], None]) -> Iterator[ReadFacts]:
+    """One measurement for each way; RDMA where there is a device."""
+    configured = os.environ.get("UCX_TLS", "")
     for way in UcxChoice:
-        if way is UcxChoice.RDMA and not has_rdma:
+        if way is UcxChoice.RDMA and not rdma_devices():
             continue
         on_progress(f"a NIXL READ, {way.replace('_', ' ')}")
         tls = UCX_TLS.get(way, configured)
