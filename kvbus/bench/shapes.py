@@ -106,6 +106,11 @@ class PairedBlocks:
     decode: Blocks
     num_tokens: int
 
+    @property
+    def capacities(self) -> tuple[int, int]:
+        """Blocks of the two caches: twice those of the request, so that none need be neighbours."""
+        return 2 * len(self.prefill), 2 * len(self.decode)
+
 
 def contiguous(num_blocks: int, shape: Shape = BIG) -> PairedBlocks:
     """Blocks in order on both sides: all runs merge."""
@@ -134,14 +139,12 @@ def scattered_tokens(
 
 
 def direct_descriptors(
-    source: Shape, target: Shape, num_blocks: tuple[int, int], tables: PairedBlocks
+    source: Shape, target: Shape, tables: PairedBlocks
 ) -> tuple[Descriptors, int]:
-    """What the direct path reads between two memories, by offsets, and the larger one's bytes.
-
-    ``num_blocks`` are those of the two caches.
-    """
-    prefill, prefill_bytes = _placed_ranks(source, num_blocks[0])
-    decode, decode_bytes = _placed_ranks(target, num_blocks[1])
+    """What the direct path reads between two memories, by offsets, and the larger one's bytes."""
+    num_source, num_target = tables.capacities
+    prefill, prefill_bytes = _placed_ranks(source, num_source)
+    decode, decode_bytes = _placed_ranks(target, num_target)
     ranks = [[placed.rank for placed in side.values()] for side in (prefill, decode)]
     rows = DirectPlan(prefill, decode, ReadMap(*ranks).shares()).descriptors(
         {GROUP: BlockTable.of(tables.prefill)},

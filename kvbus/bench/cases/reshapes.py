@@ -24,7 +24,6 @@ from kvbus.bench.shapes import (
     scattered_tokens,
 )
 from kvbus.bench.stats import in_turn
-from kvbus.geometry import num_blocks_for
 
 NUM_BYTES = 64 << 20
 FORCED = ("direct", "packed", "reordered")
@@ -41,11 +40,6 @@ class Reshape:
     target: Shape
     of_naive: Target | None = None
 
-    def capacities(self, num_tokens: int) -> tuple[int, int]:
-        """Blocks of the two caches, of which every other one is used."""
-        of_source = 2 * num_blocks_for(num_tokens, self.source.block_size)
-        return of_source, 2 * num_blocks_for(num_tokens, self.target.block_size)
-
 
 RESHAPES = {
     CaseName.TP_1_TO_2: Reshape(NHD_1, NHD_2, OF_NAIVE),
@@ -60,11 +54,10 @@ async def measure_reshape(reshape: Reshape, bench: Bench, scale: Scale) -> list[
     """A READ of all runs, each path in turn, and a handoff between equal engines."""
     source, target = reshape.source, reshape.target
     num_tokens = scale.count(NUM_BYTES // target.token_bytes, at_least=source.block_size)
-    capacities = reshape.capacities(num_tokens)
     tables = scattered_tokens(source, target, num_tokens)
-    rows, size_bytes = direct_descriptors(source, target, capacities, tables)
+    rows, size_bytes = direct_descriptors(source, target, tables)
     with bare_pair(rows, size_bytes, bench.folder) as raw:
-        async with _readers(bench, reshape, capacities) as readers:
+        async with _readers(bench, reshape, tables.capacities) as readers:
             ways = {"naive": raw.read_s}
             for name, pair in readers.items():
                 blocks = scattered_tokens(pair.source.shape, target, num_tokens)
@@ -74,10 +67,8 @@ async def measure_reshape(reshape: Reshape, bench: Bench, scale: Scale) -> list[
     num_bytes = num_tokens * target.token_bytes
     seconds = {name: median(one) for name, one in times.items()}
     copy_s = median(_copy_s(num_bytes) for _ in range(scale.rounds))
-    best_s, boxed_s = (
-        min(seconds[path] for path in FORCED),
-        min(seconds[path] for path in FORCED[1:]),
-    )
+    boxed_s = min(seconds["packed"], seconds["reordered"])
+    best_s = min(seconds["direct"], boxed_s)
     return [
         Figure("auto of equal shapes", seconds["equal"] / seconds["auto"], target=OF_EQUAL),
         Figure("auto of the best path", best_s / seconds["auto"], target=OF_BEST),

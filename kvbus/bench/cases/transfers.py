@@ -28,7 +28,7 @@ STAGES = ("resolving", "claiming", "waiting", "reading", "confirming")
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One size and one kind of block table; the cache has twice the blocks of the request."""
+    """One size and one kind of block table."""
 
     shape: Shape
     num_mib: int
@@ -47,10 +47,9 @@ async def measure_transfer(transfer: Transfer, bench: Bench, scale: Scale) -> li
     """In turn, a bare READ and a handoff."""
     shape = transfer.shape
     tables = transfer.tables(scale.count(transfer.num_mib * MIB // shape.block_bytes), shape)
-    num_blocks = 2 * len(tables.prefill)
-    rows, size_bytes = direct_descriptors(shape, shape, (num_blocks, num_blocks), tables)
+    rows, size_bytes = direct_descriptors(shape, shape, tables)
     with bare_pair(rows, size_bytes, bench.folder) as raw:
-        async with bench.engines(shape, num_blocks) as pair:
+        async with bench.engines(shape, tables.capacities[0]) as pair:
             await raw.read_s(b"verify")
             await pair.verify(tables)
             times = await in_turn(
