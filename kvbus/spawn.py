@@ -1,5 +1,7 @@
 """Child processes: start, wait for, end, and read the end of their log. None outlives this process.
 
+And what their starters want beside: a free port, CPU time.
+
     this process ──fork──▶ launcher ──exec──▶ the program
                            1. asks the kernel for SIGKILL when its parent ends
                            2. ends unless its parent still is who started it
@@ -9,8 +11,11 @@ later is told by the kernel, a parent that is killed included. For the kernel a 
 a child of a thread that ends would be killed too early, so only the main thread may start one.
 """
 
+import contextlib
 import os
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -27,6 +32,9 @@ from kvbus.errors import ConfigError, LocalError, PeerLost
 END_TIMEOUT_S = 10.0
 NUM_TAIL_LINES = 8
 LOG_PERIOD_S = 0.01
+LOWEST_PORT, NUM_PORT_TRIES = 10_000, 100
+PORTS_OF_CLIENTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
+_GIVEN_PORTS: set[int] = set()
 
 # Python starts with SIGPIPE and SIGXFSZ ignored, which an exec would pass on.
 _LAUNCHER = """
@@ -52,7 +60,7 @@ def popen(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
 
 @dataclass(slots=True)
 class Child:
-    """One child process; ``log`` is where its stderr goes."""
+    """One child process, which ends with its ``with`` block; ``log`` is where its stderr goes."""
 
     name: str
     process: subprocess.Popen[bytes]
@@ -92,6 +100,12 @@ class Child:
             raise ConfigError(f"cannot start the {name} with the log {log}: {error}") from error
         return cls(name, process, log, start_bytes)
 
+    def __enter__(self) -> "Child":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.end()
+
     @property
     def pid(self) -> int:
         """Its process id."""
@@ -120,12 +134,15 @@ class Child:
 
     def cpu_s(self) -> float:
         """CPU seconds that it has used, all threads; 0 once it has ended."""
-        try:
-            stat = Path(f"/proc/{self.pid}/stat").read_text(encoding="ascii")
-        except (FileNotFoundError, ProcessLookupError):
-            return 0.0
-        user, system = stat.rpartition(")")[2].split()[11:13]
-        return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+        return cpu_s(self.pid)
+
+    def run_first(self) -> None:
+        """Have it run before all ordinary processes, once it has just started.
+
+        Its threads to come inherit that. A niceness would not do: it counts among the processes of
+        one session only. Raises `PermissionError` for a user who may not.
+        """
+        os.sched_setscheduler(self.pid, os.SCHED_RR, os.sched_param(1))
 
     def lost(self, if_alive: str = "does not answer") -> PeerLost:
         """The error that says how it ended, or what is wrong ``if_alive``, with its last lines."""
@@ -139,7 +156,8 @@ class Child:
     def ask_to_end(self) -> None:
         """Close its stdin if that is a pipe of ours, or else send SIGTERM; wake a stopped one."""
         if self.process.stdin is not None:
-            self.process.stdin.close()
+            with contextlib.suppress(BrokenPipeError):  # it has ended, and left words unread
+                self.process.stdin.close()
         elif self.is_alive:
             self.process.terminate()
         if self.is_alive:
@@ -153,6 +171,9 @@ class Child:
         except subprocess.TimeoutExpired:
             self.process.kill()
             return self.process.wait()
+        finally:
+            if self.process.stdout is not None:
+                self.process.stdout.close()
 
     async def ended(self) -> int:
         """Its exit status, once it has ended."""
@@ -180,3 +201,32 @@ def _how_ended(status: int) -> str:
     if status < 0:
         return f"was ended by {signal.Signals(-status).name}"
     return f"ended with exit status {status}"
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds that a process has used, all threads; 0 once it has ended."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
+    user, system = stat.rpartition(")")[2].split()[11:13]
+    return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def free_port() -> int:
+    """A TCP port of loopback that nobody listens on now, for a server that starts later.
+
+    Not one of those that the system gives to clients meanwhile, nor one that this process had
+    before. Raises `OSError`.
+    """
+    lowest_of_clients = int(PORTS_OF_CLIENTS.read_text(encoding="ascii").split()[0])
+    ports = range(LOWEST_PORT, max(lowest_of_clients, LOWEST_PORT + NUM_PORT_TRIES))
+    for _ in range(NUM_PORT_TRIES):
+        port = secrets.choice(ports)
+        if port in _GIVEN_PORTS:
+            continue
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            _GIVEN_PORTS.add(port)
+            return port
+    raise OSError(f"no free port from {LOWEST_PORT} to {lowest_of_clients}")

@@ -21,8 +21,7 @@ from typing import Any, TypeVar
 import anyio
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvbus.bench.processes import free_port, run_first
-from kvbus.spawn import Child
+from kvbus.spawn import Child, free_port
 from tests.plain_sockets import ask
 
 WITHIN_S = 30.0
@@ -110,7 +109,7 @@ class AgentProcess:
         self.process = Child.start(f"{self.role} agent", command, log=self.log_path, env=self.env)
         if self.runs_first:
             with suppress(PermissionError):  # then it shares the cores, and tests take longer
-                run_first(self.pid)
+                self._running.run_first()
 
     def wait_started(self) -> None:
         """Return once it serves."""

@@ -138,6 +138,19 @@ def test_a_child_with_a_pipe_for_its_stdin_is_asked_to_end_by_the_end_of_that(
     assert child.end(WITHIN_S) == 0
 
 
+def test_a_child_ends_with_its_block_and_its_pipes_are_closed(log: Path) -> None:
+    pipe, command = subprocess.PIPE, [sys.executable, "-c", f"{SAY}sys.stdin.read()"]
+
+    with Child.start("child", command, log=log, stdin=pipe, stdout=pipe) as child:
+        assert child.process.stdout is not None
+        assert child.process.stdout.readline() == b"ready\n"
+
+    assert child.process.returncode == 0
+    assert child.process.stdin is not None
+    assert child.process.stdin.closed
+    assert child.process.stdout.closed
+
+
 @pytest.mark.anyio
 async def test_the_event_loop_runs_on_while_an_end_is_waited_for(
     children: list[Child], log: Path

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvbus.bench.processes import agent, cpu_s, run_first
+from kvbus.bench.processes import BenchAgent, agent
 
 from .servers import Recipe, Server, starting, wait_ready
 
@@ -34,7 +34,7 @@ class Pair:
     connector: str
     prefill: Server
     decode: Server
-    agent_pids: tuple[int, ...] = ()
+    agents: tuple[BenchAgent, ...] = ()
 
     @property
     def moves(self) -> bool:
@@ -51,7 +51,7 @@ class Pair:
         return {
             "prefill server": self.prefill.group.cpu_s(),
             "decode server": self.decode.group.cpu_s(),
-            "agents": sum(cpu_s(pid) for pid in self.agent_pids),
+            "agents": sum(agent.child.cpu_s() for agent in self.agents),
         }
 
 
@@ -60,21 +60,20 @@ def pair(connector: str, recipe: Recipe, *, nixl_extra: dict[str, Any]) -> Itera
     """Start all that ``connector`` needs, and end it."""
     with contextlib.ExitStack() as stack:
         configs: tuple[str | None, str | None] = (None, None)
-        agent_pids: tuple[int, ...] = ()
+        agents: tuple[BenchAgent, ...] = ()
         if connector.startswith("kvbus"):
-            agents = [
+            agents = tuple(
                 stack.enter_context(agent(role, recipe.folder)) for role in ("prefill", "decode")
-            ]
+            )
             try:
                 for started in agents if connector == "kvbus" else ():
-                    run_first(started.pid)
+                    started.child.run_first()
             except PermissionError:
                 raise SystemExit(
                     "error: only root, or who has CAP_SYS_NICE, can let the agents run first; "
                     "measure --connector kvbus-equal instead"
                 ) from None
             configs = (_kvbus(agents[0].attach_path), _kvbus(agents[1].attach_path))
-            agent_pids = tuple(started.pid for started in agents)
         elif connector != "none":
             extra = TUNED | nixl_extra if connector == "nixl-tuned" else nixl_extra
             configs = (_nixl(extra), _nixl(extra))
@@ -91,7 +90,7 @@ def pair(connector: str, recipe: Recipe, *, nixl_extra: dict[str, Any]) -> Itera
             wait_ready(server)
             if connector == "nixl-tuned":
                 server.spread()
-        yield Pair(connector, prefill, decode, agent_pids)
+        yield Pair(connector, prefill, decode, agents)
 
 
 def _nixl(extra: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvbus.bench.processes import cpu_s
+from kvbus.spawn import cpu_s
 
 END_TIMEOUT_S = 15.0
 LOG_TAIL_BYTES = 3000

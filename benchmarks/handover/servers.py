@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kvbus.bench.processes import free_port
+from kvbus.spawn import free_port
 
 from .client import KEEP_ALIVE_S, Client, RequestFailed
 from .processes import Group, group

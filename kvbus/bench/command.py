@@ -3,15 +3,15 @@
 import os
 import platform
 import sys
+from importlib.metadata import version
 from typing import Annotated
 
 import typer
 from rich.console import Console
 
-from kvbus.bench.case_names import EVERY_TIME, CaseName
-from kvbus.bench.figures import Figure, as_json, print_figures
-from kvbus.bench.scale import Scale
+from kvbus.bench.figures import EVERY_TIME, CaseName, Figures, Scale, as_rows, as_table
 from kvbus.errors import KVBusError, leaves
+from kvbus.output import write_json
 
 
 def bench(
@@ -27,7 +27,6 @@ def bench(
     scale: Annotated[float, typer.Option(min=1e-4, max=1.0, hidden=True)] = 1.0,
 ) -> None:
     """Measure handoffs beside bare NIXL on this machine, with agents and engines of its own."""
-    names = only or list(EVERY_TIME)
     machine = {
         "cpus": os.cpu_count(),
         "load_before": round(os.getloadavg()[0], 2),
@@ -35,18 +34,19 @@ def bench(
         "python": platform.python_version(),
         "scale": scale,
         "rounds": rounds,
+        **{package: version(package) for package in ("kvbus", "nixl", "pyzmq")},
     }
-    from kvbus.bench.run import run_bench  # noqa: PLC0415 - torch costs seconds, even for --help
+    from kvbus.bench.cases import run_cases  # noqa: PLC0415 - torch costs seconds, even for --help
 
     refused: list[KVBusError] = []
-    figures: list[Figure] = []
+    measured: Figures = {}
     try:
-        figures = run_bench(names, Scale(rounds, scale))
+        measured = run_cases(only or EVERY_TIME, Scale(rounds, scale))
     except* KVBusError as errors:
         refused = leaves(errors)
     if refused:
         sys.stderr.writelines(f"error: {error}\n" for error in refused)
         raise typer.Exit(1)
-    print_figures(figures, Console())
+    Console().print(as_table(measured))
     if as_one_json:
-        sys.stdout.write(as_json(figures, machine) + "\n")
+        write_json({"machine": machine, "figures": as_rows(measured)})

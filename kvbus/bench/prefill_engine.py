@@ -6,7 +6,7 @@ answer ``{"reply": …}`` or ``{"error": message}``.
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,14 +14,13 @@ from typing import Any
 
 import anyio
 import msgspec
-from anyio.abc import TaskGroup, TaskStatus
+from anyio.abc import TaskGroup
 
-from kvbus.bench.arrival import fill_ranks
-from kvbus.bench.ranks import ATTACH_TIMEOUT_S, open_ranks
+from kvbus.bench.caches import ATTACH_TIMEOUT_S, fill_ranks, open_caches
 from kvbus.bench.shapes import GROUP, SHAPES
 from kvbus.engine import Offer, PrefillSession
 from kvbus.engine.bounce import HostOffer, HostPrefill
-from kvbus.errors import KVBusError
+from kvbus.errors import KVBusError, leaves
 from kvbus.protocol.engine import Released
 
 Ticket = Mapping[str, Any]
@@ -35,70 +34,41 @@ class SourceEngine:
     """
 
     tasks: TaskGroup
+    stack: AsyncExitStack = field(default_factory=AsyncExitStack)
     control: PrefillSession = field(init=False)
     host: HostPrefill | None = None
     ready_at: dict[str, float] = field(default_factory=dict)
-    ended: dict[str, tuple[float, float]] = field(default_factory=dict)
+    ended: list[tuple[float, float]] = field(default_factory=list)
     settled: anyio.Event = field(default_factory=anyio.Event)
-    scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
-    closed: anyio.Event = field(default_factory=anyio.Event)
 
-    async def run(
-        self,
-        attach_path: str,
-        engine_id: str,
-        shape_name: str,
-        num_blocks: int,
-        *,
-        task_status: TaskStatus[None],
+    async def open(
+        self, attach_path: str, engine_id: str, shape_name: str, num_blocks: int
     ) -> None:
-        """Attach, fill the cache, and stay until the scope is cancelled."""
+        """Attach, and fill the cache."""
         shape = SHAPES[shape_name]
         spec = shape.spec(engine_id)
         self.control = PrefillSession(
             attach_path, spec, attach_timeout_s=ATTACH_TIMEOUT_S, on_released=self._on_released
         )
-        try:
-            async with AsyncExitStack() as stack:
-                await stack.enter_async_context(self.control)
-                ranks = await open_ranks(stack, attach_path, spec, shape, num_blocks)
-                fill_ranks(ranks.caches, shape)
-                if ranks.ring is not None:
-                    self.host = HostPrefill(self.control, *ranks.ring)
-                await self.control.register()
-                await self.control.ready()
-                task_status.started()
-                with self.scope:
-                    await anyio.sleep_forever()
-        finally:
-            self.closed.set()
+        await self.stack.enter_async_context(self.control)
+        caches, ring = await open_caches(self.stack, attach_path, spec, shape, num_blocks)
+        fill_ranks(caches, shape)
+        self.host = HostPrefill(self.control, *ring) if ring else None
+        await self.control.register()
+        await self.control.ready()
 
-    async def offer(self, requests: Mapping[str, tuple[int, list[int]]]) -> list[Ticket]:
+    async def close(self) -> None:
+        """End the sessions; the engine that was opened last comes first."""
+        await self.stack.aclose()
+
+    async def offer(self, requests: Sequence[tuple[str, int, list[int]]]) -> list[Ticket]:
         """Several offers at once, as after one step of an engine."""
         tickets: dict[str, Ticket] = {}
-
-        async def offer(request_id: str, num_tokens: int, blocks: list[int]) -> None:
-            began = time.perf_counter()
-            made = await self.control.offer(
-                request_id, num_tokens=num_tokens, block_ids={GROUP: blocks}
-            )
-            self.ready_at[made.offer_id] = began
-            tickets[request_id] = made.ticket
-
+        make = self._offer if self.host is None else self._save
         async with anyio.create_task_group() as offers:
-            for request_id, (num_tokens, blocks) in requests.items():
-                offers.start_soon(offer, request_id, num_tokens, blocks)
-        return [tickets[request_id] for request_id in requests]
-
-    async def save(self, request_id: str, num_tokens: int, blocks: list[int]) -> Ticket:
-        """An offer that goes through the ring, which is saved from here on."""
-        if self.host is None:
-            return (await self.offer({request_id: (num_tokens, blocks)}))[0]
-        offer = await self.host.begin(request_id, num_tokens=num_tokens)
-        self.tasks.start_soon(self._save, offer, num_tokens, blocks)
-        ticket = await offer.offer()
-        self.ready_at[offer.offer_id] = time.perf_counter()
-        return ticket
+            for request in requests:
+                offers.start_soon(make, tickets, *request)
+        return [tickets[request_id] for request_id, *_ in requests]
 
     async def compute(
         self,
@@ -113,7 +83,7 @@ class SourceEngine:
             request_id, num_tokens=0, block_ids={GROUP: blocks}, sealed=False
         )
         self.ready_at[offer.offer_id] = time.perf_counter()
-        self.tasks.start_soon(self._compute, offer, num_tokens, num_chunks, chunk_s)
+        self.tasks.start_soon(self._extend, offer, num_tokens, num_chunks, chunk_s)
         return offer.ticket
 
     async def settle(self) -> list[tuple[float, float]]:
@@ -121,22 +91,28 @@ class SourceEngine:
         while self.ready_at:
             self.settled = anyio.Event()
             await self.settled.wait()
-        ended, self.ended = self.ended, {}
-        return list(ended.values())
+        ended, self.ended = self.ended, []
+        return ended
 
-    async def close(self) -> None:
-        """End the sessions."""
-        self.scope.cancel()
-        await self.closed.wait()
-
-    @staticmethod
-    async def _save(offer: HostOffer, num_tokens: int, blocks: list[int]) -> None:
-        await offer.save(num_tokens, {GROUP: blocks})
-        await offer.seal()
-
-    async def _compute(
-        self, offer: Offer, num_tokens: int, num_chunks: int, chunk_s: float
+    async def _offer(
+        self, tickets: dict[str, Ticket], request_id: str, num_tokens: int, blocks: list[int]
     ) -> None:
+        began, block_ids = time.perf_counter(), {GROUP: blocks}
+        offer = await self.control.offer(request_id, num_tokens=num_tokens, block_ids=block_ids)
+        self.ready_at[offer.offer_id] = began
+        tickets[request_id] = offer.ticket
+
+    async def _save(
+        self, tickets: dict[str, Ticket], request_id: str, num_tokens: int, blocks: list[int]
+    ) -> None:
+        """An offer that goes through the ring, which is saved from here on."""
+        if self.host is not None:
+            offer = await self.host.begin(request_id, num_tokens=num_tokens)
+            self.tasks.start_soon(_save_all, offer, num_tokens, blocks)
+            tickets[request_id] = await offer.offer()
+            self.ready_at[offer.offer_id] = time.perf_counter()
+
+    async def _extend(self, offer: Offer, num_tokens: int, num_chunks: int, chunk_s: float) -> None:
         for chunk in range(1, num_chunks + 1):
             await anyio.sleep(chunk_s)
             self.ready_at[offer.offer_id] = time.perf_counter()
@@ -145,9 +121,14 @@ class SourceEngine:
 
     def _on_released(self, released: Released) -> None:
         ready_at = self.ready_at.pop(released.offer_id)
-        self.ended[released.offer_id] = ready_at, time.perf_counter()
+        self.ended.append((ready_at, time.perf_counter()))
         if not self.ready_at:
             self.settled.set()
+
+
+async def _save_all(offer: HostOffer, num_tokens: int, blocks: list[int]) -> None:
+    await offer.save(num_tokens, {GROUP: blocks})
+    await offer.seal()
 
 
 async def serve(attach_path: str) -> None:
@@ -158,16 +139,16 @@ async def serve(attach_path: str) -> None:
         while line := await read():
             op, engine_id, arguments = msgspec.json.decode(line)
             if op == "open":
-                engine = engines[engine_id] = SourceEngine(tasks)
-                step = partial(tasks.start, engine.run, attach_path, engine_id, *arguments)
-            else:
-                step = partial(getattr(engines[engine_id], op), *arguments)
+                engines[engine_id] = SourceEngine(tasks)
+                arguments = attach_path, engine_id, *arguments
             try:
-                answer = {"reply": await step()}
-            except KVBusError as error:
-                answer = {"error": str(error)}
+                answer = {"reply": await getattr(engines[engine_id], op)(*arguments)}
+            except* KVBusError as errors:
+                answer = {"error": str(leaves(errors)[0])}
             sys.stdout.buffer.write(msgspec.json.encode(answer) + b"\n")
             sys.stdout.buffer.flush()
+        for engine in reversed(engines.values()):
+            await engine.close()
         tasks.cancel_scope.cancel()
 
 

@@ -106,6 +106,11 @@ class PairedBlocks:
     decode: Blocks
     num_tokens: int
 
+    @property
+    def capacities(self) -> tuple[int, int]:
+        """Blocks of the two caches: twice those of the request, so that none need be neighbours."""
+        return 2 * len(self.prefill), 2 * len(self.decode)
+
 
 def contiguous(num_blocks: int, shape: Shape = BIG) -> PairedBlocks:
     """Blocks in order on both sides: all runs merge."""
@@ -117,48 +122,42 @@ def scattered(
     num_blocks: int, shape: Shape = BIG, *, first_block: int = 0, seed: int = 0
 ) -> PairedBlocks:
     """Every other block of a stretch of twice as many, shuffled on both sides: no runs merge."""
-    rng = np.random.default_rng(seed)
-    even = first_block + 2 * np.arange(num_blocks)
-    return PairedBlocks(rng.permutation(even), rng.permutation(even), num_blocks * shape.block_size)
+    num_tokens = num_blocks * shape.block_size
+    return scattered_tokens(shape, shape, num_tokens, first_block=first_block, seed=seed)
 
 
-def scattered_tokens(source: Shape, target: Shape, num_tokens: int) -> PairedBlocks:
+def scattered_tokens(
+    source: Shape, target: Shape, num_tokens: int, *, first_block: int = 0, seed: int = 0
+) -> PairedBlocks:
     """As `scattered`, for shapes whose blocks differ in size."""
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(seed)
     prefill, decode = (
-        rng.permutation(2 * np.arange(num_blocks_for(num_tokens, shape.block_size)))
+        rng.permutation(first_block + 2 * np.arange(num_blocks_for(num_tokens, shape.block_size)))
         for shape in (source, target)
     )
     return PairedBlocks(prefill, decode, num_tokens)
 
 
-def placed_ranks(shape: Shape, num_blocks: int) -> tuple[dict[int, PlacedRank], int]:
+def direct_descriptors(
+    source: Shape, target: Shape, tables: PairedBlocks
+) -> tuple[Descriptors, int]:
+    """What the direct path reads between two memories, by offsets, and the larger one's bytes."""
+    num_source, num_target = tables.capacities
+    prefill, prefill_bytes = _placed_ranks(source, num_source)
+    decode, decode_bytes = _placed_ranks(target, num_target)
+    ranks = [[placed.rank for placed in side.values()] for side in (prefill, decode)]
+    rows = DirectPlan(prefill, decode, ReadMap(*ranks).shares()).descriptors(
+        {GROUP: BlockTable.of(tables.prefill)},
+        {GROUP: BlockTable.of(tables.decode)},
+        {GROUP: (0, tables.num_tokens)},
+    )
+    return rows, max(prefill_bytes, decode_bytes)
+
+
+def _placed_ranks(shape: Shape, num_blocks: int) -> tuple[dict[int, PlacedRank], int]:
     """All ranks one behind the other in a single memory, and its size in bytes."""
     spec, placed, end = shape.spec("any"), {}, 0
     for rank in shape.ranks(num_blocks):
         placed[rank.rank] = PlacedRank(spec, rank, {rank.segments[0].segment_id: end})
         end += rank.segments[0].size_bytes
     return placed, end
-
-
-def direct_plan(
-    source: Shape, target: Shape, num_blocks: tuple[int, int]
-) -> tuple[DirectPlan, int]:
-    """The direct path between two memories, by offsets, and the bytes that the larger one has.
-
-    ``num_blocks`` are those of the two caches.
-    """
-    prefill, prefill_bytes = placed_ranks(source, num_blocks[0])
-    decode, decode_bytes = placed_ranks(target, num_blocks[1])
-    ranks = [[placed.rank for placed in side.values()] for side in (prefill, decode)]
-    plan = DirectPlan(prefill, decode, ReadMap(*ranks).shares())
-    return plan, max(prefill_bytes, decode_bytes)
-
-
-def descriptors(plan: DirectPlan, tables: PairedBlocks) -> Descriptors:
-    """What the direct path reads for ``tables``."""
-    return plan.descriptors(
-        {GROUP: BlockTable.of(tables.prefill)},
-        {GROUP: BlockTable.of(tables.decode)},
-        {GROUP: (0, tables.num_tokens)},
-    )

@@ -1,9 +1,19 @@
-"""Numbers from samples: quantiles, the comparison of two alternating series, histogram deltas."""
+"""Samples, and numbers from them: quantiles, the ratio of two series, histogram deltas."""
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+
+async def in_turn(
+    rounds: int, ways: Mapping[str, Callable[[], Awaitable[float]]]
+) -> dict[str, list[float]]:
+    """The seconds of each way, once a round: what disturbs one disturbs its neighbours."""
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(rounds):
+        for name, way in ways.items():
+            times[name].append(await way())
+    return times
 
 
 def quantile(samples: Sequence[float], fraction: float) -> float:
@@ -12,33 +22,10 @@ def quantile(samples: Sequence[float], fraction: float) -> float:
     return ordered[max(0, math.ceil(fraction * len(ordered)) - 1)]
 
 
-@dataclass(frozen=True, slots=True)
-class Comparison:
-    """Two series of seconds from alternating rounds; a ratio is the speed beside the baseline's."""
-
-    baseline_s: Sequence[float]
-    ours_s: Sequence[float]
-
-    @property
-    def baseline_median_s(self) -> float:
-        """The baseline's median."""
-        return statistics.median(self.baseline_s)
-
-    @property
-    def our_median_s(self) -> float:
-        """Our median."""
-        return statistics.median(self.ours_s)
-
-    @property
-    def ratio_of_medians(self) -> float:
-        """What a typical round reaches of a typical round."""
-        return self.baseline_median_s / self.our_median_s
-
-    @property
-    def median_ratio(self) -> float:
-        """The median over rounds: what hits both halves of a round cancels out."""
-        pairs = zip(self.baseline_s, self.ours_s, strict=True)
-        return statistics.median(theirs / ours for theirs, ours in pairs)
+def median_ratio(baseline_s: Sequence[float], ours_s: Sequence[float]) -> float:
+    """Our speed beside the baseline's, the median over rounds: what hits both cancels out."""
+    pairs = zip(baseline_s, ours_s, strict=True)
+    return statistics.median(baseline / ours for baseline, ours in pairs)
 
 
 def added_counts(before: Mapping[float, float], after: Mapping[float, float]) -> dict[float, float]:

@@ -6,7 +6,6 @@ Refuses a wrong option or configuration with one line and exit status 2.
 import contextlib
 from collections.abc import Callable, Iterator
 from importlib.metadata import version
-from io import StringIO
 from pathlib import Path
 from typing import Annotated
 
@@ -97,9 +96,7 @@ def _progress() -> Iterator[Callable[[str], None]]:
 
 
 def _as_text(findings: list[Finding]) -> str:
-    terminal, text = Console(), StringIO()
-    console = Console(
-        file=text, force_terminal=terminal.is_terminal, width=terminal.width, highlight=False
-    )
-    print_report(findings, console)
-    return "".join(f"{line.rstrip()}\n" for line in text.getvalue().splitlines())
+    console = Console(highlight=False)
+    with console.capture() as printed:
+        print_report(findings, console)
+    return "".join(f"{line.rstrip()}\n" for line in printed.get().splitlines())

@@ -15,11 +15,6 @@ class Severity(StrEnum):
     WARNING = "warning"
     ERROR = "error"
 
-    @property
-    def rank(self) -> int:
-        """0 is good; more is worse."""
-        return list(Severity).index(self)
-
 
 OK, NOTE, WARNING, ERROR = Severity
 
@@ -62,16 +57,32 @@ class Finding(msgspec.Struct, frozen=True):
         """Whether something should be done about it."""
         return self.severity in (WARNING, ERROR)
 
-    def advised(self, *, why: str, fix: str = "", command: str = "") -> "Finding":
-        """The same with a reason and a fix, unless it is ok."""
-        if self.severity is OK:
-            return self
-        return msgspec.structs.replace(self, why=why, fix=fix, command=command)
+
+def finding(
+    name: str,
+    severity: Severity,
+    found: str,
+    values: Mapping[str, object],
+    *,
+    why: str = "",
+    fix: str = "",
+    command: str = "",
+) -> Finding:
+    """A finding. One that is ok needs no reason and no fix, and has none."""
+    if severity is OK:
+        return Finding(name, severity, found, values)
+    return Finding(name, severity, found, values, why, fix, command)
+
+
+def picked(facts: msgspec.Struct, *names: str) -> dict[str, object]:
+    """These fields of the facts as values of a finding."""
+    return {name: getattr(facts, name) for name in names}
 
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
     """The findings by severity; those of one severity stay in their order."""
-    return sorted(findings, key=lambda finding: -finding.severity.rank)
+    order = list(Severity)
+    return sorted(findings, key=lambda finding: -order.index(finding.severity))
 
 
 def verdict_of(findings: Iterable[Finding]) -> Verdict:

@@ -3,7 +3,6 @@
 A family that cannot be checked does not end the others: that is a finding of its own.
 """
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from enum import StrEnum
 
@@ -15,10 +14,8 @@ from kvbus.doctor.check.versions import check_versions
 from kvbus.doctor.finding import Finding, Severity
 from kvbus.doctor.probe.agents import AgentSource, agent_facts
 from kvbus.doctor.probe.children import Budget
-from kvbus.doctor.probe.cuda import cuda_facts
-from kvbus.doctor.probe.host import limit_facts, memory_facts, rdma_devices, version_facts
-from kvbus.doctor.probe.nixl import nixl_facts, read_facts
-from kvbus.doctor.probe.read_memory import process_facts
+from kvbus.doctor.probe.host import limit_facts, memory_facts, version_facts
+from kvbus.doctor.probe.trials import cuda_facts, nixl_facts, process_facts, read_facts
 from kvbus.errors import KVBusError
 from kvbus.memory.room import available_bytes
 
@@ -66,10 +63,7 @@ def _check_nixl(budget: Budget, on_progress: OnProgress) -> Iterator[Finding]:
     facts = nixl_facts(budget)
     yield from check_nixl(facts)
     if not facts.error:  # else no transport works either
-        has_rdma, configured = bool(rdma_devices()), os.environ.get("UCX_TLS", "")
-        yield from check_reads(
-            list(read_facts(configured, has_rdma=has_rdma, budget=budget, on_progress=on_progress))
-        )
+        yield from check_reads(list(read_facts(budget, on_progress)))
 
 
 def _unchecked(family: Family, error: Exception) -> Finding:

@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kvbus.bench.arrival import all_words, arrived, fill_ranks, wipe
+from kvbus.bench.caches import all_words, arrived, fill_ranks, wipe
 from kvbus.bench.shapes import LAYERED, PairedBlocks, scattered
 from kvbus.engine import KvCache
 from kvbus.memory.segment import SharedSegment

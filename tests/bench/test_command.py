@@ -6,8 +6,8 @@ import pytest
 import typer
 from typer.testing import CliRunner, Result
 
-from kvbus.bench.case_names import EVERY_TIME, ONLY_WHEN_ASKED
 from kvbus.bench.command import bench
+from kvbus.bench.figures import EVERY_TIME, ONLY_WHEN_ASKED
 
 
 def run(*arguments: str) -> Result:

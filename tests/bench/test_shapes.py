@@ -9,8 +9,7 @@ from kvbus.bench.shapes import (
     SMALL,
     Shape,
     contiguous,
-    descriptors,
-    direct_plan,
+    direct_descriptors,
     scattered,
 )
 
@@ -18,18 +17,14 @@ KIB = 1024
 
 
 def test_blocks_in_order_are_one_run() -> None:
-    plan, _ = direct_plan(BIG, BIG, (16, 16))
-
-    rows = descriptors(plan, contiguous(8))
+    rows, _ = direct_descriptors(BIG, BIG, contiguous(8))
 
     assert rows.local[:, 1].tolist() == [8 * 256 * KIB]
 
 
 @pytest.mark.parametrize(("shape", "run_kib"), [(BIG, 256), (LAYERED, 16), (SMALL, 64)])
 def test_scattered_blocks_are_runs_of_one_length(shape: Shape, run_kib: int) -> None:
-    plan, _ = direct_plan(shape, shape, (64, 64))
-
-    rows = descriptors(plan, scattered(32, shape))
+    rows, _ = direct_descriptors(shape, shape, scattered(32, shape))
 
     assert np.unique(rows.local[:, 1]).tolist() == [run_kib * KIB]
     assert rows.num_bytes == 32 * shape.block_bytes

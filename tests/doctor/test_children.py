@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from kvbus.doctor.probe.children import Budget, run_alone, run_pair
-from kvbus.doctor.probe.native import PARENT_KEY
 
 MODULE = "tests.doctor.processes.misbehaving"
 PLENTY = 30.0
@@ -126,21 +125,6 @@ def test_a_process_ends_with_its_parent(number: int, told: Path, heard: int) -> 
 
     assert parent.wait(PLENTY) != 0
     assert has_ended(child)
-
-
-def test_a_process_whose_parent_ended_before_it_could_ask_to_end_with_it_ends(told: Path) -> None:
-    another = str(os.getppid())
-
-    ended = subprocess.run(
-        [sys.executable, "-m", MODULE, "hang"],
-        env={**os.environ, PARENT_KEY: another, "MISBEHAVE_AT": str(told)},
-        stderr=subprocess.PIPE,
-        timeout=PLENTY,
-        check=False,
-    )
-
-    assert ended.returncode == 1
-    assert ended.stderr == b"who started this process has ended\n"
 
 
 def test_a_budget_is_shared_and_never_nothing() -> None:

@@ -37,7 +37,7 @@ def doctor(*arguments: str, env: Mapping[str, str] | None = None) -> Result:
 
 
 @pytest.fixture
-def files(tmp_path: Path) -> Iterator[list[str]]:
+def files(tmp_path: Path) -> list[str]:
     """Options for an agent of any free ports, below the test's folder."""
     path = tmp_path / "agent.toml"
     path.write_text(

@@ -14,16 +14,15 @@ import pytest
 
 from kvbus.agent.process.config import AgentConfig, convert_config, load_shared_config
 from kvbus.agent.process.defaults import DECODE_DEFAULTS, PREFILL_DEFAULTS
-from kvbus.bench.processes import free_port
 from kvbus.doctor.finding import Severity, exit_status_of
 from kvbus.doctor.probe.agents import agent_facts, wanted_agents
 from kvbus.doctor.probe.children import Budget, run_alone
-from kvbus.doctor.probe.cuda import MODULE as CUDA_MODULE
 from kvbus.doctor.probe.host import memory_facts, version_facts
-from kvbus.doctor.probe.nixl import nixl_facts, read_facts
-from kvbus.doctor.probe.read_memory import process_facts, read_memory
+from kvbus.doctor.probe.process import read_memory
+from kvbus.doctor.probe.trials import PROCESS, nixl_facts, process_facts, read_facts
 from kvbus.doctor.run_checks import Family, run_checks
 from kvbus.errors import ConfigError
+from kvbus.spawn import free_port
 from kvbus_decode.config import DecodeConfig
 from kvbus_prefill.config import PrefillConfig
 from tests.agents import AgentProcess
@@ -127,9 +126,7 @@ def test_a_transport_that_does_not_work_has_a_reason_and_the_others_go_on(
 
 
 def test_nixl_that_takes_too_long_is_given_up() -> None:
-    found = list(
-        read_facts("", has_rdma=False, budget=Budget(0.2, 0.1), on_progress=lambda _: None)
-    )
+    found = list(read_facts(Budget(0.2, 0.1), lambda _: None))
 
     assert all("no answer within" in one.error for one in found)
     assert "no answer within" in nixl_facts(Budget(0.1, 0.1)).error
@@ -137,8 +134,8 @@ def test_nixl_that_takes_too_long_is_given_up() -> None:
 
 @pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="this is about machines without a GPU")
 def test_torch_without_a_gpu_says_so_in_the_end() -> None:
-    listed = run_alone(CUDA_MODULE, "list", env={}, budget=budget())
-    shared = run_alone(CUDA_MODULE, "target", env={}, budget=budget())
+    listed = run_alone(PROCESS, "cuda", "list", env={}, budget=budget())
+    shared = run_alone(PROCESS, "cuda", "target", env={}, budget=budget())
 
     assert "CUDA" in listed.failure or "NVIDIA" in listed.failure
     assert "CUDA" in shared.failure or "NVIDIA" in shared.failure

@@ -3,6 +3,7 @@
 Refuses to know what it does inside: a test sees its answers, its health and its log.
 """
 
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from http.client import HTTPConnection
 from pathlib import Path
 from typing import Any
 
-from kvbus.bench.processes import free_port, running
+from kvbus.spawn import Child, free_port
 from tests.agents import wait_until
 from tests.vllm.calls import Call, ask
 from tests.vllm.clusters import Cluster
@@ -48,11 +49,12 @@ def proxy_before(pair: Cluster) -> Iterator[ProxyProcess]:
     proxy = ProxyProcess(free_port(), pair.decode.folder / "proxy.log")
     options = ["--port", str(proxy.port)]
     options += ["--prefill", pair.prefill.url, "--decode", pair.decode.url]
-    with running("kvbus.integrations.proxy", *options, log=proxy.log_path) as process:
+    command = [sys.executable, "-m", "kvbus.integrations.proxy", *options]
+    with Child.start("proxy", command, log=proxy.log_path) as child:
         wait_until(
-            lambda: proxy.healthy() or process.poll() is not None,
+            lambda: proxy.healthy() or not child.is_alive,
             f"healthy: {proxy.log_path}",
             STARTS_WITHIN_S,
         )
-        assert process.poll() is None, proxy.log_path.read_text()
+        assert child.is_alive, proxy.log_path.read_text()
         yield proxy

@@ -16,7 +16,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvbus.bench.processes import free_port
+from kvbus.spawn import free_port
 from tests.agents import wait_until
 from tests.vllm.calls import ANSWERS_WITHIN_S, Call, Completion, ask
 

@@ -7,7 +7,7 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from kvbus.bench.processes import free_port
+from kvbus.spawn import free_port
 
 Params = Mapping[str, Any]
 ROUTED = ("do_remote_prefill", "do_remote_decode")

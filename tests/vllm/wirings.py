@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from kvbus.bench.processes import free_port
+from kvbus.spawn import free_port
 from tests.agents import AgentProcess
 from tests.vllm.servers import VllmServer
 

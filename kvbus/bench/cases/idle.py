@@ -9,9 +9,8 @@ from pathlib import Path
 import anyio
 
 from kvbus.bench.engines import Bench
-from kvbus.bench.figures import Figure, Target
+from kvbus.bench.figures import Figure, Scale, Target
 from kvbus.bench.processes import agent
-from kvbus.bench.scale import Scale
 from kvbus.bench.shapes import SMALL, TINY_RUNS, contiguous, scattered
 
 CALM_S = 1.0
@@ -31,16 +30,8 @@ async def measure_idle(bench: Bench, scale: Scale) -> list[Figure]:
         before = bench.cpu_s()
         await anyio.sleep(duration_s)
         after = bench.cpu_s()
-    return [
-        Figure(
-            "idle",
-            f"{name} CPU",
-            (after[name] - before[name]) / duration_s * 100,
-            "% of a core",
-            OF_A_CORE,
-        )
-        for name in ("prefill agent", "decode agent")
-    ]
+    shares = {name: (after[name] - before[name]) / duration_s * 100 for name in bench.agents}
+    return [Figure(f"{name} CPU", n, "% of a core", OF_A_CORE) for name, n in shares.items()]
 
 
 async def measure_memory(bench: Bench, scale: Scale) -> list[Figure]:
@@ -50,29 +41,26 @@ async def measure_memory(bench: Bench, scale: Scale) -> list[Figure]:
     num_fetches = scale.count(NUM_FETCHES)
     with agent("decode", bench.folder, path="direct") as direct:
         async with (
-            bench.source(TINY_RUNS, capacity) as engine_id,
-            bench.reader(
-                TINY_RUNS, capacity, engine_id, (TINY_RUNS, capacity), agent=direct
-            ) as pair,
+            bench.source(TINY_RUNS, capacity) as source,
+            bench.reader(TINY_RUNS, capacity, source, agent=direct) as pair,
         ):
-            before = 0
-            for number in range(-NUM_WARM_UP, num_fetches):
-                if number == 0:
-                    before = anonymous_bytes(direct.pid)
-                await pair.hand_off(tables)
-                await pair.settle()
+            for _ in range(NUM_WARM_UP):
+                await pair.timed(tables)
+            before = _anonymous_bytes(direct.child.pid)
+            for _ in range(num_fetches):
+                await pair.timed(tables)
             await pair.verify(tables)
-            after = anonymous_bytes(direct.pid)
+            after = _anonymous_bytes(direct.child.pid)
     return [
-        Figure("memory", "growth", (after - before) / num_fetches, "bytes a fetch", GROWTH_BYTES),
-        Figure("memory", "before", before / 1e6, "MB"),
-        Figure("memory", "after", after / 1e6, "MB"),
-        Figure("memory", "descriptors", num_blocks * TINY_RUNS.num_layers, ""),
-        Figure("memory", "fetches", num_fetches, ""),
+        Figure("growth", (after - before) / num_fetches, "bytes a fetch", GROWTH_BYTES),
+        Figure("before", before / 1e6, "MB"),
+        Figure("after", after / 1e6, "MB"),
+        Figure("descriptors", num_blocks * TINY_RUNS.num_layers),
+        Figure("fetches", num_fetches),
     ]
 
 
-def anonymous_bytes(pid: int) -> int:
+def _anonymous_bytes(pid: int) -> int:
     """Memory of a process that is its own, neither a file's nor shared."""
     status = Path(f"/proc/{pid}/status").read_text(encoding="ascii")
     found = re.search(r"^RssAnon:\s+(\d+) kB$", status, re.MULTILINE)

@@ -9,12 +9,10 @@ import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
 from kvbus.bench.engines import Bench, EnginePair, Ticket
-from kvbus.bench.figures import Figure, Target
-from kvbus.bench.scale import Scale
+from kvbus.bench.figures import Figure, Scale, Target, milliseconds
 from kvbus.bench.shapes import SMALL, PairedBlocks, contiguous, scattered
 from kvbus.bench.stats import quantile
 
-CASE = "rate"
 CONCURRENCY = 64
 OFFERS_AT_ONCE = 32
 WARM_UP_S = 1.0
@@ -22,6 +20,33 @@ DURATION_S = 10.0
 A_SECOND = Target(1000, at_least=True)
 
 Offered = tuple[Ticket, PairedBlocks]
+
+
+async def measure_rate(bench: Bench, scale: Scale) -> list[Figure]:
+    """Warm up, then count handoffs and CPU time over the same stretch."""
+    async with bench.engines(SMALL, 8 * CONCURRENCY) as pair:
+        await pair.verify(contiguous(1))
+        rate = _Rate(pair)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(rate.run)
+            await anyio.sleep(scale.seconds(WARM_UP_S))
+            before, began = bench.cpu_s(), time.perf_counter()
+            rate.counts_from = began
+            await anyio.sleep(scale.seconds(DURATION_S))
+            await rate.any_counted.wait()
+            rate.is_over = True
+            after, elapsed_s = bench.cpu_s(), time.perf_counter() - began
+        await pair.source.ended()
+    num = len(rate.latencies_s)
+    return [
+        Figure("handoffs", num / elapsed_s, "1/s", A_SECOND),
+        milliseconds("handoff p50", quantile(rate.latencies_s, 0.5)),
+        milliseconds("handoff p99", quantile(rate.latencies_s, 0.99)),
+        *(
+            Figure(f"{name} CPU", (after[name] - before[name]) / num * 1e6, "µs a handoff")
+            for name in before
+        ),
+    ]
 
 
 @dataclass(slots=True)
@@ -43,11 +68,11 @@ class _Rate:
             receive.close()
 
     async def _offer(self, send: MemoryObjectSendStream[Offered]) -> None:
-        blocks = cycle(scattered(4 * CONCURRENCY).prefill.tolist())
+        blocks = cycle(scattered(4 * CONCURRENCY).prefill)
         async with send:
             while not self.is_over:
                 batch = [_one_block(next(blocks)) for _ in range(OFFERS_AT_ONCE)]
-                tickets = await self.pair.offer_all(batch)
+                tickets = await self.pair.source.offer(*batch)
                 for offered in zip(tickets, batch, strict=True):
                     await send.send(offered)
 
@@ -58,34 +83,6 @@ class _Rate:
                 if self.counts_from <= time.perf_counter() and not self.is_over:
                     self.latencies_s.append(handoff.seconds)
                     self.any_counted.set()
-
-
-async def measure_rate(bench: Bench, scale: Scale) -> list[Figure]:
-    """Warm up, then count handoffs and CPU time over the same stretch."""
-    duration_s = scale.seconds(DURATION_S)
-    async with bench.engines(SMALL, 8 * CONCURRENCY) as pair:
-        await pair.verify(contiguous(1))
-        rate = _Rate(pair)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(rate.run)
-            await anyio.sleep(scale.seconds(WARM_UP_S))
-            before, began = bench.cpu_s(), time.perf_counter()
-            rate.counts_from = began
-            await anyio.sleep(duration_s)
-            await rate.any_counted.wait()
-            rate.is_over = True
-            after, elapsed_s = bench.cpu_s(), time.perf_counter() - began
-        await pair.settle()
-    num = len(rate.latencies_s)
-    return [
-        Figure(CASE, "handoffs", num / elapsed_s, "1/s", A_SECOND),
-        Figure(CASE, "handoff p50", quantile(rate.latencies_s, 0.5) * 1e3, "ms"),
-        Figure(CASE, "handoff p99", quantile(rate.latencies_s, 0.99) * 1e3, "ms"),
-        *(
-            Figure(CASE, f"{name} CPU", (after[name] - before[name]) / num * 1e6, "µs a handoff")
-            for name in before
-        ),
-    ]
 
 
 def _one_block(block: int) -> PairedBlocks:

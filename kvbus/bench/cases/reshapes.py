@@ -4,14 +4,14 @@ import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import numpy as np
 
 from kvbus.bench.engines import Bench, EnginePair
-from kvbus.bench.figures import Figure, Target
-from kvbus.bench.processes import BarePair, agent, bare_pair
-from kvbus.bench.scale import Scale
+from kvbus.bench.figures import CaseName, Figure, Scale, Target, milliseconds, speed
+from kvbus.bench.processes import agent, bare_pair
 from kvbus.bench.shapes import (
     HND_1,
     MLA_1,
@@ -19,13 +19,11 @@ from kvbus.bench.shapes import (
     NHD_1,
     NHD_2,
     NHD_64,
-    PairedBlocks,
     Shape,
-    descriptors,
-    direct_plan,
+    direct_descriptors,
     scattered_tokens,
 )
-from kvbus.geometry import num_blocks_for
+from kvbus.bench.stats import in_turn
 
 NUM_BYTES = 64 << 20
 FORCED = ("direct", "packed", "reordered")
@@ -38,19 +36,18 @@ OF_BEST = Target(1 / 1.2, at_least=True)
 class Reshape:
     """Two shapes between which 64 MiB go, in scattered blocks."""
 
-    name: str
     source: Shape
     target: Shape
     of_naive: Target | None = None
 
 
-RESHAPES = (
-    Reshape("tp-1-to-2", NHD_1, NHD_2, OF_NAIVE),
-    Reshape("tp-2-to-1", NHD_2, NHD_1),
-    Reshape("hnd-to-nhd", HND_1, NHD_1),
-    Reshape("block-64-to-16", NHD_64, NHD_1),
-    Reshape("mla-2-to-1", MLA_2, MLA_1),
-)
+RESHAPES = {
+    CaseName.TP_1_TO_2: Reshape(NHD_1, NHD_2, OF_NAIVE),
+    CaseName.TP_2_TO_1: Reshape(NHD_2, NHD_1),
+    CaseName.HND_TO_NHD: Reshape(HND_1, NHD_1),
+    CaseName.BLOCK_64_TO_16: Reshape(NHD_64, NHD_1),
+    CaseName.MLA: Reshape(MLA_2, MLA_1),
+}
 
 
 async def measure_reshape(reshape: Reshape, bench: Bench, scale: Scale) -> list[Figure]:
@@ -58,84 +55,47 @@ async def measure_reshape(reshape: Reshape, bench: Bench, scale: Scale) -> list[
     source, target = reshape.source, reshape.target
     num_tokens = scale.count(NUM_BYTES // target.token_bytes, at_least=source.block_size)
     tables = scattered_tokens(source, target, num_tokens)
-    same = scattered_tokens(target, target, num_tokens)
-    num_bytes = num_tokens * target.token_bytes
-    capacities = _capacity(source, num_tokens), _capacity(target, num_tokens)
-    plan, size_bytes = direct_plan(source, target, capacities)
-    rows = descriptors(plan, tables)
+    rows, size_bytes = direct_descriptors(source, target, tables)
     with bare_pair(rows, size_bytes, bench.folder) as raw:
-        async with _readers(bench, reshape, num_tokens) as readers:
+        async with _readers(bench, reshape, tables.capacities) as readers:
+            ways = {"naive": raw.read_s}
             for name, pair in readers.items():
-                await pair.verify(same if name == "equal" else tables)
-            times = await _rounds(raw, readers, {"equal": same}, tables, scale.rounds)
+                blocks = scattered_tokens(pair.source.shape, target, num_tokens)
+                await pair.verify(blocks)
+                ways[name] = partial(pair.timed, blocks)
+            times = await in_turn(scale.rounds, ways)
+    num_bytes = num_tokens * target.token_bytes
+    seconds = {name: median(one) for name, one in times.items()}
     copy_s = median(_copy_s(num_bytes) for _ in range(scale.rounds))
-    return _figures(reshape, times, copy_s, num_bytes=num_bytes, num_descriptors=len(rows.local))
+    boxed_s = min(seconds["packed"], seconds["reordered"])
+    best_s = min(seconds["direct"], boxed_s)
+    return [
+        Figure("auto of equal shapes", seconds["equal"] / seconds["auto"], target=OF_EQUAL),
+        Figure("auto of the best path", best_s / seconds["auto"], target=OF_BEST),
+        Figure("packed of naive", seconds["naive"] / boxed_s, target=reshape.of_naive),
+        Figure("direct of naive", seconds["naive"] / seconds["direct"]),
+        *(speed(f"  {name}", num_bytes, s) for name, s in {**seconds, "memcpy": copy_s}.items()),
+        *(milliseconds(f"  {name} p50", s) for name, s in seconds.items()),
+        Figure("naive descriptors", len(rows.local)),
+    ]
 
 
 @asynccontextmanager
 async def _readers(
-    bench: Bench, reshape: Reshape, num_tokens: int
+    bench: Bench, reshape: Reshape, capacities: tuple[int, int]
 ) -> AsyncIterator[Mapping[str, EnginePair]]:
     """A decode engine for each path, all of one source, and one that is equal to its own source."""
-    source, target = reshape.source, reshape.target
-    num_source, num_target = _capacity(source, num_tokens), _capacity(target, num_tokens)
+    target, (num_source, num_target) = reshape.target, capacities
     async with AsyncExitStack() as stack:
-        engine_id = await stack.enter_async_context(bench.source(source, num_source))
-        equal = await stack.enter_async_context(bench.engines(target, num_target))
-        readers = {"equal": equal}
+        source = await stack.enter_async_context(bench.source(reshape.source, num_source))
+        readers = {"equal": await stack.enter_async_context(bench.engines(target, num_target))}
         for path in ("auto", *FORCED):
-            forced = path if path != "auto" else ""
             decode = bench.decode_agent
-            if forced:
+            if path in FORCED:
                 decode = stack.enter_context(agent("decode", bench.folder, path=path))
-            readers[path] = await stack.enter_async_context(
-                bench.reader(target, num_target, engine_id, (source, num_source), agent=decode)
-            )
+            reader = bench.reader(target, num_target, source, agent=decode)
+            readers[path] = await stack.enter_async_context(reader)
         yield readers
-
-
-async def _rounds(
-    raw: BarePair,
-    readers: Mapping[str, EnginePair],
-    other_tables: Mapping[str, PairedBlocks],
-    tables: PairedBlocks,
-    rounds: int,
-) -> dict[str, float]:
-    """Median seconds of each, in turn."""
-    times: dict[str, list[float]] = {name: [] for name in ("naive", *readers)}
-    for _ in range(rounds):
-        times["naive"].append(await raw.read_s())
-        for name, pair in readers.items():
-            handoff = await pair.hand_off(other_tables.get(name, tables))
-            times[name].append(handoff.seconds)
-            await pair.settle()
-    return {name: median(seconds) for name, seconds in times.items()}
-
-
-def _figures(
-    reshape: Reshape,
-    times: Mapping[str, float],
-    copy_s: float,
-    *,
-    num_bytes: int,
-    num_descriptors: int,
-) -> list[Figure]:
-    case = reshape.name
-    boxed_s = min(times["packed"], times["reordered"])
-    best_s = min(times[path] for path in FORCED)
-    speeds = {**times, "memcpy": copy_s}
-    return [
-        Figure(case, "auto of equal shapes", times["equal"] / times["auto"], "", OF_EQUAL),
-        Figure(case, "auto of the best path", best_s / times["auto"], "", OF_BEST),
-        Figure(case, "packed of naive", times["naive"] / boxed_s, "", reshape.of_naive),
-        Figure(case, "direct of naive", times["naive"] / times["direct"], ""),
-        *(
-            Figure(case, f"  {name}", num_bytes / seconds / 1e9, "GB/s")
-            for name, seconds in speeds.items()
-        ),
-        *(Figure(case, f"  {name} p50", seconds * 1e3, "ms") for name, seconds in times.items()),
-        Figure(case, "naive descriptors", num_descriptors, ""),
-    ]
 
 
 def _copy_s(num_bytes: int) -> float:
@@ -145,8 +105,3 @@ def _copy_s(num_bytes: int) -> float:
     began = time.perf_counter()
     np.copyto(target, source)
     return time.perf_counter() - began
-
-
-def _capacity(shape: Shape, num_tokens: int) -> int:
-    """Blocks of a cache of which every other one is used."""
-    return 2 * num_blocks_for(num_tokens, shape.block_size)

@@ -5,9 +5,8 @@ from dataclasses import dataclass
 from statistics import median
 
 from kvbus.bench.engines import Bench, TimedFetch
-from kvbus.bench.figures import Figure, Target
+from kvbus.bench.figures import CaseName, Figure, Scale, Target, milliseconds, speed
 from kvbus.bench.processes import bare_pair
-from kvbus.bench.scale import Scale
 from kvbus.bench.shapes import (
     BIG,
     LAYERED,
@@ -15,105 +14,83 @@ from kvbus.bench.shapes import (
     PairedBlocks,
     Shape,
     contiguous,
-    descriptors,
-    direct_plan,
+    direct_descriptors,
     scattered,
 )
-from kvbus.bench.stats import Comparison, quantile
-from kvbus.planning import Descriptors
+from kvbus.bench.stats import in_turn, median_ratio, quantile
 
 MIB = 1 << 20
 OF_RAW = Target(0.90, at_least=True)
+FIXED = Target(2.0)
 NUM_SMALL = 1000
 STAGES = ("resolving", "claiming", "waiting", "reading", "confirming")
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """One size and one kind of block table; the cache has twice the blocks of the request."""
+    """One size and one kind of block table."""
 
-    name: str
     shape: Shape
     num_mib: int
     tables: Callable[[int, Shape], PairedBlocks]
 
 
-TRANSFERS = (
-    Transfer("contiguous-64m", BIG, 64, contiguous),
-    Transfer("contiguous-256m", BIG, 256, contiguous),
-    Transfer("scattered-256k", BIG, 64, scattered),
-    Transfer("scattered-16k", LAYERED, 64, scattered),
-)
+TRANSFERS = {
+    CaseName.CONTIGUOUS_64M: Transfer(BIG, 64, contiguous),
+    CaseName.CONTIGUOUS_256M: Transfer(BIG, 256, contiguous),
+    CaseName.SCATTERED_256K: Transfer(BIG, 64, scattered),
+    CaseName.SCATTERED_16K: Transfer(LAYERED, 64, scattered),
+}
 
 
 async def measure_transfer(transfer: Transfer, bench: Bench, scale: Scale) -> list[Figure]:
     """In turn, a bare READ and a handoff."""
     shape = transfer.shape
     tables = transfer.tables(scale.count(transfer.num_mib * MIB // shape.block_bytes), shape)
-    num_blocks = 2 * len(tables.prefill)
-    plan, size_bytes = direct_plan(shape, shape, (num_blocks, num_blocks))
-    rows = descriptors(plan, tables)
-    raw_s: list[float] = []
-    handoffs: list[TimedFetch] = []
-    released_s: list[float] = []
+    rows, size_bytes = direct_descriptors(shape, shape, tables)
     with bare_pair(rows, size_bytes, bench.folder) as raw:
-        async with bench.engines(shape, num_blocks) as pair:
-            await raw.read_s("verify")
+        async with bench.engines(shape, tables.capacities[0]) as pair:
+            await raw.read_s(b"verify")
             await pair.verify(tables)
-            for _ in range(scale.rounds):
-                raw_s.append(await raw.read_s())
-                handoffs.append(await pair.hand_off(tables))
-                released_s += await pair.settle()
-    case = transfer.name
+            times = await in_turn(
+                scale.rounds, {"raw": raw.read_s, "kvbus": lambda: pair.timed(tables)}
+            )
+    raw_s, kvbus_s = (median(seconds) for seconds in times.values())
     return [
-        *_speeds(case, rows, Comparison(raw_s, [handoff.seconds for handoff in handoffs])),
-        *stage_figures(case, handoffs),
-        Figure(case, "offer to released p50", median(released_s) * 1e3, "ms"),
-    ]
-
-
-def _speeds(case: str, rows: Descriptors, both: Comparison) -> list[Figure]:
-    return [
-        Figure(case, "of raw speed, medians", both.ratio_of_medians, "", OF_RAW),
-        Figure(case, "of raw speed, by round", both.median_ratio, ""),
-        Figure(case, "raw", rows.num_bytes / both.baseline_median_s / 1e9, "GB/s"),
-        Figure(case, "kvbus", rows.num_bytes / both.our_median_s / 1e9, "GB/s"),
-        Figure(case, "descriptors", len(rows.local), ""),
-        Figure(case, "raw p50", both.baseline_median_s * 1e3, "ms"),
-        Figure(case, "kvbus p50", both.our_median_s * 1e3, "ms"),
+        Figure("of raw speed, medians", raw_s / kvbus_s, target=OF_RAW),
+        Figure("of raw speed, by round", median_ratio(times["raw"], times["kvbus"])),
+        speed("raw", rows.num_bytes, raw_s),
+        speed("kvbus", rows.num_bytes, kvbus_s),
+        Figure("descriptors", len(rows.local)),
+        milliseconds("raw p50", raw_s),
+        milliseconds("kvbus p50", kvbus_s),
+        *_stage_figures(pair.fetches),
+        milliseconds("offer to released p50", median(pair.released_s)),
     ]
 
 
 async def measure_fixed(bench: Bench, scale: Scale) -> list[Figure]:
     """What a handoff of next to nothing costs: one block, after the one before was released."""
-    case, tables = "fixed", contiguous(1)
-    handoffs: list[TimedFetch] = []
-    released_s: list[float] = []
     async with bench.engines(SMALL, 2) as pair:
-        await pair.verify(tables)
-        for _ in range(scale.count(NUM_SMALL)):
-            handoffs.append(await pair.hand_off(tables))
-            released_s += await pair.settle()
-    seconds = [handoff.seconds for handoff in handoffs]
+        await pair.verify(contiguous(1))
+        ways = {"fixed": lambda: pair.timed(contiguous(1))}
+        seconds = (await in_turn(scale.count(NUM_SMALL), ways))["fixed"]
     return [
-        Figure(case, "handoff p50", quantile(seconds, 0.5) * 1e3, "ms", Target(2.0)),
-        Figure(case, "handoff p99", quantile(seconds, 0.99) * 1e3, "ms"),
-        *stage_figures(case, handoffs),
-        Figure(case, "offer to released p50", quantile(released_s, 0.5) * 1e3, "ms"),
-        Figure(case, "offer to released p99", quantile(released_s, 0.99) * 1e3, "ms"),
-        Figure(case, "handoffs", len(handoffs), ""),
+        milliseconds("handoff p50", quantile(seconds, 0.5), FIXED),
+        milliseconds("handoff p99", quantile(seconds, 0.99)),
+        *_stage_figures(pair.fetches),
+        milliseconds("offer to released p50", quantile(pair.released_s, 0.5)),
+        milliseconds("offer to released p99", quantile(pair.released_s, 0.99)),
+        Figure("handoffs", len(seconds)),
     ]
 
 
-def stage_figures(case: str, handoffs: Sequence[TimedFetch]) -> list[Figure]:
+def _stage_figures(fetches: Sequence[TimedFetch]) -> list[Figure]:
     """Medians of the agent's stages; what no stage has is between engine and agent."""
-    by_stage = {
-        stage: [getattr(handoff.fetched.stages_s, stage) for handoff in handoffs]
-        for stage in STAGES
-    }
-    inside = [sum(times) for times in zip(*by_stage.values(), strict=True)]
-    outside = [handoff.seconds - spent for handoff, spent in zip(handoffs, inside, strict=True)]
-    rows = {**by_stage, "engine to agent": outside}
+    stages = [[getattr(one.fetched.stages_s, stage) for stage in STAGES] for one in fetches]
+    outside = [one.seconds - sum(times) for one, times in zip(fetches, stages, strict=True)]
+    by_stage = [*zip(*stages, strict=True), outside]
     return [
-        Figure(case, f"  {name} p50", median(times) * 1e3, "ms") for name, times in rows.items()
+        milliseconds(f"  {name} p50", median(times))
+        for name, times in zip((*STAGES, "engine to agent"), by_stage, strict=True)
     ]

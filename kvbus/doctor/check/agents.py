@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import msgspec
 
-from kvbus.doctor.finding import ERROR, NOTE, OK, Finding
+from kvbus.doctor.finding import ERROR, NOTE, OK, Finding, finding, picked
 from kvbus.text import bytes_text
 
 
@@ -55,16 +55,21 @@ def check_agents(agents: Sequence[AgentFacts], *, available_bytes: int) -> Itera
     """Each agent's ports and folder, then what they want together."""
     for agent in agents:
         yield from _ports(agent)
-        yield _folder(agent)
+        yield finding(
+            f"agents.{agent.agent_id}.runtime_dir",
+            ERROR if agent.folder_error else OK,
+            agent.folder_error or agent.folder,
+            {"folder": agent.folder, "error": agent.folder_error},
+            why=f"Engines meet their agent in this folder ({agent.source}).",
+            fix="Set runtime_dir to a folder of this user, with mode 0700 and a short path.",
+        )
     yield from _clashes(agents)
-    waiting = [agent.staging_bytes for agent in agents if not agent.is_running]
-    wanted_bytes = sum(waiting)
-    yield Finding(
+    wanted_bytes = sum(agent.staging_bytes for agent in agents if not agent.is_running)
+    yield finding(
         "agents.staging",
         OK if wanted_bytes <= available_bytes else ERROR,
         f"{bytes_text(wanted_bytes)} wanted, {bytes_text(available_bytes)} available",
         {"wanted_bytes": wanted_bytes, "available_bytes": available_bytes},
-    ).advised(
         why="An agent reserves its staging when it starts, and does not start without it.",
         fix="Make staging_bytes smaller, or free memory.",
     )
@@ -74,36 +79,23 @@ def _ports(agent: AgentFacts) -> Iterator[Finding]:
     name = f"agents.{agent.agent_id}"
     values = {bind.key: bind.address for bind in agent.binds}
     if agent.is_running:
-        yield Finding(f"{name}.ports", NOTE, "the agent runs already, and has its ports", values)
+        yield finding(f"{name}.ports", NOTE, "the agent runs already, and has its ports", values)
         return
     taken = [bind for bind in agent.binds if bind.error]
     for bind in taken:
         by = f", by the agent '{bind.held_by}'" if bind.held_by else ""
-        yield Finding(
+        yield finding(
             f"{name}.{bind.key}",
             ERROR,
             f"{bind.address} cannot be bound{by}: {bind.error}",
-            {"address": bind.address, "error": bind.error, "held_by": bind.held_by},
-        ).advised(
+            picked(bind, "address", "error", "held_by"),
             why=f"The agent does not start without it ({agent.source}).",
             fix="End what holds it, or choose another address.",
             command=f"ss -ltnp 'sport = :{bind.port}'",
         )
     if not taken:
         free = ", ".join(bind.host_and_port for bind in agent.binds)
-        yield Finding(f"{name}.ports", OK, f"free: {free}", values)
-
-
-def _folder(agent: AgentFacts) -> Finding:
-    return Finding(
-        f"agents.{agent.agent_id}.runtime_dir",
-        ERROR if agent.folder_error else OK,
-        agent.folder_error or agent.folder,
-        {"folder": agent.folder, "error": agent.folder_error},
-    ).advised(
-        why=f"Engines meet their agent in this folder ({agent.source}).",
-        fix="Set runtime_dir to a folder of this user, with mode 0700 and a short path.",
-    )
+        yield finding(f"{name}.ports", OK, f"free: {free}", values)
 
 
 def _clashes(agents: Sequence[AgentFacts]) -> Iterator[Finding]:
@@ -112,8 +104,11 @@ def _clashes(agents: Sequence[AgentFacts]) -> Iterator[Finding]:
     wanted += Counter(one for agent in agents for one in (agent.agent_id, agent.folder))
     twice = [one for one, count in wanted.items() if count > 1]
     if twice:
-        found = f"wanted more than once: {', '.join(twice)}"
-        yield Finding("agents.clash", ERROR, found, {"wanted_twice": twice}).advised(
+        yield finding(
+            "agents.clash",
+            ERROR,
+            f"wanted more than once: {', '.join(twice)}",
+            {"wanted_twice": twice},
             why="Each address, agent_id and runtime_dir can be had once.",
             fix="Choose another in one of the files.",
         )

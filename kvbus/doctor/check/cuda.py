@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from kvbus.doctor.finding import NOTE, OK, WARNING, Finding
+from kvbus.doctor.finding import NOTE, OK, WARNING, Finding, finding, picked
 
 _WHY = "KV in GPU memory reaches an agent by CUDA IPC; KV in host memory needs none of it."
 
@@ -41,30 +41,39 @@ def check_cuda(facts: CudaFacts) -> Iterator[Finding]:
     """GPUs, IPC, the allocator; one note where there is no GPU."""
     if facts.num_devices == 0:
         found = "CUDA was not checked: there is no NVIDIA GPU here"
-        yield Finding("cuda.gpus", NOTE, found, {"gpus": [], "torch_version": facts.torch_version})
+        values = {"gpus": [], "torch_version": facts.torch_version}
+        yield finding("cuda.gpus", NOTE, found, values)
         return
     yield _gpus(facts)
     if facts.gpus:
         yield _ipc(facts.ipc_error)
-    yield _allocator(facts.allocator)
+    setting = facts.allocator
+    is_expandable = "expandable_segments:true" in setting.lower().replace(" ", "")
+    found = f"expandable segments are on ({setting})" if is_expandable else setting
+    yield finding(
+        "cuda.allocator",
+        WARNING if is_expandable else OK,
+        found or "torch's own settings",
+        {"setting": setting},
+        why="Memory in expandable segments cannot be exported as plain CUDA IPC handles.",
+        fix="Turn them off (expandable_segments:False) for engines with KV in GPU memory.",
+    )
 
 
 def _gpus(facts: CudaFacts) -> Finding:
-    values = {
-        "driver": facts.driver,
-        "torch_version": facts.torch_version,
-        "cuda_version": facts.cuda_version,
-        "gpus": [msgspec.structs.asdict(gpu) for gpu in facts.gpus],
-    }
-    if facts.gpus:
-        names = ", ".join(f"{gpu.name} {gpu.uuid}" for gpu in facts.gpus)
-        found = f"{names}; driver {facts.driver or '?'}, CUDA {facts.cuda_version or '?'} of torch"
-        return Finding("cuda.gpus", OK, found, values)
-    found = (
-        f"the driver has {facts.num_devices} GPUs, torch {facts.torch_version or '?'} sees none: "
-        f"{facts.survey_error}"
-    )
-    return Finding("cuda.gpus", WARNING, found, values).advised(
+    names = ", ".join(f"{gpu.name} {gpu.uuid}" for gpu in facts.gpus)
+    found = f"{names}; driver {facts.driver or '?'}, CUDA {facts.cuda_version or '?'} of torch"
+    if not facts.gpus:
+        found = f"the driver has {facts.num_devices} GPUs, torch {facts.torch_version or '?'} sees "
+        found += f"none: {facts.survey_error}"
+    return finding(
+        "cuda.gpus",
+        OK if facts.gpus else WARNING,
+        found,
+        {
+            **picked(facts, "driver", "torch_version", "cuda_version"),
+            "gpus": [msgspec.structs.asdict(gpu) for gpu in facts.gpus],
+        },
         why=_WHY,
         fix="Install a torch that is built for CUDA and fits the driver, and look at "
         "CUDA_VISIBLE_DEVICES.",
@@ -73,22 +82,13 @@ def _gpus(facts: CudaFacts) -> Finding:
 
 
 def _ipc(error: str) -> Finding:
-    found = "memory of one process was opened and read by another"
-    if error:
-        found = f"CUDA IPC between two processes fails: {error}"
-    return Finding("cuda.ipc", WARNING if error else OK, found, {"error": error}).advised(
+    works = "memory of one process was opened and read by another"
+    return finding(
+        "cuda.ipc",
+        WARNING if error else OK,
+        f"CUDA IPC between two processes fails: {error}" if error else works,
+        {"error": error},
         why=_WHY,
         fix="Run engine and agent where both see the GPU and each other: one IPC and PID "
         "namespace (docker --ipc=host --pid=host), and no expandable segments.",
-    )
-
-
-def _allocator(setting: str) -> Finding:
-    values = {"setting": setting}
-    if "expandable_segments:true" not in setting.lower().replace(" ", ""):
-        return Finding("cuda.allocator", OK, setting or "torch's own settings", values)
-    found = f"expandable segments are on ({setting})"
-    return Finding("cuda.allocator", WARNING, found, values).advised(
-        why="Memory in expandable segments cannot be exported as plain CUDA IPC handles.",
-        fix="Turn them off (expandable_segments:False) for engines with KV in GPU memory.",
     )

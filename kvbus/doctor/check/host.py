@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import msgspec
 
-from kvbus.doctor.finding import ERROR, NOTE, OK, WARNING, Finding
+from kvbus.doctor.finding import ERROR, NOTE, OK, WARNING, Finding, finding, picked
 from kvbus.text import bytes_text
 
 GOOD_ROOM_BYTES = 2 << 30
@@ -13,6 +13,7 @@ GOOD_FOLDER_BYTES = 1 << 30
 FOLDER = "/dev/shm"  # noqa: S108 - where shm_open, and so torch, puts files
 LEAST_FILES, GOOD_FILES, MANY_FILES = 64, 1024, 4096
 GOOD_FILE_BYTES = 64 << 30
+HUGE_WORDS = ("always", "within_size", "force")
 
 
 class MemoryFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -66,45 +67,39 @@ class ProcessFacts(msgspec.Struct, frozen=True, kw_only=True):
 def check_memory(facts: MemoryFacts) -> Iterator[Finding]:
     """Segments, room, /dev/shm, huge pages, cores."""
     error = facts.segment_error
-    found = f"no sealed memfd: {error}" if error else "a sealed memfd can be made"
-    yield Finding(
-        "memory.segment", ERROR if error else OK, found, {"error": error} if error else {}
-    ).advised(
+    yield finding(
+        "memory.segment",
+        ERROR if error else OK,
+        f"no sealed memfd: {error}" if error else "a sealed memfd can be made",
+        {"error": error} if error else {},
         why="Engines share their KV cache with their agent in one.",
         fix="Fix what the message says. The kernel must be Linux with memfd_create, and the "
         "sandbox or seccomp profile must allow it.",
     )
-    yield _room(facts)
-    yield _folder(facts)
+    limit, available = facts.group_limit_bytes, bytes_text(facts.available_bytes)
+    limited = "" if limit is None else f"; the control group allows {bytes_text(limit)}"
+    yield finding(
+        "memory.room",
+        OK if facts.available_bytes >= GOOD_ROOM_BYTES else WARNING,
+        f"{available} available of {bytes_text(facts.total_bytes)}{limited}",
+        picked(facts, "available_bytes", "total_bytes", "group_limit_bytes"),
+        why="KV caches and staging are reserved when they are made.",
+        fix="Free memory, or raise the limit of the container.",
+    )
+    yield _shared_folder(facts.folder_bytes, facts.folder_free_bytes)
     yield _huge_pages(facts)
     yield _cores(facts)
 
 
-def _room(facts: MemoryFacts) -> Finding:
-    limit = facts.group_limit_bytes
-    found = f"{bytes_text(facts.available_bytes)} available of {bytes_text(facts.total_bytes)}"
-    if limit is not None:
-        found += f"; the control group allows {bytes_text(limit)}"
-    values = {
-        "available_bytes": facts.available_bytes,
-        "total_bytes": facts.total_bytes,
-        "group_limit_bytes": limit,
-    }
-    severity = OK if facts.available_bytes >= GOOD_ROOM_BYTES else WARNING
-    return Finding("memory.room", severity, found, values).advised(
-        why="KV caches and staging are reserved when they are made.",
-        fix="Free memory, or raise the limit of the container.",
-    )
-
-
-def _folder(facts: MemoryFacts) -> Finding:
-    size_bytes, free_bytes = facts.folder_bytes, facts.folder_free_bytes
+def _shared_folder(size_bytes: int | None, free_bytes: int | None) -> Finding:
     found = f"there is no {FOLDER}"
     if size_bytes is not None and free_bytes is not None:
         found = f"{FOLDER} has {bytes_text(free_bytes)} free of {bytes_text(size_bytes)}"
-    severity = OK if (free_bytes or 0) >= GOOD_FOLDER_BYTES else NOTE
-    values = {"size_bytes": size_bytes, "free_bytes": free_bytes}
-    return Finding("memory.shared_folder", severity, found, values).advised(
+    return finding(
+        "memory.shared_folder",
+        OK if (free_bytes or 0) >= GOOD_FOLDER_BYTES else NOTE,
+        found,
+        {"size_bytes": size_bytes, "free_bytes": free_bytes},
         why="Only torch tensors that an engine shares in place (share_tensor) go there; the "
         "segments that kvbus allocates do not.",
         fix="Where an engine does, enlarge it; of a container with --shm-size.",
@@ -112,16 +107,14 @@ def _folder(facts: MemoryFacts) -> Finding:
 
 
 def _huge_pages(facts: MemoryFacts) -> Finding:
-    free_bytes = facts.num_free_huge_pages * facts.huge_page_bytes
-    is_good = free_bytes > 0 or facts.shmem_huge in ("always", "within_size", "force")
-    word = f"'{facts.shmem_huge}'" if facts.shmem_huge else "not known to the kernel"
-    found = f"{bytes_text(free_bytes)} reserved and free; shmem_enabled is {word}"
-    values = {
-        "free_bytes": free_bytes,
-        "page_bytes": facts.huge_page_bytes,
-        "shmem_enabled": facts.shmem_huge,
-    }
-    return Finding("memory.huge_pages", OK if is_good else NOTE, found, values).advised(
+    page_bytes, enabled = facts.huge_page_bytes, facts.shmem_huge
+    free_bytes = facts.num_free_huge_pages * page_bytes
+    word = f"'{enabled}'" if enabled else "not known to the kernel"
+    return finding(
+        "memory.huge_pages",
+        OK if free_bytes > 0 or enabled in HUGE_WORDS else NOTE,
+        f"{bytes_text(free_bytes)} reserved and free; shmem_enabled is {word}",
+        {"free_bytes": free_bytes, "page_bytes": page_bytes, "shmem_enabled": enabled},
         why="Segments lie in small pages; large ones can be read faster.",
         fix="Let memfds use huge pages, or reserve some (vm.nr_hugepages).",
         command="echo within_size > /sys/kernel/mm/transparent_hugepage/shmem_enabled",
@@ -132,10 +125,11 @@ def _cores(facts: MemoryFacts) -> Finding:
     quota = facts.cpu_quota
     usable = facts.num_cores if quota is None else min(facts.num_cores, int(quota))
     limited = "" if quota is None else f", limited to the time of {quota:g}"
-    values = {"num_cores": facts.num_cores, "cpu_quota": quota}
-    return Finding(
-        "memory.cores", OK if usable >= 2 else WARNING, f"{facts.num_cores} cores{limited}", values
-    ).advised(
+    return finding(
+        "memory.cores",
+        OK if usable >= 2 else WARNING,
+        f"{facts.num_cores} cores{limited}",
+        picked(facts, "num_cores", "cpu_quota"),
         why="An agent's event loop and its NIXL thread wait for each other.",
         fix="Give it two cores or more.",
     )
@@ -143,38 +137,35 @@ def _cores(facts: MemoryFacts) -> Finding:
 
 def check_limits(facts: LimitFacts) -> Iterator[Finding]:
     """Open files, locked memory, sizes of files."""
-    yield _open_files(facts.open_files)
+    limit, severity = facts.open_files, OK
+    for least, worse in ((MANY_FILES, NOTE), (GOOD_FILES, WARNING), (LEAST_FILES, ERROR)):
+        if limit is not None and limit < least:
+            severity = worse
+    yield finding(
+        "limits.open_files",
+        severity,
+        "unlimited" if limit is None else f"at most {limit:,}",
+        picked(facts, "open_files"),
+        why="Each peer of an agent costs several, and each segment two.",
+        fix="Raise it where the agents are started (systemd: LimitNOFILE=).",
+        command="ulimit -n 65536",
+    )
     yield _locked_memory(facts)
     is_good = facts.file_bytes is None or facts.file_bytes >= GOOD_FILE_BYTES
-    yield Finding(
+    yield finding(
         "limits.file_size",
         OK if is_good else WARNING,
         _at_most(facts.file_bytes),
-        {"file_bytes": facts.file_bytes},
-    ).advised(
+        picked(facts, "file_bytes"),
         why="A KV cache in a memfd is a file, and no larger than that.",
         fix="Raise it where the engines are started.",
         command="ulimit -f unlimited",
     )
 
 
-def _open_files(limit: int | None) -> Finding:
-    severity = OK
-    for least, worse in ((MANY_FILES, NOTE), (GOOD_FILES, WARNING), (LEAST_FILES, ERROR)):
-        if limit is not None and limit < least:
-            severity = worse
-    found = "unlimited" if limit is None else f"at most {limit:,}"
-    return Finding("limits.open_files", severity, found, {"open_files": limit}).advised(
-        why="Each peer of an agent costs several, and each segment two.",
-        fix="Raise it where the agents are started (systemd: LimitNOFILE=).",
-        command="ulimit -n 65536",
-    )
-
-
 def _locked_memory(facts: LimitFacts) -> Finding:
     """A warning at most: whether NIXL works in spite of the limit is measured."""
     limit, devices = facts.locked_bytes, facts.rdma_devices
-    values = {"locked_bytes": limit, "may_lock": facts.may_lock, "rdma_devices": list(devices)}
     severity, found = OK, _at_most(limit)
     if not devices:
         found += "; there is no RDMA device, and nothing else needs it"
@@ -182,7 +173,11 @@ def _locked_memory(facts: LimitFacts) -> Finding:
         found += ", which CAP_IPC_LOCK overrides"
     elif limit is not None:
         severity, found = WARNING, f"{found}, with RDMA by {', '.join(devices)}"
-    return Finding("limits.locked_memory", severity, found, values).advised(
+    return finding(
+        "limits.locked_memory",
+        severity,
+        found,
+        picked(facts, "locked_bytes", "may_lock", "rdma_devices"),
         why="RDMA pins all memory that is registered: KV caches and staging.",
         fix="Raise it where the agents are started (systemd: LimitMEMLOCK=infinity; "
         "docker: --ulimit memlock=-1).",
@@ -196,20 +191,22 @@ def _at_most(num_bytes: int | None) -> str:
 
 def check_processes(facts: ProcessFacts) -> Iterator[Finding]:
     """Processes that read each other's memory, as UCX does (CMA); settings only explain it."""
-    found = "one process can read another's memory (CMA)"
+    found, fix, command = "one process can read another's memory (CMA)", "", ""
     if facts.error:
         found = f"one process cannot read another's memory (CMA): {facts.error}"
-    is_yama = (facts.ptrace_scope or 0) > 1
-    yield Finding(
+        fix = (
+            "Allow it in the sandbox: docker --cap-add SYS_PTRACE, or a seccomp profile with "
+            "process_vm_readv; agents in different containers need one PID namespace."
+        )
+    if (facts.ptrace_scope or 0) > 1:
+        fix = f"kernel.yama.ptrace_scope is {facts.ptrace_scope}: set it to 1 or 0."
+        command = "sysctl kernel.yama.ptrace_scope=1"
+    yield finding(
         "processes.read_memory",
         WARNING if facts.error else OK,
         found,
         msgspec.structs.asdict(facts),
-    ).advised(
         why="UCX copies between processes of this machine that way; otherwise it goes over TCP.",
-        fix=f"kernel.yama.ptrace_scope is {facts.ptrace_scope}: set it to 1 or 0."
-        if is_yama
-        else "Allow it in the sandbox: docker --cap-add SYS_PTRACE, or a seccomp profile with "
-        "process_vm_readv; agents in different containers need one PID namespace.",
-        command="sysctl kernel.yama.ptrace_scope=1" if is_yama else "",
+        fix=fix,
+        command=command,
     )

@@ -8,7 +8,7 @@ from enum import StrEnum
 
 import msgspec
 
-from kvbus.doctor.finding import ERROR, NOTE, OK, WARNING, Finding
+from kvbus.doctor.finding import ERROR, NOTE, OK, WARNING, Finding, finding, picked
 from kvbus.text import rate_text
 
 NEEDED_BACKEND = "UCX"
@@ -49,100 +49,6 @@ class ReadFacts(msgspec.Struct, frozen=True, kw_only=True):
     error: str
 
 
-def check_nixl(facts: NixlFacts) -> Iterator[Finding]:
-    """NIXL itself, and the backends."""
-    error = facts.error
-    if not error and not facts.backends.get(NEEDED_BACKEND):
-        error = f"it has no backend {NEEDED_BACKEND} that can be loaded"
-    if error:
-        found = f"NIXL does not work: {error}"
-        yield Finding("nixl.installed", ERROR, found, {"error": error}).advised(
-            why="kvbus moves all bytes with NIXL and its backend UCX.",
-            fix="Install nixl as required, see versions.nixl; of several installations of UCX, "
-            "LD_LIBRARY_PATH may have chosen another.",
-            command="python -c 'import nixl'",
-        )
-    else:
-        found = f"NIXL {facts.nixl_version or '?'}, UCX {facts.ucx_version or '?'}"
-        values = {"nixl_version": facts.nixl_version, "ucx_version": facts.ucx_version}
-        yield Finding("nixl.installed", OK, found, values)
-    if not facts.error:
-        yield _backends(facts)
-
-
-def _backends(facts: NixlFacts) -> Finding:
-    loaded = ", ".join(name for name, kinds in facts.backends.items() if kinds)
-    others = ", ".join(name for name, kinds in facts.backends.items() if not kinds)
-    missing = f"; not loaded: {others}" if others else ""
-    found = f"{loaded}{missing}; kvbus uses {NEEDED_BACKEND}"
-    values = {"backends": dict(facts.backends), "ucx_transports": list(facts.ucx_transports)}
-    return Finding("nixl.backends", OK, found, values)
-
-
-def check_reads(reads: Sequence[ReadFacts]) -> Iterator[Finding]:
-    """Each measurement, and what they mean for agents of one machine and of two."""
-    yield from (_read(one) for one in reads)
-    rates = {one.way: one.bytes_per_s for one in reads if one.bytes_per_s}
-    if rates:
-        yield _one_machine([one for one in reads if one.bytes_per_s])
-        yield _two_machines(rates)
-
-
-def _read(one: ReadFacts) -> Finding:
-    told = f"UCX_TLS={one.ucx_tls}" if one.ucx_tls else "UCX_TLS is not set"
-    name = f"nixl.read.{one.way}"
-    values = msgspec.structs.asdict(one)
-    del values["way"]
-    if one.bytes_per_s is not None:
-        wire = f" over {one.wire}" if one.wire else ""
-        return Finding(name, OK, f"{rate_text(one.bytes_per_s)}{wire} ({told})", values)
-    why, fix = ADVICE[one.way]
-    is_fatal = one.way is UcxChoice.CONFIGURED
-    severity = ERROR if is_fatal else WARNING
-    return Finding(name, severity, f"fails ({told}): {one.error}", values).advised(
-        why=why, fix=fix, command="env | grep ^UCX_" if is_fatal else ""
-    )
-
-
-def _one_machine(working: Sequence[ReadFacts]) -> Finding:
-    best = max(working, key=lambda one: one.bytes_per_s or 0.0)
-    values = {"way": best.way, "wire": best.wire, "bytes_per_s": best.bytes_per_s}
-    over_tcp = [
-        one
-        for one in working
-        if one.way is UcxChoice.CONFIGURED and "tcp/" in one.wire  # one rail of several, too
-    ]
-    if not over_tcp:
-        over = best.wire or best.ucx_tls or "what UCX chooses"
-        found = f"fastest on this machine: {over}, {rate_text(best.bytes_per_s or 0.0)}"
-        return Finding("nixl.one_machine", OK, found, values)
-    rate = rate_text(over_tcp[0].bytes_per_s or 0.0)
-    found = f"agents of this machine read over TCP, {rate}"
-    return Finding("nixl.one_machine", WARNING, found, values).advised(
-        why="Shared memory would be several times as fast, with less work for the cores.",
-        fix="Let UCX use shared memory (UCX_TLS unset, or with sm), and let processes read each "
-        "other's memory: see processes.read_memory.",
-        command="unset UCX_TLS" if over_tcp[0].ucx_tls else "",
-    )
-
-
-def _two_machines(rates: Mapping[UcxChoice, float]) -> Finding:
-    name = "nixl.two_machines"
-    values = {"has_rdma": UcxChoice.RDMA in rates, "has_tcp": UcxChoice.TCP in rates}
-    if values["has_rdma"]:
-        found = f"to other machines by RDMA; {rate_text(rates[UcxChoice.RDMA])} in a loopback"
-        return Finding(name, OK, found, values)
-    if values["has_tcp"]:
-        rate = rate_text(rates[UcxChoice.TCP])
-        found = f"to other machines by TCP only: {rate} in a loopback, with no network between"
-        return Finding(name, NOTE, found, values).advised(why="No RDMA device works here.")
-    found = "neither RDMA nor TCP works: other machines cannot be reached"
-    return Finding(name, WARNING, found, values).advised(
-        why="Prefill and decode can only be on this machine.",
-        fix="Fix one of them: their findings have the reasons.",
-    )
-
-
 ADVICE = {
     UcxChoice.CONFIGURED: (
         "Agents that are started from here have these settings, and cannot read.",
@@ -165,3 +71,91 @@ ADVICE = {
     ),
 }
 """For a read that failed: why that matters, and the fix."""
+
+
+def check_nixl(facts: NixlFacts) -> Iterator[Finding]:
+    """NIXL itself, and the backends."""
+    error = facts.error
+    if not error and not facts.backends.get(NEEDED_BACKEND):
+        error = f"it has no backend {NEEDED_BACKEND} that can be loaded"
+    found = f"NIXL {facts.nixl_version or '?'}, UCX {facts.ucx_version or '?'}"
+    yield finding(
+        "nixl.installed",
+        ERROR if error else OK,
+        f"NIXL does not work: {error}" if error else found,
+        {"error": error} if error else picked(facts, "nixl_version", "ucx_version"),
+        why="kvbus moves all bytes with NIXL and its backend UCX.",
+        fix="Install nixl as required, see versions.nixl; of several installations of UCX, "
+        "LD_LIBRARY_PATH may have chosen another.",
+        command="python -c 'import nixl'",
+    )
+    if not facts.error:
+        loaded = ", ".join(name for name, kinds in facts.backends.items() if kinds)
+        others = ", ".join(name for name, kinds in facts.backends.items() if not kinds)
+        missing = f"; not loaded: {others}" if others else ""
+        found = f"{loaded}{missing}; kvbus uses {NEEDED_BACKEND}"
+        yield finding("nixl.backends", OK, found, picked(facts, "backends", "ucx_transports"))
+
+
+def check_reads(reads: Sequence[ReadFacts]) -> Iterator[Finding]:
+    """Each measurement, and what they mean for agents of one machine and of two."""
+    yield from (_read(one) for one in reads)
+    rates = {one.way: one.bytes_per_s for one in reads if one.bytes_per_s}
+    if rates:
+        yield _one_machine([one for one in reads if one.bytes_per_s])
+        yield _two_machines(rates)
+
+
+def _read(one: ReadFacts) -> Finding:
+    told = f"UCX_TLS={one.ucx_tls}" if one.ucx_tls else "UCX_TLS is not set"
+    severity, found, (why, fix) = OK, f"fails ({told}): {one.error}", ADVICE[one.way]
+    is_fatal = one.way is UcxChoice.CONFIGURED
+    if one.bytes_per_s is None:
+        severity = ERROR if is_fatal else WARNING
+    else:
+        wire = f" over {one.wire}" if one.wire else ""
+        found = f"{rate_text(one.bytes_per_s)}{wire} ({told})"
+    return finding(
+        f"nixl.read.{one.way}",
+        severity,
+        found,
+        picked(one, "ucx_tls", "bytes_per_s", "wire", "error"),
+        why=why,
+        fix=fix,
+        command="env | grep ^UCX_" if is_fatal else "",
+    )
+
+
+def _one_machine(working: Sequence[ReadFacts]) -> Finding:
+    best = max(working, key=lambda one: one.bytes_per_s or 0.0)
+    over = best.wire or best.ucx_tls or "what UCX chooses"
+    severity, found = OK, f"fastest on this machine: {over}, {rate_text(best.bytes_per_s or 0.0)}"
+    configured = next((one for one in working if one.way is UcxChoice.CONFIGURED), best)
+    if configured.way is UcxChoice.CONFIGURED and "tcp/" in configured.wire:  # one of several, too
+        rate = rate_text(configured.bytes_per_s or 0.0)
+        severity, found = WARNING, f"agents of this machine read over TCP, {rate}"
+    return finding(
+        "nixl.one_machine",
+        severity,
+        found,
+        picked(best, "way", "wire", "bytes_per_s"),
+        why="Shared memory would be several times as fast, with less work for the cores.",
+        fix="Let UCX use shared memory (UCX_TLS unset, or with sm), and let processes read each "
+        "other's memory: see processes.read_memory.",
+        command="unset UCX_TLS" if configured.ucx_tls else "",
+    )
+
+
+def _two_machines(rates: Mapping[UcxChoice, float]) -> Finding:
+    rdma, tcp = rates.get(UcxChoice.RDMA), rates.get(UcxChoice.TCP)
+    severity, found = WARNING, "neither RDMA nor TCP works: other machines cannot be reached"
+    why = "Prefill and decode can only be on this machine."
+    fix = "Fix one of them: their findings have the reasons."
+    if rdma:
+        severity, found = OK, f"to other machines by RDMA; {rate_text(rdma)} in a loopback"
+    elif tcp:
+        rate = rate_text(tcp)
+        found = f"to other machines by TCP only: {rate} in a loopback, with no network between"
+        severity, why, fix = NOTE, "No RDMA device works here.", ""
+    values = {"has_rdma": bool(rdma), "has_tcp": bool(tcp)}
+    return finding("nixl.two_machines", severity, found, values, why=why, fix=fix)

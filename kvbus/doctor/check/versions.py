@@ -6,7 +6,7 @@ import msgspec
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
-from kvbus.doctor.finding import ERROR, OK, Finding
+from kvbus.doctor.finding import ERROR, OK, Finding, finding
 
 _NAMED = ("nixl", "torch", "pyzmq", "numpy")
 
@@ -31,16 +31,17 @@ def check_versions(facts: VersionFacts) -> Iterator[Finding]:
     if len(right) > len(named):
         named.append(f"{len(right) - len(named)} more")
     found = f"as required: {', '.join(named) or 'none'}"
-    yield Finding("versions.packages", OK, found, {name: facts.installed[name] for name in right})
+    yield finding("versions.packages", OK, found, {name: facts.installed[name] for name in right})
 
 
 def _python(facts: VersionFacts) -> Finding:
+    is_met = SpecifierSet(facts.python_bounds).contains(facts.python, prereleases=True)
     found = f"Python {facts.python}, {facts.system}"
-    values = {"version": facts.python, "required": facts.python_bounds, "system": facts.system}
-    if SpecifierSet(facts.python_bounds).contains(facts.python, prereleases=True):
-        return Finding("versions.python", OK, found, values)
-    found += f"; required is Python {facts.python_bounds}"
-    return Finding("versions.python", ERROR, found, values).advised(
+    return finding(
+        "versions.python",
+        OK if is_met else ERROR,
+        found if is_met else f"{found}; required is Python {facts.python_bounds}",
+        {"version": facts.python, "required": facts.python_bounds, "system": facts.system},
         why="kvbus uses what older Pythons do not have.",
         fix="Install kvbus into an environment of a Python that is required.",
     )
@@ -53,9 +54,11 @@ def _is_met(one: Requirement, facts: VersionFacts) -> bool:
 
 def _package(one: Requirement, version: str | None) -> Finding:
     have = f"{one.name} is not installed" if version is None else f"{one.name} {version}"
-    found = f"{have}; required is {one.name}{one.specifier}"
-    values = {"version": version, "required": str(one.specifier)}
-    return Finding(f"versions.{one.name}", ERROR, found, values).advised(
+    return finding(
+        f"versions.{one.name}",
+        ERROR,
+        f"{have}; required is {one.name}{one.specifier}",
+        {"version": version, "required": str(one.specifier)},
         why="kvbus was tested with other versions, and relies on what they do.",
         fix="Install what is required.",
         command=f"pip install '{one.name}{one.specifier}'",

@@ -5,7 +5,6 @@ killed. Only one that the kernel cannot end, as a driver holds it, is left to th
 """
 
 import contextlib
-import os
 import signal
 import subprocess
 import sys
@@ -13,14 +12,19 @@ import tempfile
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import IO
+from pathlib import Path
+from typing import TypeVar
+
+import msgspec
 
 from kvbus.doctor.check.logs import reason_in
-from kvbus.doctor.probe.native import PARENT_KEY
+from kvbus.spawn import Child, Stream
 
 GENTLE_END_S = 1.0
 KILLED_END_S = 1.0
 LEAST_S = 0.05
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,15 @@ class Ended:
     output: str
     log: str
     failure: str
+
+    def answer(self, kind: type[T], nothing: T) -> tuple[T, str]:
+        """What it printed, or ``nothing`` and why."""
+        if self.failure:
+            return nothing, self.failure
+        try:
+            return msgspec.json.decode(self.output, type=kind), ""
+        except msgspec.DecodeError:
+            return nothing, "it answered something else"
 
 
 class Budget:
@@ -46,85 +59,73 @@ class Budget:
 
 def run_alone(module: str, *arguments: str, env: Mapping[str, str], budget: Budget) -> Ended:
     """Run ``python -m module`` to its end, or to the end of its time."""
-    with _started([module, *arguments], env, subprocess.PIPE) as probe:
-        return probe.result(budget.next_s())
+    with _started(module, *arguments, env=env) as probe:
+        return _result(probe, budget.next_s())
 
 
-def run_pair(module: str, *, env: Mapping[str, str], budget: Budget) -> Ended:
+def run_pair(module: str, *arguments: str, env: Mapping[str, str], budget: Budget) -> Ended:
     """Run ``module target`` into ``module reader``; how the reader ended, or the target's failure.
 
     The target goes on until its stdin ends, which it does when the reader is done.
     """
     limit_s = budget.next_s()
-    with (
-        _started([module, "target"], env, subprocess.PIPE) as target,
-        _started([module, "reader"], env, target.process.stdout) as reader,
-    ):
-        _close(target.process.stdout)  # the reader has it
-        ended = reader.result(limit_s)
-        # A reader that was too slow has no status yet; its target then fails for want of it.
-        if reader.process.returncode and (status := target.end()):
-            return replace(ended, failure=_why(status, target.log_text()))
-        return ended
-
-
-@dataclass(frozen=True, slots=True)
-class _RunningProbe:
-    """A process; stderr goes to a file, as it may be long and nobody reads it meanwhile."""
-
-    process: subprocess.Popen[bytes]
-    log: IO[bytes]
-
-    def result(self, limit_s: float) -> Ended:
-        """Its end, in time or by force."""
-        try:
-            output, _ = self.process.communicate(timeout=limit_s)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            failure = f"no answer within {limit_s:.3g} s; --timeout gives more"
-            return Ended("", self.log_text(), failure)
-        text, status = self.log_text(), self.process.returncode
-        return Ended(output.decode(errors="replace"), text, _why(status, text) if status else "")
-
-    def end(self) -> int | None:
-        """Its status; one that is told by its stdin may clean up. None: it had to be killed."""
-        _close(self.process.stdin)
-        try:
-            return self.process.wait(GENTLE_END_S)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in a driver
-                self.process.wait(KILLED_END_S)
-            return None
-        finally:
-            _close(self.process.stdout)
-
-    def log_text(self) -> str:
-        """What it wrote to stderr until now."""
-        self.log.seek(0)
-        return self.log.read().decode(errors="replace")
+    with _started(module, *arguments, "target", env=env) as target:
+        line = target.process.stdout
+        with _started(module, *arguments, "reader", env=env, stdin=line) as reader:
+            _close_stdout(target)  # the reader has it
+            ended = _result(reader, limit_s)
+            # A reader that was too slow has no status yet; its target then fails for want of it.
+            if reader.process.returncode and (status := _end(target)):
+                return replace(ended, failure=_why(status, target.log_text()))
+            return ended
 
 
 @contextlib.contextmanager
 def _started(
-    arguments: list[str], env: Mapping[str, str], stdin: int | IO[bytes] | None
-) -> Iterator[_RunningProbe]:
-    with tempfile.TemporaryFile() as log:
-        process = subprocess.Popen(
-            [sys.executable, "-m", *arguments],
-            stdin=stdin,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            env={**os.environ, **env, PARENT_KEY: str(os.getpid())},
-        )
-        probe = _RunningProbe(process, log)
+    *arguments: str, env: Mapping[str, str], stdin: Stream = subprocess.PIPE
+) -> Iterator[Child]:
+    with tempfile.TemporaryDirectory(prefix="kvbus-doctor-") as folder:
+        command, log = [sys.executable, "-m", *arguments], Path(folder, "log")
+        pipe = subprocess.PIPE
+        probe = Child.start("probe", command, log=log, stdin=stdin, stdout=pipe, env=env)
         try:
             yield probe
         except BaseException:
-            process.kill()
+            probe.process.kill()
             raise
         finally:
-            probe.end()
+            _end(probe)
+
+
+def _result(probe: Child, limit_s: float) -> Ended:
+    """Its end, in time or by force."""
+    try:
+        output, _ = probe.process.communicate(timeout=limit_s)
+    except subprocess.TimeoutExpired:
+        probe.process.kill()
+        failure = f"no answer within {limit_s:.3g} s; --timeout gives more"
+        return Ended("", probe.log_text(), failure)
+    log, status = probe.log_text(), probe.process.returncode
+    return Ended(output.decode(errors="replace"), log, _why(status, log) if status else "")
+
+
+def _end(probe: Child) -> int | None:
+    """Its status; one that is told by its stdin may clean up. None: it had to be killed."""
+    probe.ask_to_end()
+    try:
+        return probe.process.wait(GENTLE_END_S)
+    except subprocess.TimeoutExpired:
+        probe.process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):  # stuck in a driver
+            probe.process.wait(KILLED_END_S)
+        return None
+    finally:
+        _close_stdout(probe)
+
+
+def _close_stdout(probe: Child) -> None:
+    if probe.process.stdout is not None:
+        probe.process.stdout.close()
 
 
 def _why(status: int, log: str) -> str:
@@ -133,9 +134,3 @@ def _why(status: int, log: str) -> str:
         ending = f"killed by {signal.Signals(-status).name}"
         return f"{ending}: {reason}" if reason else ending
     return reason or f"ended with status {status}"
-
-
-def _close(pipe: IO[bytes] | None) -> None:
-    if pipe is not None:
-        with contextlib.suppress(OSError):
-            pipe.close()

@@ -13,13 +13,13 @@ from packaging.requirements import Requirement
 
 from kvbus.doctor.check.host import FOLDER, LimitFacts, MemoryFacts
 from kvbus.doctor.check.versions import VersionFacts
-from kvbus.doctor.probe.native import CAP_IPC_LOCK, has_capability
 from kvbus.errors import SegmentError
 from kvbus.memory.room import available_bytes, cgroup_folder
 from kvbus.memory.segment import SharedSegment
 
 PROJECT = "kvbus"
 SEGMENT_BYTES = 1 << 20
+_CAP_IPC_LOCK = 14
 _SHMEM_HUGE = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _RDMA_DEVICES = Path("/sys/class/infiniband")
 
@@ -50,7 +50,7 @@ def installed_version(name: str) -> str | None:
 
 def memory_facts() -> MemoryFacts:
     """Memory and cores, and whether one small segment can be made."""
-    meminfo = dict(line.split(":", 1) for line in _read("/proc/meminfo").splitlines())
+    meminfo = dict(line.split(":", 1) for line in text_of("/proc/meminfo").splitlines())
     fields = {name: int(value.split()[0]) for name, value in meminfo.items()}
     limit, quota = _group_words("memory.max"), _group_words("cpu.max")
     folder = os.statvfs(FOLDER) if Path(FOLDER).is_dir() else None
@@ -63,7 +63,7 @@ def memory_facts() -> MemoryFacts:
         segment_error=_segment_error(),
         huge_page_bytes=fields.get("Hugepagesize", 0) * 1024,
         num_free_huge_pages=fields.get("HugePages_Free", 0),
-        shmem_huge=_read(_SHMEM_HUGE).partition("[")[2].partition("]")[0],  # the chosen word
+        shmem_huge=text_of(_SHMEM_HUGE).partition("[")[2].partition("]")[0],  # the chosen word
         num_cores=len(os.sched_getaffinity(0)),
         cpu_quota=int(quota[0]) / int(quota[1]) if quota else None,
     )
@@ -79,15 +79,22 @@ def _segment_error() -> str:
 
 def _group_words(name: str) -> list[str]:
     """The words of a limit of the control group, none where it has no limit."""
-    words = _read(cgroup_folder() / name).split()
+    words = text_of(cgroup_folder() / name).split()
     return words if words[:1] != ["max"] else []
 
 
-def _read(path: Path | str) -> str:
+def text_of(path: Path | str) -> str:
+    """What a file of the kernel says; empty where there is none."""
     try:
-        return Path(path).read_text(encoding="ascii")
+        return Path(path).read_text(encoding="utf-8")
     except OSError:
         return ""
+
+
+def has_capability(number: int) -> bool:
+    """Whether this process has a capability of Linux."""
+    lines = dict(line.split(":", 1) for line in text_of("/proc/self/status").splitlines())
+    return bool(int(lines["CapEff"], 16) >> number & 1)
 
 
 def limit_facts() -> LimitFacts:
@@ -96,7 +103,7 @@ def limit_facts() -> LimitFacts:
         open_files=_soft(resource.RLIMIT_NOFILE),
         locked_bytes=_soft(resource.RLIMIT_MEMLOCK),
         file_bytes=_soft(resource.RLIMIT_FSIZE),
-        may_lock=has_capability(CAP_IPC_LOCK),
+        may_lock=has_capability(_CAP_IPC_LOCK),
         rdma_devices=rdma_devices(),
     )
 

@@ -11,8 +11,6 @@ import signal
 import sys
 from pathlib import Path
 
-from kvbus.doctor.probe.native import die_with_parent
-
 
 def hang() -> None:
     Path(os.environ["MISBEHAVE_AT"]).write_text(f"{os.getpid()}\n")
@@ -43,7 +41,6 @@ def reader() -> None:
 
 
 if __name__ == "__main__":
-    die_with_parent()
     match sys.argv[1]:
         case "hang":
             hang()
