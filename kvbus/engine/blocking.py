@@ -54,7 +54,7 @@ def blocking(
     return call
 
 
-def waiting(method: Callable[P, T]) -> Callable[P, Awaitable[T]]:
+def awaitable(method: Callable[P, T]) -> Callable[P, Awaitable[T]]:
     """A method that returns at once, as one that is awaited."""
 
     @functools.wraps(method)
@@ -243,7 +243,7 @@ class BlockingDecode(Blocking[DecodeSession]):
         super().__init__(make, reconnect=reconnect)
 
     register = blocking(DecodeSession.register)
-    fetch = blocking(waiting(DecodeSession.fetch))
+    fetch = blocking(awaitable(DecodeSession.fetch))
 
     def cancel(self, fetch: Fetch) -> None:
         """`Fetch.cancel`."""

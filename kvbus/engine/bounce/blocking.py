@@ -8,7 +8,7 @@ import asyncio
 from concurrent.futures import Future
 from typing import Any, Self
 
-from kvbus.engine.blocking import BlockingDecode, BlockingPrefill, blocking, waiting
+from kvbus.engine.blocking import BlockingDecode, BlockingPrefill, awaitable, blocking
 from kvbus.engine.bounce.copier import Copier
 from kvbus.engine.bounce.decode import HostDecode
 from kvbus.engine.bounce.fetch import HostFetch
@@ -120,10 +120,10 @@ class BlockingHostDecode:
 
     def __exit__(self, *exc: object) -> None:
         if self._open is not None:
-            self.run(waiting(self._left.set))
+            self.run(awaitable(self._left.set))
             self._open.result()
 
-    fetch = blocking(waiting(HostDecode.fetch))
+    fetch = blocking(awaitable(HostDecode.fetch))
 
     def cancel(self, fetch: HostFetch) -> None:
         """`HostFetch.cancel`."""
