@@ -20,7 +20,7 @@ from kvbus.errors import SegmentError
 from kvbus.geometry import lay_out_rank
 from kvbus.memory.cuda_mapping import CudaMapping
 from kvbus.protocol.attach import PassCuda
-from kvbus.protocol.message import Empty
+from kvbus.protocol.engine import Register
 from kvbus.transport import Transport
 from tests.engines import NHD, NUM_BLOCKS, Engine, make_spec
 
@@ -103,8 +103,8 @@ async def engine_on(
             size_bytes=segment.size_bytes,
             event=bytes(64),
         )
-        await session._call(passed, Empty)
-        await session._register(rank)
+        await session._call(passed)
+        await session.request(Register(engine=spec, rank=rank))
         await control.register()
         await control.ready()
         cache = KvCache(spec, rank, torch.from_numpy(whole[512:]))

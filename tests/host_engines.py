@@ -1,4 +1,4 @@
-"""Engines whose cache is private memory, as a device's would be, and goes through a ring.
+"""Engines whose cache is private memory, as a device's would be, and goes through host blocks.
 
 They take the calls of engines whose memory is mapped, so that what is shown for one is shown for
 the other.
@@ -31,7 +31,7 @@ PIECE_BYTES = 4096
 
 @dataclass
 class HostEngine(Engine):
-    """``caches`` are the device's; ``host`` goes between them and the ring."""
+    """``caches`` are the device's; ``host`` copies between them and the host blocks."""
 
     ring: HostPool
     host: HostPrefill | HostDecode
@@ -53,7 +53,7 @@ class HostEngine(Engine):
 
 @dataclass
 class Offering:
-    """`PrefillSession.offer` by way of the ring; an open offer will have ``total`` tokens."""
+    """`PrefillSession.offer` by way of host blocks; an open offer will have ``total`` tokens."""
 
     host: HostPrefill
     total: int
@@ -87,7 +87,7 @@ class Offering:
 
 @dataclass
 class Offered:
-    """`Offer` by way of the ring."""
+    """`Offer` by way of host blocks."""
 
     offer: HostOffer
     ticket: dict[str, Any]

@@ -4,57 +4,64 @@ What an engine polls in its step loop (`take_released`, `take_fetched`) never wa
 """
 
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
-from inspect import isawaitable
 from pathlib import Path
-from typing import Concatenate, Generic, ParamSpec, Self, TypeVar, cast, overload
+from typing import Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, Unpack
 
 import torch
 
-from kvbus.engine.bounce.buffer import HostBuffer
 from kvbus.engine.bounce.prefill import HostOffer
-from kvbus.engine.bounce.sizing import HOST_LAYOUT
 from kvbus.engine.decode import DecodeSession
 from kvbus.engine.fetch import Fetch
-from kvbus.engine.memory import KvCache, MemorySession, Storage, allocate_storage
+from kvbus.engine.memory import MemorySession
 from kvbus.engine.prefill import BlockIds, Offer, PrefillSession
-from kvbus.engine.session import ControlSession, EngineSession, Others
+from kvbus.engine.session import EngineSession, SessionOptions
 from kvbus.engine.thread import SessionThread
 from kvbus.errors import ClosedError
-from kvbus.geometry import EngineSpec, KvLayout, RankSpec, lay_out_rank
+from kvbus.geometry import EngineSpec
 from kvbus.protocol.engine import BlocksFreed, Fetched, Outcome, Released
 
 S = TypeVar("S", bound=EngineSession)
-C = TypeVar("C", bound=ControlSession)
+X = TypeVar("X")
+X_co = TypeVar("X_co", covariant=True)
 T = TypeVar("T")
 P = ParamSpec("P")
 
 
-@overload
+class InThread(Protocol[X_co]):
+    """Something of a session's thread; its async calls belong there."""
+
+    @property
+    def latest(self) -> X_co:
+        """It, with the latest session; raises `ClosedError` before the first."""
+
+    def run(self, call: Callable[[], Awaitable[T]]) -> T:
+        """What ``call`` returns there."""
+
+
 def blocking(
-    method: Callable[Concatenate[S, P], Awaitable[T]],
-) -> Callable[Concatenate["Blocking[S]", P], T]: ...
-@overload
-def blocking(
-    method: Callable[Concatenate[S, P], T],
-) -> Callable[Concatenate["Blocking[S]", P], T]: ...
-def blocking(
-    method: Callable[Concatenate[S, P], Awaitable[T] | T],
-) -> Callable[Concatenate["Blocking[S]", P], T]:
-    """``method`` of a session, called in the session's thread, where all of its calls belong."""
+    method: Callable[Concatenate[X, P], Awaitable[T]],
+) -> Callable[Concatenate[InThread[X], P], T]:
+    """A method of `InThread.latest`, blocking."""
 
     @functools.wraps(method)
-    def call(self: "Blocking[S]", *args: P.args, **kwargs: P.kwargs) -> T:
-        async def in_thread() -> T:
-            result = method(self.session, *args, **kwargs)
-            return await result if isawaitable(result) else result
+    def call(self: InThread[X], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self.run(lambda: method(self.latest, *args, **kwargs))
 
-        return self.run(in_thread)
+    return call
 
-    return cast("Callable[Concatenate[Blocking[S], P], T]", call)
+
+def awaitable(method: Callable[P, T]) -> Callable[P, Awaitable[T]]:
+    """A method that returns at once, as one that is awaited."""
+
+    @functools.wraps(method)
+    async def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        return method(*args, **kwargs)
+
+    return call
 
 
 class Blocking(Generic[S]):
@@ -93,44 +100,41 @@ class Blocking(Generic[S]):
         return self._session
 
     @property
+    def latest(self) -> S:
+        """The latest session, for `blocking`."""
+        return self.session
+
+    @property
     def num_reconnects(self) -> int:
         """How often there was a new session."""
         return max(0, self._num_sessions - 1)
 
-    def ready(self) -> None:
-        """`EngineSession.ready`."""
-        self.run(self.session.ready)
+    ready = blocking(EngineSession.ready)
 
     def run(self, call: Callable[[], Awaitable[T]]) -> T:
         """What ``call`` returns in the session's thread, where all of its async calls belong."""
-        return self._open_thread().run(call)
+        return self.start(call).result()
 
     def start(self, call: Callable[[], Awaitable[T]]) -> Future[T]:
         """As `run`, without waiting."""
-        return self._open_thread().start(call)
+        if self._thread is None:
+            raise ClosedError("the session is not open")
+        return self._thread.start(call)
 
     @asynccontextmanager
     async def _open(self) -> AsyncIterator[S]:
         async with self._make() as session:
             if self._session is not None:
-                await self._restore(session)
+                await session.resume(self._session)
             self._session = session
             self._num_sessions += 1
             yield session
-
-    async def _restore(self, session: S) -> None:
-        """Tell a new session's agent what the one before was told."""
 
     def _take(self, ended: dict[str, T]) -> list[T]:
         """Empty ``ended`` while the session's thread may add to it."""
         if not ended and not self._reconnect and self.session.lost is not None:
             raise self.session.lost
         return [ended.pop(key) for key in list(ended)]
-
-    def _open_thread(self) -> SessionThread[S]:
-        if self._thread is None:
-            raise ClosedError("the session is not open")
-        return self._thread
 
 
 class BlockingMemory(Blocking[MemorySession]):
@@ -142,104 +146,46 @@ class BlockingMemory(Blocking[MemorySession]):
         engine: EngineSpec,
         rank: int,
         *,
-        attach_timeout_s: float = 0.0,
         reconnect: bool = False,
+        **options: Unpack[SessionOptions],
     ) -> None:
-        self._engine, self._rank = engine, rank
         self._storages = ExitStack()
-        self._register: Callable[[MemorySession], Awaitable[None]] | None = None
-        super().__init__(
-            partial(MemorySession, attach_path, engine, rank, attach_timeout_s=attach_timeout_s),
-            reconnect=reconnect,
-        )
+        make = partial(MemorySession, attach_path, engine, rank, storages=self._storages, **options)
+        super().__init__(make, reconnect=reconnect)
 
     def __exit__(self, *exc: object) -> None:
         super().__exit__(*exc)
         self._storages.close()
 
-    def allocate(
-        self,
-        layout: KvLayout,
-        *,
-        num_blocks: int | Mapping[str, int],
-        device: torch.device | str = "cpu",
-        direct: bool = True,
-    ) -> KvCache:
-        """`MemorySession.allocate`."""
-        rank = lay_out_rank(self._engine, self._rank, layout, num_blocks=num_blocks)
-        return KvCache(self._engine, rank, self._share(rank, device, direct=direct))
-
-    def allocate_ring(self, num_blocks: Mapping[str, int]) -> HostBuffer:
-        """`MemorySession.allocate_ring`."""
-        rank = lay_out_rank(self._engine, self._rank, HOST_LAYOUT, num_blocks=num_blocks)
-        return HostBuffer(self._engine, rank, self._share(rank, "cpu", direct=True))
-
-    def register(
-        self, rank: RankSpec, storages: Mapping[str, Storage], *, direct: bool = True
-    ) -> None:
-        """`MemorySession.register`."""
-
-        async def register(session: MemorySession) -> None:
-            await session.register(rank, storages, direct=direct)
-
-        self.run(lambda: register(self.session))
-        self._register = register
+    allocate = blocking(MemorySession.allocate)
+    allocate_ring = blocking(MemorySession.allocate_ring)
+    register = blocking(MemorySession.register)
 
     def record(self, stream: torch.cuda.Stream | None = None) -> None:
         """`MemorySession.record`, for the stream of the thread that calls it."""
         self.session.record(stream)
 
-    def _share(self, rank: RankSpec, device: torch.device | str, *, direct: bool) -> torch.Tensor:
-        storage = allocate_storage(self._engine, rank, device)
-        self._storages.callback(storage.close)
-        self.register(rank, {rank.segments[0].segment_id: storage}, direct=direct)
-        return storage.tensor
 
-    async def _restore(self, session: MemorySession) -> None:
-        if self._register is not None:
-            await self._register(session)
-
-
-class BlockingControl(Blocking[C]):
-    """A control session, blocking; see `PrefillSession` and `DecodeSession`."""
-
-    _kind: Callable[..., C]
-    _others: Others | None = None
+class BlockingPrefill(Blocking[PrefillSession]):
+    """`PrefillSession`, blocking; of offers, use the methods here and not their own."""
 
     def __init__(
         self,
         attach_path: str | Path,
         engine: EngineSpec,
         *,
-        attach_timeout_s: float = 0.0,
         reconnect: bool = False,
+        **options: Unpack[SessionOptions],
     ) -> None:
-        make = partial(self._kind, attach_path, engine, attach_timeout_s=attach_timeout_s)
-        super().__init__(partial(make, **self._callbacks()), reconnect=reconnect)
-
-    def register(self, *, others: Others = ()) -> None:
-        """`ControlSession.register`."""
-        self.run(lambda: self.session.register(others=others))
-        self._others = others
-
-    def _callbacks(self) -> dict[str, Callable[..., None]]:
-        raise NotImplementedError
-
-    async def _restore(self, session: C) -> None:
-        if self._others is not None:
-            await session.register(others=self._others)
-            await session.ready()
-
-
-class BlockingPrefill(BlockingControl[PrefillSession]):
-    """`PrefillSession`, blocking; of offers, use the methods here and not their own."""
-
-    _kind = PrefillSession
-    offer = blocking(PrefillSession.offer)
-
-    def _callbacks(self) -> dict[str, Callable[..., None]]:
         self._released: dict[str, Released] = {}
-        return {"on_released": lambda one: self._released.update({one.offer_id: one})}
+
+        def make() -> PrefillSession:
+            return PrefillSession(attach_path, engine, on_released=self._on_released, **options)
+
+        super().__init__(make, reconnect=reconnect)
+
+    register = blocking(PrefillSession.register)
+    offer = blocking(PrefillSession.offer)
 
     def extend(self, offer: Offer, num_tokens: int, block_ids: BlockIds | None = None) -> None:
         """`Offer.extend`."""
@@ -267,20 +213,37 @@ class BlockingPrefill(BlockingControl[PrefillSession]):
         """
         return self._take(self._released)
 
+    def _on_released(self, released: Released) -> None:
+        self._released[released.offer_id] = released
 
-class BlockingDecode(BlockingControl[DecodeSession]):
+
+class BlockingDecode(Blocking[DecodeSession]):
     """`DecodeSession`, blocking; of fetches, use the methods here and not their own."""
 
-    _kind = DecodeSession
-    fetch = blocking(DecodeSession.fetch)
-
-    def _callbacks(self) -> dict[str, Callable[..., None]]:
+    def __init__(
+        self,
+        attach_path: str | Path,
+        engine: EngineSpec,
+        *,
+        reconnect: bool = False,
+        **options: Unpack[SessionOptions],
+    ) -> None:
         self._fetched: dict[str, Fetched] = {}
         self._freed: dict[str, BlocksFreed] = {}
-        return {
-            "on_fetched": lambda one: self._fetched.update({one.fetch_id: one}),
-            "on_blocks_freed": lambda one: self._freed.update({one.fetch_id: one}),
-        }
+
+        def make() -> DecodeSession:
+            return DecodeSession(
+                attach_path,
+                engine,
+                on_fetched=self._on_fetched,
+                on_blocks_freed=self._on_blocks_freed,
+                **options,
+            )
+
+        super().__init__(make, reconnect=reconnect)
+
+    register = blocking(DecodeSession.register)
+    fetch = blocking(awaitable(DecodeSession.fetch))
 
     def cancel(self, fetch: Fetch) -> None:
         """`Fetch.cancel`."""
@@ -308,3 +271,9 @@ class BlockingDecode(BlockingControl[DecodeSession]):
     def take_blocks_freed(self) -> list[BlocksFreed]:
         """The fetches whose withheld blocks came back since the last call; never waits."""
         return self._take(self._freed)
+
+    def _on_fetched(self, fetched: Fetched) -> None:
+        self._fetched[fetched.fetch_id] = fetched
+
+    def _on_blocks_freed(self, freed: BlocksFreed) -> None:
+        self._freed[freed.fetch_id] = freed

@@ -7,12 +7,12 @@ write into them.
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy.typing as npt
 
 from kvbus.engine.fetch import Fetch, OnFetched, OnLanded
-from kvbus.engine.session import ControlSession
+from kvbus.engine.session import ControlSession, SessionOptions
 from kvbus.errors import GeometryError, KVBusError, PeerLost, RequestRefused
 from kvbus.geometry import BlockTable, EngineSpec
 from kvbus.protocol.engine import AgentRole, BlocksFreed, Fetched, Landed, Outcome, StartFetch
@@ -38,17 +38,11 @@ class DecodeSession(ControlSession):
         attach_path: str | Path,
         engine: EngineSpec,
         *,
-        attach_timeout_s: float = 0.0,
-        request_timeout_s: float = 30.0,
         on_fetched: OnFetched | None = None,
         on_blocks_freed: OnBlocksFreed | None = None,
+        **options: Unpack[SessionOptions],
     ) -> None:
-        super().__init__(
-            attach_path,
-            engine,
-            attach_timeout_s=attach_timeout_s,
-            request_timeout_s=request_timeout_s,
-        )
+        super().__init__(attach_path, engine, **options)
         self._on_fetched, self._on_blocks_freed = on_fetched, on_blocks_freed
         self._fetches: dict[str, Fetch] = {}
 
@@ -79,7 +73,7 @@ class DecodeSession(ControlSession):
         stage is ``requested``). Raises `GeometryError` for ids that are none or of no group, and
         why the session ended when it did.
         """
-        tables = _tables(self.engine, block_ids, first_token, num_tokens)
+        tables = fetch_tables(self.engine, block_ids, first_token, num_tokens)
         fetch = Fetch(self, fetch_id or uuid.uuid4().hex, on_landed)
         message = StartFetch(
             fetch_id=fetch.fetch_id,
@@ -157,12 +151,15 @@ def _failed(fetch: Fetch, error: KVBusError, *, stage: str, blocks_free: bool) -
     )
 
 
-def _tables(
+def fetch_tables(
     engine: EngineSpec, block_ids: BlockIds, first_token: int, num_tokens: int
 ) -> dict[str, BlockTable]:
-    """What the agent shall refuse is left to it: a group that is needed and has no ids."""
+    """The tables of the groups that were given, or need none; raises `GeometryError`.
+
+    What the agent shall refuse is left to it: a group that is needed and has no ids.
+    """
     if unknown := sorted(block_ids.keys() - {group.name for group in engine.groups}):
-        raise GeometryError(f"the engine has no group {', '.join(unknown)}", field="tables")
+        raise GeometryError(f"the engine has no group {', '.join(unknown)}", field="block_ids")
     tables = {}
     for group in engine.groups:
         start, stop = group.positions(first_token, num_tokens)

@@ -9,7 +9,6 @@ from kvbus.engine.latch import Latch
 from kvbus.engine.session import EngineSession
 from kvbus.errors import ErrorCode, FetchFailed, KVBusError
 from kvbus.protocol.engine import CancelFetch, Fetched, Outcome
-from kvbus.protocol.message import Empty
 
 OnFetched = Callable[[Fetched], None]
 OnLanded = Callable[[int], None]
@@ -71,7 +70,7 @@ class Fetch:
 
     async def cancel(self) -> None:
         """Give up; `completed` raises with code ``cancelled``, unless it had ended before."""
-        await self._session.request(CancelFetch(fetch_id=self.fetch_id), Empty)
+        await self._session.request(CancelFetch(fetch_id=self.fetch_id))
 
     def when_ended(self, call: Callable[[], None]) -> None:
         """Have ``call`` called when the fetch has ended; at once when it has by now.

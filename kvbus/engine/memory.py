@@ -4,7 +4,9 @@ Refuses memory that the agent cannot map: an engine on such a device copies thro
 """
 
 from collections.abc import Mapping
+from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
+from typing import Self, Unpack
 
 import torch
 
@@ -12,16 +14,16 @@ from kvbus.engine.bounce.buffer import HostBuffer
 from kvbus.engine.bounce.sizing import HOST_LAYOUT
 from kvbus.engine.fetch import OnFetched
 from kvbus.engine.region_tensor import region_tensor
-from kvbus.engine.session import EngineSession
+from kvbus.engine.session import EngineSession, SessionOptions
 from kvbus.errors import GeometryError, LocalError, SegmentError
 from kvbus.geometry import EngineSpec, KvLayout, RankSpec, lay_out_rank
 from kvbus.memory.cuda import CudaEvent, CudaStorage, allocate_cuda
 from kvbus.memory.segment import SharedSegment
 from kvbus.memory.storage import SharedStorage
-from kvbus.protocol.attach import PassCuda, PassSegment, SegmentPassed
+from kvbus.protocol.attach import PassCuda, PassSegment
 from kvbus.protocol.engine import Fetched, Register
 from kvbus.protocol.envelope import Notice
-from kvbus.protocol.message import Empty, from_body
+from kvbus.protocol.message import from_body
 
 Storage = SharedStorage | CudaStorage | SharedSegment
 
@@ -56,7 +58,7 @@ class MemorySession(EngineSession):
 
     ``on_fetched`` is called for each fetch of the engine that ended, in the session's thread: for
     workers that tell their engine before its control session could. It needs a rank that is
-    attached to the engine's home.
+    attached to the engine's home. What this allocates ends with it, or with ``storages``.
     """
 
     def __init__(
@@ -65,18 +67,14 @@ class MemorySession(EngineSession):
         engine: EngineSpec,
         rank: int,
         *,
-        attach_timeout_s: float = 0.0,
-        request_timeout_s: float = 30.0,
         on_fetched: OnFetched | None = None,
+        storages: ExitStack | None = None,
+        **options: Unpack[SessionOptions],
     ) -> None:
-        super().__init__(
-            attach_path,
-            engine,
-            attach_timeout_s=attach_timeout_s,
-            request_timeout_s=request_timeout_s,
-        )
+        super().__init__(attach_path, engine, **options)
         self.rank = rank
-        self._on_fetched = on_fetched
+        self._on_fetched, self._storages = on_fetched, storages
+        self._registered: tuple[RankSpec, Mapping[str, Storage], bool] | None = None
         self._event: CudaEvent | None = None
         self._passed: list[CudaStorage] = []
 
@@ -129,9 +127,16 @@ class MemorySession(EngineSession):
                 message = PassSegment(
                     segment_id=segment_id, size_bytes=storage.size_bytes, direct=direct
                 )
-                await self._call(message, SegmentPassed, (storage.fd,))
+                await self._call(message, (storage.fd,))
         notices = self._on_fetched is not None
-        await self.request(Register(engine=self.engine, rank=rank, notices=notices), Empty)
+        await self.request(Register(engine=self.engine, rank=rank, notices=notices))
+        self._registered = rank, storages, direct
+
+    async def resume(self, before: Self) -> None:
+        """Register the memory again."""
+        if before._registered is not None:
+            rank, storages, direct = before._registered
+            await self.register(rank, storages, direct=direct)
 
     def record(self, stream: torch.cuda.Stream | None = None) -> None:
         """Mark what ``stream``, or the current one, of the rank's GPU was given so far.
@@ -151,8 +156,9 @@ class MemorySession(EngineSession):
     async def _share(
         self, rank: RankSpec, storage: SharedSegment | CudaStorage, *, direct: bool
     ) -> torch.Tensor:
-        """Register new memory, which ends with this session; returns all of its bytes."""
-        self._exit.callback(storage.close)
+        """Register new memory; returns all of its bytes."""
+        owner: ExitStack | AsyncExitStack = self._exit if self._storages is None else self._storages
+        owner.callback(storage.close)
         await self.register(rank, {rank.segments[0].segment_id: storage}, direct=direct)
         return storage.tensor
 
@@ -168,7 +174,7 @@ class MemorySession(EngineSession):
             size_bytes=storage.size_bytes,
             event=self._event.handle,
         )
-        await self._call(message, Empty)
+        await self._call(message)
 
 
 def allocate_storage(

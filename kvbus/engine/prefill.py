@@ -4,15 +4,14 @@ Refuses to guess about blocks: they are the engine's again when `Offer.released`
 the session is lost, as nobody can complete a read of them then.
 """
 
-import asyncio
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import numpy.typing as npt
 
 from kvbus.engine.latch import Latch
-from kvbus.engine.session import ControlSession, EngineSession
+from kvbus.engine.session import ControlSession, EngineSession, SessionOptions
 from kvbus.errors import GeometryError, KVBusError
 from kvbus.geometry import BlockTable, EngineSpec
 from kvbus.protocol.engine import (
@@ -26,7 +25,7 @@ from kvbus.protocol.engine import (
     WithdrawOffer,
 )
 from kvbus.protocol.envelope import Notice
-from kvbus.protocol.message import Empty, from_body
+from kvbus.protocol.message import from_body
 
 BlockIds = Mapping[str, npt.ArrayLike]
 OnReleased = Callable[[Released], None]
@@ -59,16 +58,16 @@ class Offer:
         """
         tables = _tables(block_ids or {}, {**(first_blocks or {}), **self._ends})
         message = ExtendOffer(offer_id=self.offer_id, num_tokens=num_tokens, tables=tables)
-        await self._session.request(message, Empty)
+        await self._session.request(message)
         self._ends |= _ends(tables)
 
     async def seal(self) -> None:
         """Say that all tokens are ready."""
-        await self._session.request(SealOffer(offer_id=self.offer_id), Empty)
+        await self._session.request(SealOffer(offer_id=self.offer_id))
 
     async def withdraw(self) -> None:
         """End the offer, because its request was aborted; `released` follows."""
-        await self._session.request(WithdrawOffer(offer_id=self.offer_id), Empty)
+        await self._session.request(WithdrawOffer(offer_id=self.offer_id))
 
     async def released(self) -> Outcome:
         """How the offer ended, once its blocks are the engine's again.
@@ -106,16 +105,10 @@ class PrefillSession(ControlSession):
         attach_path: str | Path,
         engine: EngineSpec,
         *,
-        attach_timeout_s: float = 0.0,
-        request_timeout_s: float = 30.0,
         on_released: OnReleased | None = None,
+        **options: Unpack[SessionOptions],
     ) -> None:
-        super().__init__(
-            attach_path,
-            engine,
-            attach_timeout_s=attach_timeout_s,
-            request_timeout_s=request_timeout_s,
-        )
+        super().__init__(attach_path, engine, **options)
         self._on_released = on_released
         self._offers: dict[str, Offer] = {}
 
@@ -149,20 +142,12 @@ class PrefillSession(ControlSession):
             sealed=sealed,
             ttl_s=ttl_s,
         )
-        future: asyncio.Future[Offer] = asyncio.get_running_loop().create_future()
 
-        def on_made(made: OfferMade | KVBusError) -> None:
-            """Known before its notice can come, and also when the caller was cancelled."""
-            if isinstance(made, OfferMade):
-                offer = Offer(self, request_id, made, _ends(tables))
-                self._offers[made.offer_id] = offer
-                if not future.done():
-                    future.set_result(offer)
-            elif not future.done():
-                future.set_exception(made)
+        def keep(made: OfferMade) -> Offer:
+            offer = self._offers[made.offer_id] = Offer(self, request_id, made, _ends(tables))
+            return offer
 
-        self.send(message, on_made)
-        return await future
+        return await self.request_as(message, keep)
 
     def _on_notice(self, notice: Notice) -> None:
         if notice.op != Released.op:

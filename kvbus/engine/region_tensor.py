@@ -5,14 +5,7 @@ import torch
 from kvbus.geometry import AxisName, EngineSpec, Region
 from kvbus.memory.views import dtype_from_name, region_view
 
-AXES = (
-    AxisName.BLOCK,
-    AxisName.LAYER,
-    AxisName.KV,
-    AxisName.TOKEN,
-    AxisName.HEAD,
-    AxisName.DIM,
-)
+AXES = (AxisName.BLOCK, AxisName.LAYER, AxisName.KV, AxisName.TOKEN, AxisName.HEAD, AxisName.DIM)
 
 
 def region_tensor(engine: EngineSpec, region: Region, buffer: torch.Tensor) -> torch.Tensor:

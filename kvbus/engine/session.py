@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from typing import Self
+from typing import Self, TypedDict, TypeVar
 
 import anyio
 
@@ -18,7 +18,7 @@ from kvbus.memory.attach import AttachClient
 from kvbus.protocol.attach import Hello, Welcome
 from kvbus.protocol.engine import AgentRanks, AgentRole, AwaitReady, Detach, Register
 from kvbus.protocol.envelope import PROTOCOL_VERSION, Notice
-from kvbus.protocol.message import Empty, R, Request, read_reply, to_body
+from kvbus.protocol.message import R, Request, read_reply, to_body
 
 Others = Mapping[str, Iterable[int]] | Iterable[AgentRanks]
 """Ranks of an engine that are attached to other agents, by the peer endpoint of each agent."""
@@ -26,12 +26,22 @@ Others = Mapping[str, Iterable[int]] | Iterable[AgentRanks]
 GOODBYE_S = 1.0
 ATTACH_RETRY_S = 0.05
 
+T = TypeVar("T")
+
+
+class SessionOptions(TypedDict, total=False):
+    """What every session can be told; see `EngineSession`."""
+
+    attach_timeout_s: float
+    request_timeout_s: float
+
 
 class EngineSession:
     """A session with the agent at ``attach_path``; open within ``async with``.
 
     Entering raises `PeerLost` when no agent listens there within ``attach_timeout_s``, and
-    `RequestRefused` when it says no. ``lost`` is why the session ended, None while it lives.
+    `RequestRefused` when it says no. A request is answered within ``request_timeout_s``, or raises
+    `RequestTimeout`. ``lost`` is why the session ended, None while it lives.
     """
 
     serves: AgentRole | None = None
@@ -89,30 +99,40 @@ class EngineSession:
         Those that the control session said are elsewhere are not waited for. A session with
         another agent than the home gets no answer: `RequestTimeout`.
         """
-        await self.request(AwaitReady(), Empty)
+        await self.request(AwaitReady())
 
     async def ended(self) -> KVBusError:
         """Why the session ended, once it has: the agent is gone, or it was closed from here."""
         await self._ended.wait()
         return self.lost or ClosedError("the session was closed")
 
-    async def request(
-        self, message: Request[R], reply: object = None, *, timeout_s: float = 0.0
-    ) -> R:
+    async def resume(self, before: Self) -> None:
+        """Register with this agent what ``before`` had with the one that is gone."""
+
+    async def request(self, message: Request[R], *, timeout_s: float = 0.0) -> R:
         """Send a request and return its typed reply.
 
         Raises `RequestRefused`, `RequestTimeout`, and `PeerLost` when the agent goes.
         """
-        del reply  # the message knows it
-        future: asyncio.Future[R] = asyncio.get_running_loop().create_future()
+        return await self.request_as(message, lambda reply: reply, timeout_s=timeout_s)
+
+    async def request_as(
+        self, message: Request[R], read: Callable[[R], T], *, timeout_s: float = 0.0
+    ) -> T:
+        """As `request`; returns what ``read`` makes of the reply.
+
+        ``read`` is called before any notice that the agent sent after the reply, and also when the
+        caller was cancelled by then.
+        """
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
 
         def settle(outcome: R | KVBusError) -> None:
-            if future.done():
-                return
-            if isinstance(outcome, KVBusError):
+            if not isinstance(outcome, KVBusError):
+                result = read(outcome)
+                if not future.done():
+                    future.set_result(result)
+            elif not future.done():
                 future.set_exception(outcome)
-            else:
-                future.set_result(outcome)
 
         self.send(message, settle, timeout_s=timeout_s)
         return await future
@@ -169,17 +189,14 @@ class EngineSession:
             engine_id=self.engine.engine_id,
             boot=self.boot,
         )
-        welcome = await self._call(hello, Welcome)
+        welcome = await self._call(hello)
         if self.serves not in (None, welcome.role):
             raise LocalError(
                 f"the agent at {self._attach.path} is for {welcome.role} engines, not {self.serves}"
             )
         return welcome
 
-    async def _call(
-        self, message: Request[R], reply: object = None, fds: tuple[int, ...] = ()
-    ) -> R:
-        del reply  # the message knows it
+    async def _call(self, message: Request[R], fds: tuple[int, ...] = ()) -> R:
         body = await self._attach.call({"op": message.op, "body": to_body(message)}, fds)
         return read_reply(message, body)
 
@@ -189,7 +206,7 @@ class EngineSession:
 
     async def _say_goodbye(self) -> None:
         with contextlib.suppress(KVBusError), anyio.move_on_after(GOODBYE_S, shield=True):
-            await self.request(Detach(), Empty, timeout_s=GOODBYE_S)
+            await self.request(Detach(), timeout_s=GOODBYE_S)
 
     def _lose(self, error: KVBusError) -> None:
         if self.lost is not None:
@@ -204,7 +221,8 @@ class EngineSession:
 class ControlSession(EngineSession):
     """The session of an engine's scheduler; its agent is the engine's home."""
 
-    others: tuple[AgentRanks, ...] = ()
+    others: tuple[AgentRanks, ...] | None = None
+    """Ranks that are attached elsewhere; None while the engine is not registered."""
 
     async def register(self, *, others: Others = ()) -> None:
         """Register this session as the engine's control session.
@@ -213,11 +231,14 @@ class ControlSession(EngineSession):
         attached elsewhere, by the peer endpoint of each agent (``agent.peer_endpoint`` of a memory
         session there). Ranks that are not named are attached here. Raises `RequestRefused`.
         """
-        self.others = _agent_ranks(others)
-        await self.request(Register(engine=self.engine, rank=None, others=self.others), Empty)
+        if isinstance(others, Mapping):
+            others = (AgentRanks(endpoint, tuple(ranks)) for endpoint, ranks in others.items())
+        elsewhere = tuple(others)
+        await self.request(Register(engine=self.engine, rank=None, others=elsewhere))
+        self.others = elsewhere
 
-
-def _agent_ranks(others: Others) -> tuple[AgentRanks, ...]:
-    if isinstance(others, Mapping):
-        return tuple(AgentRanks(endpoint, tuple(ranks)) for endpoint, ranks in others.items())
-    return tuple(others)
+    async def resume(self, before: Self) -> None:
+        """Register the engine again, and wait until it is ready."""
+        if before.others is not None:
+            await self.register(others=before.others)
+            await self.ready()

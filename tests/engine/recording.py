@@ -19,6 +19,9 @@ STATE = state_group("state", (2,), (StatePart("conv", 4, 6), StatePart("norm", 1
 SPEC = EngineSpec("e", "m", 1, (FULL, WINDOW, STATE))
 
 
+MADE = OfferMade("offer-1", {})
+
+
 class _Recording:
     """``reply`` answers each request at once; None leaves it unanswered."""
 
@@ -27,6 +30,7 @@ class _Recording:
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__("/nowhere", SPEC, *args, **kwargs)
         self.sent: list[Any] = []
+        self.on_replies: list[Callable[[Any], None]] = []
 
     def send(
         self,
@@ -36,9 +40,13 @@ class _Recording:
         timeout_s: float = 0.0,
     ) -> None:
         self.sent.append(message)
-        answer = OfferMade("offer-1", {}) if message.reply is OfferMade else self.reply
-        if answer is not None:
-            on_reply(answer)
+        self.on_replies.append(on_reply)
+        if self.reply is not None:
+            on_reply(MADE if message.reply is OfferMade else self.reply)
+
+    def lose(self: Any, error: KVBusError) -> None:
+        """The session ends."""
+        self._lose(error)
 
 
 class RecordingPrefill(_Recording, PrefillSession):
@@ -51,10 +59,6 @@ class RecordingDecode(_Recording, DecodeSession):
     def notice(self, message: Message) -> None:
         """The agent says ``message``."""
         self._on_notice(Notice(message.op, 1, "boot", to_body(message)))
-
-    def lose(self, error: KVBusError) -> None:
-        """The session ends."""
-        self._lose(error)
 
 
 def failed(fetch_id: str, *, blocks_free: bool) -> Fetched:

@@ -1,4 +1,4 @@
-"""What is copied between a device's blocks and the ring's: each slot of the span, once."""
+"""What is copied between a device's blocks and the host's: each slot of the span, once."""
 
 from itertools import pairwise
 
@@ -11,7 +11,7 @@ from kvbus.engine.bounce.copies import cut_into_copies
 
 @st.composite
 def cases(draw):
-    """A span, and two tables that hold it, the ring's with runs."""
+    """A span, and two tables that hold it, the host's with runs."""
     block_size = draw(st.sampled_from([1, 2, 5, 16]))
     first_block = draw(st.integers(0, 3))
     num_blocks = draw(st.integers(1, 12))
@@ -20,22 +20,22 @@ def cases(draw):
     stop = draw(st.integers(start, highest))
     random = draw(st.randoms(use_true_random=False))
     device = random.sample(range(50), num_blocks)
-    ring = sorted(random.sample(range(20), num_blocks))
+    host = sorted(random.sample(range(20), num_blocks))
     if random.random() < 0.3:
-        random.shuffle(ring)
-    return block_size, first_block, device, ring, (start, stop)
+        random.shuffle(host)
+    return block_size, first_block, device, host, (start, stop)
 
 
 @given(cases())
 def test_every_position_goes_from_its_device_slot_to_its_ring_slot_once(case):
-    block_size, first_block, device, ring, (start, stop) = case
+    block_size, first_block, device, host, (start, stop) = case
 
     copies = _cut(case)
 
     wanted = []
     for position in range(start, stop):
         block, slot = divmod(position, block_size)
-        wanted.append((device[block - first_block], slot, ring[block - first_block], slot))
+        wanted.append((device[block - first_block], slot, host[block - first_block], slot))
     assert sorted(_slots(copies)) == sorted(wanted)
 
 
@@ -51,12 +51,12 @@ def test_whole_blocks_that_follow_each_other_in_the_ring_are_one_copy(case):
 
 
 def _cut(case):
-    block_size, first_block, device, ring, span = case
+    block_size, first_block, device, host, span = case
     return list(
         cut_into_copies(
             "full",
             np.array(device, dtype=np.uint32),
-            np.array(ring, dtype=np.uint32),
+            np.array(host, dtype=np.uint32),
             span=span,
             block_size=block_size,
             first_block=first_block,

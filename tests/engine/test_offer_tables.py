@@ -1,10 +1,14 @@
-"""An offer says where each table starts, and extensions go on where it ended."""
+"""An offer says where each table starts, extensions go on where it ended, and none is forgotten."""
 
+from functools import partial
+
+import anyio
 import pytest
 
-from kvbus.errors import GeometryError
+from kvbus.errors import GeometryError, PeerLost
 from kvbus.geometry import BlockTable
-from tests.engine.recording import RecordingPrefill
+from kvbus.protocol.engine import Outcome, Released
+from tests.engine.recording import MADE, RecordingPrefill
 
 pytestmark = pytest.mark.anyio
 
@@ -48,3 +52,18 @@ async def test_a_first_block_without_blocks_is_refused_before_anything_is_sent()
         await session.offer("r", num_tokens=0, block_ids={"full": []}, first_blocks={"window": 1})
 
     assert not session.sent
+
+
+async def test_an_offer_that_was_made_after_its_caller_was_cancelled_is_not_forgotten() -> None:
+    released: list[Released] = []
+    session = RecordingPrefill(on_released=released.append)
+    session.reply = None
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(partial(session.offer, "r", num_tokens=16, block_ids={"full": [7]}))
+        await anyio.wait_all_tasks_blocked()
+        tasks.cancel_scope.cancel()
+
+    session.on_replies[0](MADE)
+    session.lose(PeerLost("the agent is gone"))
+
+    assert released == [Released("offer-1", "r", Outcome.FAILED)]

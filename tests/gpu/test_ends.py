@@ -16,7 +16,6 @@ from kvbus.geometry import KvLayout
 from kvbus.memory.cuda import CudaStorage
 from kvbus.memory.storage import share_tensor
 from kvbus.protocol.attach import PassCuda
-from kvbus.protocol.message import Empty
 from tests.agents import until
 from tests.engines import make_spec
 from tests.gpu.conftest import WITHIN_S
@@ -91,8 +90,8 @@ async def test_what_cannot_be_opened_is_refused_and_the_agent_goes_on(shapes, ch
     }
     async with MemorySession(shapes.prefill.attach, make_spec(), 0) as session:
         with pytest.raises(RequestRefused, match=words):
-            await session._call(PassCuda(**fields | change), Empty)
-        await session._call(PassCuda(**fields), Empty)
+            await session._call(PassCuda(**fields | change))
+        await session._call(PassCuda(**fields))
 
 
 def test_memory_of_expandable_segments_is_refused_with_what_to_set():

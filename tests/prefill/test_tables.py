@@ -5,8 +5,7 @@ import pytest
 from kvbus.agent.engines.local_engine import LocalEngine
 from kvbus.errors import ErrorCode, GeometryError, RequestRefused
 from kvbus.geometry import BlockTable, EngineSpec, GroupSpec, StatePart, state_group
-from kvbus.protocol.engine import ExtendOffer, MakeOffer, OfferMade, SealOffer
-from kvbus.protocol.message import Empty
+from kvbus.protocol.engine import ExtendOffer, MakeOffer, SealOffer
 from kvbus_prefill.requests import check_tables
 from tests.engines import make_spec
 from tests.prefill.inside import PrefillAgent
@@ -87,12 +86,12 @@ async def test_an_open_offer_is_sealed_once_its_window_is_in_its_table(agent: Pr
     table = BlockTable.of([5], first_block=3)
     opened = MakeOffer(request_id="r", num_tokens=10, tables={"window": table}, sealed=False)
     async with agent.engine(make_spec(groups=[WINDOW])) as source:
-        offer_id = (await source.prefill.request(opened, OfferMade)).offer_id
+        offer_id = (await source.prefill.request(opened)).offer_id
         with pytest.raises(RequestRefused) as early:
-            await source.prefill.request(SealOffer(offer_id=offer_id), Empty)
+            await source.prefill.request(SealOffer(offer_id=offer_id))
         more = BlockTable.of([6], first_block=4)
         extended = ExtendOffer(offer_id=offer_id, num_tokens=70, tables={"window": more})
-        await source.prefill.request(extended, Empty)
-        await source.prefill.request(SealOffer(offer_id=offer_id), Empty)
+        await source.prefill.request(extended)
+        await source.prefill.request(SealOffer(offer_id=offer_id))
 
     assert early.value.code is ErrorCode.GEOMETRY

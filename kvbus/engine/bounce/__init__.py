@@ -4,7 +4,7 @@ The engine's own function copies between its cache and a bounded number of host 
 agent serves like any other KV cache.
 
     sizing            how many host blocks a buffer of so many bytes has
-    block_pool        BlockPool: free block ids, handed out in long runs
+    block_allocator   BlockAllocator: free block ids, handed out in long runs
     host_pool         HostPool: the host blocks of all groups, and who waits for them
     copies            BlockCopy: what to copy between device and host
     request_blocks    RequestBlocks: the blocks of one request in both places

@@ -5,11 +5,10 @@ to the agent.
 """
 
 import asyncio
-from collections.abc import Mapping
 from concurrent.futures import Future
 from typing import Any, Self
 
-from kvbus.engine.blocking import BlockingDecode, BlockingPrefill
+from kvbus.engine.blocking import BlockingDecode, BlockingPrefill, awaitable, blocking
 from kvbus.engine.bounce.copier import Copier
 from kvbus.engine.bounce.decode import HostDecode
 from kvbus.engine.bounce.fetch import HostFetch
@@ -35,24 +34,32 @@ class BlockingHostPrefill:
         *,
         piece_bytes: int = PIECE_BYTES,
     ) -> None:
-        self._session = session
+        self._session, self.run = session, session.run
         self._host = HostPrefill(session.session, pool, copier, piece_bytes=piece_bytes)
 
-    def begin(
-        self,
-        request_id: str,
-        *,
-        num_tokens: int,
-        first_blocks: Mapping[str, int] | None = None,
-        wait_s: float = 0.0,
-    ) -> HostOffer:
-        """`HostPrefill.begin`."""
+    @property
+    def latest(self) -> HostPrefill:
+        """With the latest session, for `blocking`."""
         self._host.session = self._session.session
-        return self._session.run(
-            lambda: self._host.begin(
-                request_id, num_tokens=num_tokens, first_blocks=first_blocks, wait_s=wait_s
-            )
-        )
+        return self._host
+
+    begin = blocking(HostPrefill.begin)
+
+    def offer(self, offer: HostOffer, *, ttl_s: float | None = None) -> dict[str, Any]:
+        """`HostOffer.offer`."""
+        return self.run(lambda: offer.offer(ttl_s=ttl_s))
+
+    def seal(self, offer: HostOffer) -> None:
+        """`HostOffer.seal`."""
+        self.run(offer.seal)
+
+    def abort(self, offer: HostOffer) -> None:
+        """`HostOffer.abort`."""
+        self.run(offer.abort)
+
+    def wait_released(self, offer: HostOffer) -> Outcome:
+        """`HostOffer.released`; `take_released` does not return this offer any more."""
+        return self._session.wait_released(offer)
 
     def save(self, offer: HostOffer, num_tokens: int, block_ids: BlockIds) -> Future[None]:
         """Start `HostOffer.save`; keep the blocks until the future is done.
@@ -63,25 +70,12 @@ class BlockingHostPrefill:
         given = block_arrays(block_ids)
         return self._session.start(lambda: offer.save(num_tokens, given))
 
-    def offer(self, offer: HostOffer, *, ttl_s: float | None = None) -> dict[str, Any]:
-        """`HostOffer.offer`."""
-        return self._session.run(lambda: offer.offer(ttl_s=ttl_s))
-
-    def seal(self, offer: HostOffer) -> None:
-        """`HostOffer.seal`."""
-        self._session.run(offer.seal)
-
-    def abort(self, offer: HostOffer) -> None:
-        """`HostOffer.abort`."""
-        self._session.run(offer.abort)
-
-    def wait_released(self, offer: HostOffer) -> Outcome:
-        """`HostOffer.released`; `take_released` does not return this offer any more."""
-        return self._session.wait_released(offer)
-
 
 class BlockingHostDecode:
-    """`HostDecode`, blocking; open within ``with``, inside of that of the session."""
+    """`HostDecode`, blocking; open within ``with``, inside of that of the session.
+
+    Of fetches, use the methods here and not their own.
+    """
 
     def __init__(
         self,
@@ -92,13 +86,24 @@ class BlockingHostDecode:
         piece_bytes: int = PIECE_BYTES,
         wait_s: float = 30.0,
     ) -> None:
-        self._session = session
-        self._host = HostDecode(
-            session.session, pool, copier, piece_bytes=piece_bytes, wait_s=wait_s
-        )
         self._ended: dict[HostFetch, bool] = {}
+        self._session, self.run = session, session.run
+        self._host = HostDecode(
+            session.session,
+            pool,
+            copier,
+            piece_bytes=piece_bytes,
+            wait_s=wait_s,
+            on_ended=lambda fetch: self._ended.update({fetch: True}),
+        )
         self._left = asyncio.Event()
         self._open: Future[None] | None = None
+
+    @property
+    def latest(self) -> HostDecode:
+        """With the latest session, for `blocking`."""
+        self._host.session = self._session.session
+        return self._host
 
     def __enter__(self) -> Self:
         opened: Future[None] = Future()
@@ -114,48 +119,20 @@ class BlockingHostDecode:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        async def leave() -> None:
-            self._left.set()
-
         if self._open is not None:
-            self._session.run(leave)
+            self.run(awaitable(self._left.set))
             self._open.result()
 
-    def fetch(
-        self,
-        ticket: Mapping[str, Any],
-        *,
-        num_tokens: int,
-        block_ids: BlockIds,
-        first_token: int = 0,
-        timeout_s: float | None = None,
-        zero_tail: bool = False,
-    ) -> HostFetch:
-        """`HostDecode.fetch`; of fetches, use the methods here and not their own."""
-
-        async def start() -> HostFetch:
-            self._host.session = self._session.session
-            fetch = self._host.fetch(
-                ticket,
-                num_tokens=num_tokens,
-                block_ids=block_ids,
-                first_token=first_token,
-                timeout_s=timeout_s,
-                zero_tail=zero_tail,
-            )
-            fetch.when_ended(lambda: self._ended.update({fetch: True}))
-            return fetch
-
-        return self._session.run(start)
+    fetch = blocking(awaitable(HostDecode.fetch))
 
     def cancel(self, fetch: HostFetch) -> None:
         """`HostFetch.cancel`."""
-        self._session.run(fetch.cancel)
+        self.run(fetch.cancel)
 
     def wait_completed(self, fetch: HostFetch) -> Fetched:
         """`HostFetch.completed`; `take_ended` does not return this fetch any more."""
         try:
-            return self._session.run(fetch.completed)
+            return self.run(fetch.completed)
         finally:
             self._ended.pop(fetch, None)
 

@@ -4,7 +4,8 @@ Refuses to call KV valid before the agent has confirmed it and all of it is load
 host blocks to another request while the agent may still write into them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, Self
 
 import anyio
@@ -13,9 +14,8 @@ from anyio.abc import TaskGroup
 from kvbus.engine.bounce.copier import Copier
 from kvbus.engine.bounce.fetch import HostFetch, LoadPath
 from kvbus.engine.bounce.host_pool import HostPool, HostTables
-from kvbus.engine.bounce.request_blocks import check_groups
 from kvbus.engine.bounce.sizing import PIECE_BYTES, piece_tokens
-from kvbus.engine.decode import BlockIds, DecodeSession
+from kvbus.engine.decode import BlockIds, DecodeSession, fetch_tables
 from kvbus.engine.fetch import Fetch, OnLanded
 from kvbus.errors import ClosedError
 from kvbus.geometry import BlockTable, EngineSpec
@@ -28,7 +28,8 @@ class HostDecode:
     """The fetches of one decode engine that goes through host blocks; open within ``async with``.
 
     About ``piece_bytes`` are loaded at a time, while what follows is on the wire. A fetch waits for
-    room on the host for at most ``wait_s``. Leaving the block cancels what is left.
+    room on the host for at most ``wait_s``. ``on_ended`` is called with each fetch that ended.
+    Leaving the block cancels what is left.
     """
 
     def __init__(
@@ -39,10 +40,12 @@ class HostDecode:
         *,
         piece_bytes: int = PIECE_BYTES,
         wait_s: float = 30.0,
+        on_ended: Callable[[HostFetch], None] | None = None,
     ) -> None:
         self.session = session
         self.path = LoadPath(session.engine, pool, copier, wait_s)
         self._piece_tokens = piece_tokens(session.engine, piece_bytes=piece_bytes)
+        self._on_ended = on_ended
         self._tasks: TaskGroup | None = None
         self._fetches: set[HostFetch] = set()
 
@@ -87,9 +90,9 @@ class HostDecode:
         if self._tasks is None:
             raise ClosedError("the host decode is not open")
         engine = self.session.engine
-        check_groups(engine, block_ids)
         spans = whole_spans(engine.groups, first_token, num_tokens)
-        tables = _device_tables(engine, spans, block_ids)
+        tables = fetch_tables(engine, block_ids, first_token, num_tokens)
+        _check_tables(engine, spans, tables)
         self.path.pool.check_fits({name: len(table) for name, table in tables.items()})
 
         def start(host_tables: HostTables, on_landed: OnLanded) -> Fetch:
@@ -106,15 +109,24 @@ class HostDecode:
 
         loaded = _with_tails(engine, spans) if zero_tail else spans
         fetch = HostFetch(self.path, start, loaded, tables)
-        self._fetches.add(fetch)
         self._tasks.start_soon(self._run, fetch)
+        self._fetches.add(fetch)
         return fetch
 
     async def _run(self, fetch: HostFetch) -> None:
+        if self._on_ended is not None:
+            fetch.when_ended(partial(self._on_ended, fetch))
         try:
             await fetch.run()
         finally:
             self._fetches.discard(fetch)
+
+
+def _check_tables(engine: EngineSpec, spans: Spans, tables: Mapping[str, BlockTable]) -> None:
+    """Raise `GeometryError` unless these are the blocks of every group's span, and no others."""
+    for group in engine.groups:
+        table = tables.get(group.name, BlockTable.of(()))
+        table.check_covers(*spans[group.name], group.block_size)
 
 
 def _with_tails(engine: EngineSpec, spans: Spans) -> Spans:
@@ -124,15 +136,3 @@ def _with_tails(engine: EngineSpec, spans: Spans) -> Spans:
         name: (start, -(-stop // sizes[name]) * sizes[name] if start < stop else stop)
         for name, (start, stop) in spans.items()
     }
-
-
-def _device_tables(engine: EngineSpec, spans: Spans, block_ids: BlockIds) -> dict[str, BlockTable]:
-    """Of every group exactly the blocks of its span; raises `GeometryError`."""
-    tables = {}
-    for group in engine.groups:
-        start, stop = spans[group.name]
-        ids = block_ids.get(group.name, ())
-        table = BlockTable.of(ids, first_block=start // group.block_size)
-        table.check_covers(start, stop, group.block_size)
-        tables[group.name] = table
-    return tables

@@ -6,6 +6,7 @@ Refuses to report an end while a load of it still writes into the engine's block
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import anyio
 
@@ -48,7 +49,7 @@ class HostFetch:
         self._path, self._start_fetch = path, start
         self._spans, self._device_tables = spans, device_tables
         self._loaded = {name: start for name, (start, _) in spans.items()}
-        self._progress = _Progress()
+        self._num_landed, self._changed = 0, anyio.Event()
         self._fetch: Fetch | None = None
         self._ended = Latch()
         self._outcome: Fetched | FetchFailed | None = None
@@ -115,19 +116,24 @@ class HostFetch:
         except BaseException:
             pool.release(tables)
             raise
-        in_use = _BlocksInUse(pool, tables)
-        fetch.when_freed(in_use.end_use)
         try:
             return await self._follow(fetch, tables)
-        finally:
-            in_use.end_use()
+        finally:  # nothing is loaded from there any more; the agent may still write there
+            fetch.when_freed(partial(pool.release, tables))
 
     def _start(self, tables: HostTables) -> Fetch:
         if self._waiting.cancel_called:
             raise _failed("the engine cancelled the fetch", ErrorCode.CANCELLED, stage="requested")
-        fetch = self._fetch = self._start_fetch(tables, self._progress.land)
-        fetch.when_ended(self._progress.end)
+        fetch = self._fetch = self._start_fetch(tables, self._on_landed)
+        fetch.when_ended(self._wake)
         return fetch
+
+    def _on_landed(self, num_tokens: int) -> None:
+        self._num_landed = num_tokens
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.set()
 
     async def _follow(self, fetch: Fetch, tables: HostTables) -> Fetched:
         """Load what has landed while the rest does, and the rest once it is confirmed."""
@@ -138,10 +144,12 @@ class HostFetch:
             device_tables=self._device_tables,
         )
         failure: FetchFailed | None = None
-        while await self._progress.has_more():
-            if failure is None:
+        while fetch.notice is None:
+            await self._changed.wait()
+            self._changed = anyio.Event()
+            if failure is None and fetch.notice is None:
                 try:
-                    await self._load(blocks, self._progress.num_tokens)
+                    await self._load(blocks, self._num_landed)
                 except FetchFailed as error:
                     failure = error
                     await self.cancel()
@@ -181,42 +189,6 @@ class HostFetch:
         if self._outcome is None:
             self._outcome = outcome
             self._ended.set()
-
-
-class _BlocksInUse:
-    """Host blocks that the agent writes into, and that are loaded from: free after both."""
-
-    def __init__(self, pool: HostPool, tables: HostTables) -> None:
-        self._pool, self._tables = pool, tables
-        self._num_uses = 2
-
-    def end_use(self) -> None:
-        """One of the two is done with them."""
-        self._num_uses -= 1
-        if not self._num_uses:
-            self._pool.release(self._tables)
-
-
-class _Progress:
-    """How far an agent's fetch has landed, and whether it has ended."""
-
-    def __init__(self) -> None:
-        self.num_tokens, self._has_ended = 0, False
-        self._changed = anyio.Event()
-
-    def land(self, num_tokens: int) -> None:
-        self.num_tokens = num_tokens
-        self._changed.set()
-
-    def end(self) -> None:
-        self._has_ended = True
-        self._changed.set()
-
-    async def has_more(self) -> bool:
-        """Wait for a change; False when the fetch has ended."""
-        await self._changed.wait()
-        self._changed = anyio.Event()
-        return not self._has_ended
 
 
 def _failed(

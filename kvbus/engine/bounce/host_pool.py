@@ -8,7 +8,7 @@ from collections.abc import Mapping
 
 import anyio
 
-from kvbus.engine.bounce.block_pool import BlockPool
+from kvbus.engine.bounce.block_allocator import BlockAllocator
 from kvbus.errors import ErrorCode, GeometryError, LocalError
 from kvbus.geometry.blocks import BlockIds
 
@@ -27,14 +27,14 @@ class HostPool:
         self.num_waiting = 0
         """Requests that wait for blocks."""
         self._max_waiting = max_waiting
-        self._pools = {group: BlockPool(number) for group, number in num_blocks.items()}
+        self._free = {group: BlockAllocator(number) for group, number in num_blocks.items()}
         self._turn = anyio.Lock()
         self._released = anyio.Event()
 
     @property
     def num_held(self) -> int:
         """Blocks that are not free, of all groups."""
-        return sum(pool.num_blocks - pool.num_free for pool in self._pools.values())
+        return sum(one.num_blocks - one.num_free for one in self._free.values())
 
     def check_fits(self, wanted: Mapping[str, int]) -> None:
         """Raise `GeometryError` when all blocks together would not be enough."""
@@ -73,7 +73,7 @@ class HostPool:
     def release(self, tables: HostTables) -> None:
         """These blocks are free again."""
         for group, ids in tables.items():
-            self._pools[group].release(ids)
+            self._free[group].release(ids)
         self._released.set()
         self._released = anyio.Event()
 
@@ -83,13 +83,13 @@ class HostPool:
             await self._released.wait()
 
     def _acquire(self, wanted: Mapping[str, int]) -> HostTables:
-        return {group: self._pools[group].acquire(number) for group, number in wanted.items()}
+        return {group: self._free[group].acquire(number) for group, number in wanted.items()}
 
     def _has(self, wanted: Mapping[str, int]) -> bool:
-        return all(self._pools[group].num_free >= number for group, number in wanted.items())
+        return all(self._free[group].num_free >= number for group, number in wanted.items())
 
     def _busy(self, wanted: Mapping[str, int]) -> LocalError:
-        free = ", ".join(f"{self._pools[group].num_free} of group '{group}'" for group in wanted)
+        free = ", ".join(f"{self._free[group].num_free} of group '{group}'" for group in wanted)
         return LocalError(
             f"the host buffer is full: {dict(wanted)} blocks are wanted, free are {free}, and "
             f"{self.num_waiting} requests wait",

@@ -59,7 +59,7 @@ class HostPrefill:
         engine, firsts = self.session.engine, dict(first_blocks or {})
         check_groups(engine, firsts)
         wanted = {
-            group.name: max(0, blocks_of(group, num_tokens) - firsts.get(group.name, 0))
+            group.name: blocks_of(group, num_tokens, first=firsts.get(group.name, 0))
             for group in engine.groups
         }
         tables = await self.pool.acquire(wanted, wait_s=wait_s)
@@ -106,12 +106,13 @@ class HostOffer:
             self._check_open()
             self._check_progress(num_tokens)
             self._blocks.add(num_tokens, given)
-            states = [name for name in given if self._blocks.engine.group(name).state]
+            groups = [self._blocks.engine.group(name) for name, ids in given.items() if len(ids)]
             try:
                 for stop in self._ends_of_pieces(num_tokens):
                     await self._save_piece(stop, states=[])
-                with_state = [name for name in states if len(given[name])]
-                await self._save_piece(num_tokens, states=with_state)
+                await self._save_piece(
+                    num_tokens, states=[group.name for group in groups if group.state]
+                )
             except BaseException:
                 self._closed = self._closed or "a save of it did not end well"
                 raise
@@ -158,7 +159,11 @@ class HostOffer:
             if self._offer is None:
                 self._end()
             elif not self._is_over:
-                await self._withdraw(self._offer)
+                try:
+                    await self._offer.withdraw()
+                except KVBusError:
+                    if not self._is_over:
+                        raise
 
     async def released(self) -> Outcome:
         """How the offer ended, see `Offer.released`.
@@ -166,13 +171,6 @@ class HostOffer:
         The host blocks are free then, or when the piece that is being copied is.
         """
         return await self._offered().released()
-
-    async def _withdraw(self, offer: Offer) -> None:
-        try:
-            await offer.withdraw()
-        except KVBusError:
-            if not self._is_over:
-                raise
 
     def _ends_of_pieces(self, num_tokens: int) -> range:
         """Those in front of the last one, which ends at ``num_tokens``."""

@@ -51,7 +51,7 @@ class RequestBlocks:
     def on_host(self, name: str, start: int, stop: int) -> BlockIds:
         """The host blocks that tokens up to ``stop`` need, and those up to ``start`` do not."""
         group, first = self.engine.group(name), self.firsts.get(name, 0)
-        at, end = (max(0, blocks_of(group, tokens) - first) for tokens in (start, stop))
+        at, end = (blocks_of(group, tokens, first=first) for tokens in (start, stop))
         return self.host_tables[name][at:end]
 
     def copies(self, spans: Mapping[str, tuple[int, int]]) -> list[BlockCopy]:
@@ -80,7 +80,7 @@ class RequestBlocks:
                     field="block_ids",
                 )
             return new if len(new) else known
-        needed = max(0, blocks_of(group, num_tokens) - self.firsts.get(group.name, 0))
+        needed = blocks_of(group, num_tokens, first=self.firsts.get(group.name, 0))
         if len(known) + len(new) != needed:
             raise GeometryError(
                 f"{num_tokens} tokens need {needed} blocks of group '{group.name}', {len(known)} "
@@ -96,9 +96,10 @@ def block_arrays(block_ids: Mapping[str, npt.ArrayLike]) -> dict[str, BlockIds]:
     return {name: BlockTable.of(ids).array() for name, ids in block_ids.items()}
 
 
-def blocks_of(group: GroupSpec, num_tokens: int) -> int:
-    """Blocks that the first ``num_tokens`` tokens of a request occupy."""
-    return min(1, num_tokens) if group.state else num_blocks_for(num_tokens, group.block_size)
+def blocks_of(group: GroupSpec, num_tokens: int, *, first: int) -> int:
+    """Blocks, from ``first`` on, that the first ``num_tokens`` tokens of a request occupy."""
+    end = min(1, num_tokens) if group.state else num_blocks_for(num_tokens, group.block_size)
+    return max(0, end - first)
 
 
 def check_groups(engine: EngineSpec, named: Mapping[str, object]) -> None:

@@ -8,7 +8,7 @@ from kvbus.errors import LocalError
 from kvbus.geometry.blocks import BlockIds
 
 
-class BlockPool:
+class BlockAllocator:
     """Ids 0 to ``num_blocks`` - 1, all free at first.
 
     `acquire` takes the shortest run of free ids that is long enough, else the longest ones: what is
@@ -41,7 +41,7 @@ class BlockPool:
             or len(np.unique(given)) < len(given)
             or np.any(self._is_free[given])
         ):
-            raise LocalError(f"of blocks {given.tolist()} some are free, or none of this pool")
+            raise LocalError(f"of blocks {given.tolist()} some are free, or do not exist")
         self._is_free[given] = True
 
     def _acquire_run(self, at_most: int) -> BlockIds:
