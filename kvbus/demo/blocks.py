@@ -3,19 +3,16 @@
 Refuses to hand a block to two owners, and to overtake: who waits first is first served.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from random import Random
 
 import anyio
 
-from kvbus.demo.messages import EngineSetup
 from kvbus.errors import LocalError
 from kvbus.geometry import BlockTable, GroupSpec, num_blocks_for
 
 Tables = Mapping[str, BlockTable]
 """The blocks of one request, by group; a table may lack those that a window has left behind."""
-
-MostBlocks = Callable[[GroupSpec, EngineSetup], int]
 
 
 class BlockPool:
@@ -96,14 +93,9 @@ def decode_blocks(group: GroupSpec, num_tokens: int, num_new: int) -> range:
     return range(first // size, num_blocks_for(num_tokens + num_new, size))
 
 
-def most_prefill_blocks(group: GroupSpec, setup: EngineSetup) -> int:
-    """How many one request can need."""
-    return len(prefill_blocks(group, setup.max_prompt_tokens))
-
-
-def most_decode_blocks(group: GroupSpec, setup: EngineSetup) -> int:
-    """How many one request can need; a window begins anywhere in a block."""
-    size, num_tokens = group.block_size, setup.max_prompt_tokens + setup.max_new_tokens
+def most_decode_blocks(group: GroupSpec, num_tokens: int, num_new: int) -> int:
+    """How many a request of so many tokens, or fewer, can need; a window begins anywhere."""
+    most = num_tokens + num_new
     if group.window is not None:
-        num_tokens = min(num_tokens, group.window + setup.max_new_tokens + size - 1)
-    return num_blocks_for(num_tokens, size)
+        most = min(most, group.window + num_new + group.block_size - 1)
+    return num_blocks_for(most, group.block_size)

@@ -7,6 +7,7 @@ from typing import Any
 from kvbus.geometry import KvPart
 
 MAX_TP = 8  # the model has at least as many query heads
+MAX_KV_HEADS = 32
 NUM_LAYERS = 4
 MAX_TOKENS = 4096  # prompt and output together
 FULL, WINDOW = "full", "window"

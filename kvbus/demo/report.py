@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass, field
 from signal import Signals
 from typing import Any
 
-from kvbus.demo.messages import Decoded, Failed, Prefilled, Step
+from kvbus.demo.messages import Decoded, Prefilled, Step
 from kvbus.demo.options import DemoOptions
+from kvbus.errors import RequestRefused
 
 
 @dataclass(slots=True)
@@ -22,13 +23,20 @@ class Served:
     prompt: str
     prefilled: Prefilled | None = None
     decoded: Decoded | None = None
-    failed: Failed | None = None
+    failed: RequestRefused | None = None
 
     @property
     def output(self) -> list[Step]:
         """The steps of both halves."""
         first = [self.prefilled.step] if self.prefilled else []
         return first + (self.decoded.steps if self.decoded else [])
+
+    @property
+    def after_prefill_s(self) -> float | None:
+        """From the end of the prefill to the completion of the fetch; None before that."""
+        if self.prefilled is None or self.decoded is None:
+            return None
+        return self.decoded.fetched_at_s - self.prefilled.computed_at_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,15 +91,6 @@ class DemoReport:
         return [served.decoded for served in self.served if served.decoded is not None]
 
     @property
-    def after_prefill_s(self) -> list[float]:
-        """From the end of a prefill to the completion of its fetch, of each that completed."""
-        return [
-            served.decoded.fetched_at_s - served.prefilled.computed_at_s
-            for served in self.served
-            if served.decoded is not None and served.prefilled is not None
-        ]
-
-    @property
     def failures(self) -> Counter[str]:
         """How many requests failed, by ``code: message``."""
         failed = (served.failed for served in self.served)
@@ -100,34 +99,36 @@ class DemoReport:
     @property
     def num_unfinished(self) -> int:
         """How many requests have neither an output nor failed."""
-        return self.options.num_requests - len(self.handoffs) - self.failures.total()
+        return self.options.requests - len(self.handoffs) - self.failures.total()
 
     @property
     def ok(self) -> bool:
         """All outputs match, nothing is leaked, and nothing went wrong."""
-        is_whole = self.num_matched == self.options.num_requests and not self.trouble
+        is_whole = self.num_matched == self.options.requests and not self.trouble
         return is_whole and self.leaks is not None and not self.leaks.total
 
     def summary(self) -> dict[str, Any]:
         """The figures for ``--json``; ``leaked_blocks`` is null in a run that ended early."""
+        options, handoffs = self.options, self.handoffs
+        after_prefill = (served.after_prefill_s for served in self.served)
         return {
-            "requests": self.options.num_requests,
+            "requests": options.requests,
             "matched": self.num_matched,
             "failed": self.failures.total(),
-            "failures": dict(self.failures),
+            "failures": self.failures,
             "unfinished": self.num_unfinished,
             "trouble": self.trouble,
-            "bytes": sum(handoff.num_bytes for handoff in self.handoffs),
-            "handoff_ms": _quantiles_ms([one.handoff_s for one in self.handoffs]),
-            "after_prefill_ms": _quantiles_ms(self.after_prefill_s),
-            "paths": dict(Counter(handoff.path for handoff in self.handoffs)),
+            "bytes": sum(handoff.num_bytes for handoff in handoffs),
+            "handoff_ms": _quantiles_ms([one.handoff_s for one in handoffs]),
+            "after_prefill_ms": _quantiles_ms([s for s in after_prefill if s is not None]),
+            "paths": Counter(handoff.path for handoff in handoffs),
             "leaked_blocks": self.leaks.total if self.leaks is not None else None,
-            "prefill": asdict(self.options.prefill),
-            "decode": asdict(self.options.decode),
-            "model": self.options.model.varied(),
-            "path": self.options.path,
-            "prefill_chunk": self.options.prefill_chunk,
-            "ring_share": self.options.ring_share,
+            "prefill": asdict(options.shape("prefill")),
+            "decode": asdict(options.shape("decode")),
+            "model": options.model.varied(),
+            "path": options.path,
+            "prefill_chunk": options.prefill_chunk,
+            "ring_share": options.share_in_ring,
         }
 
 

@@ -7,8 +7,8 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
-from kvbus.demo.options import num_tokens
-from kvbus.demo.report import DemoReport, Served
+from kvbus.demo.prompts import encode
+from kvbus.demo.report import DemoReport, Leaks, Served
 
 # Two lines each, so that a row fits into 80 columns.
 STAGES = {
@@ -23,11 +23,10 @@ DONE, FAILED = "green", "bold red"
 
 def print_report(report: DemoReport, console: Console) -> None:
     """The table and the lines below it."""
-    console.print(Group(request_table(report), *summary_lines(report)))
+    console.print(Group(_request_table(report), *_summary_lines(report)))
 
 
-def request_table(report: DemoReport) -> Table:
-    """One row a request."""
+def _request_table(report: DemoReport) -> Table:
     table = Table(
         title="Handoffs (stage times in ms)",
         box=SIMPLE_HEAD,
@@ -35,9 +34,7 @@ def request_table(report: DemoReport) -> Table:
         padding=0,
         title_justify="left",
     )
-    table.add_column("#", justify="right")
-    table.add_column("tokens\nin+out", justify="right", no_wrap=True)
-    for heading in ("blocks", "KiB", *STAGES.values(), "total"):
+    for heading in ("#", "tokens\nin+out", "blocks", "KiB", *STAGES.values(), "total"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("path")
     table.add_column("same")
@@ -46,46 +43,40 @@ def request_table(report: DemoReport) -> Table:
     return table
 
 
-def summary_lines(report: DemoReport) -> list[Text]:
-    """What the run comes to, a line each."""
-    summary = report.summary()
+def _summary_lines(report: DemoReport) -> Iterator[Text]:
+    """What the run comes to, what is not as it has to be, or that all came back."""
+    summary, options = report.summary(), report.options
     num_requests, num_matched = summary["requests"], summary["matched"]
-    options = report.options
-    lines = [
-        Text(f"prefill {options.prefill} → decode {options.decode}"),
-        Text(
-            f"{num_matched} of {num_requests} outputs equal those of the model run alone,"
-            " tokens and logits",
-            style=DONE if num_matched == num_requests else FAILED,
-        ),
-    ]
+    yield Text(f"prefill {options.shape('prefill')} → decode {options.shape('decode')}")
+    yield Text(
+        f"{num_matched} of {num_requests} outputs equal those of the model run alone,"
+        " tokens and logits",
+        style=DONE if num_matched == num_requests else FAILED,
+    )
     if report.handoffs:
-        moved = f"moved {summary['bytes'] / 1e6:.1f} MB; a handoff took"
-        lines.append(Text(f"{moved} {_quantiles(summary['handoff_ms'])}"))
+        took = _quantiles(summary["handoff_ms"])
+        yield Text(f"moved {summary['bytes'] / 1e6:.1f} MB; a handoff took {took}")
         if options.prefill_chunk:
             after = _quantiles(summary["after_prefill_ms"])
-            lines.append(Text(f"after the last chunk of a prefill it took {after}"))
-    return [*lines, *_last_lines(report)]
-
-
-def _last_lines(report: DemoReport) -> Iterator[Text]:
-    """What is not as it has to be, or that all came back."""
+            yield Text(f"after the last chunk of a prefill it took {after}")
     for why, count in report.failures.items():
         yield Text(f"{count} failed: {why}", style=FAILED)
     if report.num_unfinished:
         yield Text(f"{report.num_unfinished} did not finish", style=FAILED)
-    leaks = report.leaks
+    yield _leak_line(report.leaks)
+
+
+def _leak_line(leaks: Leaks | None) -> Text:
     if leaks is None:
-        yield Text("what is still held was not counted", style=FAILED)
-    elif leaks.total:
-        yield Text(
-            f"still held: {leaks.prefill_blocks} blocks of the prefill engine,"
-            f" {leaks.decode_blocks} of the decode engine,"
-            f" {leaks.offers} offers, {leaks.fetches} fetches",
-            style=FAILED,
-        )
-    else:
-        yield Text("every block came back", style=DONE)
+        return Text("what is still held was not counted", style=FAILED)
+    if not leaks.total:
+        return Text("every block came back", style=DONE)
+    return Text(
+        f"still held: {leaks.prefill_blocks} blocks of the prefill engine,"
+        f" {leaks.decode_blocks} of the decode engine,"
+        f" {leaks.offers} offers, {leaks.fetches} fetches",
+        style=FAILED,
+    )
 
 
 def _quantiles(ms: Mapping[str, float]) -> str:
@@ -94,7 +85,7 @@ def _quantiles(ms: Mapping[str, float]) -> str:
 
 def _cells(served: Served) -> list[str]:
     prefilled, decoded = served.prefilled, served.decoded
-    tokens = f"{num_tokens(served.prompt)}+{len(served.output)}"
+    tokens = f"{len(encode(served.prompt))}+{len(served.output)}"
     blocks = str(prefilled.num_blocks) if prefilled else ""
     if decoded is None:
         return [tokens, blocks, *[""] * (len(STAGES) + 3)]

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from kvbus.demo.blocks import Tables, decode_blocks, prefill_blocks
 from kvbus.demo.engine import engine_spec
-from kvbus.demo.generate import Generation, encode
 from kvbus.demo.messages import EngineSetup, Step
-from kvbus.demo.model import Transformer
+from kvbus.demo.model import Generation, Transformer
 from kvbus.demo.model_config import Attention, ModelConfig
 from kvbus.demo.options import EngineShape
 from kvbus.demo.paged_cache import PagedKV
+from kvbus.demo.prompts import encode
 from kvbus.geometry import BlockTable, GroupSpec, KvPart
 
 

@@ -7,9 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbus.demo.blocks import BlockPool, Tables, decode_blocks, most_decode_blocks
-from kvbus.demo.messages import EngineSetup
-from kvbus.demo.model_config import ModelConfig
-from kvbus.demo.options import EngineShape
 from kvbus.errors import LocalError
 from kvbus.geometry import BlockTable, GroupSpec
 
@@ -169,19 +166,10 @@ def test_the_decode_side_has_the_blocks_that_it_reads_or_fills_and_no_others(
     size: int, window: int | None, num_tokens: int, num_new: int
 ) -> None:
     group = GroupSpec("g", (0,), size, 1, 2, "bfloat16", window=window)
-    setup = EngineSetup(
-        engine_id="e",
-        attach_path="/nowhere",
-        model=ModelConfig(),
-        shape=EngineShape(),
-        concurrency=1,
-        max_prompt_tokens=60,
-        max_new_tokens=num_new,
-    )
 
     blocks = decode_blocks(group, num_tokens, num_new)
 
     read = [p for p in range(num_tokens) if window is None or p >= num_tokens - window]
     filled = range(num_tokens, num_tokens + num_new)
     assert set(blocks) == {position // size for position in (*read, *filled)}
-    assert len(blocks) <= most_decode_blocks(group, setup)
+    assert len(blocks) <= most_decode_blocks(group, 60, num_new)

@@ -11,12 +11,12 @@ from typer.testing import CliRunner, Result
 
 from kvbus.cli import app
 from kvbus.demo import command
-from kvbus.demo.arguments import MAX_KV_HEADS
-from kvbus.demo.messages import Decoded, Failed, Prefilled, Step
-from kvbus.demo.model_config import MAX_TP, Attention, ModelConfig
+from kvbus.demo.messages import Decoded, Prefilled, Step
+from kvbus.demo.model_config import MAX_KV_HEADS, MAX_TP, Attention, ModelConfig
 from kvbus.demo.options import DemoOptions, EngineShape, Layout, ReadPath
 from kvbus.demo.processes import write_agent_config
 from kvbus.demo.report import DemoReport, Leaks, Served
+from kvbus.errors import ErrorCode, RequestRefused
 from kvbus.protocol.engine import StageTimes
 from tests.agents import Agents, agents_ended
 
@@ -104,7 +104,7 @@ def test_the_options_of_both_engines_are_for_each_that_has_none_of_its_own(
 
     hnd = EngineShape(layout=Layout.HND, block_size=48)
     assert [result.exit_code for result in results] == [1, 1, 1, 1]  # nothing was served
-    assert [(run.prefill, run.decode) for run in asked] == [
+    assert [(run.shape("prefill"), run.shape("decode")) for run in asked] == [
         (hnd, hnd),
         (
             EngineShape(layout=Layout.NHD, block_size=48),
@@ -151,7 +151,7 @@ def test_a_run_that_ended_early_shows_what_it_has(monkeypatch: pytest.MonkeyPatc
         decoded = Decoded("r", steps[1:], 4096, "direct", 0.5, 0.5, stages)
         served = [
             Served("r", "prompt", prefilled, decoded),
-            Served("r", "prompt", failed=Failed("r", "busy", "no room")),
+            Served("r", "prompt", failed=RequestRefused("no room", code=ErrorCode.BUSY)),
             Served("r", "prompt", prefilled),
         ]
         trouble = ["the decode agent was ended"]
@@ -174,7 +174,7 @@ def test_a_run_that_ended_early_shows_what_it_has(monkeypatch: pytest.MonkeyPatc
 def test_only_the_decode_agent_is_told_a_path_and_only_a_forced_one(
     tmp_path: Path, path: ReadPath
 ) -> None:
-    options = DemoOptions(prompts=("a",), path=path)
+    options = DemoOptions(path=path)
 
     configs = {
         role: tomllib.loads(write_agent_config(role, options, tmp_path).read_text())
