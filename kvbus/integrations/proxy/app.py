@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import anyio
+import httpx
 from anyio.abc import TaskGroup
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
@@ -16,20 +17,18 @@ from starlette.routing import Route
 
 from kvbus.errors import PeerLost
 from kvbus.integrations.proxy.access_log import AccessLog
-from kvbus.integrations.proxy.client_request import (
+from kvbus.integrations.proxy.bodies import (
     ClientRequest,
+    ServerRequest,
     TransferParams,
-    headers_for_servers,
-    request_id_of,
-    target_of,
+    passed_on,
+    refusal,
 )
 from kvbus.integrations.proxy.forwarding import Forwarding
-from kvbus.integrations.proxy.health import HealthChecks
 from kvbus.integrations.proxy.options import ProxyOptions
 from kvbus.integrations.proxy.releases import TicketReleases
-from kvbus.integrations.proxy.responses import passed_on, refusal
-from kvbus.integrations.proxy.servers import Role, ServerPool
-from kvbus.integrations.proxy.upstream import ServerRequest, Upstream
+from kvbus.integrations.proxy.servers import Role, ServerPool, check_health
+from kvbus.integrations.proxy.upstream import Upstream
 
 GENERATING = ("/v1/completions", "/v1/chat/completions")
 
@@ -41,9 +40,9 @@ class Proxy:
         self._options = options
         self._prefill = ServerPool(Role.PREFILL, options.prefill)
         self._decode = ServerPool(Role.DECODE, options.decode)
+        self._servers = [*self._prefill, *self._decode]
         self._access_log = AccessLog()
         self._upstream = Upstream(options)
-        self._health = HealthChecks(options, [*self._prefill, *self._decode])
         self._releases = TicketReleases(options, self._upstream, self._decode)
         self._tasks: TaskGroup | None = None
         forwarding = Forwarding(
@@ -66,17 +65,21 @@ class Proxy:
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        try:
-            async with anyio.create_task_group() as tasks:
-                await self._health.check_all()
-                tasks.start_soon(self._health.run)
-                self._tasks = tasks
-                yield
-                self._tasks = None
-                tasks.cancel_scope.cancel()
-        finally:
-            await self._upstream.close()
-            await self._health.close()
+        """Health checks have connections of their own: a full proxy keeps its servers well."""
+        timeout_s = self._options.health_timeout_s
+        checks = httpx.AsyncClient(timeout=timeout_s, trust_env=False)
+        async with self._upstream.client, checks, anyio.create_task_group() as tasks:
+            await check_health(checks, self._servers)
+            tasks.start_soon(self._check_health, checks)
+            self._tasks = tasks
+            yield
+            self._tasks = None
+            tasks.cancel_scope.cancel()
+
+    async def _check_health(self, client: httpx.AsyncClient) -> None:
+        while True:
+            await anyio.sleep(self._options.health_interval_s)
+            await check_health(client, self._servers)
 
     def _release(self, request: ClientRequest, params: TransferParams) -> None:
         if self._tasks is not None:
@@ -95,9 +98,8 @@ class Proxy:
 
     async def _models(self, request: Request) -> Response:
         told = refusal(503, "no_decode_server", "no decode server is healthy")
-        headers = headers_for_servers(request.scope, request_id_of(request.scope))
+        asked = ServerRequest.like(request)
         for server in self._decode.in_turn():
-            asked = ServerRequest("GET", target_of(request.scope), headers)
             told = refusal(504, "decode_silent", f"{server} does not answer", server)
             try:
                 with anyio.move_on_after(self._options.health_timeout_s):
@@ -105,6 +107,4 @@ class Proxy:
                     break
             except PeerLost as error:
                 told = refusal(502, "decode_lost", error.message, server)
-        response = Response(told.body, told.status)
-        response.raw_headers += told.headers
-        return response
+        return told

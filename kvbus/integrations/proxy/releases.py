@@ -8,7 +8,7 @@ import structlog
 from anyio.abc import TaskGroup
 
 from kvbus.errors import ErrorCode, PeerLost
-from kvbus.integrations.proxy.client_request import ClientRequest, TransferParams
+from kvbus.integrations.proxy.bodies import ClientRequest, TransferParams
 from kvbus.integrations.proxy.options import ProxyOptions
 from kvbus.integrations.proxy.servers import ServerPool
 from kvbus.integrations.proxy.upstream import Upstream
