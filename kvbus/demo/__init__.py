@@ -1,7 +1,7 @@
 """A small transformer with a paged KV cache, and two engines of it that hand requests off.
 
     command, options      the command line, and the run that it describes (no torch)
-    run, report, table    one run, what came of it, how it is shown
+    run, report           one run, what came of it and how it is shown
     processes, router     the driver: four processes, and the way of each request through them
     messages              what driver and engines tell each other
     engine, device        what both engines are: a model, a cache, its blocks

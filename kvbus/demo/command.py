@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
 from kvbus.demo.options import DemoOptions
+from kvbus.demo.report import print_report
 from kvbus.demo.run import OnProgress, run_demo
-from kvbus.demo.table import print_report
 from kvbus.errors import ConfigError
 from kvbus.options import with_options
 from kvbus.output import write_json

@@ -27,7 +27,6 @@ from kvbus.demo.messages import (
     Work,
 )
 from kvbus.demo.model import Generation, Transformer
-from kvbus.demo.model_config import ModelConfig
 from kvbus.demo.options import Memory
 from kvbus.demo.paged_cache import LayerViews, PagedKV
 from kvbus.engine import DecodeSession, KvCache, MemorySession, PrefillSession
@@ -107,7 +106,7 @@ async def attached_engine(
 
     ``most_blocks`` says how many blocks of a group one request can need.
     """
-    shape, spec = setup.shape, engine_spec(setup, setup.model)
+    shape, spec = setup.shape, engine_spec(setup)
     num_blocks = {group.name: setup.concurrency * most_blocks(group) for group in spec.groups}
     layout = KvLayout.parse(shape.layout, cross_layer=shape.cross_layer)
     async with contextlib.AsyncExitStack() as stack:
@@ -134,8 +133,9 @@ async def attached_engine(
         yield DemoEngine(setup, spec, model, kv, blocks, line, ring, copier), session
 
 
-def engine_spec(setup: EngineSetup, config: ModelConfig) -> EngineSpec:
+def engine_spec(setup: EngineSetup) -> EngineSpec:
     """What the other side must know of the engine."""
+    config = setup.model
     groups = tuple(
         GroupSpec(
             name=name,

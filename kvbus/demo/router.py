@@ -5,6 +5,7 @@ Refuses to leave an offer behind: the offer of a request that failed after it is
 
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import count
 
 import anyio
 
@@ -45,10 +46,10 @@ class Router:
             ready = await engine.answer(NO_REQUEST, Ready)
             self._endpoints.append(ready.agent_endpoint)
 
-    async def serve_all(self, on_served: Callable[[], None]) -> None:
-        """All requests, some of them in flight at a time."""
+    async def serve_all(self, on_ended: Callable[[int], None]) -> None:
+        """All requests, some in flight at a time; ``on_ended`` is told how many have ended."""
         numbers = iter(range(self._options.requests))
-        prompts = self._options.prompts
+        prompts, num_ended = self._options.prompts, count(1)
 
         async def serve_in_turn() -> None:
             for number in numbers:
@@ -60,7 +61,7 @@ class Router:
                     served.failed = error
                 for engine in self._engines:
                     engine.forget(served.request_id)
-                on_served()
+                on_ended(next(num_ended))
 
         async with anyio.create_task_group() as tasks:
             for _ in range(self._options.concurrency):

@@ -53,11 +53,11 @@ def last_step(
     return step
 
 
-def setup_of(shape: EngineShape) -> EngineSetup:
+def setup_of(config: ModelConfig, shape: EngineShape) -> EngineSetup:
     return EngineSetup(
         engine_id="engine-0",
         attach_path="/nowhere",
-        model=ModelConfig(),
+        model=config,
         shape=shape,
         concurrency=1,
         max_prompt_tokens=len(PROMPT),
@@ -79,7 +79,7 @@ class CachedRequest:
         cls, model: Transformer, *, shape: EngineShape, seed: int, tail_only: bool = False
     ) -> "CachedRequest":
         """With ``tail_only``, it has no blocks for what a window has left behind."""
-        groups = engine_spec(setup_of(shape), model.config).groups
+        groups = engine_spec(setup_of(model.config, shape)).groups
         num_blocks = 5 + max(
             len(prefill_blocks(group, len(PROMPT) + NUM_STEPS)) for group in groups
         )

@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 
 import anyio
 import httpx
-from anyio.abc import TaskGroup
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -17,13 +16,7 @@ from starlette.routing import Route
 
 from kvbus.errors import PeerLost
 from kvbus.integrations.proxy.access_log import AccessLog
-from kvbus.integrations.proxy.bodies import (
-    ClientRequest,
-    ServerRequest,
-    TransferParams,
-    passed_on,
-    refusal,
-)
+from kvbus.integrations.proxy.bodies import ServerRequest, passed_on, refusal
 from kvbus.integrations.proxy.forwarding import Forwarding
 from kvbus.integrations.proxy.options import ProxyOptions
 from kvbus.integrations.proxy.releases import TicketReleases
@@ -44,14 +37,13 @@ class Proxy:
         self._access_log = AccessLog()
         self._upstream = Upstream(options)
         self._releases = TicketReleases(options, self._upstream, self._decode)
-        self._tasks: TaskGroup | None = None
         forwarding = Forwarding(
             options,
             self._access_log,
             self._upstream,
             prefill=self._prefill,
             decode=self._decode,
-            on_unused=self._release,
+            releases=self._releases,
         )
         self.asgi = Starlette(
             routes=[
@@ -71,19 +63,15 @@ class Proxy:
         async with self._upstream.client, checks, anyio.create_task_group() as tasks:
             await check_health(checks, self._servers)
             tasks.start_soon(self._check_health, checks)
-            self._tasks = tasks
+            self._releases.tasks = tasks
             yield
-            self._tasks = None
+            self._releases.tasks = None
             tasks.cancel_scope.cancel()
 
     async def _check_health(self, client: httpx.AsyncClient) -> None:
         while True:
             await anyio.sleep(self._options.health_interval_s)
             await check_health(client, self._servers)
-
-    def _release(self, request: ClientRequest, params: TransferParams) -> None:
-        if self._tasks is not None:
-            self._releases.start(self._tasks, request, params)
 
     async def _show_health(self, _: Request) -> Response:
         ready = self._prefill.any_healthy and self._decode.any_healthy

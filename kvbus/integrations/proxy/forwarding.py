@@ -6,7 +6,6 @@ Refuses requests past the limit and bodies that it cannot read, to read the tick
 second decode server once one may have used the ticket. Notices a client that leaves.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import anyio
@@ -33,12 +32,11 @@ from kvbus.integrations.proxy.bodies import (
     why_alone,
 )
 from kvbus.integrations.proxy.options import IfPrefillFails, ProxyOptions
+from kvbus.integrations.proxy.releases import TicketReleases
 from kvbus.integrations.proxy.servers import Server, ServerPool
 from kvbus.integrations.proxy.upstream import Upstream, translated
 
 ASK_FOR_TICKET: TransferParams = {"do_remote_decode": True}
-
-OnUnused = Callable[[ClientRequest, TransferParams], None]
 
 
 class Forwarding:
@@ -48,7 +46,7 @@ class Forwarding:
     failed, and the next one in turn is asked; when all have, ``if_prefill_fails`` decides. A 4xx is
     the client's mistake, and the client's response. A decode server that cannot be reached has not
     seen the ticket, so the next one gets it; any other end is the client's response. A ticket that
-    no decode server was sent goes to ``on_unused``.
+    no decode server was sent is released.
     """
 
     def __init__(
@@ -59,10 +57,10 @@ class Forwarding:
         *,
         prefill: ServerPool,
         decode: ServerPool,
-        on_unused: OnUnused,
+        releases: TicketReleases,
     ) -> None:
         self._options, self._access_log, self._upstream = options, access_log, upstream
-        self._prefill, self._decode, self._on_unused = prefill, decode, on_unused
+        self._prefill, self._decode, self._releases = prefill, decode, releases
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -119,7 +117,7 @@ class Forwarding:
             await self._decoded(request.record, to_decode, send)
         finally:
             if params is not None and not to_decode.sent:
-                self._on_unused(request, params)
+                self._releases.start(request, params)
 
     async def _prefilled(self, request: ClientRequest) -> TransferParams | Response | None:
         """The ticket, None to decode without one, or what the client is told at once."""
