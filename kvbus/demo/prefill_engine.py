@@ -66,8 +66,8 @@ class PrefillRequests:
         engine, prompt = self._engine, encode(work.prompt)
         tables = await engine.take(lambda group: prefill_blocks(group, len(prompt)))
         passes = self._compute(prompt, tables)
-        done = [await anext(passes)] if self._chunk is None else []
         try:
+            done = [await anext(passes)] if self._chunk is None else []
             if self._host is None:
                 await self._offer(work, tables, passes, done)
             else:

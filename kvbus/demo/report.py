@@ -57,34 +57,19 @@ class Served:
         return self.decoded.fetched_at_s - self.prefilled.computed_at_s
 
 
-@dataclass(frozen=True, slots=True)
-class Leaks:
-    """What is still held when nothing runs any more: blocks by engine, offers, fetches."""
-
-    prefill_blocks: int
-    decode_blocks: int
-    offers: int
-    fetches: int
-
-    @property
-    def total(self) -> int:
-        """All of it; 0 is the only good figure."""
-        return self.prefill_blocks + self.decode_blocks + self.offers + self.fetches
-
-
 @dataclass(slots=True)
 class DemoReport:
     """A run, as far as it has come.
 
-    ``alone`` are the steps of the model run alone, by prompt, ``leaks`` None until they are
-    counted. ``trouble`` says what ended the run early, or what did not end well; ``ended_by`` is
-    the signal that did.
+    ``alone`` are the steps of the model run alone, by prompt. ``leaks`` is what is held when
+    nothing runs any more, by its name, None until it is counted. ``trouble`` says what ended the
+    run early, or what did not end well; ``ended_by`` is the signal that did.
     """
 
     options: DemoOptions
     served: list[Served] = field(default_factory=list)
     alone: dict[str, list[Step]] = field(default_factory=dict)
-    leaks: Leaks | None = None
+    leaks: dict[str, int] | None = None
     trouble: list[str] = field(default_factory=list)
     ended_by: Signals | None = None
 
@@ -120,10 +105,15 @@ class DemoReport:
         return self.options.requests - len(self.handoffs) - self.failures.total()
 
     @property
+    def num_leaked(self) -> int | None:
+        """All that is still held; 0 is the only good figure."""
+        return None if self.leaks is None else sum(self.leaks.values())
+
+    @property
     def ok(self) -> bool:
         """All outputs match, nothing is leaked, and nothing went wrong."""
         is_whole = self.num_matched == self.options.requests and not self.trouble
-        return is_whole and self.leaks is not None and not self.leaks.total
+        return is_whole and self.num_leaked == 0
 
     def summary(self) -> dict[str, Any]:
         """The figures for ``--json``; ``leaked_blocks`` is null in a run that ended early."""
@@ -140,7 +130,7 @@ class DemoReport:
             "handoff_ms": _quantiles_ms([one.handoff_s for one in handoffs]),
             "after_prefill_ms": _quantiles_ms([s for s in after_prefill if s is not None]),
             "paths": Counter(handoff.path for handoff in handoffs),
-            "leaked_blocks": self.leaks.total if self.leaks is not None else None,
+            "leaked_blocks": self.num_leaked,
             "prefill": asdict(options.shape("prefill")),
             "decode": asdict(options.shape("decode")),
             "model": {name: getattr(options.model, name) for name in VARIED},
@@ -201,20 +191,13 @@ def _summary_lines(report: DemoReport) -> Iterator[Text]:
         yield Text(f"{count} failed: {why}", style=FAILED)
     if report.num_unfinished:
         yield Text(f"{report.num_unfinished} did not finish", style=FAILED)
-    yield _leak_line(report.leaks)
-
-
-def _leak_line(leaks: Leaks | None) -> Text:
-    if leaks is None:
-        return Text("what is still held was not counted", style=FAILED)
-    if not leaks.total:
-        return Text("every block came back", style=DONE)
-    return Text(
-        f"still held: {leaks.prefill_blocks} blocks of the prefill engine,"
-        f" {leaks.decode_blocks} of the decode engine,"
-        f" {leaks.offers} offers, {leaks.fetches} fetches",
-        style=FAILED,
-    )
+    if report.leaks is None:
+        yield Text("what is still held was not counted", style=FAILED)
+    elif report.num_leaked:
+        held = ", ".join(f"{number} {what}" for what, number in report.leaks.items())
+        yield Text(f"still held: {held}", style=FAILED)
+    else:
+        yield Text("every block came back", style=DONE)
 
 
 def _quantiles(ms: Mapping[str, float]) -> str:

@@ -22,9 +22,9 @@ from kvbus.demo.messages import (
     Settle,
     Settled,
 )
-from kvbus.demo.processes import EngineLine, Processes
+from kvbus.demo.processes import ROLES, Processes
 from kvbus.demo.prompts import encode
-from kvbus.demo.report import DemoReport, Leaks, Served
+from kvbus.demo.report import DemoReport, Served
 from kvbus.errors import RequestRefused
 from kvbus.protocol.peer import PeerWithdraw, Status
 from kvbus.protocol.ticket import Ticket
@@ -69,14 +69,15 @@ class Router:
 
     async def count_leaks(self) -> None:
         """What engines and agents hold after the last request."""
-        prefill_blocks = await _num_blocks_held(self._prefill)
-        decode_blocks = await _num_blocks_held(self._decode)
+        leaks = {}
+        for role, engine in zip(ROLES, self._engines, strict=True):
+            await engine.tell(Settle(NO_REQUEST))
+            settled = await engine.answer(NO_REQUEST, Settled)
+            leaks[f"blocks of the {role} engine"] = settled.num_blocks_held
         counts: dict[str, int] = {}
         for endpoint in self._endpoints:
             counts |= (await ask_agent(endpoint, Status(), timeout_s=ASK_TIMEOUT_S)).counts
-        self._report.leaks = Leaks(
-            prefill_blocks, decode_blocks, counts["offers"], counts["fetches"]
-        )
+        self._report.leaks = leaks | {what: counts[what] for what in ("offers", "fetches")}
 
     async def _hand_off(self, served: Served) -> None:
         """The ticket goes to decode at once, the first token when prefill is done."""
@@ -97,11 +98,6 @@ class Router:
         except RequestRefused:
             await _withdraw(Ticket.from_json(ticket))
             raise
-
-
-async def _num_blocks_held(engine: EngineLine) -> int:
-    await engine.tell(Settle(NO_REQUEST))
-    return (await engine.answer(NO_REQUEST, Settled)).num_blocks_held
 
 
 async def _withdraw(ticket: Ticket) -> None:

@@ -15,7 +15,7 @@ from kvbus.demo.messages import Decoded, Prefilled, Step
 from kvbus.demo.model_config import MAX_KV_HEADS, MAX_TP, Attention, ModelConfig
 from kvbus.demo.options import DemoOptions, EngineShape, Layout, ReadPath
 from kvbus.demo.processes import write_agent_config
-from kvbus.demo.report import DemoReport, Leaks, Served
+from kvbus.demo.report import DemoReport, Served
 from kvbus.errors import ErrorCode, RequestRefused
 from kvbus.protocol.engine import StageTimes
 from tests.agents import Agents, agents_ended
@@ -84,7 +84,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[DemoOptions]:
 
     async def run(options: DemoOptions, _: object) -> DemoReport:
         runs.append(options)
-        return DemoReport(options, leaks=Leaks(0, 0, 0, 0))
+        return DemoReport(options, leaks={})
 
     monkeypatch.setattr(command, "run_demo", run)
     return runs
@@ -168,6 +168,40 @@ def test_a_run_that_ended_early_shows_what_it_has(monkeypatch: pytest.MonkeyPatc
     assert (figures["trouble"], figures["leaked_blocks"]) == (["the decode agent was ended"], None)
     for said in ("1 of 4 outputs equal", "1 failed: busy: no room", "2 did not finish", "?"):
         assert said in result.stdout
+
+
+@pytest.mark.parametrize("digest", ["b", "other"])
+def test_an_output_of_the_same_tokens_matches_by_its_digests_only(digest: str) -> None:
+    prefilled = Prefilled("r", Step(1, "a"), 3, 0.0)
+    decoded = Decoded("r", [Step(2, digest)], 4096, "direct", 0.5, 0.5, StageTimes())
+    alone = {"prompt": [Step(1, "a"), Step(2, "b")]}
+    served = [Served("r", "prompt", prefilled, decoded)]
+
+    report = DemoReport(DemoOptions(requests=1), served, alone, leaks={"offers": 0})
+
+    assert (report.num_matched, report.ok) == ((1, True) if digest == "b" else (0, False))
+
+
+@pytest.mark.parametrize("leaks", [None, {"offers": 0, "fetches": 1}])
+def test_what_is_still_held_or_not_counted_fails_the_run(
+    monkeypatch: pytest.MonkeyPatch, leaks: dict[str, int] | None
+) -> None:
+    steps = [Step(1, "a"), Step(2, "b")]
+
+    async def run(options: DemoOptions, _: object) -> DemoReport:
+        prefilled = Prefilled("r", steps[0], 3, 0.0)
+        decoded = Decoded("r", steps[1:], 4096, "direct", 0.5, 0.5, StageTimes())
+        served = [Served("r", "prompt", prefilled, decoded)]
+        return DemoReport(options, served, alone={"prompt": steps}, leaks=leaks)
+
+    monkeypatch.setattr(command, "run_demo", run)
+
+    result = kvbus("demo", "--requests", "1", "--json")
+
+    figures = json.loads(result.stdout.splitlines()[-1])
+    assert (result.exit_code, figures["matched"]) == (1, 1)
+    assert figures["leaked_blocks"] == (None if leaks is None else 1)
+    assert ("still held: 0 offers, 1 fetches" in result.stdout) == (leaks is not None)
 
 
 @pytest.mark.parametrize("path", ReadPath)
