@@ -28,12 +28,10 @@ from vllm.v1.request import Request, RequestStatus
 from kvbus.bench.processes import agent
 from kvbus.engine import share_tensor
 from kvbus.geometry import EngineSpec, GroupSpec, KvLayout, lay_out_rank
-from kvbus.integrations.vllm.arrivals import Arrivals
-from kvbus.integrations.vllm.link import AgentLink
+from kvbus.integrations.vllm.early_completions import EarlyCompletions
 from kvbus.integrations.vllm.options import ConnectorOptions
 from kvbus.integrations.vllm.scheduler_side import SchedulerSide
-from kvbus.integrations.vllm.sessions import memory_session
-from kvbus.integrations.vllm.sharing import SharedRank
+from kvbus.integrations.vllm.sessions import memory_link
 
 GROUP = GroupSpec("full", (0, 1), 32, 2, 64, "float32")
 NUM_BLOCKS = 512
@@ -48,8 +46,7 @@ def scheduler(attach: Path, name: str) -> Iterator[SchedulerSide]:
     rank = lay_out_rank(spec, 0, KvLayout.parse("HND"), num_blocks=NUM_BLOCKS)
     buffer = torch.zeros(rank.segments[0].size_bytes, dtype=torch.uint8)
     with share_tensor(buffer) as storage:
-        shared = SharedRank(rank, {rank.segments[0].segment_id: storage})
-        memory = AgentLink("memory", lambda: memory_session(attach, spec, shared))
+        memory = memory_link(attach, spec, rank, {rank.segments[0].segment_id: storage})
         side = SchedulerSide(ConnectorOptions(str(attach)), spec)
         side.meet_workers(())
         try:
@@ -101,11 +98,11 @@ def load(side: SchedulerSide, number: int, params: dict[str, Any]) -> None:
 
 def steps_us(side: SchedulerSide, num_steps: int) -> list[float]:
     """Microseconds of each step."""
-    arrivals = Arrivals()
+    completions = EarlyCompletions()
     times = []
     for _ in range(num_steps):
         start = time.perf_counter_ns()
-        arrivals.take(pickle.loads(pickle.dumps(side.step())))  # noqa: S301 - of this process
+        completions.take(pickle.loads(pickle.dumps(side.step())))  # noqa: S301 - of this process
         times.append((time.perf_counter_ns() - start) / 1e3)
     return times
 

@@ -17,8 +17,8 @@ from kvbus.engine import DecodeSession, KvCache, MemorySession, PrefillSession
 from kvbus.engine.bounce import (
     HostDecode,
     HostOffer,
+    HostPool,
     HostPrefill,
-    HostRing,
     LocalCopier,
 )
 from kvbus.geometry import EngineSpec
@@ -33,7 +33,7 @@ PIECE_BYTES = 4096
 class HostEngine(Engine):
     """``caches`` are the device's; ``host`` goes between them and the ring."""
 
-    ring: HostRing
+    ring: HostPool
     host: HostPrefill | HostDecode
     total: int = 1000
     """Tokens that an open offer will have."""
@@ -152,7 +152,7 @@ async def host_engine(
         await control.register()
         await control.ready()
         caches = [private_cache(spec, rank, memory, num_blocks) for rank in range(spec.num_ranks)]
-        ring, copier = HostRing(ring_blocks), LocalCopier(buffers, wrap_copy(device_copy(caches)))
+        ring, copier = HostPool(ring_blocks), LocalCopier(buffers, wrap_copy(device_copy(caches)))
         if isinstance(control, PrefillSession):
             host: Any = HostPrefill(control, ring, copier, piece_bytes=piece_bytes)
         else:

@@ -53,7 +53,7 @@ class Group:
 def group(
     name: str, command: Sequence[str], *, log: Path, env: Mapping[str, str]
 ) -> Iterator[Group]:
-    """Run ``command`` in a session of its own, its output into ``log``; then end all of it."""
+    """Run ``command`` in a process group of its own, output into ``log``; then end all of it."""
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
@@ -61,7 +61,7 @@ def group(
             stdout=output,
             stderr=output,
             env={**os.environ, **env},
-            start_new_session=True,
+            process_group=0,
         )
     started = Group(name, process, log)
     try:

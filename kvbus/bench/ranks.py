@@ -13,7 +13,7 @@ import torch
 
 from kvbus.bench.shapes import GROUP, Shape
 from kvbus.engine import KvCache, MemorySession
-from kvbus.engine.bounce import CopyBlocks, Direction, HostBlocks, HostRing, LocalCopier
+from kvbus.engine.bounce import CopyBlocks, Direction, HostBlocks, HostPool, LocalCopier
 from kvbus.errors import GeometryError
 from kvbus.geometry import EngineSpec, RankSpec
 from kvbus.memory.threads import copy_on_one_thread
@@ -26,7 +26,7 @@ class Ranks:
     """The caches of all ranks; ``ring`` is what they go through when they are private memory."""
 
     caches: list[KvCache]
-    ring: tuple[HostRing, LocalCopier] | None = None
+    ring: tuple[HostPool, LocalCopier] | None = None
 
 
 async def open_ranks(
@@ -45,7 +45,7 @@ async def open_ranks(
     if not shape.host:
         return Ranks([await one.allocate(shape.layout, num_blocks=num_blocks) for one in sessions])
     copy_on_one_thread()  # else each block's copy waits for another thread to be woken
-    ring = HostRing({GROUP: max(1, num_blocks // 2)})
+    ring = HostPool({GROUP: max(1, num_blocks // 2)})
     buffers = [await one.allocate_ring(ring.num_blocks) for one in sessions]
     caches = [private_cache(spec, rank) for rank in shape.ranks(num_blocks)]
     return Ranks(caches, (ring, LocalCopier(buffers, block_copy(caches))))

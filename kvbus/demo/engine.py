@@ -30,7 +30,7 @@ from kvbus.demo.model import Generation, Transformer
 from kvbus.demo.options import Memory
 from kvbus.demo.paged_cache import LayerViews, PagedKV
 from kvbus.engine import DecodeSession, KvCache, MemorySession, PrefillSession
-from kvbus.engine.bounce import Copier, HostRing, LocalCopier
+from kvbus.engine.bounce import Copier, HostPool, LocalCopier
 from kvbus.errors import KVBusError, ProtocolError, leaves
 from kvbus.geometry import EngineSpec, GroupSpec, KvLayout, KvPart
 
@@ -52,7 +52,7 @@ class DemoEngine:
     kv: PagedKV
     blocks: BlockPool
     line: Line[Work]
-    ring: HostRing | None = None
+    ring: HostPool | None = None
     copier: Copier | None = None
     _device: CapacityLimiter = field(default_factory=lambda: CapacityLimiter(1))
 
@@ -87,7 +87,7 @@ class DemoEngine:
 
     async def _settle(self) -> int:
         """Wait for blocks that are on their way back, as long as some come; how many are held."""
-        pools: list[BlockPool | HostRing] = [self.blocks]
+        pools: list[BlockPool | HostPool] = [self.blocks]
         pools += [] if self.ring is None else [self.ring]
         before, held = -1, sum(pool.num_held for pool in pools)
         while held and held != before:
@@ -122,7 +122,7 @@ async def attached_engine(
         else:
             caches = [private_cache(spec, rank.rank, layout, num_blocks) for rank in ranks]
             share = setup.ring_share
-            ring = HostRing({group: max(1, round(share * n)) for group, n in num_blocks.items()})
+            ring = HostPool({group: max(1, round(share * n)) for group, n in num_blocks.items()})
             buffers = [await rank.allocate_ring(ring.num_blocks) for rank in ranks]
             copier = LocalCopier(buffers, device_copy(caches))
         session = await stack.enter_async_context(control(setup.attach_path, spec))

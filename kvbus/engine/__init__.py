@@ -1,7 +1,4 @@
-"""The SDK that engines import: sessions with a local agent, async and blocking.
-
-Refuses to move bytes: that is the agent's work. Of NIXL and ZeroMQ an engine sees nothing.
-"""
+"""The SDK that engines import: sessions with a local agent, async and blocking."""
 
 from kvbus.engine.blocking import BlockingDecode, BlockingMemory, BlockingPrefill
 from kvbus.engine.decode import DecodeSession

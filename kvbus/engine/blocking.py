@@ -1,99 +1,140 @@
 """The sessions for engines without an event loop: the same calls, from any thread, blocking.
 
-Refuses a second implementation: an event loop runs in a thread of its own, and every call is the
-async one. What an engine polls in its step loop (`take_released`, `take_fetched`) is a
-look-up that never waits.
+What an engine polls in its step loop (`take_released`, `take_fetched`) never waits.
 """
 
-import contextlib
-from collections.abc import Awaitable, Callable, Mapping
+import functools
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from contextlib import ExitStack, asynccontextmanager
+from functools import partial
+from inspect import isawaitable
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Generic, Protocol, Self, TypeVar
+from typing import Concatenate, Generic, ParamSpec, Self, TypeVar, cast, overload
 
 import torch
-from anyio.from_thread import BlockingPortal, start_blocking_portal
 
 from kvbus.engine.bounce.buffer import HostBuffer
-from kvbus.engine.decode import BlockIds, DecodeSession
+from kvbus.engine.bounce.prefill import HostOffer
+from kvbus.engine.bounce.sizing import HOST_LAYOUT
+from kvbus.engine.decode import DecodeSession
 from kvbus.engine.fetch import Fetch
-from kvbus.engine.memory import KvCache, MemorySession
-from kvbus.engine.prefill import Offer, PrefillSession
-from kvbus.engine.session import EngineSession, Others
+from kvbus.engine.memory import KvCache, MemorySession, Storage, allocate_storage
+from kvbus.engine.prefill import BlockIds, Offer, PrefillSession
+from kvbus.engine.session import ControlSession, EngineSession, Others
+from kvbus.engine.thread import SessionThread
 from kvbus.errors import ClosedError
-from kvbus.geometry import EngineSpec, KvLayout, RankSpec
-from kvbus.memory.cuda import CudaStorage
-from kvbus.memory.storage import SharedStorage
+from kvbus.geometry import EngineSpec, KvLayout, RankSpec, lay_out_rank
 from kvbus.protocol.engine import BlocksFreed, Fetched, Outcome, Released
 
 S = TypeVar("S", bound=EngineSession)
+C = TypeVar("C", bound=ControlSession)
 T = TypeVar("T")
+P = ParamSpec("P")
 
 
-class Releasable(Protocol):
-    """An `Offer`, or what has one."""
+@overload
+def blocking(
+    method: Callable[Concatenate[S, P], Awaitable[T]],
+) -> Callable[Concatenate["Blocking[S]", P], T]: ...
+@overload
+def blocking(
+    method: Callable[Concatenate[S, P], T],
+) -> Callable[Concatenate["Blocking[S]", P], T]: ...
+def blocking(
+    method: Callable[Concatenate[S, P], Awaitable[T] | T],
+) -> Callable[Concatenate["Blocking[S]", P], T]:
+    """``method`` of a session, called in the session's thread, where all of its calls belong."""
 
-    @property
-    def offer_id(self) -> str: ...
+    @functools.wraps(method)
+    def call(self: "Blocking[S]", *args: P.args, **kwargs: P.kwargs) -> T:
+        async def in_thread() -> T:
+            result = method(self.session, *args, **kwargs)
+            return await result if isawaitable(result) else result
 
-    async def released(self) -> Outcome: ...
+        return self.run(in_thread)
+
+    return cast("Callable[Concatenate[Blocking[S], P], T]", call)
 
 
 class Blocking(Generic[S]):
-    """A session and the thread that its event loop runs in; open within ``with``."""
+    """A session in a thread of its own, as ``make`` makes it; open within ``with``.
 
-    def __init__(self, session: S) -> None:
-        self.session = session
-        self._stack = contextlib.ExitStack()
-        self._portal: BlockingPortal | None = None
+    With ``reconnect`` it outlives its agent: once the agent is back, there is a new session, for
+    which the engine's memory, or the engine, is registered again. Calls in between raise
+    `PeerLost`. What was offered or fetched before has failed, and is taken like all that ended.
+    """
+
+    def __init__(self, make: Callable[[], S], *, reconnect: bool) -> None:
+        self._make, self._reconnect = make, reconnect
+        self._thread: SessionThread[S] | None = None
+        self._session: S | None = None
+        self._num_sessions = 0
 
     def __enter__(self) -> Self:
-        with contextlib.ExitStack() as stack:
-            self._portal = stack.enter_context(start_blocking_portal())
-            stack.enter_context(self._portal.wrap_async_context_manager(self.session))
-            self._stack = stack.pop_all()
+        name = f"the {type(self).__name__} session"
+        self._thread = SessionThread(name, self._open, reconnect=self._reconnect)
+        try:
+            self._thread.wait_first()
+        except BaseException:
+            self._thread.close()
+            raise
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._stack.close()
+    def __exit__(self, *exc: object) -> None:
+        if self._thread is not None:
+            self._thread.close()
+
+    @property
+    def session(self) -> S:
+        """The latest session; raises `ClosedError` before the first."""
+        if self._session is None:
+            raise ClosedError("the session is not open")
+        return self._session
+
+    @property
+    def num_reconnects(self) -> int:
+        """How often there was a new session."""
+        return max(0, self._num_sessions - 1)
 
     def ready(self) -> None:
         """`EngineSession.ready`."""
         self.run(self.session.ready)
 
-    def _take(self, ended: dict[str, T]) -> list[T]:
-        """Empty ``ended`` while the session's thread may add to it."""
-        if not ended and self.session.lost is not None:
-            raise self.session.lost
-        return [ended.pop(key) for key in list(ended)]
-
     def run(self, call: Callable[[], Awaitable[T]]) -> T:
         """What ``call`` returns in the session's thread, where all of its async calls belong."""
-        return self._open_portal().call(call)
+        return self._open_thread().run(call)
 
     def start(self, call: Callable[[], Awaitable[T]]) -> Future[T]:
         """As `run`, without waiting."""
-        return self._open_portal().start_task_soon(call)
+        return self._open_thread().start(call)
 
-    def opened(self, part: AbstractAsyncContextManager[T]) -> AbstractContextManager[T]:
-        """``part`` of the session, entered and left in the session's thread."""
-        return self._open_portal().wrap_async_context_manager(part)
+    @asynccontextmanager
+    async def _open(self) -> AsyncIterator[S]:
+        async with self._make() as session:
+            if self._session is not None:
+                await self._restore(session)
+            self._session = session
+            self._num_sessions += 1
+            yield session
 
-    def _open_portal(self) -> BlockingPortal:
-        if self._portal is None:
+    async def _restore(self, session: S) -> None:
+        """Tell a new session's agent what the one before was told."""
+
+    def _take(self, ended: dict[str, T]) -> list[T]:
+        """Empty ``ended`` while the session's thread may add to it."""
+        if not ended and not self._reconnect and self.session.lost is not None:
+            raise self.session.lost
+        return [ended.pop(key) for key in list(ended)]
+
+    def _open_thread(self) -> SessionThread[S]:
+        if self._thread is None:
             raise ClosedError("the session is not open")
-        return self._portal
+        return self._thread
 
 
 class BlockingMemory(Blocking[MemorySession]):
-    """`MemorySession`, blocking."""
+    """`MemorySession`, blocking. What it allocates outlives a session and ends with this."""
 
     def __init__(
         self,
@@ -102,10 +143,19 @@ class BlockingMemory(Blocking[MemorySession]):
         rank: int,
         *,
         attach_timeout_s: float = 0.0,
+        reconnect: bool = False,
     ) -> None:
+        self._engine, self._rank = engine, rank
+        self._storages = ExitStack()
+        self._register: Callable[[MemorySession], Awaitable[None]] | None = None
         super().__init__(
-            MemorySession(attach_path, engine, rank, attach_timeout_s=attach_timeout_s)
+            partial(MemorySession, attach_path, engine, rank, attach_timeout_s=attach_timeout_s),
+            reconnect=reconnect,
         )
+
+    def __exit__(self, *exc: object) -> None:
+        super().__exit__(*exc)
+        self._storages.close()
 
     def allocate(
         self,
@@ -116,75 +166,80 @@ class BlockingMemory(Blocking[MemorySession]):
         direct: bool = True,
     ) -> KvCache:
         """`MemorySession.allocate`."""
-        return self.run(
-            lambda: self.session.allocate(
-                layout, num_blocks=num_blocks, device=device, direct=direct
-            )
-        )
+        rank = lay_out_rank(self._engine, self._rank, layout, num_blocks=num_blocks)
+        return KvCache(self._engine, rank, self._share(rank, device, direct=direct))
 
     def allocate_ring(self, num_blocks: Mapping[str, int]) -> HostBuffer:
         """`MemorySession.allocate_ring`."""
-        return self.run(lambda: self.session.allocate_ring(num_blocks))
+        rank = lay_out_rank(self._engine, self._rank, HOST_LAYOUT, num_blocks=num_blocks)
+        return HostBuffer(self._engine, rank, self._share(rank, "cpu", direct=True))
 
     def register(
-        self,
-        rank: RankSpec,
-        storages: Mapping[str, SharedStorage | CudaStorage],
-        *,
-        direct: bool = True,
+        self, rank: RankSpec, storages: Mapping[str, Storage], *, direct: bool = True
     ) -> None:
         """`MemorySession.register`."""
-        self.run(lambda: self.session.register(rank, storages, direct=direct))
+
+        async def register(session: MemorySession) -> None:
+            await session.register(rank, storages, direct=direct)
+
+        self.run(lambda: register(self.session))
+        self._register = register
 
     def record(self, stream: torch.cuda.Stream | None = None) -> None:
         """`MemorySession.record`, for the stream of the thread that calls it."""
         self.session.record(stream)
 
+    def _share(self, rank: RankSpec, device: torch.device | str, *, direct: bool) -> torch.Tensor:
+        storage = allocate_storage(self._engine, rank, device)
+        self._storages.callback(storage.close)
+        self.register(rank, {rank.segments[0].segment_id: storage}, direct=direct)
+        return storage.tensor
 
-class BlockingPrefill(Blocking[PrefillSession]):
-    """`PrefillSession`, blocking."""
+    async def _restore(self, session: MemorySession) -> None:
+        if self._register is not None:
+            await self._register(session)
+
+
+class BlockingControl(Blocking[C]):
+    """A control session, blocking; see `PrefillSession` and `DecodeSession`."""
+
+    _kind: Callable[..., C]
+    _others: Others | None = None
 
     def __init__(
-        self, attach_path: str | Path, engine: EngineSpec, *, attach_timeout_s: float = 0.0
+        self,
+        attach_path: str | Path,
+        engine: EngineSpec,
+        *,
+        attach_timeout_s: float = 0.0,
+        reconnect: bool = False,
     ) -> None:
-        self._released: dict[str, Released] = {}
-        super().__init__(
-            PrefillSession(
-                attach_path,
-                engine,
-                attach_timeout_s=attach_timeout_s,
-                on_released=self._on_released,
-            )
-        )
-
-    def _on_released(self, released: Released) -> None:
-        self._released[released.offer_id] = released
+        make = partial(self._kind, attach_path, engine, attach_timeout_s=attach_timeout_s)
+        super().__init__(partial(make, **self._callbacks()), reconnect=reconnect)
 
     def register(self, *, others: Others = ()) -> None:
-        """`PrefillSession.register`."""
+        """`ControlSession.register`."""
         self.run(lambda: self.session.register(others=others))
+        self._others = others
 
-    def offer(
-        self,
-        request_id: str,
-        *,
-        num_tokens: int,
-        block_ids: BlockIds,
-        sealed: bool = True,
-        ttl_s: float | None = None,
-        first_blocks: Mapping[str, int] | None = None,
-    ) -> Offer:
-        """`PrefillSession.offer`; use the other methods here, not those of the offer."""
-        return self.run(
-            lambda: self.session.offer(
-                request_id,
-                num_tokens=num_tokens,
-                block_ids=block_ids,
-                sealed=sealed,
-                ttl_s=ttl_s,
-                first_blocks=first_blocks,
-            )
-        )
+    def _callbacks(self) -> dict[str, Callable[..., None]]:
+        raise NotImplementedError
+
+    async def _restore(self, session: C) -> None:
+        if self._others is not None:
+            await session.register(others=self._others)
+            await session.ready()
+
+
+class BlockingPrefill(BlockingControl[PrefillSession]):
+    """`PrefillSession`, blocking; of offers, use the methods here and not their own."""
+
+    _kind = PrefillSession
+    offer = blocking(PrefillSession.offer)
+
+    def _callbacks(self) -> dict[str, Callable[..., None]]:
+        self._released: dict[str, Released] = {}
+        return {"on_released": lambda one: self._released.update({one.offer_id: one})}
 
     def extend(self, offer: Offer, num_tokens: int, block_ids: BlockIds | None = None) -> None:
         """`Offer.extend`."""
@@ -198,71 +253,34 @@ class BlockingPrefill(Blocking[PrefillSession]):
         """`Offer.withdraw`."""
         self.run(offer.withdraw)
 
-    def wait_released(self, offer: Releasable) -> Outcome:
+    def wait_released(self, offer: Offer | HostOffer) -> Outcome:
         """`Offer.released`; `take_released` does not return this offer any more."""
-        outcome = self.run(offer.released)
-        self._released.pop(offer.offer_id, None)
-        return outcome
+        try:
+            return self.run(offer.released)
+        finally:
+            self._released.pop(offer.offer_id, None)
 
     def take_released(self) -> list[Released]:
-        """The offers that ended since the last call; never waits.
+        """The offers that ended since the last call, by a loss with ``failed``; never waits.
 
-        Raises why the session was lost, once nothing is left to take.
+        Without ``reconnect``, raises why the session was lost once nothing is left to take.
         """
         return self._take(self._released)
 
 
-class BlockingDecode(Blocking[DecodeSession]):
-    """`DecodeSession`, blocking."""
+class BlockingDecode(BlockingControl[DecodeSession]):
+    """`DecodeSession`, blocking; of fetches, use the methods here and not their own."""
 
-    def __init__(
-        self, attach_path: str | Path, engine: EngineSpec, *, attach_timeout_s: float = 0.0
-    ) -> None:
+    _kind = DecodeSession
+    fetch = blocking(DecodeSession.fetch)
+
+    def _callbacks(self) -> dict[str, Callable[..., None]]:
         self._fetched: dict[str, Fetched] = {}
         self._freed: dict[str, BlocksFreed] = {}
-        super().__init__(
-            DecodeSession(
-                attach_path,
-                engine,
-                attach_timeout_s=attach_timeout_s,
-                on_fetched=self._on_fetched,
-                on_blocks_freed=self._on_blocks_freed,
-            )
-        )
-
-    def _on_fetched(self, fetched: Fetched) -> None:
-        self._fetched[fetched.fetch_id] = fetched
-
-    def _on_blocks_freed(self, freed: BlocksFreed) -> None:
-        self._freed[freed.fetch_id] = freed
-
-    def register(self, *, others: Others = ()) -> None:
-        """`DecodeSession.register`."""
-        self.run(lambda: self.session.register(others=others))
-
-    def fetch(
-        self,
-        ticket: Mapping[str, Any],
-        *,
-        num_tokens: int,
-        block_ids: BlockIds,
-        first_token: int = 0,
-        timeout_s: float | None = None,
-        zero_tail: bool = False,
-    ) -> Fetch:
-        """`DecodeSession.fetch`; use the other methods here, not those of the fetch."""
-
-        async def start() -> Fetch:
-            return self.session.fetch(
-                ticket,
-                num_tokens=num_tokens,
-                block_ids=block_ids,
-                first_token=first_token,
-                timeout_s=timeout_s,
-                zero_tail=zero_tail,
-            )
-
-        return self.run(start)
+        return {
+            "on_fetched": lambda one: self._fetched.update({one.fetch_id: one}),
+            "on_blocks_freed": lambda one: self._freed.update({one.fetch_id: one}),
+        }
 
     def cancel(self, fetch: Fetch) -> None:
         """`Fetch.cancel`."""
@@ -281,10 +299,9 @@ class BlockingDecode(Blocking[DecodeSession]):
         self._freed.pop(fetch.fetch_id, None)
 
     def take_fetched(self) -> list[Fetched]:
-        """The fetches that ended since the last call; never waits.
+        """The fetches that ended since the last call, by a loss with stage ``lost``; never waits.
 
-        Raises why the session was lost, once nothing is left to take; `wait_blocks_freed` then
-        tells of each other fetch whether its blocks may be used again.
+        Without ``reconnect``, raises why the session was lost once nothing is left to take.
         """
         return self._take(self._fetched)
 

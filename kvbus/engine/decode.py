@@ -12,7 +12,7 @@ from typing import Any
 import numpy.typing as npt
 
 from kvbus.engine.fetch import Fetch, OnFetched, OnLanded
-from kvbus.engine.session import EngineSession, Others
+from kvbus.engine.session import ControlSession
 from kvbus.errors import GeometryError, KVBusError, PeerLost, RequestRefused
 from kvbus.geometry import BlockTable, EngineSpec
 from kvbus.protocol.engine import AgentRole, BlocksFreed, Fetched, Landed, Outcome, StartFetch
@@ -23,11 +23,12 @@ BlockIds = Mapping[str, npt.ArrayLike]
 OnBlocksFreed = Callable[[BlocksFreed], None]
 
 
-class DecodeSession(EngineSession):
+class DecodeSession(ControlSession):
     """Registers a decode engine and fetches the KV of its requests.
 
-    The callbacks are for engines that do not wait for each fetch. They are not told of fetches that
-    are observed one by one, see `Fetch.when_ended`.
+    The callbacks are for engines that do not wait for each fetch; those that are left when the
+    session ends have failed with stage ``lost``. They are not told of fetches that are observed one
+    by one, see `Fetch.when_ended`.
     """
 
     serves = AgentRole.DECODE
@@ -50,15 +51,6 @@ class DecodeSession(EngineSession):
         )
         self._on_fetched, self._on_blocks_freed = on_fetched, on_blocks_freed
         self._fetches: dict[str, Fetch] = {}
-
-    async def register(self, *, others: Others = ()) -> None:
-        """Register this session as the engine's control session; its agent is the engine's home.
-
-        ``others`` says, for an engine whose ranks are spread over several agents, which ranks are
-        attached elsewhere, by the peer endpoint of each agent (``agent.peer_endpoint`` of a memory
-        session there). Ranks that are not named are attached here. Raises `RequestRefused`.
-        """
-        await self._register(None, others)
 
     def fetch(
         self,
@@ -108,17 +100,7 @@ class DecodeSession(EngineSession):
         if isinstance(reply, Empty) or self.lost is not None:
             return
         refused = isinstance(reply, RequestRefused)
-        self._end(
-            Fetched(
-                fetch_id=fetch.fetch_id,
-                request_id="",
-                outcome=Outcome.FAILED,
-                stage="requested",
-                blocks_free=refused,
-                code=reply.code.value,
-                message=reply.message,
-            )
-        )
+        self._end(_failed(fetch, reply, stage="requested", blocks_free=refused))
 
     def _on_notice(self, notice: Notice) -> None:
         if notice.op == Fetched.op:
@@ -154,9 +136,25 @@ class DecodeSession(EngineSession):
     def _on_lost(self, error: KVBusError) -> None:
         """A process that is gone does not write; other agents, or one that only lost us, may."""
         blocks_free = isinstance(error, PeerLost) and not self.others
-        for fetch in self._fetches.values():
-            fetch.lose(blocks_free=blocks_free)
+        for fetch in list(self._fetches.values()):
+            if fetch.notice is None:
+                self._end(_failed(fetch, error, stage="lost", blocks_free=blocks_free))
+            elif blocks_free:
+                self._free(BlocksFreed(fetch.fetch_id))
+            fetch.settle(blocks_free=blocks_free)
         self._fetches.clear()
+
+
+def _failed(fetch: Fetch, error: KVBusError, *, stage: str, blocks_free: bool) -> Fetched:
+    return Fetched(
+        fetch_id=fetch.fetch_id,
+        request_id="",
+        outcome=Outcome.FAILED,
+        stage=stage,
+        blocks_free=blocks_free,
+        code=error.code.value,
+        message=error.message,
+    )
 
 
 def _tables(

@@ -4,16 +4,12 @@ Refuses to end by itself: its session tells it what the agent said, or that nobo
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
-import anyio
-
+from kvbus.engine.latch import Latch
+from kvbus.engine.session import EngineSession
 from kvbus.errors import ErrorCode, FetchFailed, KVBusError
 from kvbus.protocol.engine import CancelFetch, Fetched, Outcome
 from kvbus.protocol.message import Empty
-
-if TYPE_CHECKING:
-    from kvbus.engine.decode import DecodeSession
 
 OnFetched = Callable[[Fetched], None]
 OnLanded = Callable[[int], None]
@@ -23,28 +19,23 @@ class Fetch:
     """One fetch of this engine."""
 
     def __init__(
-        self, session: "DecodeSession", fetch_id: str, on_landed: OnLanded | None = None
+        self, session: EngineSession, fetch_id: str, on_landed: OnLanded | None = None
     ) -> None:
-        self.fetch_id = fetch_id
-        self.on_landed = on_landed
+        self.fetch_id, self.on_landed = fetch_id, on_landed
         self._session = session
-        self._ended = anyio.Event()
-        self._settled = anyio.Event()
+        self._ended, self._freed, self._settled = Latch(), Latch(), Latch()
         self._fetched: Fetched | None = None
-        self._blocks_free = False
-        self._on_end: list[Callable[[], None]] = []
-        self._on_freed: list[Callable[[], None]] = []
         self.is_observed = False
 
     @property
     def notice(self) -> Fetched | None:
-        """How the fetch ended; None before that, and when its session ended first."""
+        """How the fetch ended, None before that; stage ``lost`` when its session ended first."""
         return self._fetched
 
     @property
     def are_blocks_free(self) -> bool:
         """Whether nothing can write into the blocks any more."""
-        return self._blocks_free
+        return self._freed.is_set
 
     async def completed(self) -> Fetched:
         """The notice of success: the KV is in the blocks, and valid.
@@ -55,10 +46,7 @@ class Fetch:
         await self._ended.wait()
         fetched = self._fetched
         if fetched is None:
-            lost = self._session.lost or KVBusError("the fetch ended without an outcome")
-            raise FetchFailed(
-                lost.message, code=lost.code, stage="lost", blocks_free=self._blocks_free
-            )
+            raise KVBusError("the fetch ended without an outcome")
         if fetched.outcome is Outcome.COMPLETED:
             return fetched
         raise FetchFailed(
@@ -78,7 +66,7 @@ class Fetch:
         blocks again; close the engine's other sessions and register new memory.
         """
         await self._settled.wait()
-        if not self._blocks_free:
+        if not self.are_blocks_free:
             raise self._session.lost or KVBusError("nobody says when the blocks are free")
 
     async def cancel(self) -> None:
@@ -91,46 +79,27 @@ class Fetch:
         The session's own callbacks are not told of this fetch any more.
         """
         self.is_observed = True
-        if self._ended.is_set():
-            call()
-        else:
-            self._on_end.append(call)
+        self._ended.when_set(call)
 
     def when_freed(self, call: Callable[[], None]) -> None:
         """Have ``call`` called when nothing can write into the blocks any more; or at once.
 
         Never called when nobody will say so, see `blocks_freed`.
         """
-        if self._blocks_free:
-            call()
-        else:
-            self._on_freed.append(call)
+        self._freed.when_set(call)
 
     def end(self, fetched: Fetched) -> None:
         """Called by the session: the fetch ended."""
         self._fetched = self._fetched or fetched
         if fetched.blocks_free:
             self.settle(blocks_free=True)
-        self._set_ended()
+        self._ended.set()
 
     def settle(self, *, blocks_free: bool) -> None:
         """Called by the session: the blocks are the engine's again, or will never be."""
-        self._blocks_free = blocks_free
+        if blocks_free:
+            self._freed.set()
         self._settled.set()
-        calls, self._on_freed = self._on_freed, []
-        for call in calls if blocks_free else ():
-            call()
-
-    def lose(self, *, blocks_free: bool) -> None:
-        """Called by the session: it ended before the fetch was over."""
-        self.settle(blocks_free=blocks_free)
-        self._set_ended()
-
-    def _set_ended(self) -> None:
-        self._ended.set()
-        calls, self._on_end = self._on_end, []
-        for call in calls:
-            call()
 
 
 def _known_code(code: str) -> ErrorCode:

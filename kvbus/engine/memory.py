@@ -1,6 +1,6 @@
-"""The memory session of one rank: its KV cache, or its ring of host blocks, shared with the agent.
+"""The memory session of one rank: its KV cache, or its host blocks, shared with the agent.
 
-Refuses memory that the agent cannot map: an engine on such a device copies through a ring.
+Refuses memory that the agent cannot map: an engine on such a device copies through host blocks.
 """
 
 from collections.abc import Mapping
@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from kvbus.engine.bounce.buffer import HostBuffer
-from kvbus.engine.bounce.sizing import RING_LAYOUT
+from kvbus.engine.bounce.sizing import HOST_LAYOUT
 from kvbus.engine.fetch import OnFetched
 from kvbus.engine.region_tensor import region_tensor
 from kvbus.engine.session import EngineSession
@@ -19,9 +19,11 @@ from kvbus.memory.cuda import CudaEvent, CudaStorage, allocate_cuda
 from kvbus.memory.segment import SharedSegment
 from kvbus.memory.storage import SharedStorage
 from kvbus.protocol.attach import PassCuda, PassSegment, SegmentPassed
-from kvbus.protocol.engine import Fetched
+from kvbus.protocol.engine import Fetched, Register
 from kvbus.protocol.envelope import Notice
 from kvbus.protocol.message import Empty, from_body
+
+Storage = SharedStorage | CudaStorage | SharedSegment
 
 
 class KvCache:
@@ -76,6 +78,7 @@ class MemorySession(EngineSession):
         self.rank = rank
         self._on_fetched = on_fetched
         self._event: CudaEvent | None = None
+        self._passed: list[CudaStorage] = []
 
     async def allocate(
         self,
@@ -93,38 +96,29 @@ class MemorySession(EngineSession):
         enough memory, or no such device.
         """
         rank = lay_out_rank(self.engine, self.rank, layout, num_blocks=num_blocks)
-        where = torch.device(device)
-        if where.type == "cuda":
-            storage = allocate_cuda(rank.segments[0].size_bytes, where)
-            await self.register(rank, {rank.segments[0].segment_id: storage})
-            return KvCache(self.engine, rank, storage.tensor)
-        if where.type != "cpu":
-            raise SegmentError(
-                f"no agent can open memory of {where}: use cpu, a cuda device, or a ring of host "
-                "blocks"
-            )
-        segment = await self._share(rank, direct=direct)
-        return KvCache(self.engine, rank, segment.tensor)
+        storage = allocate_storage(self.engine, rank, device)
+        return KvCache(self.engine, rank, await self._share(rank, storage, direct=direct))
 
     async def allocate_ring(self, num_blocks: Mapping[str, int]) -> HostBuffer:
-        """Allocate the rank's part of a ring of host blocks, and register it as its cache.
+        """Allocate the rank's host blocks, which its own copies go through, and register them.
 
         For an engine whose own cache no agent can map. Raises `SegmentError`, as `allocate` does.
         """
-        rank = lay_out_rank(self.engine, self.rank, RING_LAYOUT, num_blocks=num_blocks)
-        return HostBuffer(self.engine, rank, await self._share(rank, direct=True))
+        rank = lay_out_rank(self.engine, self.rank, HOST_LAYOUT, num_blocks=num_blocks)
+        storage = allocate_storage(self.engine, rank)
+        return HostBuffer(self.engine, rank, await self._share(rank, storage, direct=True))
 
     async def register(
         self,
         rank: RankSpec,
-        storages: Mapping[str, SharedStorage | CudaStorage],
+        storages: Mapping[str, Storage],
         *,
         direct: bool = True,
     ) -> None:
         """Register memory that the engine already had, and shared with `share_tensor`.
 
         ``storages`` are by segment id, as the regions of ``rank`` name them; ``direct`` as for
-        `allocate`. Those of a GPU are kept until the session is closed.
+        `allocate`. They stay the engine's, which closes them after this session.
         """
         if {segment.segment_id for segment in rank.segments} != storages.keys():
             raise GeometryError("storages and the rank's segments have different ids")
@@ -132,8 +126,12 @@ class MemorySession(EngineSession):
             if isinstance(storage, CudaStorage):
                 await self._pass_cuda(segment_id, storage)
             else:
-                await self._pass(segment_id, storage.fd, storage.size_bytes, direct=direct)
-        await self._register(rank, notices=self._on_fetched is not None)
+                message = PassSegment(
+                    segment_id=segment_id, size_bytes=storage.size_bytes, direct=direct
+                )
+                await self._call(message, SegmentPassed, (storage.fd,))
+        notices = self._on_fetched is not None
+        await self.request(Register(engine=self.engine, rank=rank, notices=notices), Empty)
 
     def record(self, stream: torch.cuda.Stream | None = None) -> None:
         """Mark what ``stream``, or the current one, of the rank's GPU was given so far.
@@ -150,18 +148,18 @@ class MemorySession(EngineSession):
         if self._on_fetched is not None and notice.op == Fetched.op:
             self._on_fetched(from_body(Fetched, notice.body))
 
-    async def _share(self, rank: RankSpec, *, direct: bool) -> SharedSegment:
-        """New shared memory for all of the rank, registered."""
-        wanted = rank.segments[0]
-        segment = SharedSegment(wanted.size_bytes, name=f"kvbus-{self.engine.engine_id}")
-        self._exit.callback(segment.close)
-        await self._pass(wanted.segment_id, segment.fd, segment.size_bytes, direct=direct)
-        await self._register(rank, notices=self._on_fetched is not None)
-        return segment
+    async def _share(
+        self, rank: RankSpec, storage: SharedSegment | CudaStorage, *, direct: bool
+    ) -> torch.Tensor:
+        """Register new memory, which ends with this session; returns all of its bytes."""
+        self._exit.callback(storage.close)
+        await self.register(rank, {rank.segments[0].segment_id: storage}, direct=direct)
+        return storage.tensor
 
     async def _pass_cuda(self, segment_id: str, storage: CudaStorage) -> None:
         if self._event is None:
             self._event = CudaEvent(storage.ordinal)
+        self._passed.append(storage)
         message = PassCuda(
             segment_id=segment_id,
             device=storage.device,
@@ -170,9 +168,19 @@ class MemorySession(EngineSession):
             size_bytes=storage.size_bytes,
             event=self._event.handle,
         )
-        self._exit.callback(storage.close)
         await self._call(message, Empty)
 
-    async def _pass(self, segment_id: str, fd: int, size_bytes: int, *, direct: bool) -> None:
-        message = PassSegment(segment_id=segment_id, size_bytes=size_bytes, direct=direct)
-        await self._call(message, SegmentPassed, (fd,))
+
+def allocate_storage(
+    engine: EngineSpec, rank: RankSpec, device: torch.device | str = "cpu"
+) -> SharedSegment | CudaStorage:
+    """Zeroed memory for all of a rank's one segment; raises `SegmentError`."""
+    size_bytes, where = rank.segments[0].size_bytes, torch.device(device)
+    if where.type == "cuda":
+        return allocate_cuda(size_bytes, where)
+    if where.type != "cpu":
+        raise SegmentError(
+            f"no agent can open memory of {where}: use cpu, a cuda device, or a buffer of host "
+            "blocks"
+        )
+    return SharedSegment(size_bytes, name=f"kvbus-{engine.engine_id}")

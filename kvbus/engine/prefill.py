@@ -6,14 +6,13 @@ the session is lost, as nobody can complete a read of them then.
 
 import asyncio
 from collections.abc import Callable, Mapping
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import anyio
 import numpy.typing as npt
 
-from kvbus.engine.session import EngineSession, Others
+from kvbus.engine.latch import Latch
+from kvbus.engine.session import ControlSession, EngineSession
 from kvbus.errors import GeometryError, KVBusError
 from kvbus.geometry import BlockTable, EngineSpec
 from kvbus.protocol.engine import (
@@ -36,14 +35,14 @@ OnReleased = Callable[[Released], None]
 class Offer:
     """One offer of this engine. ``ticket`` is a JSON-able dict for the decode engine."""
 
-    def __init__(self, session: "PrefillSession", made: OfferMade, ends: dict[str, int]) -> None:
-        self.offer_id = made.offer_id
+    def __init__(
+        self, session: EngineSession, request_id: str, made: OfferMade, ends: dict[str, int]
+    ) -> None:
+        self.offer_id, self.request_id = made.offer_id, request_id
         self.ticket: dict[str, Any] = dict(made.ticket)
-        self._session = session
-        self._ends = ends
-        self._ended = anyio.Event()
+        self._session, self._ends = session, ends
+        self._ended = Latch()
         self._outcome: Outcome | None = None
-        self._on_end: list[Callable[[], None]] = []
 
     async def extend(
         self,
@@ -85,24 +84,19 @@ class Offer:
 
     def when_released(self, call: Callable[[], None]) -> None:
         """Have ``call`` called once when the offer has ended; at once when it has by now."""
-        if self._ended.is_set():
-            call()
-        else:
-            self._on_end.append(call)
+        self._ended.when_set(call)
 
     def end(self, outcome: Outcome | None) -> None:
         """Called by the session: the offer ended, None when the session did."""
         self._outcome = outcome
         self._ended.set()
-        calls, self._on_end = self._on_end, []
-        for call in calls:
-            call()
 
 
-class PrefillSession(EngineSession):
+class PrefillSession(ControlSession):
     """Registers a prefill engine and offers the KV of its requests.
 
-    ``on_released`` is called for each offer that ended, for engines that do not wait for each.
+    ``on_released`` is called for each offer that ended, for engines that do not wait for each; with
+    outcome ``failed`` for those that were left when the session ended.
     """
 
     serves = AgentRole.PREFILL
@@ -124,15 +118,6 @@ class PrefillSession(EngineSession):
         )
         self._on_released = on_released
         self._offers: dict[str, Offer] = {}
-
-    async def register(self, *, others: Others = ()) -> None:
-        """Register this session as the engine's control session; its agent is the engine's home.
-
-        ``others`` says, for an engine whose ranks are spread over several agents, which ranks are
-        attached elsewhere, by the peer endpoint of each agent (``agent.peer_endpoint`` of a memory
-        session there). Ranks that are not named are attached here. Raises `RequestRefused`.
-        """
-        await self._register(None, others)
 
     async def offer(
         self,
@@ -165,22 +150,19 @@ class PrefillSession(EngineSession):
             ttl_s=ttl_s,
         )
         future: asyncio.Future[Offer] = asyncio.get_running_loop().create_future()
-        self.send(message, partial(self._on_made, future, _ends(tables)))
-        return await future
 
-    def _on_made(
-        self,
-        future: "asyncio.Future[Offer]",
-        ends: dict[str, int],
-        made: OfferMade | KVBusError,
-    ) -> None:
-        """Known before its notice can come, and also when the caller was cancelled."""
-        if isinstance(made, OfferMade):
-            offer = self._offers[made.offer_id] = Offer(self, made, ends)
-            if not future.done():
-                future.set_result(offer)
-        elif not future.done():
-            future.set_exception(made)
+        def on_made(made: OfferMade | KVBusError) -> None:
+            """Known before its notice can come, and also when the caller was cancelled."""
+            if isinstance(made, OfferMade):
+                offer = Offer(self, request_id, made, _ends(tables))
+                self._offers[made.offer_id] = offer
+                if not future.done():
+                    future.set_result(offer)
+            elif not future.done():
+                future.set_exception(made)
+
+        self.send(message, on_made)
+        return await future
 
     def _on_notice(self, notice: Notice) -> None:
         if notice.op != Released.op:
@@ -193,9 +175,11 @@ class PrefillSession(EngineSession):
             self._on_released(released)
 
     def _on_lost(self, error: KVBusError) -> None:
-        for offer in self._offers.values():
+        offers, self._offers = self._offers, {}
+        for offer in offers.values():
             offer.end(None)
-        self._offers.clear()
+            if self._on_released is not None:
+                self._on_released(Released(offer.offer_id, offer.request_id, Outcome.FAILED))
 
 
 def _ends(tables: Mapping[str, BlockTable]) -> dict[str, int]:

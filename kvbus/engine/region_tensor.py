@@ -1,7 +1,4 @@
-"""A region as one torch tensor, whatever its layout.
-
-Refuses to copy: the tensor shares the memory of its buffer.
-"""
+"""A region as one torch tensor, whatever its layout."""
 
 import torch
 

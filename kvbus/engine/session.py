@@ -7,14 +7,13 @@ import asyncio
 import contextlib
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 import anyio
 
 from kvbus.bus import RequestClient, new_boot_id, new_context
 from kvbus.errors import ClosedError, KVBusError, LocalError, PeerLost
-from kvbus.geometry import EngineSpec, RankSpec
+from kvbus.geometry import EngineSpec
 from kvbus.memory.attach import AttachClient
 from kvbus.protocol.attach import Hello, Welcome
 from kvbus.protocol.engine import AgentRanks, AgentRole, AwaitReady, Detach, Register
@@ -55,7 +54,6 @@ class EngineSession:
         self._client: RequestClient | None = None
         self._welcome: Welcome | None = None
         self.lost: KVBusError | None = None
-        self.others: tuple[AgentRanks, ...] = ()
         self._ended = anyio.Event()
 
     @property
@@ -80,12 +78,7 @@ class EngineSession:
             self._exit = stack.pop_all()
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         await self._say_goodbye()
         self._lose(ClosedError("the session was closed"))
         await self._exit.aclose()
@@ -150,13 +143,6 @@ class EngineSession:
         timeout_s = timeout_s or self.request_timeout_s
         self._client.send(message, timeout_s=timeout_s, on_reply=settle)
 
-    async def _register(
-        self, rank: RankSpec | None, others: Others = (), *, notices: bool = False
-    ) -> None:
-        self.others = _agent_ranks(others)
-        message = Register(engine=self.engine, rank=rank, others=self.others, notices=notices)
-        await self.request(message, Empty)
-
     def _on_notice(self, notice: Notice) -> None:
         """A notice of the agent, for sessions that get them."""
 
@@ -213,6 +199,22 @@ class EngineSession:
             self._client.close()
         self._on_lost(error)
         self._ended.set()
+
+
+class ControlSession(EngineSession):
+    """The session of an engine's scheduler; its agent is the engine's home."""
+
+    others: tuple[AgentRanks, ...] = ()
+
+    async def register(self, *, others: Others = ()) -> None:
+        """Register this session as the engine's control session.
+
+        ``others`` says, for an engine whose ranks are spread over several agents, which ranks are
+        attached elsewhere, by the peer endpoint of each agent (``agent.peer_endpoint`` of a memory
+        session there). Ranks that are not named are attached here. Raises `RequestRefused`.
+        """
+        self.others = _agent_ranks(others)
+        await self.request(Register(engine=self.engine, rank=None, others=self.others), Empty)
 
 
 def _agent_ranks(others: Others) -> tuple[AgentRanks, ...]:

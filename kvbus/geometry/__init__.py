@@ -1,8 +1,4 @@
-"""What KV memory means: engines, ranks, groups and regions, and where each token's bytes lie.
-
-Refuses to move, map or plan anything: it only describes memory and says when a description is
-impossible.
-"""
+"""What KV memory means: engines, ranks, groups and regions, and where each token's bytes lie."""
 
 from kvbus.geometry.blocks import BlockTable, num_blocks_for
 from kvbus.geometry.box import Box, SlotOrder, canonical_order, slot_bytes, slot_region, slot_table

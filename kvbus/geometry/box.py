@@ -1,6 +1,6 @@
 """Boxes: what one packed transfer carries, and how it lies in a staging slot.
 
-Refuses to know addresses: a slot's content is a region at offset 0, of as many blocks as it takes.
+A slot's content is a region at offset 0, of as many blocks as it takes.
 """
 
 from typing import Annotated

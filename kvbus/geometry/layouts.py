@@ -1,7 +1,6 @@
 """Ready-made regions: a whole rank of an engine from the order of its axes.
 
-Refuses nothing that memory can be: what it makes passes `validate_rank`. An engine whose memory is
-different describes its regions itself.
+An engine whose memory is different describes its regions itself.
 """
 
 from collections.abc import Iterable, Iterator, Mapping

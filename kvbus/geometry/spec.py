@@ -1,6 +1,6 @@
 """Specs of an engine, its groups, its ranks and their regions, as they travel on the wire.
 
-Refuses to check itself: a spec is plain data, `kvbus.geometry.validation` says whether it can be.
+Whether a spec can be is said by `kvbus.geometry.validation`.
 
 Axes of a region, in whatever order memory has them:
     block   num_blocks of the rank's cache       token   slots within one block

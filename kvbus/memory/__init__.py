@@ -8,7 +8,7 @@ its parts and those for GPUs need it.
     mapping   SegmentMapping: the agent's side of either
     room      whether that much memory is there
     cuda      CudaStorage: the engine's memory on a GPU (gpus, cuda_driver: its parts)
-    cuda_mapping, copy_stream, gpu_slots: the agent's side of that, its copies, its slots
+    cuda_mapping, copy_stream: the agent's side of that, and its copies
     views     tensors laid over a segment's bytes
     paged     PagedMemory: one group's regions on one rank
     copying   gather and scatter between those and staging slots (grids, units, tiles: its parts)

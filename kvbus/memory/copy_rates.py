@@ -1,9 +1,7 @@
 """Measures how fast this machine gathers runs of bytes into one piece, and scatters them again.
 
-Refuses to be exact: it copies between shared memory and a warm slot by the torch operations that
-`copying` uses most, but in runs of two lengths only, and on one core, as the cost model has it of a
-stage. (Tried: on 2 cores with something else running, copies by two torch threads took 8 ms instead
-of 0.2, as each waits for the other to be scheduled.)
+It copies between shared memory and a warm slot by the torch operations that `copying` uses most,
+in runs of two lengths, and on one core, as the cost model has it of a stage.
 """
 
 import contextlib
@@ -85,13 +83,13 @@ def _one_thread() -> Iterator[None]:
 def _median_s(shared: torch.Tensor, slot: torch.Tensor, run_bytes: int, *, scatter: bool) -> float:
     """Of the copies between the slot and runs that lie anywhere."""
     there, here = (words.view(-1, run_bytes // WORD.itemsize) for words in (shared, slot))
-    places = torch.randperm(len(there), generator=torch.Generator().manual_seed(0))
+    rows = torch.randperm(len(there), generator=torch.Generator().manual_seed(0))
     times = []
-    for place in places[: NUM_COPIES * len(here)].view(NUM_COPIES, -1):
+    for chosen in rows[: NUM_COPIES * len(here)].view(NUM_COPIES, -1):
         started_at = time.perf_counter()
         if scatter:
-            there.index_copy_(0, place, here)
+            there.index_copy_(0, chosen, here)
         else:
-            torch.index_select(there, 0, place, out=here)
+            torch.index_select(there, 0, chosen, out=here)
         times.append(time.perf_counter() - started_at)
     return statistics.median(times)

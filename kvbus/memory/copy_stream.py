@@ -1,7 +1,7 @@
 """Runs copies on a stream of the agent's own, each after what the engine had done before it asked.
 
-Refuses to let a stream of ours wait for another process: one that dies would leave it waiting. The
-thread that copies waits for the engine's events instead, for as long as the engine lives.
+No stream of ours waits for another process: one that dies would leave it waiting. The thread that
+copies waits for the engine's events instead, for as long as the engine lives.
 """
 
 import time

@@ -1,20 +1,17 @@
 """Owns what an engine passes of its CUDA memory: a handle of the allocation, and of one event.
 
-Refuses memory that the driver cannot hand to another process. Nothing is moved: the agent copies
-between this memory and slots of its own on the same GPU.
+Nothing is moved: the agent copies between this memory and slots of its own on the same GPU.
 """
-
-from types import TracebackType
-from typing import Self
 
 import torch
 
 from kvbus.errors import ClosedError, GeometryError, SegmentError
 from kvbus.memory import cuda_driver
 from kvbus.memory.gpus import gpu_of, gpu_uuid
+from kvbus.memory.owned import OwnedMemory
 
 
-class CudaStorage:
+class CudaStorage(OwnedMemory):
     """A torch storage on a GPU, as its agent can open it; made by `share_tensor`.
 
     It keeps the storage alive, so that torch does not free memory that the agent has open.
@@ -28,6 +25,10 @@ class CudaStorage:
         self.address = storage.data_ptr()
         self.size_bytes = storage.nbytes()
         self.handle, self.offset_bytes = handle, offset_bytes
+
+    @property
+    def closed(self) -> bool:
+        return self._storage is None
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -49,16 +50,8 @@ class CudaStorage:
         """Let the storage go; idempotent. The agent must not have it open any more."""
         self._storage = None
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
+    def __del__(self) -> None:
+        """Say nothing: torch frees the memory by itself."""
 
 
 class CudaEvent:

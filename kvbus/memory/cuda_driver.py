@@ -1,7 +1,7 @@
 """The calls of the CUDA driver that torch does not offer: memory of one process, opened by another.
 
-Refuses to keep state: each function is one call, made with the GPU's primary context, which torch
-uses too. A failure is a `SegmentError` that has CUDA's own name for it.
+Each function is one call, made with the GPU's primary context, which torch uses too. A failure is
+a `SegmentError` that has CUDA's own name for it.
 
 Torch can share storages between processes as well. It is not used, as what it opens stays open for
 as long as any tensor, view or traceback refers to it, when a dead engine's memory has to be free

@@ -4,16 +4,15 @@ Refuses to trust the engine: the handle must open, and what is claimed must lie 
 Unlike host memory it cannot be replaced by zeros: who copies has to have ended before `unmap`.
 """
 
-import warnings
-
 import torch
 
 from kvbus.errors import ClosedError, SegmentError
 from kvbus.memory import cuda_driver
 from kvbus.memory.gpus import gpu_ordinal
+from kvbus.memory.owned import OwnedMemory
 
 
-class CudaMapping:
+class CudaMapping(OwnedMemory):
     """An engine's CUDA memory, open here.
 
     ``device`` is the GPU's UUID. Takes milliseconds, and seconds for the first of a process: call
@@ -46,6 +45,10 @@ class CudaMapping:
             raise
 
     @property
+    def closed(self) -> bool:
+        return self._base is None
+
+    @property
     def tensor(self) -> torch.Tensor:
         """All bytes as one uint8 tensor on the GPU; of no use after `unmap`."""
         if self._tensor is None:
@@ -66,13 +69,7 @@ class CudaMapping:
             with cuda_driver.on_gpu(self.ordinal):
                 cuda_driver.close_memory(base)
 
-    def __del__(self) -> None:
-        if self._base is not None:
-            warnings.warn(
-                f"CUDA memory of {self.size_bytes} bytes was never closed: it stays allocated",
-                ResourceWarning,
-                stacklevel=2,
-            )
+    close = unmap
 
     def _check_extent(self, base: int, offset_bytes: int) -> None:
         with cuda_driver.on_gpu(self.ordinal):

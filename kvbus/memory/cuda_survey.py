@@ -1,7 +1,6 @@
 """Owns the question what torch can do with the GPUs of this machine.
 
-Refuses to be imported where nobody asked: torch costs seconds, and CUDA memory of its own. Run it
-in a process that ends.
+Run it in a process that ends: torch costs seconds, and CUDA memory of its own.
 """
 
 from dataclasses import dataclass

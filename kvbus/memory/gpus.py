@@ -1,11 +1,8 @@
-"""The GPUs that this process sees: by UUID, as another process may number them differently.
-
-Refuses a GPU that is not visible here, and says what would make it so.
-"""
+"""The GPUs that this process sees, by UUID as each process numbers them anew, and their slots."""
 
 import torch
 
-from kvbus.errors import SegmentError
+from kvbus.errors import ClosedError, SegmentError
 
 
 def gpu_uuid(ordinal: int) -> str:
@@ -49,3 +46,39 @@ def check_cuda() -> None:
             "torch of this process sees no GPU: is the NVIDIA driver there, and "
             "CUDA_VISIBLE_DEVICES not empty?"
         )
+
+
+class GpuSlots:
+    """So many bytes, zeroed; ``pinned`` in host memory, else on the GPU. Raises `SegmentError`."""
+
+    def __init__(self, size_bytes: int, ordinal: int, *, pinned: bool) -> None:
+        check_cuda()
+        where = "pinned host memory" if pinned else f"GPU {ordinal}"
+        try:
+            if pinned:
+                made = torch.zeros(size_bytes, dtype=torch.uint8, pin_memory=True)
+            else:
+                made = torch.zeros(size_bytes, dtype=torch.uint8, device=f"cuda:{ordinal}")
+                torch.cuda.synchronize(ordinal)
+        except RuntimeError as error:
+            raise SegmentError(
+                f"cannot allocate {size_bytes} bytes of staging in {where}: {error}",
+                size_bytes=size_bytes,
+            ) from error
+        self._tensor: torch.Tensor | None = made
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """All bytes as one uint8 tensor."""
+        if self._tensor is None:
+            raise ClosedError("the staging memory was closed")
+        return self._tensor
+
+    @property
+    def address(self) -> int:
+        """Where the first byte is."""
+        return self.tensor.data_ptr()
+
+    def close(self) -> None:
+        """Let the memory go; idempotent."""
+        self._tensor = None

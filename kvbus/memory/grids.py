@@ -1,7 +1,4 @@
-"""Grids: which layers and parts of a rank's regions lie at equal steps, so that one view has them.
-
-Refuses layers, parts or heads that the rank has not. Bytes are moved elsewhere.
-"""
+"""Grids: layers and parts of a rank that lie at equal steps, so that one view has them."""
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -11,7 +8,7 @@ from typing import NamedTuple
 from kvbus.errors import GeometryError
 from kvbus.geometry import AxisName, Region
 
-Places = Mapping[tuple[int, str], Region]
+RegionOf = Mapping[tuple[int, str], Region]
 """The one region of each layer and part."""
 
 
@@ -59,7 +56,7 @@ class Grid:
         )
 
 
-def places_of(regions: Iterable[Region]) -> Places:
+def map_regions(regions: Iterable[Region]) -> RegionOf:
     """The region of each layer and part; `validate_rank` says that there is only one."""
     return {
         (layer, part): region
@@ -70,7 +67,7 @@ def places_of(regions: Iterable[Region]) -> Places:
 
 
 def find_grids(
-    places: Places, layers: tuple[int, ...], parts: tuple[str, ...], heads: tuple[int, int]
+    region_of: RegionOf, layers: tuple[int, ...], parts: tuple[str, ...], heads: tuple[int, int]
 ) -> tuple[Grid, ...]:
     """As few grids as greedy looking gives; ``heads`` is first and one-past-last.
 
@@ -79,7 +76,7 @@ def find_grids(
     columns: dict[tuple[GridSteps, int], list[tuple[int, int]]] = defaultdict(list)
     for number, part in enumerate(parts):
         for index, layer in enumerate(layers):
-            region = _region(places, layer, part, heads)
+            region = _region(region_of, layer, part, heads)
             corner = _corner(region, layer, part, heads[0])
             columns[_steps(region), number].append((index, corner))
     rows: dict[tuple[GridSteps, Run], list[tuple[int, int]]] = defaultdict(list)
@@ -93,8 +90,8 @@ def find_grids(
     )
 
 
-def _region(places: Places, layer: int, part: str, heads: tuple[int, int]) -> Region:
-    region = places.get((layer, part))
+def _region(region_of: RegionOf, layer: int, part: str, heads: tuple[int, int]) -> Region:
+    region = region_of.get((layer, part))
     if region is None:
         raise GeometryError(f"this rank does not hold layer {layer}, '{part}'", field="layers")
     held = region.first_head, region.first_head + region.num_heads

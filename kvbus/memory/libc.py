@@ -1,7 +1,7 @@
 """The few calls of the C library that Python does not offer at a known address.
 
-Refuses to keep state: each function is one call, and a failure is an ``OSError``. The constants are
-those of Linux on x86-64 and arm64.
+Each function is one call, and a failure is an ``OSError``. The constants are those of Linux on
+x86-64 and arm64.
 """
 
 import ctypes

@@ -7,15 +7,13 @@ sealed against truncation where the kernel allows that, and its pages are reserv
 import fcntl
 import os
 import stat
-import warnings
-from types import TracebackType
-from typing import Self
 
 import numpy as np
 import numpy.typing as npt
 
 from kvbus.errors import ClosedError, SegmentError
 from kvbus.memory import libc
+from kvbus.memory.owned import OwnedMemory
 from kvbus.memory.pages import Pages
 from kvbus.memory.room import check_memory
 
@@ -23,7 +21,7 @@ _POPULATE_WITHIN_S = 2.0  # an engine waits for it while it registers
 _MEMORY_FILE_SYSTEMS = {0x01021994: "tmpfs", 0x958458F6: "hugetlbfs"}
 
 
-class SegmentMapping:
+class SegmentMapping(OwnedMemory):
     """An engine's segment, mapped here.
 
     Takes over ``fd`` and closes it, also when it raises. ``sealed`` is False when the engine can
@@ -52,6 +50,10 @@ class SegmentMapping:
             ) from error
         finally:
             os.close(fd)
+
+    @property
+    def closed(self) -> bool:
+        return self._pages is None
 
     @property
     def address(self) -> int:
@@ -93,24 +95,7 @@ class SegmentMapping:
             self._discarded = True
             pages.release()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.unmap()
-
-    def __del__(self) -> None:
-        if self._pages is not None:
-            warnings.warn(
-                f"segment of {self.size_bytes} bytes was never unmapped: it stays mapped",
-                ResourceWarning,
-                stacklevel=2,
-            )
+    close = unmap
 
     def _mapped(self) -> Pages:
         if self._pages is None:
@@ -145,6 +130,8 @@ def _check_file(fd: int, size_bytes: int) -> None:
         )
 
 
+# A sparse file of a terabyte costs an engine nothing and passes every check of its size. To reserve
+# it would be this process's memory: the room is checked first, for what is not there yet only.
 def _reserve_holes(fd: int, size_bytes: int) -> None:
     """Reserve what the engine did not, unless a sparse file promises more than the machine has."""
     present_bytes = os.fstat(fd).st_blocks * 512

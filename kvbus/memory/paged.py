@@ -1,7 +1,4 @@
-"""Paged memory: one group's regions on one rank, and the buffers that they lie in.
-
-Refuses regions that leave their buffers, and tables, layers, parts and heads beyond the rank's.
-"""
+"""Paged memory: one group's regions on one rank, and the buffers that they lie in."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache, partial
@@ -10,7 +7,7 @@ import torch
 
 from kvbus.errors import GeometryError
 from kvbus.geometry import DTYPE_SIZES_BYTES, AxisName, BlockTable, GroupSpec, Region
-from kvbus.memory.grids import Grid, find_grids, places_of
+from kvbus.memory.grids import Grid, find_grids, map_regions
 from kvbus.memory.tiles import tile_of, words_of
 from kvbus.memory.units import RankBlocks, rank_blocks
 
@@ -31,7 +28,7 @@ class PagedMemory:
         own = [region for region in regions if region.group == group.name]
         for region in own:
             _check_extent(region, DTYPE_SIZES_BYTES[group.dtype], buffers)
-        places = places_of(own)
+        region_of = map_regions(own)
         self.group = group
         self.device = next(
             (buffers[region.segment_id].device for region in own), torch.device("cpu")
@@ -39,13 +36,13 @@ class PagedMemory:
         """Where the memory is; all of it is in one place."""
         self._buffers = dict(buffers)
         self._num_blocks = min((region.size(AxisName.BLOCK) for region in own), default=0)
-        self._layers = tuple(sorted({layer for layer, _ in places}))
+        self._layers = tuple(sorted({layer for layer, _ in region_of}))
         self._parts: dict[tuple[int, int, int], tuple[str, ...]] = {}
         for region in own:
             shape = (region.first_head, region.num_heads, region.size(AxisName.DIM))
             parts = self._parts.get(shape, ()) + region.parts
             self._parts[shape] = tuple(dict.fromkeys(parts))
-        self.grids = lru_cache(MAX_CACHED)(partial(find_grids, places))
+        self.grids = lru_cache(MAX_CACHED)(partial(find_grids, region_of))
         """See `find_grids`."""
         self.tile = lru_cache(MAX_CACHED)(tile_of)
         """See `tile_of`."""

@@ -1,8 +1,7 @@
 """Owns one mapping of a memory file in this process: its address, its views, its end.
 
-Refuses to be unmapped by the garbage collector. NIXL and kernels know the address without Python
-knowing of them, so the pages go only when ``release`` asks for it, and the addresses only after
-the last numpy or torch view of them is gone too.
+NIXL and kernels know the address without Python knowing of them. So the pages go only when
+``release`` asks for it, and the addresses only after the last numpy or torch view of them is gone.
 """
 
 import contextlib
@@ -52,6 +51,16 @@ class Pages:
                 length = min(_POPULATED_AT_ONCE_BYTES, self.length_bytes - offset)
                 libc.populate(self.address + offset, length)
 
+    # An engine dies while NIXL reads from its memory, or writes into it. NIXL cannot cancel, and
+    # has only addresses. To unmap them would crash this process, or let the bytes land in whatever
+    # is mapped there next. So one mmap puts other pages under the same addresses, with no moment
+    # at which nothing is there:
+    #
+    #     before   address ──▶ pages of the file (the engine's KV)
+    #     discard  address ──▶ private zeros; the file's pages are free once nobody else maps them
+    #     release  as discard; the addresses go when the last view is collected
+    #
+    # A page of zeros costs memory only when something is written into it.
     def discard(self) -> None:
         """Drop the file's pages and leave zeros at the same addresses; live views stay usable."""
         libc.map_zeros_over(self.address, self.length_bytes)

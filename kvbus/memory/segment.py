@@ -9,19 +9,17 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import warnings
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from kvbus.errors import ClosedError, SegmentError
+from kvbus.memory.owned import OwnedMemory
 from kvbus.memory.pages import Pages
 from kvbus.memory.room import check_memory
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     import torch
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -34,7 +32,7 @@ _ADVICE = {
 }
 
 
-class SharedSegment:
+class SharedSegment(OwnedMemory):
     """A sealed memory file of zeros, mapped here, whose ``fd`` goes over the attach socket.
 
     ``huge_pages`` asks for the machine's huge pages; ``uses_huge_pages`` says whether there were
@@ -55,6 +53,10 @@ class SharedSegment:
         except OSError as error:
             os.close(self._fd)
             raise _refusal(error, size_bytes) from error
+
+    @property
+    def closed(self) -> bool:
+        return self._pages is None
 
     @property
     def fd(self) -> int:
@@ -92,31 +94,22 @@ class SharedSegment:
             os.close(self._fd)
             pages.release()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
-    def __del__(self) -> None:
-        if self._pages is not None:
-            warnings.warn(
-                f"segment of {self.size_bytes} bytes was never closed: it stays mapped",
-                ResourceWarning,
-                stacklevel=2,
-            )
-
     def _mapped(self) -> Pages:
         if self._pages is None:
             raise ClosedError("the segment was closed")
         return self._pages
 
 
+# Three things in this order keep a segment from killing a process later:
+#
+#     check_memory     fallocate of more than there is ends with the kernel's out-of-memory killer,
+#                      which may choose any process; so what cannot fit is refused before
+#     posix_fallocate  a page that was only promised is SIGBUS when it is first touched, here or
+#                      in the agent; so every page is taken now, and an error is an error
+#     seals            who truncates the file takes pages away under the other, SIGBUS again; so
+#                      nobody can shrink or grow it any more, nor take the seals off
+#
+# Huge pages are counted by the kernel on their own, and fallocate refuses them without a killer.
 def _create_file(name: str, size_bytes: int, *, huge_pages: bool) -> int:
     if huge_pages:
         try:

@@ -6,22 +6,20 @@ library or from other processes.
 
 import errno
 import os
-import warnings
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
-from typing import Self
 
 import torch
 
 from kvbus.errors import ClosedError, GeometryError, SegmentError
 from kvbus.memory.cuda import CudaStorage, share_cuda_tensor
+from kvbus.memory.owned import OwnedMemory
 from kvbus.memory.room import check_memory
 
 _SHARED_MEMORY_FOLDER = Path("/dev/shm")  # noqa: S108 - where shm_open, and so torch, puts files
 
 
-class SharedStorage:
+class SharedStorage(OwnedMemory):
     """A torch storage that now lies in shared memory, and a descriptor of its own for it.
 
     The file cannot be sealed: the agent's mapping says ``sealed=False``. The memory lives as long
@@ -33,6 +31,10 @@ class SharedStorage:
         self._fd = fd
         self.address = storage.data_ptr()
         self.size_bytes = storage.nbytes()
+
+    @property
+    def closed(self) -> bool:
+        return self._storage is None
 
     @property
     def fd(self) -> int:
@@ -54,21 +56,9 @@ class SharedStorage:
         if storage is not None:
             os.close(self._fd)
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.close()
-
     def __del__(self) -> None:
-        if self._storage is not None:
-            warnings.warn("shared storage was never closed", ResourceWarning, stacklevel=2)
-            self.close()
+        super().__del__()
+        self.close()
 
 
 def share_tensor(tensor: torch.Tensor) -> SharedStorage | CudaStorage:

@@ -1,7 +1,4 @@
-"""Tiles: what one unit of a grid looks like on both sides, in the widest words that fit both.
-
-Refuses to know positions and block tables, and to copy.
-"""
+"""Tiles: what one unit of a grid looks like on both sides, in the widest words that fit both."""
 
 from dataclasses import dataclass
 from math import gcd

@@ -1,7 +1,4 @@
-"""Units: the positions of a box in pieces of equal length that lie in one block on either side.
-
-Refuses a block table that lacks a position or names a block that the cache has not.
-"""
+"""Units: the positions of a box in pieces of equal length that lie in one block on either side."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass

@@ -1,7 +1,6 @@
 """Owns the torch views of a segment: the names of dtypes, and tensors laid over its bytes.
 
-Refuses a view that leaves its segment or that torch could not address. Shapes are in elements of
-the view's dtype, strides in bytes, as a region's description says them.
+Shapes are in elements of the view's dtype, strides in bytes, as a region's description says them.
 """
 
 from collections.abc import Sequence
@@ -21,7 +20,6 @@ _DTYPES = {
     "int8": torch.int8,
     "uint8": torch.uint8,
 }
-_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def dtype_from_name(name: str) -> torch.dtype:
@@ -30,14 +28,6 @@ def dtype_from_name(name: str) -> torch.dtype:
         return _DTYPES[name]
     except KeyError:
         raise GeometryError(f"dtype {name!r} is none of {', '.join(_DTYPES)}") from None
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name on the wire; ``GeometryError`` for a dtype that KV is not moved in."""
-    try:
-        return _NAMES[dtype]
-    except KeyError:
-        raise GeometryError(f"{dtype} is none of {', '.join(_DTYPES)}") from None
 
 
 def mapping_tensor(mapping: SegmentMapping | CudaMapping) -> torch.Tensor:

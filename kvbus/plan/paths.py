@@ -1,7 +1,7 @@
 """What one handoff is on each path: READs, boxes, bytes, and predicted time."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import msgspec
 
@@ -10,7 +10,7 @@ from kvbus.plan.synthetic_engine import SyntheticEngine
 from kvbus.planning import DirectPlan, Share, Spans
 from kvbus.planning.boxes import cut_into_boxes, reader_order
 from kvbus.planning.cost import Prediction, Rates, choose
-from kvbus.planning.fetch_shape import DirectWork, FetchShape, Path
+from kvbus.planning.fetch_shape import FetchShape, Path, PathWork
 from kvbus.planning.fetch_work import FetchWork
 
 MAX_MADE = 1 << 22
@@ -65,6 +65,7 @@ def plan_paths(
     work = FetchWork(handoff.holder.ranks, handoff.reader.ranks, handoff.shares)
     counted = work.shape(handoff.spans, slot_bytes=slot_bytes)
     shape = _with_merged_reads(handoff, counted)
+    needed = counted[Path.DIRECT].num_bytes if Path.DIRECT in counted else 0
     choice = choose(shape, rates, slot_bytes=slot_bytes)
     plans: dict[Path, PathPlan] = {}
     for one in choice.predictions:
@@ -73,10 +74,10 @@ def plan_paths(
             gather_s=one.stages.gather_s,
             read_s=one.stages.read_s,
             scatter_s=one.stages.scatter_s,
-            num_bytes=counted.direct.num_bytes if counted.direct else 0,
+            num_bytes=needed,
         )
-        if one.path is Path.DIRECT and shape.direct:
-            plans[one.path] = _direct(plan, shape.direct)
+        if one.path is Path.DIRECT:
+            plans[one.path] = _direct(plan, shape[Path.DIRECT])
         else:
             box_bytes = max(one.box_bytes or 1, work.least_box_bytes(one.path))
             plans[one.path] = _in_boxes(handoff, plan, one, shape, box_bytes)
@@ -85,7 +86,7 @@ def plan_paths(
 
 def _with_merged_reads(handoff: PlannedHandoff, shape: FetchShape) -> FetchShape:
     """The shape with the READs of the direct path counted after neighbours have merged."""
-    if shape.direct is None or shape.direct.num_descriptors > MAX_MADE:
+    if Path.DIRECT not in shape or (shape[Path.DIRECT].num_descriptors or 0) > MAX_MADE:
         return shape
     num_descriptors = num_bytes = 0
     for number in handoff.reader.ranks:
@@ -94,15 +95,15 @@ def _with_merged_reads(handoff: PlannedHandoff, shape: FetchShape) -> FetchShape
         made = plan.descriptors(handoff.holder.tables, handoff.reader.tables, handoff.spans)
         num_descriptors += len(made.local)
         num_bytes += made.num_bytes
-    direct = DirectWork(num_bytes=num_bytes, num_descriptors=num_descriptors)
-    return replace(shape, direct=direct)
+    direct = PathWork(num_bytes=num_bytes, num_descriptors=num_descriptors)
+    return {**shape, Path.DIRECT: direct}
 
 
-def _direct(plan: PathPlan, work: DirectWork) -> PathPlan:
+def _direct(plan: PathPlan, work: PathWork) -> PathPlan:
     return msgspec.structs.replace(
         plan,
         num_bytes=work.num_bytes,
-        num_descriptors=work.num_descriptors,
+        num_descriptors=work.num_descriptors or 0,
         over_read_bytes=work.num_bytes - plan.num_bytes,
     )
 
@@ -118,12 +119,10 @@ def _in_boxes(
     if num_boxes <= MAX_CUT:
         sizes = [slot_bytes(*one) for one in _boxes(handoff, prediction.path, box_bytes)]
         num_boxes, in_slots = len(sizes), sum(sizes)
-    num_descriptors = num_boxes
-    if prediction.path is Path.REORDERED and shape.reordered:
-        num_descriptors = shape.reordered.num_descriptors
+    num_descriptors = shape[prediction.path].num_descriptors
     return msgspec.structs.replace(
         plan,
-        num_descriptors=num_descriptors,
+        num_descriptors=num_boxes if num_descriptors is None else num_descriptors,
         slot_bytes=in_slots,
         num_boxes=num_boxes,
         box_bytes=box_bytes,

@@ -1,20 +1,13 @@
 """Who reads what from whom, and the descriptors of it.
 
-Refuses to touch memory: addresses are numbers here.
+Addresses are numbers here.
 """
 
 from kvbus.planning.boxes import cut_into_boxes, reader_order
 from kvbus.planning.compatibility import check_compatible
 from kvbus.planning.cost import Choice, Prediction, Rates, choose
 from kvbus.planning.direct import Descriptors, DirectPlan
-from kvbus.planning.fetch_shape import (
-    ALL_PATHS,
-    DirectWork,
-    FetchShape,
-    PackedWork,
-    Path,
-    ReorderedWork,
-)
+from kvbus.planning.fetch_shape import ALL_PATHS, FetchShape, Path, PathWork
 from kvbus.planning.fetch_work import FetchWork
 from kvbus.planning.mapping import ReadMap, Share
 from kvbus.planning.observed import PeerRates
@@ -27,17 +20,15 @@ __all__ = [
     "Choice",
     "Descriptors",
     "DirectPlan",
-    "DirectWork",
     "FetchShape",
     "FetchWork",
-    "PackedWork",
     "Path",
+    "PathWork",
     "PeerRates",
     "PlacedRank",
     "Prediction",
     "Rates",
     "ReadMap",
-    "ReorderedWork",
     "Share",
     "SlotReads",
     "Spans",

@@ -1,8 +1,4 @@
-"""Boxes of the packed path: a share cut to what a staging slot holds, and a reader's own order.
-
-Refuses a slot that does not hold one token of one layer. Which box is packed when is not known
-here.
-"""
+"""Boxes of the packed path: a share cut to what a staging slot holds, and a reader's own order."""
 
 from collections.abc import Iterable, Iterator
 from itertools import pairwise
@@ -77,7 +73,7 @@ def reader_order(reader_regions: Iterable[Region], group: GroupSpec) -> SlotOrde
 
 
 class _Way(NamedTuple):
-    """A way to cut: layers and span into so many pieces each, between multiples of a number."""
+    """A way to cut: layers and span into so many parts each, between multiples of a number."""
 
     layers_together: int
     num_layer_cuts: int
@@ -142,5 +138,5 @@ def _touched(span: tuple[int, int], block_size: int) -> int:
 
 
 def _even(start: int, stop: int, num: int) -> Iterator[tuple[int, int]]:
-    """[start, stop) in ``num`` pieces as equal as can be."""
+    """[start, stop) in ``num`` intervals as equal as can be."""
     return pairwise(start + index * (stop - start) // num for index in range(num + 1))

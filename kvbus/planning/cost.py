@@ -1,6 +1,6 @@
 """What a fetch would take on each path, in seconds, and the choice of path and box size.
 
-Refuses to measure: rates come from `kvbus.agent.process.calibration`, corrections from `PeerRates`.
+Rates come from `kvbus.agent.process.calibration`, corrections from `PeerRates`.
 """
 
 from collections.abc import Collection, Mapping
@@ -8,14 +8,7 @@ from dataclasses import dataclass, fields
 from math import ceil, isfinite
 
 from kvbus.errors import LocalError
-from kvbus.planning.fetch_shape import (
-    ALL_PATHS,
-    DirectWork,
-    FetchShape,
-    PackedWork,
-    Path,
-    ReorderedWork,
-)
+from kvbus.planning.fetch_shape import ALL_PATHS, FetchShape, Path, PathWork
 
 SMALLEST_BOX_BYTES = 256 << 10
 
@@ -105,40 +98,35 @@ class Choice:
     predictions: tuple[Prediction, ...]
 
 
+# The first box goes through its stages alone; each further one adds the pace:
+#
+#     gather  [box 1][box 2][box 3]
+#     READ           [   box 1   ][   box 2   ][   box 3   ]
+#     scatter                     [box 1]      [box 2]      [box 3]
+#             |<- sum of stages of one box ->|<---  pace --->|...
+#
+#     seconds = sum of stages + (boxes - 1) * pace
+#     pace    = max(longest stage, sum of stages / lanes)
+#     lanes   = min(cores, slots in flight)
+#
+# So no stage is faster than itself, and no more stages run at once than there are cores and slots:
+# with one lane nothing overlaps, with three the longest stage hides the others. A stage that a path
+# lacks takes no time, and the direct path is one box of everything that only has a READ. The round
+# trip of a request is a part of its gather. Boxes are counted in fractions, so that a byte more
+# never makes a fetch cheaper.
 def predict(
     shape: FetchShape, path: Path, rates: Rates, *, slot_bytes: int, correction: float = 1.0
 ) -> Prediction:
     """Seconds of a fetch on one path, with the box size that is best for it.
 
-    Direct: the READ, its descriptors and its bytes one after the other, as NIXL does them.
-
-    In boxes, the first one goes through its stages alone; each further one adds the *pace*::
-
-        seconds = sum of stages + (boxes - 1) * max(longest stage, sum of stages / lanes)
-        lanes   = min(cores, slots in flight)
-
-    so no stage is faster than itself, and no more stages run at once than there are cores and
-    slots: with one lane nothing overlaps, with three the longest stage hides the others. A
-    request's round trip counts as a part of its gather. Boxes are counted in fractions, so that
-    a byte more never makes a fetch cheaper. Raises `LocalError` when the fetch has no such path.
+    Raises `LocalError` when the fetch has no such path.
     """
-    work = shape.work(path)
+    work = shape.get(path)
     if work is None:
         raise LocalError(f"the fetch cannot take the path '{path.value}'", path=path.value)
-    if isinstance(work, DirectWork):
-        best = _predict_direct(work, rates)
-    else:
-        sizes = box_sizes(slot_bytes)
-        found = [_predict_boxes(path, work, rates, box_bytes=size) for size in sizes]
-        best = min(reversed(found), key=lambda prediction: prediction.seconds)
-    return Prediction(
-        path=path,
-        seconds=best.seconds * correction,
-        stages=best.stages,
-        correction=correction,
-        box_bytes=best.box_bytes,
-        num_boxes=best.num_boxes,
-    )
+    sizes = (None,) if work.gather_run_bytes is None else box_sizes(slot_bytes)
+    found = [_predict(path, work, rates, box_bytes=size, correction=correction) for size in sizes]
+    return min(reversed(found), key=lambda prediction: prediction.seconds)
 
 
 def choose(
@@ -157,7 +145,7 @@ def choose(
     predictions = tuple(
         predict(shape, path, rates, slot_bytes=slot_bytes, correction=corrections.get(path, 1.0))
         for path in ALL_PATHS
-        if path in paths and shape.work(path) is not None
+        if path in paths and path in shape
     )
     if not predictions:
         raise LocalError("the fetch can take none of the paths", paths=", ".join(sorted(paths)))
@@ -176,44 +164,35 @@ def box_sizes(slot_bytes: int) -> tuple[int, ...]:
     return tuple(1 << power for power in range(first, last + 1)) or (slot_bytes,)
 
 
-def _predict_direct(work: DirectWork, rates: Rates) -> Prediction:
-    if not work.num_descriptors:
-        return Prediction(path=Path.DIRECT, seconds=0.0, stages=Stages())
-    stages = Stages(read_s=_read_s(rates, work.num_descriptors, work.num_bytes))
-    return Prediction(path=Path.DIRECT, seconds=stages.sum_s, stages=stages)
-
-
-def _predict_boxes(
-    path: Path, work: PackedWork | ReorderedWork, rates: Rates, *, box_bytes: int
+def _predict(
+    path: Path, work: PathWork, rates: Rates, *, box_bytes: int | None, correction: float
 ) -> Prediction:
-    if not work.num_bytes:
-        return Prediction(path=path, seconds=0.0, stages=Stages(), box_bytes=box_bytes)
     share_bytes = work.num_bytes / work.num_shares
-    piece_bytes = min(box_bytes, share_bytes)
-    num_pieces = work.num_bytes / piece_bytes
-    box = _box_stages(work, rates, num_bytes=piece_bytes)
+    bytes_at_once = min(box_bytes or share_bytes, share_bytes)
+    num_times = work.num_bytes / bytes_at_once if bytes_at_once else 0.0
+    box = _stages(work, rates, num_bytes=bytes_at_once) if bytes_at_once else Stages()
     pace_s = max(box.longest_s, box.sum_s / min(rates.num_cores, rates.slots_in_flight))
     return Prediction(
         path=path,
-        seconds=box.sum_s + (num_pieces - 1) * pace_s,
-        stages=box.times(num_pieces),
+        seconds=(box.sum_s + (num_times - 1) * pace_s) * correction,
+        stages=box.times(num_times),
+        correction=correction,
         box_bytes=box_bytes,
-        num_boxes=work.num_shares * ceil(share_bytes / box_bytes),
+        num_boxes=work.num_shares * ceil(share_bytes / box_bytes) if box_bytes else 0,
     )
 
 
-def _box_stages(work: PackedWork | ReorderedWork, rates: Rates, *, num_bytes: float) -> Stages:
-    gather_s = num_bytes / rates.gather_bytes_per_s
-    gather_s += num_bytes / work.gather_run_bytes * rates.seconds_per_gathered_run
-    gather_s += rates.seconds_per_request
-    if isinstance(work, ReorderedWork):
-        num_descriptors = max(1.0, work.num_descriptors * num_bytes / work.num_bytes)
-        return Stages(gather_s=gather_s, read_s=_read_s(rates, num_descriptors, num_bytes))
-    scatter_s = num_bytes / rates.scatter_bytes_per_s
-    scatter_s += num_bytes / work.scatter_run_bytes * rates.seconds_per_scattered_run
-    return Stages(gather_s=gather_s, read_s=_read_s(rates, 1, num_bytes), scatter_s=scatter_s)
-
-
-def _read_s(rates: Rates, num_descriptors: float, num_bytes: float) -> float:
-    per_bytes_s = num_bytes / rates.wire_bytes_per_s
-    return rates.seconds_per_read + num_descriptors * rates.seconds_per_descriptor + per_bytes_s
+def _stages(work: PathWork, rates: Rates, *, num_bytes: float) -> Stages:
+    """Of so many bytes that go through all stages together."""
+    gather_s = scatter_s = 0.0
+    if work.gather_run_bytes is not None:
+        gather_s = num_bytes / rates.gather_bytes_per_s + rates.seconds_per_request
+        gather_s += num_bytes / work.gather_run_bytes * rates.seconds_per_gathered_run
+    num_descriptors = max(1.0, (work.num_descriptors or 0) * num_bytes / work.num_bytes)
+    read_s = rates.seconds_per_read + num_descriptors * rates.seconds_per_descriptor
+    if work.scatter_run_bytes is not None:
+        scatter_s = num_bytes / rates.scatter_bytes_per_s
+        scatter_s += num_bytes / work.scatter_run_bytes * rates.seconds_per_scattered_run
+    return Stages(
+        gather_s=gather_s, read_s=read_s + num_bytes / rates.wire_bytes_per_s, scatter_s=scatter_s
+    )

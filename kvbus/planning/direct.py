@@ -1,7 +1,7 @@
 """Descriptors of the direct path: READs from the prefill engine's blocks into the decode engine's.
 
-Refuses to count blocks: bytes are paired by position (token, layer, part, head), so any block sizes
-and strides give the right pairs; what differs is only how long the contiguous runs are.
+Bytes are paired by position (token, layer, part, head), never by counting blocks. So any block
+sizes and strides give the right pairs; what differs is only how long the contiguous runs are.
 """
 
 from collections import defaultdict
@@ -86,20 +86,20 @@ class DirectPlan:
 
 @dataclass(frozen=True, slots=True)
 class _Lattice:
-    """Runs of one length: one at each sum of an outer offset, a piece and an inner offset."""
+    """Runs of one length: one at each sum of an outer offset, a unit and an inner offset."""
 
     pattern: Pattern
-    pieces: Offsets
+    units: Offsets
 
     @property
     def shape(self) -> tuple[int, int, int]:
         outer, inner = self.pattern.outer, self.pattern.inner
-        return outer.shape[1], self.pieces.shape[1], inner.shape[1]
+        return outer.shape[1], self.units.shape[1], inner.shape[1]
 
     def write(self, runs: Offsets) -> None:
         """Fill ``runs`` of shape (3, n), in ascending order if the offsets nest."""
         for side in (0, 1):
-            corners = self.pattern.outer[side][:, None] + self.pieces[side]
+            corners = self.pattern.outer[side][:, None] + self.units[side]
             addresses = runs[side].reshape(self.shape)
             np.add(corners[:, :, None], self.pattern.inner[side], out=addresses)
         runs[2] = self.pattern.run_bytes
@@ -117,14 +117,14 @@ class _Bundle:
     def lattices(
         self, remote: BlockTable, local: BlockTable, start: int, stop: int
     ) -> Iterator[_Lattice]:
-        """The runs of positions [start, stop), one lattice for each length of a piece."""
+        """The runs of positions [start, stop), one lattice for each length of a unit."""
         form = self._form
-        starts, lengths = _pieces(start, stop, form.remote.block_size, form.local.block_size)
-        pieces = np.stack(
-            [_piece_offsets(form.remote, remote, starts), _piece_offsets(form.local, local, starts)]
+        starts, lengths = _units(start, stop, form.remote.block_size, form.local.block_size)
+        units = np.stack(
+            [_unit_offsets(form.remote, remote, starts), _unit_offsets(form.local, local, starts)]
         )
         for length in np.unique(lengths).tolist():
-            alike = pieces[:, lengths == length]
+            alike = units[:, lengths == length]
             order = np.argsort(alike[1], kind="stable")
             yield _Lattice(self._pattern(length), alike[:, order])
 
@@ -143,8 +143,8 @@ class _Bundle:
         return self._patterns[num_tokens]
 
 
-def _pieces(start: int, stop: int, *block_sizes: int) -> tuple[Offsets, Offsets]:
-    """Cuts [start, stop) wherever either side's block ends: positions and lengths, in tokens."""
+def _units(start: int, stop: int, *block_sizes: int) -> tuple[Offsets, Offsets]:
+    """Units lie in one block on either side: their first positions, and their lengths in tokens."""
     sizes = set(block_sizes)
     ends = [np.arange(start - start % size + size, stop, size) for size in sizes]
     starts = np.concatenate([np.array([start], dtype=np.int64), *ends])
@@ -153,7 +153,7 @@ def _pieces(start: int, stop: int, *block_sizes: int) -> tuple[Offsets, Offsets]
     return starts, np.diff(starts, append=stop)
 
 
-def _piece_offsets(strides: Strides, table: BlockTable, starts: Offsets) -> Offsets:
+def _unit_offsets(strides: Strides, table: BlockTable, starts: Offsets) -> Offsets:
     rows = starts // strides.block_size - table.first_block
     if rows[0] < 0:
         raise IndexError(f"block table starts only at block {table.first_block}")

@@ -1,8 +1,6 @@
-"""What one fetch is on each path: bytes, descriptors, runs.
+"""What one fetch is on each path: bytes, descriptors, runs."""
 
-Refuses to say how long any of it takes: that is `cost`.
-"""
-
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -24,75 +22,27 @@ ALL_PATHS: tuple[Path, ...] = tuple(Path)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class DirectWork:
-    """What a fetch is on the direct path; how its READs spread over peers does not matter.
+class PathWork:
+    """What a fetch is on one path; None stands for a stage that the path does not have.
 
-    Raises `LocalError` for less than nothing, as the other two do.
+    ``num_bytes`` go through the READ, parts of blocks that nobody asked for included. Runs are mean
+    lengths in bytes. Without ``num_descriptors`` a box is one. With a gather the fetch goes in
+    boxes, none of which spans two shares. Raises `LocalError` for less than nothing.
     """
 
     num_bytes: int
-    num_descriptors: int
-
-    def __post_init__(self) -> None:
-        _check(num_bytes=self.num_bytes, num_descriptors=self.num_descriptors)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PackedWork:
-    """What a fetch is on the packed path.
-
-    The runs are mean lengths in bytes, at the prefill engine's side and the decode engine's. A
-    box never spans two shares.
-    """
-
-    num_bytes: int
-    gather_run_bytes: float
-    scatter_run_bytes: float
+    num_descriptors: int | None = None
+    gather_run_bytes: float | None = None
+    scatter_run_bytes: float | None = None
     num_shares: int = 1
 
     def __post_init__(self) -> None:
-        _check(num_bytes=self.num_bytes)
-        _check(1, num_shares=self.num_shares)
-        _check(1, gather_run_bytes=self.gather_run_bytes, scatter_run_bytes=self.scatter_run_bytes)
+        for name in self.__slots__:
+            value = getattr(self, name)
+            least = 0 if name in ("num_bytes", "num_descriptors") else 1
+            if value is not None and not value >= least:  # so NaN is refused, too
+                raise LocalError(f"{name} is {value}: it is at least {least}", field=name)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ReorderedWork:
-    """What a fetch is when it is packed in the reader's order: descriptors go from slot to block.
-
-    ``num_bytes`` are those of the slots, parts of blocks that nobody asked for included.
-    """
-
-    num_bytes: int
-    gather_run_bytes: float
-    num_descriptors: int
-    num_shares: int = 1
-
-    def __post_init__(self) -> None:
-        _check(num_bytes=self.num_bytes, num_descriptors=self.num_descriptors)
-        _check(1, num_shares=self.num_shares, gather_run_bytes=self.gather_run_bytes)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FetchShape:
-    """What one fetch is on each path; None for a path that it cannot take."""
-
-    direct: DirectWork | None = None
-    packed: PackedWork | None = None
-    reordered: ReorderedWork | None = None
-
-    def work(self, path: Path) -> DirectWork | PackedWork | ReorderedWork | None:
-        """What it is on one path."""
-        match path:
-            case Path.DIRECT:
-                return self.direct
-            case Path.PACKED:
-                return self.packed
-            case Path.REORDERED:
-                return self.reordered
-
-
-def _check(least: int = 0, **values: float) -> None:
-    for name, value in values.items():
-        if not value >= least:  # written so that NaN is refused, too
-            raise LocalError(f"{name} is {value}: it is at least {least}", field=name)
+FetchShape = Mapping[Path, PathWork]
+"""The paths that a fetch can take, and what it is on each."""

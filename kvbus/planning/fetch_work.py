@@ -1,7 +1,7 @@
 """Works out what fetches of given shares are on each path: bytes, descriptors, runs.
 
-Refuses to see block tables: each block counts as lying apart from every other, as in a busy cache,
-so neighbours that happen to merge are not foreseen.
+Each block counts as lying apart from every other, as in a busy cache, so neighbours that happen to
+merge are not foreseen.
 """
 
 from collections import Counter
@@ -24,7 +24,7 @@ from kvbus.geometry import (
     slot_region,
 )
 from kvbus.planning.boxes import reader_order
-from kvbus.planning.fetch_shape import DirectWork, FetchShape, PackedWork, Path, ReorderedWork
+from kvbus.planning.fetch_shape import FetchShape, Path, PathWork
 from kvbus.planning.mapping import Share
 from kvbus.planning.pairs import Form, PlacedRank, pair_regions, pattern_of
 from kvbus.planning.spans import Spans
@@ -56,43 +56,38 @@ class FetchWork:
         return self._least_box_bytes.get(path, 1)
 
     def shape(self, spans: Spans, *, slot_bytes: int | None = None) -> FetchShape:
-        """What a fetch of these positions is on each path.
+        """What a fetch of these positions is on each path that it can take.
 
-        None for paths in boxes when nothing is moved, or when their least box is larger than
-        ``slot_bytes``; for the reordered path also when a reader's regions have different orders or
-        it is staged only; for the direct path when either side is.
+        It cannot go in boxes when nothing is moved, or when their least box is larger than
+        ``slot_bytes``; nor reordered when a reader's regions have different orders or it is
+        unregistered; nor direct when either side is.
         """
         num_bytes = sum(size.num_bytes(spans) * times for size, times in self._sizes.items())
         num_shares = sum(n for size, n in self._sizes.items() if size.num_bytes(spans))
-        packed, reordered = (
-            num_bytes > 0 and (slot_bytes is None or least <= slot_bytes)
-            for least in self._least_box_bytes.values()
-        )
-        return FetchShape(
-            direct=DirectWork(num_bytes=num_bytes, num_descriptors=self._direct.count(spans))
-            if self._can_direct
-            else None,
-            packed=self._packed(spans, num_bytes, num_shares) if packed else None,
-            reordered=self._reordered(spans, num_bytes, num_shares)
-            if reordered and self._can_reorder
-            else None,
-        )
-
-    def _packed(self, spans: Spans, num_bytes: int, num_shares: int) -> PackedWork:
-        return PackedWork(
-            num_bytes=num_bytes,
-            gather_run_bytes=num_bytes / self._gather.count(spans),
-            scatter_run_bytes=num_bytes / self._scatter.count(spans),
-            num_shares=num_shares,
-        )
-
-    def _reordered(self, spans: Spans, num_bytes: int, num_shares: int) -> ReorderedWork:
-        return ReorderedWork(
-            num_bytes=sum(size.slot_bytes(spans) * times for size, times in self._sizes.items()),
-            gather_run_bytes=num_bytes / self._reordered_gather.count(spans),
-            num_descriptors=self._reordered_read.count(spans),
-            num_shares=num_shares,
-        )
+        in_boxes = {
+            path
+            for path, least in self._least_box_bytes.items()
+            if num_bytes and (slot_bytes is None or least <= slot_bytes)
+        }
+        shape = {}
+        if self._can_direct:
+            num_descriptors = self._direct.count(spans)
+            shape[Path.DIRECT] = PathWork(num_bytes=num_bytes, num_descriptors=num_descriptors)
+        if Path.PACKED in in_boxes:
+            shape[Path.PACKED] = PathWork(
+                num_bytes=num_bytes,
+                gather_run_bytes=num_bytes / self._gather.count(spans),
+                scatter_run_bytes=num_bytes / self._scatter.count(spans),
+                num_shares=num_shares,
+            )
+        if Path.REORDERED in in_boxes and self._can_reorder:
+            shape[Path.REORDERED] = PathWork(
+                num_bytes=sum(s.slot_bytes(spans) * times for s, times in self._sizes.items()),
+                gather_run_bytes=num_bytes / self._reordered_gather.count(spans),
+                num_descriptors=self._reordered_read.count(spans),
+                num_shares=num_shares,
+            )
+        return shape
 
     def _add(self, holder: PlacedRank, reader: PlacedRank, share: Share) -> None:
         theirs, ours = holder.engine.group(share.group), reader.engine.group(share.group)
@@ -159,16 +154,15 @@ class _Runs:
     def count(self, spans: Spans) -> int:
         """Runs of all copies of these positions."""
         return sum(
-            times * num_pieces * self._num_runs(form, length)
+            times * num_units * self._num_runs(form, length)
             for (form, cuts), times in self._forms.items()
-            for length, num_pieces in _pieces(*spans[form.group], cuts)
+            for length, num_units in _units(*spans[form.group], cuts)
         )
 
     def _num_runs(self, form: Form, num_tokens: int) -> int:
         """Cached: there are no more lengths than tokens in a block."""
         if (form, num_tokens) not in self._known:
-            pattern = pattern_of(form, num_tokens)
-            self._known[form, num_tokens] = pattern.outer.shape[1] * pattern.inner.shape[1]
+            self._known[form, num_tokens] = pattern_of(form, num_tokens).num_runs
         return self._known[form, num_tokens]
 
 
@@ -186,8 +180,8 @@ def _slot(engine: EngineSpec, share: Share, order: SlotOrder, num_positions: int
     )
 
 
-def _pieces(start: int, stop: int, cuts: frozenset[int]) -> Iterator[tuple[int, int]]:
-    """Lengths of the pieces of [start, stop) between multiples of ``cuts``, and how many."""
+def _units(start: int, stop: int, cuts: frozenset[int]) -> Iterator[tuple[int, int]]:
+    """Lengths of the units of [start, stop) between multiples of ``cuts``, and how many."""
     if stop > start:
         inside = [np.arange(start - start % size + size, stop, size) for size in cuts]
         edges = np.unique(np.concatenate([[start, stop], *inside]))

@@ -1,8 +1,7 @@
 """Who reads what from whom: for each rank of the decode engine, the ranks that it reads from.
 
-Refuses to count heads, ranks or stages: what a reader holds is looked for by position (layer, part,
-head) in what the prefill ranks hold, so tensor parallelism, replicas and pipeline stages of any
-kind on either side need no case of their own.
+What a reader holds is looked for by position (layer, part, head) in what the prefill ranks hold.
+So tensor parallelism, replicas and pipeline stages of any kind need no case of their own.
 """
 
 from collections import defaultdict
@@ -16,7 +15,7 @@ from kvbus.errors import ErrorCode, GeometryError
 from kvbus.geometry import AxisName, RankSpec, Region
 
 MAX_CHOICES = 64
-Place = tuple[str, int, str]
+Cell = tuple[str, int, str]
 """Group, layer, part."""
 
 
@@ -37,7 +36,7 @@ class Share:
 
 
 class _Held(NamedTuple):
-    """Heads [first, stop) that one rank holds of a place."""
+    """Heads [first, stop) that one rank holds of a cell."""
 
     first: int
     stop: int
@@ -45,10 +44,10 @@ class _Held(NamedTuple):
 
 
 class _Wanted(NamedTuple):
-    """Heads of one place that one reader needs, and every rank that holds them all."""
+    """Heads of one cell that one reader needs, and every rank that holds them all."""
 
     reader: int
-    place: Place
+    cell: Cell
     head_size: int
     first: int
     stop: int
@@ -81,22 +80,22 @@ class ReadMap:
             for region in reader.regions
             for wanted in _wanted(reader.rank, region, held)
         ]
-        self._turns = _turns(self._wanted)
+        self._offsets = _offsets(self._wanted)
         self.num_choices = min(MAX_CHOICES, lcm(*{len(w.candidates) for w in self._wanted}))
-        """After so many values of ``spread`` the shares are the same again.
+        """After so many values of ``replica_index`` the shares are the same again.
 
         Over these, replicas are read equally often; where the cap cuts a round short, within one.
         """
 
-    def shares(self, spread: int = 0) -> tuple[Share, ...]:
-        """One holder for each element; ``spread`` says which, where several ranks have it.
+    def shares(self, replica_index: int = 0) -> tuple[Share, ...]:
+        """One holder for each element; ``replica_index`` says which, where several ranks have it.
 
-        Readers that want the same, and values of ``spread`` next to each other, take different
-        holders, so that replicas share the load within a fetch and over fetches.
+        Readers that want the same, and values of ``replica_index`` next to each other, take
+        different holders, so that replicas share the load within a fetch and over fetches.
         """
         layers: dict[tuple[_Heads, str], list[int]] = defaultdict(list)
-        for one in self._chosen(spread % self.num_choices):
-            group, layer, part = one.place
+        for one in self._chosen(replica_index % self.num_choices):
+            group, layer, part = one.cell
             heads = _Heads(one.candidates[0], one.reader, group, one.first, one.stop, one.head_size)
             layers[heads, part].append(layer)
         parts: dict[tuple[_Heads, tuple[int, ...]], list[str]] = defaultdict(list)
@@ -115,12 +114,12 @@ class ReadMap:
             for (heads, held), names in parts.items()
         )
 
-    def _chosen(self, spread: int) -> list[_Wanted]:
+    def _chosen(self, replica_index: int) -> list[_Wanted]:
         """Each with the one candidate that is chosen; neighbouring heads of one become one."""
         chosen: list[_Wanted] = []
         for wanted in self._wanted:
-            turn = spread + self._turns[wanted.candidates, wanted.reader]
-            holder = wanted.candidates[turn % len(wanted.candidates)]
+            index = replica_index + self._offsets[wanted.candidates, wanted.reader]
+            holder = wanted.candidates[index % len(wanted.candidates)]
             one = wanted._replace(candidates=(holder,))
             if chosen and chosen[-1]._replace(first=one.first, stop=one.stop) == one:
                 chosen[-1] = chosen[-1]._replace(stop=one.stop)
@@ -129,43 +128,43 @@ class ReadMap:
         return chosen
 
 
-def _held(ranks: Iterable[RankSpec]) -> dict[Place, list[_Held]]:
-    held: dict[Place, list[_Held]] = defaultdict(list)
+def _held(ranks: Iterable[RankSpec]) -> dict[Cell, list[_Held]]:
+    held: dict[Cell, list[_Held]] = defaultdict(list)
     for rank in ranks:
         for region in rank.regions:
             one = _Held(region.first_head, region.first_head + region.num_heads, rank.rank)
-            for place in _places(region):
-                held[place].append(one)
+            for cell in _cells(region):
+                held[cell].append(one)
     return held
 
 
-def _places(region: Region) -> Iterator[Place]:
+def _cells(region: Region) -> Iterator[Cell]:
     for layer in region.layers:
         yield from ((region.group, layer, part) for part in region.parts)
 
 
-def _wanted(reader: int, region: Region, held: dict[Place, list[_Held]]) -> Iterator[_Wanted]:
+def _wanted(reader: int, region: Region, held: dict[Cell, list[_Held]]) -> Iterator[_Wanted]:
     """The region's heads, cut wherever the set of ranks that hold them changes."""
     first, stop = region.first_head, region.first_head + region.num_heads
     head_size = region.size(AxisName.DIM)
-    for place in _places(region):
-        holders = held.get(place, [])
+    for cell in _cells(region):
+        holders = held.get(cell, [])
         edges = {edge for one in holders for edge in (one.first, one.stop) if first < edge < stop}
         cuts = [first, *sorted(edges), stop]
         for start, end in pairwise(cuts):
             candidates = sorted(h.rank for h in holders if h.first <= start and end <= h.stop)
             if not candidates:
                 raise GeometryError(
-                    f"no prefill rank holds heads {start} to {end} of {'/'.join(map(str, place))}, "
+                    f"no prefill rank holds heads {start} to {end} of {'/'.join(map(str, cell))}, "
                     f"which decode rank {reader} needs",
                     code=ErrorCode.INCOMPATIBLE,
                     field="ranks",
                 )
-            yield _Wanted(reader, place, head_size, start, end, tuple(candidates))
+            yield _Wanted(reader, cell, head_size, start, end, tuple(candidates))
 
 
-def _turns(wanted: Iterable[_Wanted]) -> dict[tuple[tuple[int, ...], int], int]:
-    """For each reader of each set of holders, its place in the row of those that read them.
+def _offsets(wanted: Iterable[_Wanted]) -> dict[tuple[tuple[int, ...], int], int]:
+    """For each reader of each set of holders, its position in the row of those that read them.
 
     Rows start at the lowest reader, so that agents that do not know each other's differ, too.
     """
@@ -175,7 +174,7 @@ def _turns(wanted: Iterable[_Wanted]) -> dict[tuple[tuple[int, ...], int], int]:
             readers[one.candidates].append(one.reader)
     lowest = min((reader for row in readers.values() for reader in row), default=0)
     return {
-        (candidates, reader): lowest + turn
+        (candidates, reader): lowest + offset
         for candidates, row in readers.items()
-        for turn, reader in enumerate(row)
+        for offset, reader in enumerate(row)
     }

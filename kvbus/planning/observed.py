@@ -1,6 +1,6 @@
 """Owns what was learned of one peer: how much longer each path took there than predicted.
 
-Refuses clocks and chance: it counts fetches, so the same observations give the same choices.
+It counts fetches and reads no clock, so the same observations give the same choices.
 """
 
 from bisect import bisect
@@ -95,6 +95,5 @@ class PeerRates:
         return self._memory(shape, path).ratio
 
     def _memory(self, shape: FetchShape, path: Path) -> _Memory:
-        work = shape.work(path)
-        size = bisect(SIZES_BYTES, work.num_bytes) if work is not None else 0
+        size = bisect(SIZES_BYTES, shape[path].num_bytes) if path in shape else 0
         return self._memories.setdefault((path, size), _Memory())

@@ -1,6 +1,6 @@
-"""Pairs of regions that share bytes, and the contiguous runs inside one piece of a block.
+"""Pairs of regions that share bytes, and the contiguous runs inside one unit.
 
-Refuses to know block tables: a pattern holds for every block, as all blocks of a region are alike.
+A pattern holds for every block, as all blocks of a region are alike.
 
 Arrays of offsets have the shape (2, n): row 0 is remote, row 1 is local.
 """
@@ -24,7 +24,7 @@ Offsets = npt.NDArray[np.int64]
 class PlacedRank:
     """A rank of an engine, and the address at which its agent has mapped each segment.
 
-    Without addresses it is staged only: no READ can start or end in its blocks.
+    Without addresses it is unregistered: no READ can start or end in its blocks.
     """
 
     engine: EngineSpec
@@ -37,7 +37,7 @@ class PlacedRank:
         return bool(self.addresses)
 
     def somewhere(self) -> "PlacedRank":
-        """The rank with addresses, be they made up: for questions where these do not matter."""
+        """The rank with addresses, invented ones too: for questions where these do not matter."""
         if self.direct:
             return self
         at_zero = {segment.segment_id: 0 for segment in self.rank.segments}
@@ -81,9 +81,10 @@ class Pair(NamedTuple):
 
 
 class Pattern(NamedTuple):
-    """The runs of one piece of a block, each at a sum of one ``outer`` and one ``inner`` offset.
+    """The runs of one unit: tokens in one block on either side.
 
-    Outer steps go past a block locally, inner ones stay within it. Both ascend locally.
+    Each is at a sum of one ``outer`` and one ``inner`` offset. Outer steps go past a block locally,
+    inner ones stay within it. Both ascend locally.
     """
 
     outer: Offsets
@@ -92,7 +93,7 @@ class Pattern(NamedTuple):
 
     @property
     def num_runs(self) -> int:
-        """Runs of one piece."""
+        """Runs of one unit."""
         return int(self.outer.shape[1] * self.inner.shape[1])
 
 
@@ -111,7 +112,7 @@ def pair_regions(holder: PlacedRank, reader: PlacedRank, share: Share) -> Iterat
 
 
 def pattern_of(form: Form, num_tokens: int) -> Pattern:
-    """The runs of a piece of ``num_tokens`` tokens within a block, from the piece's corner on."""
+    """The runs of a unit of ``num_tokens`` tokens, from its corner on."""
     token = Steps(
         _strided(range(num_tokens), form.remote.token_bytes),
         _strided(range(num_tokens), form.local.token_bytes),

@@ -1,7 +1,4 @@
-"""One next deadline for each key, the earliest first.
-
-Refuses to know a clock: times are numbers that only the caller compares.
-"""
+"""One next deadline for each key, the earliest first; times are only compared."""
 
 import heapq
 from collections.abc import Hashable, Iterator
@@ -18,8 +15,16 @@ class Deadlines(Generic[K]):
         self._heap: list[tuple[float, int, K]] = []
         self._order = 0
 
-    def set(self, key: K, when: float) -> None:
-        """Make ``when`` the deadline of ``key``, in place of any earlier one."""
+    @property
+    def bound(self) -> float | None:
+        """No deadline is before this; it costs no search, unlike `next`."""
+        return self._heap[0][0] if self._heap else None
+
+    def set(self, key: K, when: float | None) -> None:
+        """Make ``when`` the deadline of ``key``, in place of any earlier one; None for none."""
+        if when is None:
+            self._when.pop(key, None)
+            return
         if self._when.get(key) == when:
             return
         self._when[key] = when

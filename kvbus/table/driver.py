@@ -19,8 +19,9 @@ class Drivable(Protocol[E_contra, C]):
         """Apply an event at a time; what is to be done about it."""
         ...
 
-    def next_deadline(self) -> float | None:
-        """When to tell the table that time went by."""
+    @property
+    def deadline_bound(self) -> float | None:
+        """When to tell the table that time went by; too early does no harm."""
         ...
 
 
@@ -47,31 +48,31 @@ class Clock(Protocol):
 class Driver(Generic[E, C]):
     """Feeds ``table``, and hands each command to the one of ``commands`` for its class.
 
-    All in the event loop's thread. ``on_settled`` is called when all that an event led to is done.
+    All in the event loop's thread. ``on_settled``, when somebody has set it, is called when all
+    that an event led to is done. ``commands`` are set by their owner before the first event.
     """
 
-    def __init__(
-        self,
-        table: Drivable[E, C],
-        commands: Mapping[type[C], Callable[[Any], None]],
-        *,
-        deadline_passed: E,
-        on_settled: Callable[[], None],
-        loop: Clock,
-    ) -> None:
-        self._table, self._commands = table, commands
-        self._deadline_passed, self._on_settled = deadline_passed, on_settled
-        self._loop = loop
+    def __init__(self, table: Drivable[E, C], *, deadline_passed: E, loop: Clock) -> None:
+        self.commands: Mapping[type[Any], Callable[[Any], None]] = {}
+        self.on_settled: Callable[[], None] | None = None
+        self._table, self._deadline_passed, self._loop = table, deadline_passed, loop
         self._events: deque[E] = deque()
         self._running = False
         self._alarm: Alarm | None = None
-        self._alarm_at: float | None = None
+        self._alarm_at = float("inf")
 
     @property
     def now(self) -> float:
         """The clock of every time that the table sees, in seconds."""
         return self._loop.time()
 
+    # Commands may cause events, as a request that cannot be sent fails at once. Those wait until
+    # the commands before them are done: the table has been left in the state in which all of them
+    # are under way.
+    #
+    #     dispatch(A) ─▶ handle ─▶ [c1, c2] ─▶ c1 ─▶ dispatch(B): queued
+    #                                        ─▶ c2
+    #                 ─▶ handle(B) ─▶ ...
     def dispatch(self, event: E) -> None:
         """Apply ``event`` and everything that follows from it."""
         self._events.append(event)
@@ -80,31 +81,28 @@ class Driver(Generic[E, C]):
         self._running = True
         try:
             while self._events:
-                for command in self._table.handle(self._events.popleft(), self.now):
-                    self._commands[type(command)](command)
+                for command in self._table.handle(self._events.popleft(), self._loop.time()):
+                    self.commands[type(command)](command)
         finally:
             self._running = False
-            self._set_alarm()
-        self._on_settled()
+            bound = self._table.deadline_bound
+            if bound is not None and bound < self._alarm_at:
+                self._set_alarm(bound)
+        if self.on_settled is not None:
+            self.on_settled()
 
     def stop(self) -> None:
         """No alarm from now on."""
         if self._alarm is not None:
             self._alarm.cancel()
-            self._alarm = None
+        self._alarm, self._alarm_at = None, float("-inf")
 
-    def _set_alarm(self) -> None:
+    def _set_alarm(self, when: float) -> None:
         """Keep one timer, never later than the next deadline; an early one only looks again."""
-        when = self._table.next_deadline()
-        if when is None or (
-            self._alarm is not None and self._alarm_at is not None and self._alarm_at <= when
-        ):
-            return
         if self._alarm is not None:
             self._alarm.cancel()
-        self._alarm_at = when
-        self._alarm = self._loop.call_at(when, self._ring)
+        self._alarm, self._alarm_at = self._loop.call_at(when, self._ring), when
 
     def _ring(self) -> None:
-        self._alarm = self._alarm_at = None
+        self._alarm, self._alarm_at = None, float("inf")
         self.dispatch(self._deadline_passed)

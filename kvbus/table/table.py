@@ -64,9 +64,29 @@ class Table(Generic[K, N, L, C]):
         self._max_retired = max_retired
         self._deadlines: Deadlines[K] = Deadlines()
 
+    def handle(self, event: Any, now: float) -> list[C]:
+        """Apply ``event`` at time ``now`` and return what the agent has to do, in order.
+
+        Whatever is due by ``now`` expires first: what comes too late is too late also when nobody
+        told the table in between that time went by.
+        """
+        bound = self._deadlines.bound
+        if bound is None or now < bound:
+            return self._handle(event, now)
+        return self._expire(now) + self._handle(event, now)
+
     def next_deadline(self) -> float | None:
         """When to send `DeadlinePassed` at the latest, or None while nothing can be due."""
         return self._deadlines.next()
+
+    @property
+    def deadline_bound(self) -> float | None:
+        """No deadline is before this; it costs no search."""
+        return self._deadlines.bound
+
+    def _handle(self, event: Any, now: float) -> list[C]:
+        """Apply ``event``; nothing is due."""
+        raise NotImplementedError
 
     def find(self, key: K) -> N | None:
         """The entry, live or retired, if it is known."""
@@ -79,7 +99,7 @@ class Table(Generic[K, N, L, C]):
 
     def _add(self, entry: N) -> None:
         self.live[entry.key] = entry
-        self._set_deadline(entry)
+        self._deadlines.set(entry.key, entry.due_at)
 
     def _apply(self, entry: N, event: object, now: float) -> list[C]:
         transition = self.transitions[entry.state, type(event)]
@@ -101,16 +121,9 @@ class Table(Generic[K, N, L, C]):
     def _settle(self, entry: N) -> None:
         """The entry has changed: look at it again when it says so, or retire it."""
         if not entry.is_over:
-            self._set_deadline(entry)
+            self._deadlines.set(entry.key, entry.due_at)
         elif entry.key in self.live:
             self._retire(entry)
-
-    def _set_deadline(self, entry: N) -> None:
-        when = entry.due_at
-        if when is None:
-            self._deadlines.discard(entry.key)
-        else:
-            self._deadlines.set(entry.key, when)
 
     def _retire(self, entry: N) -> None:
         del self.live[entry.key]

@@ -1,6 +1,6 @@
 """Lists what this installation of NIXL has: its version and its backends.
 
-Refuses to start one: a backend that is listed with memory types can be loaded, and that is all.
+A backend that is listed with memory types can be loaded, and that is all.
 """
 
 from dataclasses import dataclass

@@ -1,6 +1,6 @@
 """Measures what NIXL's READs cost on this machine, between two agents made for it in this process.
 
-Refuses to touch an agent in use: both are closed, with their memory, before it returns.
+Both are closed, with their memory, before it returns.
 
 UCX moves bytes between them as between processes of one machine that share memory (tried: CMA for
 both), or over TCP where that is what it is told to use, so these are the figures of a peer on this
@@ -8,6 +8,7 @@ machine. A peer on another machine has a slower wire: observation corrects that.
 """
 
 import contextlib
+import mmap
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -16,10 +17,9 @@ from functools import partial
 from typing import TypeVar
 
 import numpy as np
-import numpy.typing as npt
 
 from kvbus.errors import ErrorCode, LocalError, TransferFailed
-from kvbus.transport.bare_pair import LONG_BYTES, NUM_PLACES, moved_rows, spaced_rows
+from kvbus.transport.bare_pair import LONG_BYTES, moved_rows, spaced_rows
 from kvbus.transport.slicing import Rows
 from kvbus.transport.transport import Transport
 from kvbus.transport.types import MemoryKind, ReadOutcome, ReadStatus
@@ -28,14 +28,14 @@ MANY = 2048
 """One slice of descriptors."""
 MANY_BYTES, MANY_STRIDE_BYTES = 64, 4096
 ROUNDS = 5
-CLOSE_TIMEOUT_S = 0.2
+CLOSE_TIMEOUT_S = 2.0
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True, slots=True)
 class Area:
-    """Memory of `NUM_PLACES` x `LONG_BYTES` to measure with; ``owner`` keeps it alive."""
+    """Memory to measure with, of one or more times `LONG_BYTES`; ``owner`` keeps it alive."""
 
     address: int
     size_bytes: int
@@ -43,10 +43,15 @@ class Area:
     memory: MemoryKind
     owner: object
 
+    # An agent measures while it starts, and is to be small then. So this is one long descriptor
+    # only, of which a cache may hold some; observation corrects that. It is mapped, not allocated:
+    # the C library keeps freed memory of this size for itself.
     @classmethod
     def in_host(cls) -> "Area":
         """Ones: untouched zeros would all be one page, which the cache holds."""
-        ones: npt.NDArray[np.uint8] = np.ones(NUM_PLACES * LONG_BYTES, np.uint8)
+        mapped = mmap.mmap(-1, LONG_BYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        ones = np.frombuffer(mapped, np.uint8)
+        ones[:] = 1
         return cls(ones.ctypes.data, ones.size, 0, "DRAM", ones)
 
 
@@ -128,8 +133,9 @@ class _Pair:
 
     def long_s(self) -> float:
         """Seconds of one long descriptor, the mean of all places."""
-        long = spaced_rows(NUM_PLACES, LONG_BYTES, LONG_BYTES)
-        return sum(self.read_s(long[n : n + 1]) for n in range(NUM_PLACES)) / NUM_PLACES
+        num_places = self._to.size_bytes // LONG_BYTES
+        long = spaced_rows(num_places, LONG_BYTES, LONG_BYTES)
+        return sum(self.read_s(long[n : n + 1]) for n in range(num_places)) / num_places
 
     def read_s(self, rows: Rows) -> float:
         """Seconds of one READ of ``rows``, whose addresses are offsets, from here to its end."""
@@ -157,13 +163,20 @@ class _Pair:
         return _wait(future, self._deadline)
 
 
+# The reader is closed first, while the target is still driven:
+#
+#     time-out ──▶ reader.close: its READ ends ──▶ target.close ──▶ memory is given back
+#                     ▲ over TCP only a driven target brings it to its end
+#
+# A handle that is not terminal would keep the memory, the thread and the NIXL agent for the life of
+# the process.
 @contextlib.contextmanager
 def _pair(name: str, deadline: float, to: Area, at: Area) -> Iterator[_Pair]:
     with (
-        _transport(f"{name}/calibration/reader", deadline) as reader,
         _transport(f"{name}/calibration/target", deadline) as target,
-        reader.hold_progress(),
         target.hold_progress(),
+        _transport(f"{name}/calibration/reader", deadline) as reader,
+        reader.hold_progress(),
     ):
         pair = _Pair(reader, target, deadline, (to, at))
         pair.connect()
@@ -180,7 +193,7 @@ def _transport(name: str, deadline: float) -> Iterator[Transport]:
     finally:
         closed = transport.close(timeout_s=CLOSE_TIMEOUT_S)
         with contextlib.suppress(TimeoutError):  # it ends by itself, later
-            closed.result(2 * CLOSE_TIMEOUT_S)
+            closed.result(CLOSE_TIMEOUT_S)
 
 
 def _wait(future: Future[Result], deadline: float) -> Result:

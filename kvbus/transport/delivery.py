@@ -1,6 +1,6 @@
 """Owns the way back: outcomes go from the transport's thread to the thread of the caller.
 
-Refuses to lose one: a callback that raises does not stop those behind it.
+A callback that raises does not stop those behind it.
 """
 
 from collections import deque

@@ -1,7 +1,4 @@
-"""Whose slice is next, among the reads from one peer.
-
-Refuses to let anybody starve: short reads and long ones take turns, and each kind its own.
-"""
+"""Whose slice is next, among the reads from one peer."""
 
 from collections import deque
 from typing import Generic, TypeVar

@@ -1,7 +1,4 @@
-"""Owns what a caller holds: a read that it can abort, and a demand for progress.
-
-Refuses to know how either is done.
-"""
+"""Owns what a caller holds: a read that it can abort, and a demand for progress."""
 
 from collections.abc import Callable
 

@@ -1,7 +1,4 @@
-"""Owns the one import of nixl: a thin adapter with our words, our errors and quiet logs.
-
-Refuses to schedule: it does what it is asked at once, on the thread that asks.
-"""
+"""Owns the one import of nixl: a thin adapter with our words, our errors and quiet logs."""
 
 import contextlib
 import logging

@@ -1,7 +1,7 @@
 """Owns the reads in progress: whose slice is posted next, and which handles are terminal.
 
-Refuses threads: only the transport's thread calls it. A handle is released, and its memory let
-go, only when it is terminal; what never becomes so is held here for ever.
+Only the transport's thread calls it. A handle is released, and its memory let go, only when it is
+terminal; what never becomes so is held here for ever.
 """
 
 import time
@@ -180,6 +180,16 @@ class ReadScheduler:
             short = job.slices.num_bytes <= self._limits.short_read_bytes
             lane.waiting.add(job, short=short)
 
+    # Who posts next is decided twice:
+    #
+    #     step ─┬▶ lane of peer A ─┬▶ short reads, in turn ─┐ alternately; a lane posts one slice
+    #           │                  └▶ long reads, in turn  ─┘ a step, then its handles are polled
+    #           └▶ lane of peer B ...
+    #
+    # A lane is held up when its peer has enough outstanding, so a peer that is stopped holds up
+    # nobody else. A read waits in its lane once at a time and has few slices posted: after a slice
+    # it goes to the end of its queue, so long reads share the wire, and a short one waits for a
+    # slice of one long read, not of each.
     def _post_next(self, lane: _Lane) -> bool:
         limits = self._limits
         if len(lane.posted) >= limits.slices_per_peer or lane.posted_bytes >= limits.bytes_per_peer:
@@ -230,6 +240,11 @@ class ReadScheduler:
             moved = True
         return moved
 
+    # "Not found" for a handle that was posted means that NIXL dropped its peer, and with it all
+    # that it knew of the transfer. The bytes may still land, and nothing will ever say that they
+    # did. So the slice stays outstanding for ever: its read does not end, `targets` says that its
+    # memory is in use, and that is neither deregistered nor given back. Any other error is NIXL's
+    # word that the handle is terminal, and the read ends once its other slices have.
     def _finish(self, lane: _Lane, item: _Slice, error: RemoteError | None) -> None:
         job = item.job
         if isinstance(error, HandleForgotten):

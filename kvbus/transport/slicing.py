@@ -1,7 +1,5 @@
 """Owns how a read is cut into slices, the largest things that are ever posted at once.
 
-Refuses to know NIXL: it is arithmetic on descriptor arrays.
-
 Axes: R rows (descriptors), 3 columns (address, length in bytes, device).
 """
 

@@ -1,7 +1,4 @@
-"""Owns one NIXL agent and its thread: memory, peers and reads, callable without waiting.
-
-Refuses to decide what to read, for how long to wait for it, or to log: it returns facts.
-"""
+"""Owns one NIXL agent and its thread: memory, peers and reads, callable without waiting."""
 
 import contextlib
 import itertools

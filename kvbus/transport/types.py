@@ -1,7 +1,4 @@
-"""Owns the plain facts that the transport takes in and hands out: limits, outcomes, counts.
-
-Refuses behaviour: nothing here starts, waits or changes anything.
-"""
+"""Owns the plain facts that the transport takes in and hands out: limits, outcomes, counts."""
 
 from dataclasses import dataclass
 from enum import StrEnum

@@ -1,7 +1,4 @@
-"""Owns the transport's thread: it does all NIXL calls, in turn, and sleeps when there are none.
-
-Refuses opinions on what the calls are: it runs functions, steps the reads, drives progress.
-"""
+"""Owns the transport's thread: it does all NIXL calls, in turn, and sleeps when there are none."""
 
 import threading
 import time
@@ -127,6 +124,18 @@ class Worker:
         except Empty:
             return
 
+    # How long to wait in the inbox. UCX moves nothing unless somebody drives it, NIXL's own thread
+    # would burn a core for that, and who spins takes the core that the peer's copy needs:
+    #
+    #     nothing demanded, nothing posted     no limit: a command wakes the thread
+    #     progress demanded (a lease of ours   poll_s: as a target we are driven by our own calls
+    #       is live, we are being read)        only, an idle target never answers
+    #     handles posted, one moved just now   0: the next one is about to end (for spin_s if few
+    #                                          bytes are posted, else for short_spin_s)
+    #     handles posted, quiet for a while    poll_s
+    #
+    # Demand is counted under the lock, and its first one puts a command into the inbox: a thread
+    # that had decided to sleep without limit just before is woken by it.
     def _pause_s(self) -> float | None:
         limits, scheduler = self._limits, self._engine[1] if self._engine else None
         if scheduler and scheduler.busy:

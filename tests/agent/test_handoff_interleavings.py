@@ -13,6 +13,7 @@ from kvbus.protocol.ticket import Ticket
 from kvbus_decode.fetch import events as dec
 from kvbus_prefill.offer import events as pre
 from tests.agent.handoff_world import NUM_TOKENS, HandoffWorld, Source, Target
+from tests.examples import num_examples
 
 
 def rarely(one_in: int) -> Callable[[Any], Any]:
@@ -241,5 +242,5 @@ class HandoffInterleavings(HandoffWorld):
 
 TestHandoffInterleavings = HandoffInterleavings.TestCase
 TestHandoffInterleavings.settings = settings(
-    deadline=None, max_examples=400, stateful_step_count=60
+    deadline=None, max_examples=num_examples(400), stateful_step_count=60
 )

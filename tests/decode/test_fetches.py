@@ -1,5 +1,7 @@
 """The fetch table, one behaviour at a time."""
 
+from dataclasses import replace
+
 import pytest
 
 from kvbus.errors import ErrorCode, KVBusError, RemoteError
@@ -92,6 +94,23 @@ def test_a_fetch_goes_from_resolve_to_claim_to_read_to_confirm_to_completed() ->
         [ev.ReportFetched],
     ]
     assert report(steps[-1]).outcome is Outcome.COMPLETED
+
+
+def test_a_fetch_whose_route_is_known_claims_before_it_answers() -> None:
+    table = table_after()
+
+    steps = [
+        table.handle(event, 0.0)
+        for event in (replace(requested(), route="known"), lease(), READ, CONFIRMED)
+    ]
+
+    assert [kinds(commands) for commands in steps] == [
+        [ev.SendClaim, ev.SendReply],
+        [ev.ReadChunk],
+        [ev.SendConfirm],
+        [ev.ReportFetched],
+    ]
+    assert table.find("f1").requested.route is None, "a retired fetch keeps no route alive"
 
 
 def test_a_confirm_that_is_refused_fails_the_fetch_though_all_bytes_have_landed() -> None:

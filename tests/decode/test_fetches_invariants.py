@@ -50,6 +50,7 @@ class FetchInterleavings(FetchWorld):
         sealed=st.booleans(),
         timeout_s=st.sampled_from([60.0, 60.0, 60.0, 3.0, 0.5]),
         again=st.sampled_from([None, None, None, 0, 1, 3]),
+        route=st.sampled_from([None, "known"]),
     )
     def request(
         self,
@@ -63,6 +64,7 @@ class FetchInterleavings(FetchWorld):
         sealed: bool,
         timeout_s: float,
         again: int | None,
+        route: str | None,
     ) -> None:
         self.tell(ev.DeadlinePassed())
         fetch_id = f"fetch-{len(self.seen)}" if again is None else self.pick(again)
@@ -79,16 +81,17 @@ class FetchInterleavings(FetchWorld):
             reply_to=self.reply_to(),
             has_state=has_state,
             chunk_tokens=chunk_tokens,
+            route=route,
         )
         must_refuse = fetch_id in self.seen or self.is_full()
         if not must_refuse:
             offer = Offered(num_ready, sealed and num_ready == NUM_TOKENS)
             self.seen[fetch_id] = Watched(event, self.now, boot, offer)
 
-        (answer, *rest) = self.tell(event)
+        commands = {type(command) for command in self.tell(event)}
 
-        assert isinstance(answer, ev.Refuse) == must_refuse
-        assert [type(c) for c in rest] == ([] if must_refuse else [ev.ResolvePeer])
+        first = ev.ResolvePeer if route is None else ev.SendClaim
+        assert commands == ({ev.Refuse} if must_refuse else {ev.SendReply, first})
 
     @rule(
         back=ANY_FETCH,

@@ -30,6 +30,15 @@ def measured() -> Iterator[Agents]:
         yield agents
 
 
+def test_an_agent_that_measured_its_reads_is_as_small_as_any(measured):
+    decode = measured.all[2]
+
+    wait_until(lambda: rates_of(decode, "reads"), "reads are measured")
+
+    assert imported_torch(decode) is False
+    assert anonymous_bytes(decode) < MAX_ANONYMOUS_BYTES
+
+
 @asynccontextmanager
 async def two_engines(
     agents: list[AgentProcess], memory: Memory

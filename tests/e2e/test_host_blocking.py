@@ -9,7 +9,7 @@ import torch
 
 from kvbus.demo.device import device_copy
 from kvbus.engine import BlockingDecode, BlockingMemory, BlockingPrefill, KvCache
-from kvbus.engine.bounce import HostRing, LocalCopier, ring_blocks
+from kvbus.engine.bounce import HostPool, LocalCopier, host_blocks
 from kvbus.engine.bounce.blocking import BlockingHostDecode, BlockingHostPrefill
 from kvbus.errors import ErrorCode, FetchFailed, LocalError
 from kvbus.geometry import EngineSpec
@@ -43,8 +43,8 @@ class Sides:
         self.prefill = BlockingHostPrefill(self.control, *prefill_ring)
         self.decode = stack.enter_context(BlockingHostDecode(self.reader, *decode_ring))
 
-    def _ring(self, agent, spec: EngineSpec) -> tuple[KvCache, tuple[HostRing, LocalCopier]]:
-        ring = HostRing(ring_blocks(spec, ring_bytes=RING_BYTES))
+    def _ring(self, agent, spec: EngineSpec) -> tuple[KvCache, tuple[HostPool, LocalCopier]]:
+        ring = HostPool(host_blocks(spec, buffer_bytes=RING_BYTES))
         memory = self._stack.enter_context(BlockingMemory(agent.attach, spec, 0))
         buffer = memory.allocate_ring(ring.num_blocks)
         cache = private_cache(spec, 0, Memory(), 40)

@@ -50,7 +50,7 @@ async def test_a_full_ring_is_busy_until_an_offer_is_released(prefill, decode):
     async with two(prefill, decode) as (source, target):
         first = await saved(source, 6 * SIZE)
 
-        with pytest.raises(LocalError, match="the ring is full") as refused:
+        with pytest.raises(LocalError, match="the host buffer is full") as refused:
             await source.host.begin("s", num_tokens=1)
         ticket = await first.offer()
         await first.seal()
@@ -98,12 +98,12 @@ async def test_what_is_saved_arrives_on_the_other_device_while_the_rest_is_compu
 
 async def test_a_fetch_that_waits_for_room_fails_as_busy_after_a_while(prefill, decode):
     async with two(prefill, decode, wait_s=0.1) as (_, target):
-        held = await target.ring.take(TENTH)
+        held = await target.ring.acquire(TENTH)
 
         failure = await failure_of(
             target.decode.fetch({}, num_tokens=SIZE, block_ids={"full": [7]})
         )
-        target.ring.give(held)
+        target.ring.release(held)
 
         assert (failure.stage, failure.code) == ("requested", ErrorCode.BUSY)
         assert failure.blocks_free
@@ -111,13 +111,13 @@ async def test_a_fetch_that_waits_for_room_fails_as_busy_after_a_while(prefill, 
 
 async def test_a_fetch_that_waits_for_room_is_cancelled_at_once(prefill, decode):
     async with two(prefill, decode, wait_s=60.0) as (_, target):
-        held = await target.ring.take(TENTH)
+        held = await target.ring.acquire(TENTH)
         fetch = target.decode.fetch({}, num_tokens=SIZE, block_ids={"full": [7]})
         await until(lambda: target.ring.num_waiting)
 
         await fetch.cancel()
         failure = await failure_of(fetch)
-        target.ring.give(held)
+        target.ring.release(held)
 
         assert (failure.stage, failure.code) == ("requested", ErrorCode.CANCELLED)
         assert target.ring.num_waiting == 0
@@ -183,9 +183,9 @@ async def test_blocks_that_do_not_fit_the_tokens_are_refused_by_name(
 
 async def test_a_request_larger_than_the_ring_is_refused_on_either_side(prefill, decode):
     async with two(prefill, decode) as (source, target):
-        with pytest.raises(GeometryError, match="the whole ring has 6: make the ring larger"):
+        with pytest.raises(GeometryError, match="there are only 6: make the host buffer larger"):
             await source.host.begin("r", num_tokens=7 * SIZE)
-        with pytest.raises(GeometryError, match="the whole ring has 6: make the ring larger"):
+        with pytest.raises(GeometryError, match="there are only 6: make the host buffer larger"):
             target.decode.fetch({}, num_tokens=7 * SIZE, block_ids={"full": list(range(7))})
         with pytest.raises(GeometryError, match="need 2 blocks"):
             target.decode.fetch({}, num_tokens=SIZE + 1, block_ids={"full": [1]})

@@ -23,6 +23,7 @@ from kvbus.geometry import (
     slot_table,
     state_group,
 )
+from tests.examples import num_examples
 from tests.geometry.layouts import Element, byte_offset
 
 replace = msgspec.structs.replace
@@ -71,7 +72,7 @@ def index_of(box: Box, group: GroupSpec, order: SlotOrder, where: dict[AxisName,
     return index
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=num_examples(200), deadline=None)
 @given(boxes())
 def test_every_element_lies_where_counting_the_axes_puts_it(
     case: tuple[GroupSpec, Box, SlotOrder],

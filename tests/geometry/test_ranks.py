@@ -26,6 +26,7 @@ from kvbus.geometry import (
     validate_rank,
     validate_ranks,
 )
+from tests.examples import num_examples
 
 replace = msgspec.structs.replace
 PARTS = (StatePart("conv", 1, 6), StatePart("ssm", 4, 8))
@@ -74,7 +75,7 @@ def test_ranks_count_heads_within_a_stage_and_layers_over_the_stages(layout: KvL
     ]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=num_examples(150), deadline=None)
 @given(
     tp_size=st.integers(1, 6),
     pp_size=st.integers(1, 5),

@@ -21,10 +21,13 @@ from kvbus.geometry import (
     Segment,
     validate_rank,
 )
+from tests.examples import num_examples
 from tests.geometry.layouts import byte_offset, elements, engines, group_specs, ranks
 
 replace = msgspec.structs.replace
-MANY = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+MANY = settings(
+    max_examples=num_examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 
 
 Cases = st.SearchStrategy[tuple[EngineSpec, RankSpec]]

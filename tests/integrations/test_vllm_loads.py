@@ -11,14 +11,15 @@ from contextlib import contextmanager
 import pytest
 import torch
 
-from kvbus.integrations.vllm import tally
-from kvbus.integrations.vllm.contract import HandoffParams
+from kvbus.integrations.vllm import stats
 from kvbus.integrations.vllm.loads import Load
+from kvbus.integrations.vllm.transfer_params import HandoffParams
 from tests.agents import Agents, agents_ended, wait_until
 from tests.integrations.vllm_sides import (
     GROUP,
     PROMPT_TOKENS,
     both_sides,
+    ticket_of,
 )
 
 MANY_BLOCKS = 4096
@@ -69,8 +70,8 @@ def test_only_what_the_decode_engine_lacks_is_loaded(agents: Agents) -> None:
 def test_a_request_that_ends_during_its_load_gets_its_blocks_back_once(agents: Agents) -> None:
     with both_sides(*agents.all) as (offering, loading):
         offering.offers.reserve("r")
-        offering.until(lambda: offering.offers.ticket("r"), "the ticket is there")
-        ticket = offering.offers.ticket("r")
+        offering.until(lambda: ticket_of(offering.offers, "r"), "the ticket is there")
+        ticket = ticket_of(offering.offers, "r")
         assert ticket is not None
         loading.load("r", HandoffParams(ticket, PROMPT_TOKENS, ""))  # it is still computed
         loading.loads.give_up("r")
@@ -88,14 +89,14 @@ def test_params_that_were_refused_fail_the_load_without_a_fetch(agents: Agents) 
         loading.until(lambda: loading.over, "the load is over")
 
         assert loading.failed == loading.over == ["r"]
-        assert loading.tally.take() == {**tally.no_figures(), tally.LOADS_FAILED: ["invalid"]}
+        assert loading.stats.take() == {**stats.no_figures(), stats.LOADS_FAILED: ["invalid"]}
 
 
 def test_a_load_without_an_agent_fails_at_once(agents: Agents) -> None:
     with both_sides(*agents.all) as (offering, loading):
         handoff = offering.offered("r")
         agents.all[1].kill()
-        wait_until(lambda: not loading.control.wait_up(0), "the agent is missed")
+        wait_until(lambda: not loading.control.wait_open(0), "the agent is missed")
         loading.load("r", handoff)
         loading.until(lambda: loading.over, "the load is over")
 

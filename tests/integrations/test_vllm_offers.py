@@ -8,10 +8,9 @@ import pytest
 from kvbus.geometry import EngineSpec
 from kvbus.integrations.vllm import offers
 from kvbus.integrations.vllm.block_tables import Tables, tables_of
-from kvbus.integrations.vllm.link import AgentLink
 from kvbus.integrations.vllm.offers import Offers
-from kvbus.integrations.vllm.sessions import control_session
-from kvbus.integrations.vllm.tally import Tally
+from kvbus.integrations.vllm.sessions import control_link
+from kvbus.integrations.vllm.stats import StatsRecorder
 from tests.agents import Agents, wait_until
 from tests.integrations.vllm_sides import (
     BLOCKS,
@@ -20,6 +19,7 @@ from tests.integrations.vllm_sides import (
     both_sides,
     memory_of,
     side_of,
+    ticket_of,
 )
 
 SHORT_WAIT_S, FOR_EVER_S = 0.1, 1e6
@@ -57,10 +57,11 @@ def test_a_ticket_that_expires_while_its_request_is_computed_is_replaced(agents:
         loading.load("before", offering.offered("before"))  # the agents meet, which takes a while
         loading.until(lambda: loading.over, "the agents know each other")
         offering.offers.reserve("r")
-        offering.until(lambda: offering.offers.ticket("r"), "the ticket is there")
-        expiring = offering.offers.ticket("r")
+        offering.until(lambda: ticket_of(offering.offers, "r"), "the ticket is there")
+        expiring = ticket_of(offering.offers, "r")
         offering.until(
-            lambda: offering.offers.ticket("r") not in (None, expiring), "another ticket is there"
+            lambda: ticket_of(offering.offers, "r") not in (None, expiring),
+            "another ticket is there",
         )
         loading.load("r", offering.offered("r"))
         loading.until(lambda: "r" in loading.over, "the load is over")
@@ -79,7 +80,7 @@ def test_an_offer_that_nobody_reads_comes_back_when_it_expires(agents: Agents) -
 def test_tokens_that_do_not_lie_in_the_blocks_are_not_offered(agents: Agents) -> None:
     with both_sides(*agents.all) as (offering, _):
         offering.offers.reserve("r")
-        offering.until(lambda: offering.offers.ticket("r"), "the ticket is there")
+        offering.until(lambda: ticket_of(offering.offers, "r"), "the ticket is there")
 
         assert offering.offers.publish("r", BLOCKS, 100) is None
         agents.all[0].says("offer.released", outcome="withdrawn")
@@ -102,7 +103,7 @@ def test_a_request_that_waits_for_its_ticket_gets_one_of_the_agent_that_came_bac
         wait_until(lambda: not offering.is_up(), "the agent is missed")
         offering.offers.reserve("r")
         agents.all[0].start()
-        offering.until(lambda: offering.offers.ticket("r"), "the ticket is there")
+        offering.until(lambda: ticket_of(offering.offers, "r"), "the ticket is there")
 
         assert offering.offers.publish("r", BLOCKS, PROMPT_TOKENS) is not None
 
@@ -111,14 +112,14 @@ def test_a_request_that_comes_just_before_its_agent_is_offered_once(
     agents: Agents, caplog: pytest.LogCaptureFixture
 ) -> None:
     prefill, spec = agents.all[0], EngineSpec("p", "model", 1, (GROUP,))
-    link = AgentLink("control", lambda: control_session(prefill.attach, spec, {}))
-    link.when_up(lambda _: made.reserve("r"))
-    made = Offers(spec, link, Tally(), ttl_s=None)
+    link = control_link(prefill.attach, spec, {})
+    link.when_open(lambda _: made.reserve("r"))
+    made = Offers(spec, link, StatsRecorder(), ttl_s=None)
     try:
         with memory_of(prefill.attach, spec):  # without it the link is not up
-            wait_until(lambda: made.ticket("r"), "the ticket is there")
+            wait_until(lambda: ticket_of(made, "r"), "the ticket is there")
             made.reserve("s")
-            wait_until(lambda: made.ticket("s"), "what was asked for before was answered")
+            wait_until(lambda: ticket_of(made, "s"), "what was asked for before was answered")
 
             assert "already offered" not in caplog.text
     finally:
@@ -130,7 +131,7 @@ def test_an_engine_waits_once_for_an_agent_that_hangs(
 ) -> None:
     with both_sides(*agents.all) as (offering, _):
         offering.offers.reserve("before")
-        offering.until(lambda: offering.offers.ticket("before"), "the ticket is there")
+        offering.until(lambda: ticket_of(offering.offers, "before"), "the ticket is there")
         agents.all[0].signal(signal.SIGSTOP)
         offering.offers.reserve("waits")
         monkeypatch.setattr(offers, "TICKET_WITHIN_S", SHORT_WAIT_S)
@@ -143,7 +144,7 @@ def test_an_engine_waits_once_for_an_agent_that_hangs(
         assert "timeout" not in caplog.text  # of what was asked for
         agents.all[0].signal(signal.SIGCONT)
         offering.offers.reserve("after")
-        offering.until(lambda: offering.offers.ticket("after"), "it answers again")
+        offering.until(lambda: ticket_of(offering.offers, "after"), "it answers again")
         offering.offers.reserve("waits again")
         assert offering.offers.publish("waits again", BLOCKS, PROMPT_TOKENS) is not None
 
@@ -162,7 +163,7 @@ def test_a_ticket_that_expires_while_it_is_published_leaves_no_offer(
 
     with both_sides(*agents.all, ttl_s=3.0) as (offering, _):
         offering.offers.reserve("r")
-        offering.until(lambda: offering.offers.ticket("r"), "the ticket is there")
+        offering.until(lambda: ticket_of(offering.offers, "r"), "the ticket is there")
         monkeypatch.setattr(offers, "tables_of", tables_after_expiry)
         assert offering.offers.publish("r", BLOCKS, PROMPT_TOKENS) is not None
         offering.until(lambda: offering.sent, "the blocks came back")

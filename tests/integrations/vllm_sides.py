@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 
-from kvbus.engine import KvCache, MemorySession, SharedStorage, share_tensor
-from kvbus.geometry import EngineSpec, GroupSpec, KvLayout, RankSpec, lay_out_rank
-from kvbus.integrations.vllm.contract import HandoffParams
-from kvbus.integrations.vllm.link import AgentLink
+from kvbus.engine import KvCache, SharedStorage, share_tensor
+from kvbus.geometry import EngineSpec, GroupSpec, KvLayout, lay_out_rank
 from kvbus.integrations.vllm.loads import Load, Loads
 from kvbus.integrations.vllm.offers import Offers
-from kvbus.integrations.vllm.sessions import ControlSession, control_session, memory_session
-from kvbus.integrations.vllm.tally import Tally
+from kvbus.integrations.vllm.sessions import ControlLink, MemoryLink, control_link, memory_link
+from kvbus.integrations.vllm.stats import StatsRecorder
+from kvbus.integrations.vllm.transfer_params import HandoffParams
 from tests.agents import AgentProcess, wait_until
 from tests.engines import bits
 
@@ -27,20 +26,12 @@ LOADED_BLOCKS = [[1, 2, 4]]
 
 
 @dataclass(frozen=True)
-class SharedRank:
-    """The memory of an engine of one rank."""
-
-    rank: RankSpec
-    storages: dict[str, SharedStorage]
-
-
-@dataclass(frozen=True)
 class Registered:
     """An engine's memory, which its agent has while the link is up."""
 
     cache: KvCache
     storage: SharedStorage
-    link: AgentLink[MemorySession]
+    link: MemoryLink
 
 
 @dataclass
@@ -49,8 +40,8 @@ class Side:
 
     spec: EngineSpec
     memory: Registered
-    control: AgentLink[ControlSession]
-    tally: Tally
+    control: ControlLink
+    stats: StatsRecorder
     loads: Loads
     offers: Offers
     sent: list[str] = field(default_factory=list)
@@ -81,7 +72,7 @@ class Side:
         return torch.stack([bits(part)[ids] for part in parts])
 
     def is_up(self) -> bool:
-        return self.memory.link.wait_up(0) and self.control.wait_up(0)
+        return self.memory.link.wait_open(0) and self.control.wait_open(0)
 
     def offered(
         self,
@@ -91,7 +82,9 @@ class Side:
     ) -> HandoffParams:
         """What the router gets once the request was computed."""
         self.offers.reserve(request_id)
-        self.until(lambda: self.offers.ticket(request_id), f"a ticket for {request_id} is there")
+        self.until(
+            lambda: ticket_of(self.offers, request_id), f"a ticket for {request_id} is there"
+        )
         ticket = self.offers.publish(request_id, block_ids, num_tokens)
         assert ticket is not None
         return HandoffParams(ticket, num_tokens, "")
@@ -109,6 +102,12 @@ class Side:
         self.loads.start(request_id, block_ids, num_tokens)
 
 
+def ticket_of(offers: Offers, request_id: str) -> dict[str, Any] | None:
+    """The ticket of a request that is being computed, as soon as there is one."""
+    offer = offers.reserve(request_id).offer
+    return offer.ticket if offer is not None else None
+
+
 @contextmanager
 def memory_of(path: Path, spec: EngineSpec, num_blocks: int = NUM_BLOCKS) -> Iterator[Registered]:
     """The memory of an engine of one rank, full of random bytes, for the agent at ``path``."""
@@ -117,8 +116,7 @@ def memory_of(path: Path, spec: EngineSpec, num_blocks: int = NUM_BLOCKS) -> Ite
     buffer = torch.randint(0, 255, (segment.size_bytes,), dtype=torch.uint8)
     storage = share_tensor(buffer)
     assert isinstance(storage, SharedStorage)
-    shared = SharedRank(rank, {segment.segment_id: storage})
-    link = AgentLink("memory", lambda: memory_session(path, spec, shared))
+    link = memory_link(path, spec, rank, {segment.segment_id: storage})
     try:
         yield Registered(KvCache(spec, rank, buffer), storage, link)
     finally:
@@ -138,14 +136,12 @@ def side_of(
     """An engine whose agent has its attach socket at ``path``, there or not."""
     spec = EngineSpec(name, "model", 1, (GROUP,))
     with memory_of(path, spec, num_blocks) as memory:
-        tally = Tally()
-        control: AgentLink[ControlSession] = AgentLink(
-            "control", lambda: control_session(path, spec, {})
-        )
-        offers = Offers(spec, control, tally, ttl_s=ttl_s)
-        loads = Loads(spec, control, tally, timeout_s=fetch_timeout_s)
+        stats = StatsRecorder()
+        control = control_link(path, spec, {})
+        offers = Offers(spec, control, stats, ttl_s=ttl_s)
+        loads = Loads(spec, control, stats, timeout_s=fetch_timeout_s)
         try:
-            yield Side(spec, memory, control, tally, loads, offers)
+            yield Side(spec, memory, control, stats, loads, offers)
         finally:
             control.close()
 

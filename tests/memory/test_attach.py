@@ -176,12 +176,9 @@ async def test_each_engine_that_leaves_is_reported_once(serving: Serving) -> Non
     async with serving() as recorded:
         async with AttachClient(recorded.server.path) as client:
             await client.call({})
-            assert recorded.server.num_connections == 1
         await recorded.one_closed.wait()
-        assert recorded.server.num_connections == 0
 
     assert len(recorded.closed) == 1
-    assert recorded.server.counts.num_accepted == 1
 
 
 async def test_an_engine_that_the_agent_sends_away_is_reported_too(serving: Serving) -> None:

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbus.memory.attach import AttachClient, AttachServer
+from tests.examples import num_examples
 
 pytestmark = pytest.mark.anyio
 Serving = Callable[..., Any]
@@ -224,7 +225,7 @@ async def test_a_client_that_never_reads_or_never_finishes_stops_nobody_else(
     assert len(recorded.closed) == 4
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=num_examples(150))
 @given(
     chunks=st.lists(
         st.one_of(

@@ -16,6 +16,7 @@ from kvbus.geometry import (
     state_group,
 )
 from kvbus.memory.copying import Slot, gather, scatter, zero_positions
+from tests.examples import num_examples
 from tests.memory.boxes import (
     Case,
     Side,
@@ -28,8 +29,10 @@ from tests.memory.boxes import (
     slot_content,
 )
 
-EXHAUSTIVE = settings(max_examples=500, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-SHORT = settings(EXHAUSTIVE, max_examples=150)
+EXHAUSTIVE = settings(
+    max_examples=num_examples(500), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
+SHORT = settings(EXHAUSTIVE, max_examples=num_examples(150))
 
 
 @SHORT

@@ -20,9 +20,12 @@ from kvbus.geometry import (
 )
 from kvbus.memory.copying import LARGE_UNIT_BYTES, Slot, gather, scatter, zero_positions
 from kvbus.memory.paged import PagedMemory
+from tests.examples import num_examples
 from tests.memory.boxes import Case, cases, in_slot, itemsize_of, slot_content
 
-MANY = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+MANY = settings(
+    max_examples=num_examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 BLOCKS = {"apart": [7, 3, 9, 1], "in a row": [3, 4, 5, 6]}
 
 

@@ -7,8 +7,7 @@ from kvbus.errors import SegmentError
 from kvbus.memory import cuda_driver
 from kvbus.memory.cuda import allocate_cuda
 from kvbus.memory.cuda_mapping import CudaMapping
-from kvbus.memory.gpu_slots import GpuSlots
-from kvbus.memory.gpus import check_cuda, gpu_of, gpu_ordinal
+from kvbus.memory.gpus import GpuSlots, check_cuda, gpu_of, gpu_ordinal
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: see tests/gpu")
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvbus.geometry import BlockTable, EngineSpec, GroupSpec, KvLayout, Region, lay_out_rank
-from kvbus.memory.grids import Grid, find_grids, places_of
+from kvbus.memory.grids import Grid, find_grids, map_regions
 from kvbus.memory.units import SlotSteps, cut_into_units, rank_blocks
 
 GROUP = GroupSpec("full", tuple(range(6)), 4, 2, 8, "bfloat16")
@@ -20,7 +20,7 @@ def _regions(layout: str) -> tuple[Region, ...]:
 
 
 def _grids(regions: tuple[Region, ...]) -> tuple[Grid, ...]:
-    return find_grids(places_of(regions), GROUP.layers, GROUP.parts, (0, 2))
+    return find_grids(map_regions(regions), GROUP.layers, GROUP.parts, (0, 2))
 
 
 @pytest.mark.parametrize(

@@ -233,7 +233,7 @@ def test_unmapping_under_a_live_view_waits_for_the_view(
 def test_the_garbage_collector_never_unmaps_by_itself(segment: SharedSegment) -> None:
     mapping = SegmentMapping(os.dup(segment.fd), size_bytes=SIZE_BYTES)
     address = mapping.address
-    with pytest.warns(ResourceWarning, match="never unmapped"):
+    with pytest.warns(ResourceWarning, match="never closed"):
         del mapping
 
     assert is_mapped(address)

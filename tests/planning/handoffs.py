@@ -53,7 +53,7 @@ class Case:
     decode: Side
     start: int
     stop: int
-    spread: int
+    replica_index: int
 
 
 @st.composite
@@ -73,7 +73,7 @@ def cases(draw: Draw) -> Case:
         decode=draw(_sides(groups, decode_tp, (start, stop), base=7 << 32)),
         start=start,
         stop=stop,
-        spread=draw(st.integers(0, 12)),
+        replica_index=draw(st.integers(0, 12)),
     )
 
 

@@ -28,6 +28,7 @@ from kvbus.geometry import (
 )
 from kvbus.planning.boxes import cut_into_boxes, reader_order
 from kvbus.planning.mapping import Share
+from tests.examples import num_examples
 
 
 @dataclass(frozen=True)
@@ -73,7 +74,7 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(share, group, span, order, least + draw(st.integers(0, 60 * least)))
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=num_examples(500), deadline=None)
 @given(cases())
 def test_boxes_hold_every_element_of_the_share_exactly_once_and_nothing_else(case: Case) -> None:
     share = case.share
@@ -91,7 +92,7 @@ def test_boxes_hold_every_element_of_the_share_exactly_once_and_nothing_else(cas
     }
 
 
-@settings(max_examples=500, deadline=None)
+@settings(max_examples=num_examples(500), deadline=None)
 @given(cases())
 def test_each_box_fits_its_slot_and_no_block_of_the_order_is_in_two_of_a_layer(case: Case) -> None:
     boxes = case.boxes()
@@ -101,7 +102,7 @@ def test_each_box_fits_its_slot_and_no_block_of_the_order_is_in_two_of_a_layer(c
     assert all(cut % case.order.block_size == 0 for cut in cuts)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=num_examples(300), deadline=None)
 @given(cases())
 def test_boxes_are_no_more_than_whole_layers_or_cut_tokens_alone_would_take(case: Case) -> None:
     num_layers, (start, stop) = len(case.share.layers), case.span
@@ -221,7 +222,7 @@ def test_a_readers_order_is_that_of_its_regions_with_what_lies_apart_outermost(
     assert order == SlotOrder(tuple(map(AxisName, expected.split())), 16)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=num_examples(100), deadline=None)
 @given(st.permutations(list(AxisName)))
 def test_in_a_slot_of_the_readers_order_axes_follow_each_other_as_in_its_memory(
     axes: list[AxisName],

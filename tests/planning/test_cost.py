@@ -8,14 +8,7 @@ from hypothesis import strategies as st
 
 from kvbus.errors import LocalError
 from kvbus.planning.cost import Choice, Rates, box_sizes, choose, predict
-from kvbus.planning.fetch_shape import (
-    ALL_PATHS,
-    DirectWork,
-    FetchShape,
-    PackedWork,
-    Path,
-    ReorderedWork,
-)
+from kvbus.planning.fetch_shape import ALL_PATHS, FetchShape, Path, PathWork
 
 KIB, MIB = 1 << 10, 1 << 20
 SLOT_BYTES = 8 * MIB
@@ -44,21 +37,21 @@ RATES = st.builds(
 @st.composite
 def shapes(draw: st.DrawFn) -> FetchShape:
     num_bytes, num_shares = draw(BYTES), draw(st.integers(1, 64))
-    return FetchShape(
-        direct=DirectWork(num_bytes=num_bytes, num_descriptors=draw(COUNT)),
-        packed=PackedWork(
+    return {
+        Path.DIRECT: PathWork(num_bytes=num_bytes, num_descriptors=draw(COUNT)),
+        Path.PACKED: PathWork(
             num_bytes=num_bytes,
             gather_run_bytes=draw(RUN),
             scatter_run_bytes=draw(RUN),
             num_shares=num_shares,
         ),
-        reordered=ReorderedWork(
+        Path.REORDERED: PathWork(
             num_bytes=num_bytes,
             gather_run_bytes=draw(RUN),
             num_descriptors=draw(COUNT),
             num_shares=num_shares,
         ),
-    )
+    }
 
 
 def seconds(shape: FetchShape, path: Path, rates: Rates, slot_bytes: int = SLOT_BYTES) -> float:
@@ -66,19 +59,15 @@ def seconds(shape: FetchShape, path: Path, rates: Rates, slot_bytes: int = SLOT_
 
 
 def with_bytes(shape: FetchShape, num_bytes: int) -> FetchShape:
-    works = {path.value: shape.work(path) for path in ALL_PATHS}
-    return FetchShape(**{name: replace(work, num_bytes=num_bytes) for name, work in works.items()})
+    return {path: replace(work, num_bytes=num_bytes) for path, work in shape.items()}
 
 
 def with_all(shape: FetchShape, **changes: float) -> FetchShape:
     """The shape with these fields changed in whatever path has them."""
-    works = {path.value: shape.work(path) for path in ALL_PATHS}
-    return FetchShape(
-        **{
-            name: replace(work, **{k: v for k, v in changes.items() if hasattr(work, k)})
-            for name, work in works.items()
-        }
-    )
+    return {
+        path: replace(work, **{k: v for k, v in changes.items() if getattr(work, k) is not None})
+        for path, work in shape.items()
+    }
 
 
 def at_least(value: float, other: float) -> bool:
@@ -86,11 +75,11 @@ def at_least(value: float, other: float) -> bool:
     return value >= other * (1 - 1e-9)
 
 
-NHD_TP_1_TO_2 = FetchShape(
-    direct=DirectWork(num_bytes=64 * MIB, num_descriptors=65_536),
-    packed=PackedWork(num_bytes=64 * MIB, gather_run_bytes=KIB, scatter_run_bytes=16 * KIB),
-    reordered=ReorderedWork(num_bytes=64 * MIB, gather_run_bytes=KIB, num_descriptors=4096),
-)
+NHD_TP_1_TO_2 = {
+    Path.DIRECT: PathWork(num_bytes=64 * MIB, num_descriptors=65_536),
+    Path.PACKED: PathWork(num_bytes=64 * MIB, gather_run_bytes=KIB, scatter_run_bytes=16 * KIB),
+    Path.REORDERED: PathWork(num_bytes=64 * MIB, gather_run_bytes=KIB, num_descriptors=4096),
+}
 
 
 def test_the_predictions_are_near_what_the_development_machine_took():
@@ -128,9 +117,7 @@ def test_a_pipeline_takes_one_box_and_then_the_pace_of_its_longest_stage():
         num_cores=8,
         slots_in_flight=3,
     )
-    shape = FetchShape(
-        packed=PackedWork(num_bytes=8 * MIB, gather_run_bytes=1, scatter_run_bytes=1)
-    )
+    shape = {Path.PACKED: PathWork(num_bytes=8 * MIB, gather_run_bytes=1, scatter_run_bytes=1)}
 
     def with_lanes(num_cores: int, slots_in_flight: int) -> float:
         few = replace(rates, num_cores=num_cores, slots_in_flight=slots_in_flight)
@@ -155,10 +142,10 @@ def test_boxes_are_large_where_requests_are_dear_and_small_where_they_are_free()
 
 
 def test_a_box_never_spans_two_shares():
-    work = PackedWork(num_bytes=3 * MIB, gather_run_bytes=1, scatter_run_bytes=1, num_shares=6)
+    work = PathWork(num_bytes=3 * MIB, gather_run_bytes=1, scatter_run_bytes=1, num_shares=6)
     dear = replace(Rates(), seconds_per_request=1.0, slots_in_flight=1)
 
-    found = predict(FetchShape(packed=work), Path.PACKED, dear, slot_bytes=SLOT_BYTES)
+    found = predict({Path.PACKED: work}, Path.PACKED, dear, slot_bytes=SLOT_BYTES)
 
     assert (found.box_bytes, found.num_boxes) == (8 * MIB, 6)
     assert found.seconds == pytest.approx(found.stages.sum_s)
@@ -166,10 +153,10 @@ def test_a_box_never_spans_two_shares():
 
 
 def test_every_box_is_read_by_one_descriptor_at_least():
-    work = ReorderedWork(num_bytes=8 * MIB, gather_run_bytes=MIB, num_descriptors=1)
+    work = PathWork(num_bytes=8 * MIB, gather_run_bytes=MIB, num_descriptors=1)
     rates = replace(Rates(), seconds_per_descriptor=1.0)
 
-    found = predict(FetchShape(reordered=work), Path.REORDERED, rates, slot_bytes=256 * KIB)
+    found = predict({Path.REORDERED: work}, Path.REORDERED, rates, slot_bytes=256 * KIB)
 
     assert 32 <= found.stages.read_s < 33
 
@@ -201,10 +188,10 @@ def test_equal_predictions_choose_direct():
         num_cores=1,
     )
     nothing = with_all(with_bytes(NHD_TP_1_TO_2, 0), num_descriptors=0)
-    some = FetchShape(
-        direct=DirectWork(num_bytes=MIB, num_descriptors=1),
-        reordered=ReorderedWork(num_bytes=MIB, gather_run_bytes=1, num_descriptors=1),
-    )
+    some = {
+        Path.DIRECT: PathWork(num_bytes=MIB, num_descriptors=1),
+        Path.REORDERED: PathWork(num_bytes=MIB, gather_run_bytes=1, num_descriptors=1),
+    }
 
     of_nothing = choose(nothing, Rates(), slot_bytes=SLOT_BYTES)
     of_some = choose(some, rates, slot_bytes=SLOT_BYTES, corrections={Path.DIRECT: 2.0})
@@ -215,7 +202,7 @@ def test_equal_predictions_choose_direct():
 
 
 def test_a_path_that_a_fetch_cannot_take_is_not_chosen():
-    only_packed = FetchShape(packed=NHD_TP_1_TO_2.packed)
+    only_packed = {Path.PACKED: NHD_TP_1_TO_2[Path.PACKED]}
 
     choice = choose(only_packed, Rates(), slot_bytes=SLOT_BYTES)
     forced = choose(NHD_TP_1_TO_2, Rates(), slot_bytes=SLOT_BYTES, paths={Path.DIRECT})
@@ -236,10 +223,10 @@ def test_a_path_that_a_fetch_cannot_take_is_not_chosen():
         lambda: Rates(gather_bytes_per_s=float("inf")),
         lambda: Rates(seconds_per_descriptor=float("nan")),
         lambda: Rates(num_cores=0),
-        lambda: DirectWork(num_bytes=-1, num_descriptors=1),
-        lambda: PackedWork(num_bytes=1, gather_run_bytes=0, scatter_run_bytes=1),
-        lambda: PackedWork(num_bytes=1, gather_run_bytes=1, scatter_run_bytes=float("nan")),
-        lambda: ReorderedWork(num_bytes=1, gather_run_bytes=1, num_descriptors=1, num_shares=0),
+        lambda: PathWork(num_bytes=-1, num_descriptors=1),
+        lambda: PathWork(num_bytes=1, gather_run_bytes=0, scatter_run_bytes=1),
+        lambda: PathWork(num_bytes=1, gather_run_bytes=1, scatter_run_bytes=float("nan")),
+        lambda: PathWork(num_bytes=1, gather_run_bytes=1, num_descriptors=1, num_shares=0),
         lambda: box_sizes(0),
     ],
 )
@@ -262,7 +249,7 @@ def test_the_choice_is_the_best_prediction_and_always_the_same(shape, rates, slo
 
 @given(shapes(), RATES, BYTES, st.integers(1, 1 << 28))
 def test_more_bytes_are_never_faster_on_any_path(shape, rates, num_bytes, slot_bytes):
-    less, more = sorted([shape.packed.num_bytes, num_bytes])
+    less, more = sorted([shape[Path.PACKED].num_bytes, num_bytes])
 
     for path in ALL_PATHS:
         few = seconds(with_bytes(shape, less), path, rates, slot_bytes)
@@ -272,10 +259,14 @@ def test_more_bytes_are_never_faster_on_any_path(shape, rates, num_bytes, slot_b
 
 @given(shapes(), RATES, st.integers(0, 1 << 22))
 def test_more_descriptors_are_never_faster(shape, rates, more):
-    grown = FetchShape(
-        direct=replace(shape.direct, num_descriptors=shape.direct.num_descriptors + more),
-        reordered=replace(shape.reordered, num_descriptors=shape.reordered.num_descriptors + more),
-    )
+    grown = {
+        Path.DIRECT: replace(
+            shape[Path.DIRECT], num_descriptors=shape[Path.DIRECT].num_descriptors + more
+        ),
+        Path.REORDERED: replace(
+            shape[Path.REORDERED], num_descriptors=shape[Path.REORDERED].num_descriptors + more
+        ),
+    }
 
     for path in (Path.DIRECT, Path.REORDERED):
         assert at_least(seconds(grown, path, rates), seconds(shape, path, rates))
@@ -285,10 +276,10 @@ def test_more_descriptors_are_never_faster(shape, rates, more):
 def test_longer_runs_are_never_slower(shape, rates, factor):
     longer = with_all(
         shape,
-        gather_run_bytes=shape.packed.gather_run_bytes * factor,
-        scatter_run_bytes=shape.packed.scatter_run_bytes * factor,
+        gather_run_bytes=shape[Path.PACKED].gather_run_bytes * factor,
+        scatter_run_bytes=shape[Path.PACKED].scatter_run_bytes * factor,
     )
-    shape = with_all(shape, gather_run_bytes=shape.packed.gather_run_bytes)
+    shape = with_all(shape, gather_run_bytes=shape[Path.PACKED].gather_run_bytes)
 
     for path in ALL_PATHS:
         assert at_least(seconds(shape, path, rates), seconds(longer, path, rates))

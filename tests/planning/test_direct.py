@@ -31,11 +31,12 @@ from kvbus.planning import (
     chunk_spans,
     whole_spans,
 )
+from tests.examples import num_examples
 from tests.planning.handoffs import Case, cases, where_elements_lie
 
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
-MANY = settings(max_examples=2000, deadline=None, suppress_health_check=SLOW)
-SOME = settings(max_examples=100, deadline=None, suppress_health_check=SLOW)
+MANY = settings(max_examples=num_examples(2000), deadline=None, suppress_health_check=SLOW)
+SOME = settings(max_examples=num_examples(100), deadline=None, suppress_health_check=SLOW)
 
 
 def copied_by_loops(case: Case) -> tuple[bytes, bytes]:
@@ -73,7 +74,7 @@ def plan_of(case: Case) -> DirectPlan:
     prefill, decode = case.prefill.ranks, case.decode.ranks
     shares = ReadMap(
         [placed.rank for placed in prefill.values()], [placed.rank for placed in decode.values()]
-    ).shares(case.spread)
+    ).shares(case.replica_index)
     return DirectPlan(prefill, decode, shares)
 
 
@@ -130,9 +131,9 @@ def test_a_plan_answers_again_as_if_asked_for_the_first_time(
     assert (again.remote == descriptors_of(case).remote).all()
 
 
-@settings(SOME, max_examples=300)
+@settings(SOME, max_examples=num_examples(300))
 @given(cases(), st.data())
-def test_the_pieces_of_a_fetch_move_what_the_whole_moves_each_byte_once(
+def test_the_chunks_of_a_fetch_move_what_the_whole_moves_each_byte_once(
     case: Case, data: st.DataObject
 ) -> None:
     plan, groups = plan_of(case), case.prefill.engine.groups

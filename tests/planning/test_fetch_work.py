@@ -30,9 +30,12 @@ from kvbus.planning import PlacedRank, ReadMap, Share, whole_spans
 from kvbus.planning.boxes import cut_into_boxes, reader_order
 from kvbus.planning.fetch_shape import Path
 from kvbus.planning.fetch_work import FetchWork
+from tests.examples import num_examples
 from tests.geometry.layouts import Element, byte_offset
 
-EXHAUSTIVE = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+EXHAUSTIVE = settings(
+    max_examples=num_examples(300), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 AT_0 = {"kv": 0}
 Place = tuple[int, int, int]
 """Region, block, byte: bytes of different regions or blocks are never neighbours."""
@@ -116,16 +119,15 @@ def test_descriptors_and_runs_are_those_that_plain_loops_count(case: Case) -> No
         ):
             runs[name] += num_runs(case, share, source, target)
     num_bytes = sum(len(list(elements_of(case, share))) for share in case.shares) * itemsize(case)
-    assert shape.direct
-    assert shape.packed
-    assert shape.reordered
-    assert shape.direct.num_bytes == shape.packed.num_bytes == num_bytes
-    assert shape.direct.num_descriptors == runs["direct"]
-    assert num_bytes / shape.packed.gather_run_bytes == pytest.approx(runs["gather"])
-    assert num_bytes / shape.packed.scatter_run_bytes == pytest.approx(runs["scatter"])
-    assert num_bytes / shape.reordered.gather_run_bytes == pytest.approx(runs["reordered gather"])
-    assert shape.reordered.num_descriptors == runs["reordered read"]
-    assert shape.packed.num_shares == shape.reordered.num_shares == len(case.shares)
+    assert shape[Path.DIRECT].num_bytes == shape[Path.PACKED].num_bytes == num_bytes
+    assert shape[Path.DIRECT].num_descriptors == runs["direct"]
+    assert num_bytes / shape[Path.PACKED].gather_run_bytes == pytest.approx(runs["gather"])
+    assert num_bytes / shape[Path.PACKED].scatter_run_bytes == pytest.approx(runs["scatter"])
+    assert num_bytes / shape[Path.REORDERED].gather_run_bytes == pytest.approx(
+        runs["reordered gather"]
+    )
+    assert shape[Path.REORDERED].num_descriptors == runs["reordered read"]
+    assert shape[Path.PACKED].num_shares == shape[Path.REORDERED].num_shares == len(case.shares)
 
 
 @EXHAUSTIVE
@@ -145,8 +147,8 @@ def test_the_least_box_is_the_smallest_that_a_share_can_be_cut_into(case: Case) 
             span = spans[share.group]
             assert cut_into_boxes(share, case.group, span, order=order, box_bytes=least)
 
-        assert work.shape(spans, slot_bytes=least).work(path) is not None
-        assert work.shape(spans, slot_bytes=least - 1).work(path) is None
+        assert work.shape(spans, slot_bytes=least).get(path) is not None
+        assert work.shape(spans, slot_bytes=least - 1).get(path) is None
 
 
 def elements_of(case: Case, share: Share) -> Iterator[Element]:
@@ -202,7 +204,7 @@ def as_block(one: Element, block_size: int) -> Element:
 def num_runs(case: Case, share: Share, source: Where, target: Where) -> int:
     """Pieces that are contiguous in both places, of the length that repeats in a block.
 
-    Where the last piece of one layer happens to touch the first of the next on both sides, they
+    Where the last unit of one layer happens to touch the first of the next on both sides, they
     still count as two.
     """
     blocks: dict[tuple[Place, Place], list[tuple[int, int]]] = defaultdict(list)
@@ -231,13 +233,12 @@ def test_nhd_for_twice_the_ranks_has_short_runs_on_the_side_with_all_heads() -> 
 
     shape = case.work().shape({"group": (0, 32)})
 
-    assert shape.direct
-    assert shape.packed
-    assert shape.reordered
-    assert shape.direct.num_descriptors == 2 * 2 * 2 * 32  # ranks, layers, parts, tokens
-    assert shape.packed.gather_run_bytes == 4 * 128 * 2
-    assert shape.packed.scatter_run_bytes == 16 * 4 * 128 * 2
-    assert shape.reordered.num_descriptors == 2 * 2 * 2  # ranks, layers, blocks: K and V touch
+    assert shape[Path.DIRECT].num_descriptors == 2 * 2 * 2 * 32  # ranks, layers, parts, tokens
+    assert shape[Path.PACKED].gather_run_bytes == 4 * 128 * 2
+    assert shape[Path.PACKED].scatter_run_bytes == 16 * 4 * 128 * 2
+    assert (
+        shape[Path.REORDERED].num_descriptors == 2 * 2 * 2
+    )  # ranks, layers, blocks: K and V touch
 
 
 def test_slots_in_the_readers_order_have_whole_blocks() -> None:
@@ -245,10 +246,8 @@ def test_slots_in_the_readers_order_have_whole_blocks() -> None:
 
     shape = case.work().shape({"group": (31, 33)})
 
-    assert shape.packed
-    assert shape.reordered
-    assert shape.packed.num_bytes == 2 * 2 * 2 * 8 * 128 * 2  # layers, parts, tokens, heads
-    assert shape.reordered.num_bytes == 16 * shape.packed.num_bytes
+    assert shape[Path.PACKED].num_bytes == 2 * 2 * 2 * 8 * 128 * 2  # layers, parts, tokens, heads
+    assert shape[Path.REORDERED].num_bytes == 16 * shape[Path.PACKED].num_bytes
 
 
 def test_a_state_counts_at_its_one_position() -> None:
@@ -257,9 +256,8 @@ def test_a_state_counts_at_its_one_position() -> None:
 
     shape = case.work().shape(whole_spans([state], 0, 100))
 
-    assert shape.direct
-    assert shape.direct.num_bytes == 2 * (4 * 512 + 8)
-    assert shape.direct.num_descriptors == 2 * (2 + 1)
+    assert shape[Path.DIRECT].num_bytes == 2 * (4 * 512 + 8)
+    assert shape[Path.DIRECT].num_descriptors == 2 * (2 + 1)
 
 
 def test_shares_without_positions_do_not_count() -> None:
@@ -270,9 +268,8 @@ def test_shares_without_positions_do_not_count() -> None:
 
     shape = of_sides(side, side, 0, 16).work().shape({"group": (0, 16), "state": (0, 0)})
 
-    assert shape.packed
-    assert shape.packed.num_shares == 1
-    assert shape.packed.num_bytes == 2 * 2 * 16 * 8 * 128 * 2
+    assert shape[Path.PACKED].num_shares == 1
+    assert shape[Path.PACKED].num_bytes == 2 * 2 * 16 * 8 * 128 * 2
 
 
 def test_a_fetch_of_nothing_has_no_boxes() -> None:
@@ -280,9 +277,8 @@ def test_a_fetch_of_nothing_has_no_boxes() -> None:
 
     shape = case.work().shape({"group": (7, 7)})
 
-    assert shape.direct
-    assert (shape.direct.num_bytes, shape.direct.num_descriptors) == (0, 0)
-    assert (shape.packed, shape.reordered) == (None, None)
+    assert (shape[Path.DIRECT].num_bytes, shape[Path.DIRECT].num_descriptors) == (0, 0)
+    assert set(shape) == {Path.DIRECT}
 
 
 @pytest.mark.parametrize(
@@ -302,7 +298,7 @@ def test_ranks_without_addresses_are_read_in_boxes_that_are_as_large_as_ever(
     shape = of_sides(*sides, 0, 40).work().shape({"group": (0, 40)})
 
     for path in Path:
-        assert shape.work(path) == (None if path in closed else usual.work(path))
+        assert shape.get(path) == (None if path in closed else usual.get(path))
 
 
 def test_a_reader_whose_regions_differ_in_order_cannot_have_it_in_its_order() -> None:
@@ -313,5 +309,5 @@ def test_a_reader_whose_regions_differ_in_order_cannot_have_it_in_its_order() ->
 
     shape = of_sides(placed(GROUP, NHD, 1, 1), decode, 0, 16).work().shape({"group": (0, 16)})
 
-    assert shape.packed is not None
-    assert shape.reordered is None
+    assert Path.PACKED in shape
+    assert Path.REORDERED not in shape

@@ -21,12 +21,15 @@ from kvbus.geometry import (
 )
 from kvbus.planning import ReadMap, Share
 from kvbus.planning.mapping import MAX_CHOICES
+from tests.examples import num_examples
 from tests.planning.handoffs import TP_SIZES, Case, cases
 
 Place = tuple[str, int, str, int]
 """Group, layer, part, head."""
 
-SOME = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SOME = settings(
+    max_examples=num_examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 NHD = KvLayout.parse("NHD")
 LATENT = (KvPart.LATENT,)
 KV = (KvPart.KEY, KvPart.VALUE)
@@ -82,7 +85,7 @@ def test_every_place_of_every_reader_has_one_holder_that_has_it(case: Case) -> N
     prefill, decode = sides_of(case)
     held = {rank.rank: held_by(rank) for rank in prefill}
 
-    shares = ReadMap(prefill, decode).shares(case.spread)
+    shares = ReadMap(prefill, decode).shares(case.replica_index)
 
     for reader in decode:
         found = holders_by_place(shares, reader.rank)
@@ -98,8 +101,8 @@ def test_over_all_choices_each_reader_reads_each_replica_equally_often(case: Cas
     reads = ReadMap(prefill, decode)
     times: dict[tuple[int, Place], Counter[int]] = defaultdict(Counter)
 
-    for spread in range(reads.num_choices):
-        for share in reads.shares(spread):
+    for replica_index in range(reads.num_choices):
+        for share in reads.shares(replica_index):
             for place in places_of(share):
                 times[share.reader, place][share.holder] += 1
 
@@ -118,7 +121,7 @@ def test_within_a_fetch_the_readers_of_the_same_replicas_take_turns(case: Case) 
     held = {rank.rank: held_by(rank) for rank in prefill}
     readers: dict[tuple[int, ...], set[tuple[int, int]]] = defaultdict(set)
 
-    for share in ReadMap(prefill, decode).shares(case.spread):
+    for share in ReadMap(prefill, decode).shares(case.replica_index):
         for place in places_of(share):
             replicas = tuple(rank for rank, places in held.items() if place in places)
             readers[replicas].add((share.reader, share.holder))
@@ -165,7 +168,9 @@ def test_a_latent_is_read_whole_from_one_rank_and_another_one_for_the_next_fetch
 ) -> None:
     reads = ReadMap(ranks_of(4, 1, parts=LATENT), ranks_of(decode_tp, 1, parts=LATENT))
 
-    fetches = [[share.holder for share in reads.shares(spread)] for spread in range(8)]
+    fetches = [
+        [share.holder for share in reads.shares(replica_index)] for replica_index in range(8)
+    ]
 
     assert all(len(holders) == decode_tp for holders in fetches)
     assert [holders[0] for holders in fetches] == [0, 1, 2, 3, 0, 1, 2, 3]
@@ -227,13 +232,13 @@ def test_split_and_replicated_parts_of_a_state_are_paired_each_for_itself() -> N
 
 
 @given(st.integers(0, 200))
-def test_the_choices_repeat_after_as_many_as_the_map_says(spread: int) -> None:
+def test_the_choices_repeat_after_as_many_as_the_map_says(replica_index: int) -> None:
     reads = ReadMap(ranks_of(6, 1, parts=LATENT), ranks_of(2, 1, parts=LATENT))
 
-    again = reads.shares(spread + reads.num_choices)
+    again = reads.shares(replica_index + reads.num_choices)
 
     assert reads.num_choices == 6
-    assert again == reads.shares(spread)
+    assert again == reads.shares(replica_index)
 
 
 def test_replicas_of_several_numbers_are_all_read_equally_often_before_the_choices_repeat() -> None:
@@ -241,8 +246,8 @@ def test_replicas_of_several_numbers_are_all_read_equally_often_before_the_choic
 
     times = Counter(
         (share.holder, share.first_head)
-        for spread in range(reads.num_choices)
-        for share in reads.shares(spread)
+        for replica_index in range(reads.num_choices)
+        for share in reads.shares(replica_index)
     )
 
     assert times == {(0, 0): 2, (1, 0): 2, (2, 0): 2, (3, 1): 3, (4, 1): 3}

@@ -8,16 +8,16 @@ from hypothesis import strategies as st
 
 from kvbus.errors import LocalError
 from kvbus.planning.cost import Rates, predict
-from kvbus.planning.fetch_shape import ALL_PATHS, DirectWork, FetchShape, PackedWork, Path
+from kvbus.planning.fetch_shape import ALL_PATHS, FetchShape, Path, PathWork
 from kvbus.planning.observed import CURIOSITY, MAX_RATIO, PATIENCE, PeerRates
 
 MIB = 1 << 20
 SLOT_BYTES = 8 * MIB
 BOTH = (Path.DIRECT, Path.PACKED)
-SHAPE = FetchShape(
-    direct=DirectWork(num_bytes=64 * MIB, num_descriptors=1024),
-    packed=PackedWork(num_bytes=64 * MIB, gather_run_bytes=1024, scatter_run_bytes=1024),
-)
+SHAPE = {
+    Path.DIRECT: PathWork(num_bytes=64 * MIB, num_descriptors=1024),
+    Path.PACKED: PathWork(num_bytes=64 * MIB, gather_run_bytes=1024, scatter_run_bytes=1024),
+}
 RATIO = st.floats(1 / MAX_RATIO, MAX_RATIO)
 
 
@@ -68,9 +68,10 @@ def test_one_unlucky_fetch_does_not_exclude_a_path_for_good():
 
 
 def test_a_path_that_is_better_than_predicted_is_found_though_nobody_was_told():
-    nearly = FetchShape(
-        direct=DirectWork(num_bytes=64 * MIB, num_descriptors=5000), packed=SHAPE.packed
-    )
+    nearly = {
+        Path.DIRECT: PathWork(num_bytes=64 * MIB, num_descriptors=5000),
+        Path.PACKED: SHAPE[Path.PACKED],
+    }
     direct_s, packed_s = (predicted_s(path, nearly) for path in BOTH)
     rates, truth_s = peer(), {Path.DIRECT: direct_s, Path.PACKED: direct_s / 3}
 
@@ -104,7 +105,7 @@ def test_what_is_observed_all_the_time_is_not_forgotten():
 
 def test_small_fetches_say_nothing_about_large_ones():
     rates = peer()
-    small = FetchShape(direct=DirectWork(num_bytes=4096, num_descriptors=1))
+    small = {Path.DIRECT: PathWork(num_bytes=4096, num_descriptors=1)}
 
     for _ in range(10):
         rates.observe(small, Path.DIRECT, seconds=1.0)
@@ -124,7 +125,7 @@ def test_a_path_that_the_fetch_cannot_take_is_neither_observed_nor_chosen():
 
 
 def test_a_fetch_of_nothing_teaches_nothing():
-    rates, nothing = peer(), FetchShape(direct=DirectWork(num_bytes=0, num_descriptors=0))
+    rates, nothing = peer(), {Path.DIRECT: PathWork(num_bytes=0, num_descriptors=0)}
 
     rates.observe(nothing, Path.DIRECT, seconds=1.0)
 

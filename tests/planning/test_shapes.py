@@ -64,7 +64,7 @@ def check(start: int, stop: int, prefill: dict[str, Any], decode: dict[str, Any]
         side(7 << 32, (start, stop), **decode),
         start,
         stop,
-        spread=1,
+        replica_index=1,
     )
 
     assert read(case, [descriptors_of(case)]) == copied_by_loops(case)

@@ -1,4 +1,4 @@
-"""A fetch moves the positions that its tokens need, and its pieces move each of them once."""
+"""A fetch moves the positions that its tokens need, and its chunks move each of them once."""
 
 from itertools import pairwise
 
@@ -37,15 +37,15 @@ def test_the_pieces_of_a_fetch_have_each_position_once_and_in_their_order(
     groups, stop = (FULL, STATE, windowed(window)), start + length
     ends = [start, *sorted(data.draw(st.lists(st.integers(start, stop), max_size=5))), stop]
 
-    pieces = [
-        chunk_spans(groups, (start, stop), piece, last=number == len(ends) - 2)
-        for number, piece in enumerate(pairwise(ends))
+    chunks = [
+        chunk_spans(groups, (start, stop), chunk, last=number == len(ends) - 2)
+        for number, chunk in enumerate(pairwise(ends))
     ]
 
     for group in groups:
-        moved = [position for spans in pieces for position in range(*spans[group.name])]
+        moved = [position for spans in chunks for position in range(*spans[group.name])]
         assert moved == wanted_positions(group, start, stop)
-        for spans, (first, end) in zip(pieces, pairwise(ends), strict=True):
+        for spans, (first, end) in zip(chunks, pairwise(ends), strict=True):
             inside = range(first, end) if not group.state else range(1)
             assert set(range(*spans[group.name])) <= set(inside)
 

@@ -1,13 +1,15 @@
 """What READs cost here: measured with real NIXL, and nothing of it is left."""
 
+import gc
 import threading
+import weakref
 from pathlib import Path
 
 import pytest
 
 from kvbus.errors import ErrorCode, LocalError
 from kvbus.transport.bare_pair import LONG_BYTES
-from kvbus.transport.calibration import MANY, fit_reads, measure_reads
+from kvbus.transport.calibration import MANY, Area, _Pair, fit_reads, measure_reads
 
 
 def transport_threads() -> list[threading.Thread]:
@@ -49,6 +51,31 @@ def test_what_takes_too_long_is_a_timeout_and_leaves_nothing(until):
 
     assert refused.value.code is ErrorCode.TIMEOUT
     until(lambda: transport_threads() == before)
+
+
+def test_a_read_that_is_under_way_at_the_end_of_the_time_keeps_no_memory(monkeypatch, until):
+    monkeypatch.setenv("UCX_TLS", "tcp")
+    areas: list[weakref.ref[object]] = []
+
+    def out_of_time(pair: _Pair) -> list[float]:
+        areas.extend(weakref.ref(area.owner) for area in (pair._to, pair._at))
+        pair.long_s()  # connects
+        pair._deadline = 0.0
+        pair.long_s()
+        raise AssertionError("it had no time")
+
+    monkeypatch.setattr(_Pair, "measure", out_of_time)
+    before = transport_threads()
+
+    with pytest.raises(LocalError, match="not measured in time"):
+        measure_reads("agent/boot", timeout_s=30)
+
+    until(lambda: transport_threads() == before)
+    until(lambda: gc.collect() >= 0 and [area() for area in areas] == [None, None])
+
+
+def test_what_is_measured_with_is_small():
+    assert Area.in_host().size_bytes == LONG_BYTES == 8 << 20
 
 
 def test_the_rates_explain_what_was_measured():

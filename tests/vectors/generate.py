@@ -45,7 +45,7 @@ def _attach() -> Iterator[Vector]:
         num_fds = 1 if kind.op == "segment" else 0
         frame = wire.encode_frame(asked)
         yield _vector(request, "attach", frame, frame[4:], num_fds=num_fds)
-        frame = wire.encode_ok(to_body(reply))
+        frame = wire.encode_frame({"ok": to_body(reply)})
         yield _vector(reply, "attach", frame, frame[4:], num_fds=0)
     error = SegmentError("a descriptor is missing", field="fds")
     frame = wire.encode_error(error)

@@ -114,9 +114,8 @@ class Cluster:
 
     @property
     def whole(self) -> bool:
-        """Whether all of it runs, but agents that were never started."""
-        started = [agent for agent in self.agents.all if agent.process is not None]
-        return all(part.alive for part in (*started, self.prefill, self.decode))
+        """Whether all of it runs."""
+        return all(part.alive for part in (*self.agents.all, self.prefill, self.decode))
 
     def check(self) -> None:
         """Nothing is left: no block in either server, no offer, lease or fetch in an agent."""
@@ -171,8 +170,10 @@ def works_again(pair: Cluster, seed: int) -> None:
 
 
 @contextmanager
-def cluster(shape: Shape, models: Path, wire: Wire) -> Iterator[Cluster]:
-    """Start both sides side by side, and end them."""
+def cluster(
+    shape: Shape, models: Path, wire: Wire, *, has_agents: bool = True
+) -> Iterator[Cluster]:
+    """Start both sides side by side, and end them; without ``has_agents`` only the servers."""
     with agents_ended(Agents) as agents:
         sides = (
             agents.prepare("prefill", **dict(shape.prefill.settings)),
@@ -180,7 +181,7 @@ def cluster(shape: Shape, models: Path, wire: Wire) -> Iterator[Cluster]:
         )
         for side in sides:
             side.runs_first = True  # vLLM's workers spin while they wait, on all cores
-        if shape.agents_first:
+        if has_agents:
             agents.start(*sides)
         plans = zip(sides, (shape.prefill, shape.decode), strict=True)
         servers = [_server(agent, side, shape, models, wire) for agent, side in plans]
@@ -190,7 +191,7 @@ def cluster(shape: Shape, models: Path, wire: Wire) -> Iterator[Cluster]:
                 server.launch()
             for server in servers:
                 server.wait_started()
-            if shape.agents_first:
+            if has_agents:
                 for side in sides:
                     wait_until(lambda side=side: wire.ready(side), f"{side.role} is ready")
             yield made

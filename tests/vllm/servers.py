@@ -30,6 +30,7 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
     "VLLM_LOGGING_COLOR": "0",
+    "TORCHDYNAMO_DISABLE": "1",  # a part of the sampler, compiled anew by each worker
 }
 FLAGS = (
     *("--skip-tokenizer-init", "--enforce-eager"),
@@ -71,7 +72,12 @@ class VllmServer:
         return [line for line in self.log().splitlines() if TROUBLE.search(line)]
 
     def launch(self) -> None:
-        """Start the process, and do not wait for it."""
+        """Start the process, and do not wait for it.
+
+        It is a process group of its own, but in the session of the test. Linux shares cores between
+        sessions first (autogroups): where the workers of one vLLM spin on all cores, it can leave
+        another session without any for minutes, and the two vLLM wait for each other.
+        """
         self.folder.mkdir(exist_ok=True)
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", str(self.model), "--served-model-name", "model"]
@@ -83,7 +89,7 @@ class VllmServer:
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,
+                process_group=0,
                 env=self._environment(),
             )
 
@@ -131,7 +137,7 @@ class VllmServer:
     def pids(self, title: str) -> list[int]:
         """The processes of this server whose title has ``title`` in it."""
         assert self.guard is not None
-        session = self.guard.pid
+        group = self.guard.pid
         found = []
         for process in Path("/proc").glob("[0-9]*"):
             try:
@@ -139,7 +145,7 @@ class VllmServer:
                 stat = (process / "stat").read_text().rpartition(")")[2].split()
             except (FileNotFoundError, ProcessLookupError):
                 continue
-            if int(stat[3]) == session and title in line:
+            if int(stat[2]) == group and title in line:
                 found.append(int(process.name))
         return found
 

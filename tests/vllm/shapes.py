@@ -40,7 +40,6 @@ class Shape:
     prefill: Side
     decode: Side
     policy: str = "recompute"
-    agents_first: bool = True
 
 
 def both(model: str) -> Shape:
@@ -63,5 +62,4 @@ FAILING = Shape(
 
 SPLIT = Shape(Side("0"), Side("0|1", tp=2))
 JOINED = Shape(Side("0|1", tp=2), Side("1"))
-LATE = Shape(Side("0"), Side("1", settings={"request_timeout_s": 20.0}), agents_first=False)
 OTHERS = Shape(Side("0", settings={"offer_ttl_s": OFFER_TTL_S}), Side("1", "other"))

@@ -14,7 +14,7 @@ from kvbus.engine.region_tensor import region_tensor
 from kvbus.errors import GeometryError
 from kvbus.geometry import EngineSpec, RankSpec, validate_ranks
 from kvbus.integrations.vllm.description import describe_engine, layer_number
-from kvbus.integrations.vllm.sharing import SharedRank, share_rank
+from kvbus.integrations.vllm.memory_export import SharedRank, share_rank
 from kvbus.memory.mapping import SegmentMapping
 from kvbus.memory.views import mapping_tensor
 from tests.vllm.configured import Configured, attention, caches, configure, full, layers, window

@@ -3,11 +3,15 @@
 import pytest
 
 from tests.vllm.clusters import Cluster, offers_again, prompt_of, works_again
-from tests.vllm.shapes import LATE, OTHERS
+from tests.vllm.shapes import OTHERS, UP
+
+SHAPE = UP
 
 
-@pytest.mark.parametrize("pair", [LATE], ids=["late"], indirect=True)
-def test_servers_serve_before_their_agents_start_and_use_them_then(pair: Cluster) -> None:
+def test_servers_serve_before_their_agents_start_and_use_them_then(
+    without_agents: Cluster,
+) -> None:
+    pair = without_agents
     prompt = prompt_of(250, seed=1)
     logged = [pair.prefill.trouble(), pair.decode.trouble()]
 

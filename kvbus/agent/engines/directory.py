@@ -229,8 +229,7 @@ class EngineDirectory:
                 raise LocalError("the process ended", code=ErrorCode.ENGINE_LOST)
             joined.check_rank_is_here(memory.rank.rank)
             joined.check_whole(memory.rank)
-            joined.ranks[memory.rank.rank] = memory
-            joined.rank_boots[memory.rank.rank] = process.boot
+            joined.add_rank(memory, process.boot)
             self._add(joined, process)
             call.reply(Empty())
             self._announce(joined)

@@ -1,10 +1,7 @@
-"""One local engine and its processes, as its agent sees them.
-
-Refuses to decide who may register; that is the directory's.
-"""
+"""One local engine and its processes, as its agent sees them."""
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -53,10 +50,15 @@ class LocalEngine:
     control: EngineProcess | None = None
     others: tuple[AgentRanks, ...] = ()
     ranks: dict[int, RankMemory] = field(default_factory=dict)
-    rank_boots: dict[int, str] = field(default_factory=dict)
+    memory_id: str = field(init=False)
+    """Stands for the processes that hold the ranks here: a rank that came back is another."""
     processes: set[EngineProcess] = field(default_factory=set)
     waiting: list[Call] = field(default_factory=list)
     lost: bool = False
+    _rank_boots: dict[int, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.memory_id = _memory_id({})
 
     @property
     def engine_id(self) -> str:
@@ -68,11 +70,11 @@ class LocalEngine:
         """The boot id of the control process stands for the engine; empty before it came."""
         return self.control.boot if self.control else ""
 
-    @property
-    def memory_id(self) -> str:
-        """Stands for the processes that hold the ranks here: a rank that came back is another."""
-        boots = "".join(f"{rank}:{boot};" for rank, boot in sorted(self.rank_boots.items()))
-        return blake2b(boots.encode(), digest_size=16).hexdigest()
+    def add_rank(self, memory: RankMemory, boot: str) -> None:
+        """The process ``boot`` has registered a rank."""
+        self.ranks[memory.rank.rank] = memory
+        self._rank_boots[memory.rank.rank] = boot
+        self.memory_id = _memory_id(self._rank_boots)
 
     @property
     def ready(self) -> bool:
@@ -165,6 +167,11 @@ class LocalEngine:
             except KVBusError as error:
                 log.error("engine.unresponsive", engine_id=self.engine_id, error=error.message)
                 process.connection.hang_up()
+
+
+def _memory_id(rank_boots: Mapping[int, str]) -> str:
+    boots = "".join(f"{rank}:{boot};" for rank, boot in sorted(rank_boots.items()))
+    return blake2b(boots.encode(), digest_size=16).hexdigest()
 
 
 def engine_lost() -> LocalError:

@@ -1,7 +1,4 @@
-"""Takes the memory that an engine process passes on the attach socket.
-
-Refuses memory that stays unregistered where the agent has no slots: nobody could ever read it.
-"""
+"""Takes the memory that an engine process passes on the attach socket."""
 
 import structlog
 

@@ -125,6 +125,13 @@ class Segments:
             device, stream = self._device or HOST, await self._copy_stream()
             return RankMemory(rank, self.mappings, registrations, device, stream)
 
+    # An engine's memory goes in two steps, as a transfer may be under way when the engine dies:
+    #
+    #     discard   at once: the bytes go, the addresses stay (zeros); live READs hit those
+    #     unmap     once no copy runs and no handle is live: deregistered, then the addresses go
+    #
+    # `add` and `register` wait in threads, so either may find `unmapped` set when it comes back:
+    # what it made is given back there, as nobody else knows of it.
     def discard(self) -> None:
         """Give the bytes back to the machine now; the addresses stay, as private zeros.
 

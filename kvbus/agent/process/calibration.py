@@ -1,6 +1,6 @@
 """Owns the rates of an agent's machine: the defaults at first, then what was measured.
 
-Refuses to keep an agent from working: what cannot be measured stays at its default.
+What cannot be measured stays at its default.
 """
 
 import os

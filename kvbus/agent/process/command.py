@@ -1,7 +1,4 @@
-"""The command line of an agent: a config file, or the commented default of one.
-
-Refuses to start with a config that is wrong: exit status 2, and the key in the message.
-"""
+"""The command line of an agent: a config file, or the commented default of one."""
 
 import sys
 from collections.abc import Callable, Mapping

@@ -1,7 +1,4 @@
-"""Owns the names and addresses that agents have when nobody chose others.
-
-Refuses to decide between two agents of one role on a machine: the second needs a config of its own.
-"""
+"""Owns the names and addresses that agents have when nobody chose others."""
 
 from collections.abc import Mapping
 from types import MappingProxyType

@@ -1,7 +1,4 @@
-"""Runs one step of one request, so that its failure is that request's and nobody else's.
-
-Refuses to hide: what nobody foresaw is logged with its trace, and answered ``internal``.
-"""
+"""Runs one step of one request, so that its failure is that request's and nobody else's."""
 
 from collections.abc import Awaitable, Callable
 

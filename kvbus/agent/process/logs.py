@@ -1,7 +1,4 @@
-"""Structured logs of a process: JSON lines, or aligned text on a terminal.
-
-Refuses to log from pure code; everybody else takes ``structlog.get_logger()`` and binds context.
-"""
+"""Structured logs of a process: JSON lines, or aligned text on a terminal."""
 
 import contextlib
 import logging

@@ -1,7 +1,4 @@
-"""Watches how late the event loop is, which is how late every message and deadline is.
-
-Refuses to judge: it fills a histogram.
-"""
+"""Watches how late the event loop is, which is how late every message and deadline is."""
 
 import asyncio
 

@@ -1,6 +1,6 @@
 """Prometheus metrics of a process and the HTTP page that serves them.
 
-Refuses a global registry: each agent has its own, so that a test may run several in one process.
+Each agent has a registry of its own, so that a test may run several in one process.
 """
 
 from collections.abc import Callable, Iterable

@@ -1,7 +1,4 @@
-"""The process of an agent: transport up, runtime running, everything given back at the end.
-
-Refuses to go on without its transport: a supervisor starts a new process then.
-"""
+"""The process of an agent: transport up, runtime running, everything given back at the end."""
 
 import asyncio
 import gc

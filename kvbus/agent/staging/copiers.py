@@ -7,20 +7,25 @@ must stay until `quiesce` returns.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import TYPE_CHECKING, TypeVar
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import anyio
+import structlog
 
 from kvbus.agent.engines.local_engine import LocalEngine
 from kvbus.agent.engines.rank_memory import RankMemory
-from kvbus.errors import ErrorCode, LocalError
+from kvbus.errors import ErrorCode, KVBusError, LocalError
 from kvbus.geometry import GroupSpec
 
 if TYPE_CHECKING:
     from kvbus.memory.paged import PagedMemory
+
+log = structlog.get_logger()
 
 T = TypeVar("T")
 
@@ -32,13 +37,15 @@ class Copiers:
     a thread starts as soon as another ends, without the event loop's doing.
     """
 
-    def __init__(self, *, num_threads: int) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, num_threads: int) -> None:
+        self._loop = loop
         self._threads = ThreadPoolExecutor(
             num_threads, thread_name_prefix="kvbus-copy", initializer=_import_torch
         )
         self._ready: Future[None] | None = None
         self._paged: dict[tuple[RankMemory, str], PagedMemory] = {}
-        self._running: dict[LocalEngine, set[anyio.Event]] = defaultdict(set)
+        self._num_running: defaultdict[LocalEngine, int] = defaultdict(int)
+        self._idle: dict[LocalEngine, anyio.Event] = {}
 
     @property
     def ready(self) -> bool:
@@ -51,47 +58,60 @@ class Copiers:
             self._ready = self._threads.submit(_nothing)
         return self._ready
 
-    async def run(
+    # A copy cannot be stopped, and a thread that copies holds addresses. So who asked hears of its
+    # end and of nothing before: else its slot would be given on while it is still read or written.
+    # The engine's end is looked at twice. Before, as nothing may be copied for an engine that is
+    # lost; and after, as tensors that are kept would hold on to its memory. In between `quiesce`
+    # waits, by the number of copies that run.
+    def start(
         self,
         copy: Callable[[PagedMemory], T],
+        on_end: Callable[[T | KVBusError], None],
         *,
         engine: LocalEngine,
         memory: RankMemory,
         group: GroupSpec,
-    ) -> T:
-        """What ``copy`` returns, in a thread; cancelling waits for its end.
+    ) -> None:
+        """Have ``copy`` called in a thread; ``on_end`` gets what it returns, or why it failed.
 
-        Raises `LocalError` (``engine_lost``), and what ``copy`` raises.
+        That is called in the event loop, once; at once for an engine that is lost.
         """
         if engine.lost:
-            raise LocalError("a process of the engine ended", code=ErrorCode.ENGINE_LOST)
-        key = memory, group.name
-        known, stream = self._paged.get(key), memory.stream
+            on_end(LocalError("a process of the engine ended", code=ErrorCode.ENGINE_LOST))
+            return
+        known = self._paged.get((memory, group.name))
 
         def in_thread() -> tuple[PagedMemory, T]:
             paged = known or _paged_memory(memory, group)
-            if stream is None:
+            if memory.stream is None:
                 return paged, copy(paged)
-            return paged, stream.run(lambda: copy(paged), gone=lambda: engine.lost)
+            return paged, memory.stream.run(lambda: copy(paged), gone=lambda: engine.lost)
 
-        ended = anyio.Event()
-        self._running[engine].add(ended)
-        try:
-            with anyio.CancelScope(shield=True):
-                paged, result = await asyncio.wrap_future(self._threads.submit(in_thread))
-        finally:
-            ended.set()
-            self._running[engine].discard(ended)
-            if not self._running[engine]:
-                del self._running[engine]
-        if not engine.lost:
-            self._paged[key] = paged
-        return result
+        def end(future: Future[tuple[PagedMemory, T]]) -> None:
+            self._num_running[engine] -= 1
+            if not self._num_running[engine]:
+                del self._num_running[engine]
+                self._idle.pop(engine, anyio.Event()).set()
+            try:
+                paged, result = future.result()
+            except Exception as error:
+                on_end(_failure(error))
+                return
+            if not engine.lost:
+                self._paged[memory, group.name] = paged
+            on_end(result)
+
+        self._num_running[engine] += 1
+        self._threads.submit(in_thread).add_done_callback(partial(self._deliver, end))
 
     async def quiesce(self, engine: LocalEngine) -> None:
         """Return when nothing copies from or to the engine's memory any more."""
-        for ended in list(self._running.get(engine, ())):
-            await ended.wait()
+        if engine in self._num_running:
+            await self._idle.setdefault(engine, anyio.Event()).wait()
+
+    def _deliver(self, end: Callable[[Any], None], future: Future[Any]) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+            self._loop.call_soon_threadsafe(end, future)
 
     def forget(self, engine: LocalEngine) -> None:
         """The engine is lost: keep no tensors of its memory."""
@@ -111,6 +131,14 @@ def _import_torch() -> None:
 
 def _nothing() -> None:
     """The work that makes the first thread start."""
+
+
+def _failure(error: Exception) -> KVBusError:
+    """What nobody foresaw is logged with its trace, and fails this copy alone."""
+    if isinstance(error, KVBusError):
+        return error
+    log.error("step.failed", exc_info=error)
+    return KVBusError(f"failed inside: {type(error).__name__}; the agent's log says more")
 
 
 def _paged_memory(memory: RankMemory, group: GroupSpec) -> PagedMemory:

@@ -1,7 +1,4 @@
-"""The devices that KV memory is on, and the staging slots beside each of them.
-
-Refuses slots of a device of which no memory was passed, and all of them when packing is turned off.
-"""
+"""The devices that KV memory is on, and the staging slots beside each of them."""
 
 import anyio
 

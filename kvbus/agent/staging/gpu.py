@@ -17,7 +17,7 @@ from kvbus.transport.bare_pair import LONG_BYTES, NUM_PLACES
 from kvbus.transport.calibration import Area, measure_wire
 
 if TYPE_CHECKING:
-    from kvbus.memory.gpu_slots import GpuSlots
+    from kvbus.memory.gpus import GpuSlots
 
 log = structlog.get_logger()
 
@@ -66,7 +66,7 @@ def _ordinal(gpu: str) -> int:
 
 
 def _make(size_bytes: int, memory: MemoryKind, ordinal: int) -> "GpuSlots":
-    from kvbus.memory.gpu_slots import GpuSlots  # noqa: PLC0415  # imports torch: seconds
+    from kvbus.memory.gpus import GpuSlots  # noqa: PLC0415  # imports torch: seconds
 
     return GpuSlots(size_bytes, ordinal, pinned=memory == "DRAM")
 

@@ -1,19 +1,18 @@
-"""Host staging: for engines whose KV cache nothing outside of them can map.
+"""Bounce buffers: for engines whose KV cache nothing outside of them can map.
 
-Refuses to know devices: the engine's own function copies between its cache and a bounded ring of
-host blocks, which an agent serves like any other KV cache.
+The engine's own function copies between its cache and a bounded number of host blocks, which an
+agent serves like any other KV cache.
 
-    sizing    how many blocks a ring of so many bytes has
-    runs      FreeRuns: free block ids, handed out in long runs
-    ring      HostRing: the blocks of all groups, and who waits for them
-    copies    what to copy between device and ring, in runs (pure)
-    buffer    HostBuffer: a rank's part of the ring, and the calls of the engine's function
-    copier    LocalCopier: copies of all ranks of this process, in threads
-    prefill   HostPrefill: save blocks, and offer them
-    decode    HostDecode: fetch into the ring, and load
-    fetch     HostFetch: one of its fetches
-
+    sizing            how many host blocks a buffer of so many bytes has
+    block_pool        BlockPool: free block ids, handed out in long runs
+    host_pool         HostPool: the host blocks of all groups, and who waits for them
+    copies            BlockCopy: what to copy between device and host
     request_blocks    RequestBlocks: the blocks of one request in both places
+    buffer            HostBuffer: a rank's host blocks, and the calls of the engine's function
+    copier            LocalCopier: copies of all ranks of this process, in threads
+    prefill           HostPrefill: save blocks, and offer them
+    decode            HostDecode: fetch into host blocks, and load
+    fetch             HostFetch: one of its fetches
     blocking          the same for engines without an event loop; import it by its name
 """
 
@@ -22,12 +21,12 @@ from kvbus.engine.bounce.copier import Copier, LocalCopier
 from kvbus.engine.bounce.copies import BlockCopy
 from kvbus.engine.bounce.decode import HostDecode
 from kvbus.engine.bounce.fetch import HostFetch
+from kvbus.engine.bounce.host_pool import HostPool
 from kvbus.engine.bounce.prefill import HostOffer, HostPrefill
-from kvbus.engine.bounce.ring import HostRing
-from kvbus.engine.bounce.sizing import RING_LAYOUT, ring_blocks
+from kvbus.engine.bounce.sizing import HOST_LAYOUT, host_blocks
 
 __all__ = [
-    "RING_LAYOUT",
+    "HOST_LAYOUT",
     "BlockCopy",
     "Copier",
     "CopyBlocks",
@@ -37,8 +36,8 @@ __all__ = [
     "HostDecode",
     "HostFetch",
     "HostOffer",
+    "HostPool",
     "HostPrefill",
-    "HostRing",
     "LocalCopier",
-    "ring_blocks",
+    "host_blocks",
 ]

@@ -1,40 +1,42 @@
-"""Host staging for engines without an event loop: the same calls, from any thread.
+"""Bounce buffers for engines without an event loop: the same calls, from any thread.
 
-Refuses to make a step of the engine wait for bytes: `save` and `fetch` return at once, and what
-ended since is a look-up. The other calls are requests to the agent.
+`save` and `fetch` return at once, and what ended since is a look-up. The other calls are requests
+to the agent.
 """
 
+import asyncio
 from collections.abc import Mapping
 from concurrent.futures import Future
-from contextlib import ExitStack
-from types import TracebackType
 from typing import Any, Self
 
 from kvbus.engine.blocking import BlockingDecode, BlockingPrefill
 from kvbus.engine.bounce.copier import Copier
 from kvbus.engine.bounce.decode import HostDecode
 from kvbus.engine.bounce.fetch import HostFetch
+from kvbus.engine.bounce.host_pool import HostPool
 from kvbus.engine.bounce.prefill import HostOffer, HostPrefill
 from kvbus.engine.bounce.request_blocks import block_arrays
-from kvbus.engine.bounce.ring import HostRing
 from kvbus.engine.bounce.sizing import PIECE_BYTES
-from kvbus.engine.decode import BlockIds
+from kvbus.engine.prefill import BlockIds
 from kvbus.protocol.engine import Fetched, Outcome
 
 
 class BlockingHostPrefill:
-    """`HostPrefill`, blocking; `BlockingPrefill.take_released` tells of its offers, too."""
+    """`HostPrefill`, blocking; of offers, use the methods here and not their own.
+
+    `BlockingPrefill.take_released` tells of its offers, too.
+    """
 
     def __init__(
         self,
         session: BlockingPrefill,
-        ring: HostRing,
+        pool: HostPool,
         copier: Copier,
         *,
         piece_bytes: int = PIECE_BYTES,
     ) -> None:
         self._session = session
-        self._host = HostPrefill(session.session, ring, copier, piece_bytes=piece_bytes)
+        self._host = HostPrefill(session.session, pool, copier, piece_bytes=piece_bytes)
 
     def begin(
         self,
@@ -44,7 +46,8 @@ class BlockingHostPrefill:
         first_blocks: Mapping[str, int] | None = None,
         wait_s: float = 0.0,
     ) -> HostOffer:
-        """`HostPrefill.begin`; use the other methods here, not those of the offer."""
+        """`HostPrefill.begin`."""
+        self._host.session = self._session.session
         return self._session.run(
             lambda: self._host.begin(
                 request_id, num_tokens=num_tokens, first_blocks=first_blocks, wait_s=wait_s
@@ -58,18 +61,7 @@ class BlockingHostPrefill:
         of the calls.
         """
         given = block_arrays(block_ids)
-        saved: Future[None] = Future()
-        saved.set_running_or_notify_cancel()
-
-        def settle(started: Future[None]) -> None:
-            error = started.exception()
-            if error is not None:
-                saved.set_exception(error)
-            else:
-                saved.set_result(None)
-
-        self._session.start(lambda: offer.save(num_tokens, given)).add_done_callback(settle)
-        return saved
+        return self._session.start(lambda: offer.save(num_tokens, given))
 
     def offer(self, offer: HostOffer, *, ttl_s: float | None = None) -> dict[str, Any]:
         """`HostOffer.offer`."""
@@ -94,7 +86,7 @@ class BlockingHostDecode:
     def __init__(
         self,
         session: BlockingDecode,
-        ring: HostRing,
+        pool: HostPool,
         copier: Copier,
         *,
         piece_bytes: int = PIECE_BYTES,
@@ -102,22 +94,32 @@ class BlockingHostDecode:
     ) -> None:
         self._session = session
         self._host = HostDecode(
-            session.session, ring, copier, piece_bytes=piece_bytes, wait_s=wait_s
+            session.session, pool, copier, piece_bytes=piece_bytes, wait_s=wait_s
         )
         self._ended: dict[HostFetch, bool] = {}
-        self._stack = ExitStack()
+        self._left = asyncio.Event()
+        self._open: Future[None] | None = None
 
     def __enter__(self) -> Self:
-        self._stack.enter_context(self._session.opened(self._host))
+        opened: Future[None] = Future()
+
+        async def hold() -> None:
+            """It is left in the task that entered it."""
+            async with self._host:
+                opened.set_result(None)
+                await self._left.wait()
+
+        self._open = self._session.start(hold)
+        opened.result()
         return self
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self._stack.close()
+    def __exit__(self, *exc: object) -> None:
+        async def leave() -> None:
+            self._left.set()
+
+        if self._open is not None:
+            self._session.run(leave)
+            self._open.result()
 
     def fetch(
         self,
@@ -129,9 +131,10 @@ class BlockingHostDecode:
         timeout_s: float | None = None,
         zero_tail: bool = False,
     ) -> HostFetch:
-        """`HostDecode.fetch`; use the other methods here, not those of the fetch."""
+        """`HostDecode.fetch`; of fetches, use the methods here and not their own."""
 
         async def start() -> HostFetch:
+            self._host.session = self._session.session
             fetch = self._host.fetch(
                 ticket,
                 num_tokens=num_tokens,

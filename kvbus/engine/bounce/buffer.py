@@ -1,7 +1,4 @@
-"""A rank's part of the ring, in memory that the agent maps, and the calls of the engine's function.
-
-Refuses to copy itself: only the engine can reach its device.
-"""
+"""A rank's host blocks, in memory that the agent maps, and the calls of the engine's function."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -13,17 +10,16 @@ from kvbus.engine.bounce.copies import BlockCopy
 from kvbus.engine.region_tensor import region_tensor
 from kvbus.geometry import EngineSpec, RankSpec
 from kvbus.geometry.blocks import BlockIds
-from kvbus.memory.segment import SharedSegment
 
 
 class Direction(StrEnum):
     """Which way blocks are copied."""
 
     SAVE = "save"
-    """From the device into the ring."""
+    """From the device into host blocks."""
 
     LOAD = "load"
-    """From the ring to the device."""
+    """From host blocks to the device."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,7 +38,7 @@ class HostBlocks:
 
 
 CopyBlocks = Callable[[HostBlocks, torch.Tensor, Direction], None]
-"""The engine's function: copies between ``blocks`` on its device and a view of the ring.
+"""The engine's function: copies between ``blocks`` on its device and a view of host blocks.
 
 The view is [block, layer, part, token, head, dim] as ``blocks`` lists them, in the group's dtype;
 its blocks follow each other, and whole ones are one piece of memory. Called in a thread, and done
@@ -51,19 +47,11 @@ when it returns.
 
 
 class HostBuffer:
-    """The ring's blocks of one rank."""
+    """The host blocks of one rank; ``tensor`` is all of their bytes, should the device pin them."""
 
-    def __init__(self, engine: EngineSpec, rank: RankSpec, segment: SharedSegment) -> None:
-        self.rank = rank
-        self._segment = segment
-        self._regions = [
-            (region, region_tensor(engine, region, segment.tensor)) for region in rank.regions
-        ]
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """All bytes as one uint8 tensor, such as for the engine to pin."""
-        return self._segment.tensor
+    def __init__(self, engine: EngineSpec, rank: RankSpec, tensor: torch.Tensor) -> None:
+        self.rank, self.tensor = rank, tensor
+        self._regions = [(region, region_tensor(engine, region, tensor)) for region in rank.regions]
 
     def run(self, direction: Direction, copies: Iterable[BlockCopy], copy: CopyBlocks) -> None:
         """Call ``copy`` for each of ``copies`` that this rank has a part of; in this thread."""

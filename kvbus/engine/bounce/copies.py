@@ -1,4 +1,4 @@
-"""What to copy between a device's blocks and the ring's for positions of a request, in runs.
+"""What to copy between a device's blocks and host blocks for positions of a request (pure).
 
 Refuses to touch slots outside of the positions: a block that is filled partly is copied partly.
 """
@@ -13,7 +13,7 @@ from kvbus.geometry.blocks import BlockIds
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockCopy:
-    """Device block ``device_ids[i]`` and block ``first_host_block + i`` of the ring, all alike.
+    """Device block ``device_ids[i]`` and host block ``first_host_block + i``, all alike.
 
     Of each block, token slots [slots[0], slots[1]).
     """
@@ -36,7 +36,7 @@ def cut_into_copies(
     """The copies of positions [span) of one group.
 
     Both tables start at block ``first_block`` of the request and hold the span. A copy is of blocks
-    that follow each other in the ring and are copied whole, or of one block that is not.
+    whose host blocks follow each other and are copied whole, or of one block that is not.
     """
     start, stop = span
     while start < stop:

@@ -1,4 +1,4 @@
-"""One fetch of an engine that goes through a ring: room, the agent's fetch, and the loads.
+"""One fetch of an engine that goes through host blocks: room, the agent's fetch, and the loads.
 
 Refuses to report an end while a load of it still writes into the engine's blocks.
 """
@@ -6,57 +6,51 @@ Refuses to report an end while a load of it still writes into the engine's block
 import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import anyio
 
 from kvbus.engine.bounce.buffer import Direction
 from kvbus.engine.bounce.copier import Copier
+from kvbus.engine.bounce.host_pool import HostPool, HostTables
 from kvbus.engine.bounce.request_blocks import RequestBlocks
-from kvbus.engine.bounce.ring import HostRing, RingTables
-from kvbus.engine.decode import DecodeSession
-from kvbus.engine.fetch import Fetch
+from kvbus.engine.fetch import Fetch, OnLanded
+from kvbus.engine.latch import Latch
 from kvbus.errors import ErrorCode, FetchFailed, KVBusError
-from kvbus.geometry import BlockTable, GroupSpec
+from kvbus.geometry import BlockTable, EngineSpec
 from kvbus.planning import Spans
 from kvbus.protocol.engine import Fetched
 
+FetchInto = Callable[[HostTables, OnLanded], Fetch]
+"""Asks the agent for a fetch into these host blocks; the other is told what has landed."""
+
 
 @dataclass(frozen=True, slots=True)
-class Way:
-    """How an engine's fetches go: who reads, into what, and who copies from there."""
+class LoadPath:
+    """What all fetches of an engine go through: host blocks, and who copies from there."""
 
-    session: DecodeSession
-    ring: HostRing
+    engine: EngineSpec
+    pool: HostPool
     copier: Copier
-    piece_tokens: int
     wait_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class FetchRequest:
-    """What the engine wants; ``spans`` are the positions of each group."""
-
-    ticket: Mapping[str, Any]
-    num_tokens: int
-    first_token: int
-    timeout_s: float | None
-    zero_tail: bool
-    spans: Spans
 
 
 class HostFetch:
     """One fetch of this engine; ``fetch_id`` is the agent's, empty while there is no room."""
 
     def __init__(
-        self, way: Way, request: FetchRequest, device_tables: Mapping[str, BlockTable]
+        self,
+        path: LoadPath,
+        start: FetchInto,
+        spans: Spans,
+        device_tables: Mapping[str, BlockTable],
     ) -> None:
-        self._way, self._request, self._device_tables = way, request, device_tables
-        self._loaded = {name: start for name, (start, _) in request.spans.items()}
-        self._landed = _Landed()
+        """``spans`` are the positions of each group that are loaded in the end."""
+        self._path, self._start_fetch = path, start
+        self._spans, self._device_tables = spans, device_tables
+        self._loaded = {name: start for name, (start, _) in spans.items()}
+        self._progress = _Progress()
         self._fetch: Fetch | None = None
-        self._ended = anyio.Event()
-        self._on_end: list[Callable[[], None]] = []
+        self._ended = Latch()
         self._outcome: Fetched | FetchFailed | None = None
         self._waiting = anyio.CancelScope()
 
@@ -69,7 +63,7 @@ class HostFetch:
         """The notice of success: the KV is in the engine's blocks, and valid.
 
         Raises `FetchFailed`; nothing writes into the blocks then. Stage ``requested`` and code
-        ``busy`` mean that there was no room in the ring in time, stage ``loading`` that the
+        ``busy`` mean that there was no room on the host in time, stage ``loading`` that the
         engine's copy function raised, which is the cause.
         """
         await self._ended.wait()
@@ -83,10 +77,7 @@ class HostFetch:
 
     def when_ended(self, call: Callable[[], None]) -> None:
         """Have ``call`` called when the fetch has ended; at once when it has by now."""
-        if self._ended.is_set():
-            call()
-        else:
-            self._on_end.append(call)
+        self._ended.when_set(call)
 
     async def cancel(self) -> None:
         """Give up; `completed` raises with code ``cancelled``, unless the KV is confirmed by then.
@@ -114,54 +105,43 @@ class HostFetch:
             self._end(_failed("the host decode was closed", ErrorCode.CLOSED))
 
     async def _run(self) -> Fetched:
-        ring = self._way.ring
+        pool = self._path.pool
         wanted = {name: len(table) for name, table in self._device_tables.items()}
-        tables: RingTables = {}
+        tables: HostTables = {}
         with self._waiting:
-            tables = await ring.take(wanted, wait_s=self._way.wait_s)
-        held = _Held(ring, tables)
+            tables = await pool.acquire(wanted, wait_s=self._path.wait_s)
         try:
             fetch = self._start(tables)
         except BaseException:
-            ring.give(tables)
+            pool.release(tables)
             raise
-        fetch.when_freed(held.free)
+        in_use = _BlocksInUse(pool, tables)
+        fetch.when_freed(in_use.end_use)
         try:
             return await self._follow(fetch, tables)
         finally:
-            held.free()
+            in_use.end_use()
 
-    def _start(self, tables: RingTables) -> Fetch:
+    def _start(self, tables: HostTables) -> Fetch:
         if self._waiting.cancel_called:
             raise _failed("the engine cancelled the fetch", ErrorCode.CANCELLED, stage="requested")
-        request = self._request
-        fetch = self._fetch = self._way.session.fetch(
-            request.ticket,
-            num_tokens=request.num_tokens,
-            block_ids=tables,
-            first_token=request.first_token,
-            timeout_s=request.timeout_s,
-            zero_tail=request.zero_tail,
-            piece_tokens=self._way.piece_tokens,
-            on_landed=self._landed.land,
-        )
-        fetch.when_ended(self._landed.end)
+        fetch = self._fetch = self._start_fetch(tables, self._progress.land)
+        fetch.when_ended(self._progress.end)
         return fetch
 
-    async def _follow(self, fetch: Fetch, tables: RingTables) -> Fetched:
+    async def _follow(self, fetch: Fetch, tables: HostTables) -> Fetched:
         """Load what has landed while the rest does, and the rest once it is confirmed."""
-        firsts = {name: table.first_block for name, table in self._device_tables.items()}
         blocks = RequestBlocks(
-            self._way.session.engine,
-            firsts=firsts,
-            ring_tables=tables,
+            self._path.engine,
+            firsts={name: table.first_block for name, table in self._device_tables.items()},
+            host_tables=tables,
             device_tables=self._device_tables,
         )
         failure: FetchFailed | None = None
-        while await self._landed.news():
+        while await self._progress.has_more():
             if failure is None:
                 try:
-                    await self._load(blocks, self._landed.num_tokens, last=False)
+                    await self._load(blocks, self._progress.num_tokens)
                 except FetchFailed as error:
                     failure = error
                     await self.cancel()
@@ -169,16 +149,20 @@ class HostFetch:
             raise failure
         try:
             fetched = await fetch.completed()
-        except FetchFailed as error:  # the agent writes into the ring only
+        except FetchFailed as error:  # the agent writes into host blocks only
             failure = _failed(error.message, error.code, stage=error.stage, fetch_id=fetch.fetch_id)
             raise failure from error
-        await self._load(blocks, self._request.num_tokens, last=True)
+        await self._load(blocks, None)
         return fetched
 
-    async def _load(self, blocks: RequestBlocks, num_tokens: int, *, last: bool) -> None:
+    async def _load(self, blocks: RequestBlocks, num_landed: int | None) -> None:
+        """Whole blocks of what has landed; with None all, as nothing more may land."""
         spans = {}
         for group in blocks.engine.groups:
-            start, stop = self._loaded[group.name], self._stop(group, num_tokens, last=last)
+            start, stop = self._loaded[group.name], self._spans[group.name][1]
+            if num_landed is not None:
+                size = group.block_size
+                stop = 0 if group.state else min(stop, num_landed) // size * size
             if start < stop:
                 spans[group.name] = start, stop
                 self._loaded[group.name] = stop
@@ -186,62 +170,52 @@ class HostFetch:
             return
         try:
             with anyio.CancelScope(shield=True):
-                await self._way.copier(Direction.LOAD, blocks.copies(spans))
+                await self._path.copier(Direction.LOAD, blocks.copies(spans))
         except Exception as error:  # the engine's own, of any kind
             message = f"the engine's copy function failed: {error}"
             code = ErrorCode.TRANSFER_FAILED
             raise _failed(message, code, stage="loading", fetch_id=self.fetch_id) from error
 
-    def _stop(self, group: GroupSpec, num_tokens: int, *, last: bool) -> int:
-        """Whole blocks while more may land; in the end all, and the zeroed tail if wanted."""
-        (start, stop), size = self._request.spans[group.name], group.block_size
-        if not last:
-            return 0 if group.state else min(stop, num_tokens) // size * size
-        return -(-stop // size) * size if self._request.zero_tail and start < stop else stop
-
     def _end(self, outcome: Fetched | FetchFailed) -> None:
         """The first outcome counts."""
-        if self._ended.is_set():
-            return
-        self._outcome = outcome
-        self._ended.set()
-        for call in self._on_end:
-            call()
+        if self._outcome is None:
+            self._outcome = outcome
+            self._ended.set()
 
 
-class _Held:
-    """Blocks of the ring that the agent writes into, and that are loaded from: free after both."""
+class _BlocksInUse:
+    """Host blocks that the agent writes into, and that are loaded from: free after both."""
 
-    def __init__(self, ring: HostRing, tables: RingTables) -> None:
-        self._ring, self._tables = ring, tables
-        self._num_users = 2
+    def __init__(self, pool: HostPool, tables: HostTables) -> None:
+        self._pool, self._tables = pool, tables
+        self._num_uses = 2
 
-    def free(self) -> None:
+    def end_use(self) -> None:
         """One of the two is done with them."""
-        self._num_users -= 1
-        if not self._num_users:
-            self._ring.give(self._tables)
+        self._num_uses -= 1
+        if not self._num_uses:
+            self._pool.release(self._tables)
 
 
-class _Landed:
-    """News of an agent's fetch: how far its pieces have landed, and that it has ended."""
+class _Progress:
+    """How far an agent's fetch has landed, and whether it has ended."""
 
     def __init__(self) -> None:
         self.num_tokens, self._has_ended = 0, False
-        self._news = anyio.Event()
+        self._changed = anyio.Event()
 
     def land(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
-        self._news.set()
+        self._changed.set()
 
     def end(self) -> None:
         self._has_ended = True
-        self._news.set()
+        self._changed.set()
 
-    async def news(self) -> bool:
-        """Wait for some; False when the fetch has ended."""
-        await self._news.wait()
-        self._news = anyio.Event()
+    async def has_more(self) -> bool:
+        """Wait for a change; False when the fetch has ended."""
+        await self._changed.wait()
+        self._changed = anyio.Event()
         return not self._has_ended
 
 

@@ -1,7 +1,7 @@
-"""Saves the KV of a prefill engine into the ring, piece by piece, and offers it from there.
+"""Saves the KV of a prefill engine into host blocks, piece by piece, and offers it from there.
 
 Refuses to keep the engine's own blocks: once `HostOffer.save` has returned they are the engine's.
-The ring's blocks are free when the agent says that the offer is released.
+The host blocks are free when the agent says that the offer is released.
 """
 
 from collections.abc import Mapping
@@ -11,13 +11,13 @@ import anyio
 
 from kvbus.engine.bounce.buffer import Direction
 from kvbus.engine.bounce.copier import Copier
+from kvbus.engine.bounce.host_pool import HostPool
 from kvbus.engine.bounce.request_blocks import (
     RequestBlocks,
     block_arrays,
     blocks_of,
     check_groups,
 )
-from kvbus.engine.bounce.ring import HostRing
 from kvbus.engine.bounce.sizing import PIECE_BYTES, piece_tokens
 from kvbus.engine.prefill import BlockIds, Offer, PrefillSession
 from kvbus.errors import ClosedError, GeometryError, KVBusError, LocalError
@@ -25,7 +25,7 @@ from kvbus.protocol.engine import Outcome
 
 
 class HostPrefill:
-    """Makes the offers of one prefill engine that goes through a ring.
+    """Makes the offers of one prefill engine that goes through host blocks.
 
     About ``piece_bytes`` are saved at a time: small enough that a piece is on the wire while the
     next is saved.
@@ -34,12 +34,12 @@ class HostPrefill:
     def __init__(
         self,
         session: PrefillSession,
-        ring: HostRing,
+        pool: HostPool,
         copier: Copier,
         *,
         piece_bytes: int = PIECE_BYTES,
     ) -> None:
-        self.session, self.ring, self.copier = session, ring, copier
+        self.session, self.pool, self.copier = session, pool, copier
         self.piece_tokens = piece_tokens(session.engine, piece_bytes=piece_bytes)
 
     async def begin(
@@ -50,11 +50,11 @@ class HostPrefill:
         first_blocks: Mapping[str, int] | None = None,
         wait_s: float = 0.0,
     ) -> "HostOffer":
-        """Take the ring's blocks for a request of ``num_tokens`` tokens; nothing is offered yet.
+        """Acquire host blocks for a request of ``num_tokens`` tokens; nothing is offered yet.
 
         Of a group with a window the engine may keep only the tail: ``first_blocks`` says from which
         block of the request on. Waits for room for at most ``wait_s``. Raises `LocalError`
-        (``busy``) when the ring is full, and `GeometryError` when it will never be large enough.
+        (``busy``) when there is none, and `GeometryError` when there never will be enough.
         """
         engine, firsts = self.session.engine, dict(first_blocks or {})
         check_groups(engine, firsts)
@@ -62,15 +62,15 @@ class HostPrefill:
             group.name: max(0, blocks_of(group, num_tokens) - firsts.get(group.name, 0))
             for group in engine.groups
         }
-        tables = await self.ring.take(wanted, wait_s=wait_s)
-        blocks = RequestBlocks(engine, firsts=firsts, ring_tables=tables)
+        tables = await self.pool.acquire(wanted, wait_s=wait_s)
+        blocks = RequestBlocks(engine, firsts=firsts, host_tables=tables)
         return HostOffer(self, request_id, num_tokens, blocks)
 
 
 class HostOffer:
     """One request: `save` what is computed, `offer` it before or after, and `seal`; or `abort`.
 
-    ``num_saved`` of its ``num_tokens`` tokens are in the ring. After a `save` that failed or was
+    ``num_saved`` of its ``num_tokens`` tokens are on the host. After a `save` that failed or was
     cancelled there is only `abort`.
     """
 
@@ -129,7 +129,7 @@ class HostOffer:
                 offer = await self._host.session.offer(
                     self.request_id,
                     num_tokens=self.num_saved,
-                    block_ids=self._ring_blocks(0, self.num_saved),
+                    block_ids=self._host_blocks(0, self.num_saved),
                     sealed=False,
                     ttl_s=ttl_s,
                     first_blocks=self._blocks.firsts,
@@ -150,7 +150,7 @@ class HostOffer:
     async def abort(self) -> None:
         """Give the request up; an offer is withdrawn, one that has ended is ok.
 
-        The ring's blocks are free at once, or when the piece that is being copied is. Raises what a
+        The host blocks are free at once, or when the piece that is being copied is. Raises what a
         request to the agent can: `RequestTimeout`.
         """
         self._closed = self._closed or "it was aborted"
@@ -163,7 +163,7 @@ class HostOffer:
     async def released(self) -> Outcome:
         """How the offer ended, see `Offer.released`.
 
-        The ring's blocks are free then, or when the piece that is being copied is.
+        The host blocks are free then, or when the piece that is being copied is.
         """
         return await self._offered().released()
 
@@ -189,10 +189,10 @@ class HostOffer:
             self.num_saved = stop
             self._states_at |= dict.fromkeys(states, stop)
             if self._offer is not None:
-                await self._offer.extend(stop, self._ring_blocks(start, stop))
+                await self._offer.extend(stop, self._host_blocks(start, stop))
 
     async def _copy(self, spans: Mapping[str, tuple[int, int]]) -> None:
-        """The ring's blocks are not given back while anything is copied into them."""
+        """The host blocks are not released while anything is copied into them."""
         self._check_open()
         copies = self._blocks.copies(spans)
         if not copies:
@@ -204,10 +204,10 @@ class HostOffer:
         finally:
             self._is_copying = False
             if self._is_over:
-                self._give_back()
+                self._release()
 
-    def _ring_blocks(self, start: int, stop: int) -> dict[str, Any]:
-        return {name: self._blocks.in_ring(name, start, stop) for name in self._blocks.ring_tables}
+    def _host_blocks(self, start: int, stop: int) -> dict[str, Any]:
+        return {name: self._blocks.on_host(name, start, stop) for name in self._blocks.host_tables}
 
     def _check_progress(self, num_tokens: int) -> None:
         if not self.num_saved <= num_tokens <= self.num_tokens:
@@ -241,13 +241,13 @@ class HostOffer:
         return self._offer
 
     def _end(self) -> None:
-        """Nobody reads the ring's blocks any more."""
+        """Nobody reads the host blocks any more."""
         self._closed = self._closed or "its offer has ended"
         if not self._is_over:
             self._is_over = True
             if not self._is_copying:
-                self._give_back()
+                self._release()
 
-    def _give_back(self) -> None:
+    def _release(self) -> None:
         """Of `_end` and the end of a copy, the later one comes here, once."""
-        self._host.ring.give(self._blocks.ring_tables)
+        self._host.pool.release(self._blocks.host_tables)

@@ -1,4 +1,4 @@
-"""The blocks of one request, on the device and in the ring, by position.
+"""The blocks of one request, on the device and on the host, by position (pure).
 
 Refuses blocks that are not exactly those of the tokens that they are said to hold.
 """
@@ -9,16 +9,16 @@ import numpy as np
 import numpy.typing as npt
 
 from kvbus.engine.bounce.copies import BlockCopy, cut_into_copies
-from kvbus.engine.bounce.ring import RingTables
+from kvbus.engine.bounce.host_pool import HostTables
 from kvbus.errors import GeometryError
 from kvbus.geometry import BlockTable, EngineSpec, GroupSpec, num_blocks_for
 from kvbus.geometry.blocks import BlockIds
 
 
 class RequestBlocks:
-    """Two tables for each group, that of the device and that of the ring.
+    """Two tables for each group, that of the device and that of the host.
 
-    Both start at block ``firsts[group]`` of the request. The device's may grow; the ring's are
+    Both start at block ``firsts[group]`` of the request. The device's may grow; the host's are
     those of the whole request from the beginning.
     """
 
@@ -27,13 +27,13 @@ class RequestBlocks:
         engine: EngineSpec,
         *,
         firsts: Mapping[str, int],
-        ring_tables: RingTables,
+        host_tables: HostTables,
         device_tables: Mapping[str, BlockTable] | None = None,
     ) -> None:
-        self.engine, self.firsts, self.ring_tables = engine, dict(firsts), dict(ring_tables)
+        self.engine, self.firsts, self.host_tables = engine, dict(firsts), dict(host_tables)
         known = {name: table.array() for name, table in (device_tables or {}).items()}
         self._device_ids = {
-            group: known.get(group, np.empty(0, dtype=np.uint32)) for group in ring_tables
+            group: known.get(group, np.empty(0, dtype=np.uint32)) for group in host_tables
         }
 
     def add(self, num_tokens: int, given: Mapping[str, BlockIds]) -> None:
@@ -48,11 +48,11 @@ class RequestBlocks:
         }
         self._device_ids = merged
 
-    def in_ring(self, name: str, start: int, stop: int) -> BlockIds:
-        """The ring's blocks that tokens up to ``stop`` need, and those up to ``start`` do not."""
+    def on_host(self, name: str, start: int, stop: int) -> BlockIds:
+        """The host blocks that tokens up to ``stop`` need, and those up to ``start`` do not."""
         group, first = self.engine.group(name), self.firsts.get(name, 0)
         at, end = (max(0, blocks_of(group, tokens) - first) for tokens in (start, stop))
-        return self.ring_tables[name][at:end]
+        return self.host_tables[name][at:end]
 
     def copies(self, spans: Mapping[str, tuple[int, int]]) -> list[BlockCopy]:
         """What to copy for these positions, by group; those in front of the tables are left out."""
@@ -62,7 +62,7 @@ class RequestBlocks:
             copies += cut_into_copies(
                 name,
                 self._device_ids[name],
-                self.ring_tables[name],
+                self.host_tables[name],
                 span=(max(start, first * group.block_size), stop),
                 block_size=group.block_size,
                 first_block=first,

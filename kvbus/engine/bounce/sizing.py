@@ -1,7 +1,4 @@
-"""How large a ring is: its layout, and the blocks of each group that so many bytes hold.
-
-Refuses a ring that cannot hold one block of each group.
-"""
+"""How large host buffers are: their layout, and the blocks of each group that they hold (pure)."""
 
 from collections import Counter
 from math import lcm, prod
@@ -10,25 +7,25 @@ from kvbus.errors import GeometryError
 from kvbus.geometry import DTYPE_SIZES_BYTES, EngineSpec, KvLayout, Region, lay_out_rank
 from kvbus.geometry.layouts import ALIGNMENT_BYTES
 
-RING_LAYOUT = KvLayout.parse("block,layer,kv,token,head,dim")
+HOST_LAYOUT = KvLayout.parse("block,layer,kv,token,head,dim")
 """The canonical form: a block of all layers is one piece, whatever the engine's device has."""
 
 PIECE_BYTES = 32 << 20
 """Copied at a time, so that copies and the wire overlap."""
 
 
-def ring_blocks(engine: EngineSpec, *, ring_bytes: int, num_states: int = 16) -> dict[str, int]:
-    """Blocks by group, the same on every rank, so that no rank's ring exceeds ``ring_bytes``.
+def host_blocks(engine: EngineSpec, *, buffer_bytes: int, num_states: int = 16) -> dict[str, int]:
+    """Blocks by group, the same on every rank, so that no rank's buffer exceeds ``buffer_bytes``.
 
     Every group gets room for the same number of tokens; one of state gets ``num_states`` blocks,
-    one for each request that is in the ring. Raises `GeometryError`.
+    one for each request that is in the buffer. Raises `GeometryError`.
     """
     sizes = [_block_bytes(engine, rank) for rank in range(engine.num_ranks)]
     gaps_bytes = ALIGNMENT_BYTES * max(len(_regions(engine, n)) for n in range(engine.num_ranks))
     states = {group.name: num_states for group in engine.groups if group.state}
     paged = {group.name: group.block_size for group in engine.groups if not group.state}
     state_bytes = max(sum(size[name] * states[name] for name in states) for size in sizes)
-    left_bytes = ring_bytes - state_bytes - gaps_bytes
+    left_bytes = buffer_bytes - state_bytes - gaps_bytes
     largest_bytes = max(
         sum(size[name] / block_size for name, block_size in paged.items()) for size in sizes
     )
@@ -36,9 +33,9 @@ def ring_blocks(engine: EngineSpec, *, ring_bytes: int, num_states: int = 16) ->
     blocks = states | {name: num_tokens // block_size for name, block_size in paged.items()}
     if min(blocks.values()) < 1 or left_bytes < 0:
         raise GeometryError(
-            f"a ring of {ring_bytes} bytes does not hold one block of every group of engine "
-            f"'{engine.engine_id}': a block of each takes {max(sum(s.values()) for s in sizes)}",
-            ring_bytes=ring_bytes,
+            f"a host buffer of {buffer_bytes} bytes does not hold one block of every group of "
+            f"engine '{engine.engine_id}': these take {max(sum(s.values()) for s in sizes)}",
+            buffer_bytes=buffer_bytes,
         )
     return blocks
 
@@ -50,8 +47,8 @@ def token_bytes(engine: EngineSpec) -> float:
 
 
 def _regions(engine: EngineSpec, rank: int) -> tuple[Region, ...]:
-    """Of a ring of one block of each group."""
-    return lay_out_rank(engine, rank, RING_LAYOUT, num_blocks=1).regions
+    """Of a buffer of one block of each group."""
+    return lay_out_rank(engine, rank, HOST_LAYOUT, num_blocks=1).regions
 
 
 def _block_bytes(engine: EngineSpec, rank: int) -> Counter[str]:

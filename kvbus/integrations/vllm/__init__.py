@@ -1,7 +1,6 @@
 """vLLM as a client of kvbus: ``kv_connector_module_path`` of its ``--kv-transfer-config``.
 
-Refuses to patch vLLM: what is here stands on its public connector base class, that of 0.32 and
-later.
+What is here stands on vLLM's public connector base class, that of 0.32 and later.
 """
 
 from typing import TYPE_CHECKING

@@ -1,8 +1,4 @@
-"""vLLM's KV connector on kvbus: each call of vLLM goes to the side that it concerns.
-
-Refuses to run a transfer in the engine: agents beside it do, and a step pays for a look at two
-queues.
-"""
+"""vLLM's KV connector on kvbus: each call of vLLM goes to the side that it concerns."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -16,9 +12,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvbus.integrations.vllm.description import describe_engine
+from kvbus.integrations.vllm.metrics import KvbusPromMetrics, KvbusStats
 from kvbus.integrations.vllm.options import read_options
 from kvbus.integrations.vllm.scheduler_side import SchedulerSide
-from kvbus.integrations.vllm.stats import KvbusPromMetrics, KvbusStats
 from kvbus.integrations.vllm.step_results import NOTHING, StepResults, WorkerPlace
 from kvbus.integrations.vllm.worker_side import WorkerSide
 

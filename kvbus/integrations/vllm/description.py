@@ -1,6 +1,6 @@
 """The engine as kvbus names it: model, groups, layers, heads, from vLLM's configuration alone.
 
-Refuses to look at tensors: the scheduler's process has none, and must say the same as the workers.
+The scheduler's process has no tensors, and must say the same as the workers.
 """
 
 from collections import Counter

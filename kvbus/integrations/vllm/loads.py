@@ -12,14 +12,14 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvbus.engine import DecodeSession, Fetch
+from kvbus.engine.session import ControlSession
 from kvbus.errors import ErrorCode, GeometryError, KVBusError
 from kvbus.geometry import EngineSpec
 from kvbus.integrations.vllm.block_tables import Tables, tables_of
-from kvbus.integrations.vllm.contract import HandoffParams
-from kvbus.integrations.vllm.link import AgentLink
-from kvbus.integrations.vllm.releases import Releases
-from kvbus.integrations.vllm.sessions import ControlSession
-from kvbus.integrations.vllm.tally import Tally
+from kvbus.integrations.vllm.sessions import ControlLink
+from kvbus.integrations.vllm.stats import LOADS_FAILED, StatsRecorder
+from kvbus.integrations.vllm.transfer_params import HandoffParams
+from kvbus.integrations.vllm.unwanted_offers import UnwantedOffers
 from kvbus.protocol.engine import Fetched, Outcome
 
 logger = logging.getLogger("vllm.kvbus")
@@ -49,14 +49,14 @@ class Loads:
     def __init__(
         self,
         engine: EngineSpec,
-        link: AgentLink[ControlSession],
-        tally: Tally,
+        link: ControlLink,
+        stats: StatsRecorder,
         *,
         timeout_s: float | None,
     ) -> None:
-        self._engine, self._link, self._tally = engine, link, tally
+        self._engine, self._link, self._stats = engine, link, stats
         self._timeout_s = timeout_s
-        self._releases = Releases(link)
+        self._releases = UnwantedOffers(link)
         self._expected: dict[str, Load] = {}
         self._running: dict[str, Load] = {}
         self._started: list[tuple[str, str]] = []
@@ -153,7 +153,7 @@ class Loads:
     def _on_ended(self, load: Load, fetch: Fetch) -> None:
         notice = fetch.notice
         if notice is not None and notice.outcome is Outcome.COMPLETED:
-            self._tally.loaded(notice)
+            self._stats.add_load(notice)
         else:
             if not load.is_given_up:
                 self._report(load, notice)
@@ -161,9 +161,7 @@ class Loads:
         fetch.when_freed(lambda: self._over.append(load.request_id))
 
     def _report(self, load: Load, notice: Fetched | None) -> None:
-        if notice is None:
-            self._note(load, "lost", ErrorCode.PEER_LOST, "the agent is gone")
-        else:
+        if notice is not None:
             self._note(load, notice.stage, notice.code, notice.message)
         if load.fetch is not None and not load.fetch.are_blocks_free:
             logger.warning(
@@ -185,7 +183,7 @@ class Loads:
             code,
             stage,
         )
-        self._tally.load_failed(code)
+        self._stats.add(LOADS_FAILED, str(code))
         self._failed.append(load.request_id)
 
     def _cancel(self, load: Load) -> None:

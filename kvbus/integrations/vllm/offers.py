@@ -1,8 +1,7 @@
 """The offers of a prefill engine: a ticket is reserved while it computes, and published at its end.
 
-Refuses to make the engine wait: the ticket is asked for when a request is first scheduled, and is
-there when its last token is. The public methods are for the scheduler's thread; offers live in the
-link's.
+The ticket is asked for when a request is first scheduled, so it is there when its last token is.
+The public methods are for the scheduler's thread; offers live in the link's.
 """
 
 import logging
@@ -15,12 +14,12 @@ from threading import Event
 from typing import Any
 
 from kvbus.engine import Offer, PrefillSession
+from kvbus.engine.session import ControlSession
 from kvbus.errors import GeometryError, KVBusError
 from kvbus.geometry import EngineSpec
 from kvbus.integrations.vllm.block_tables import Tables, tables_of
-from kvbus.integrations.vllm.link import AgentLink
-from kvbus.integrations.vllm.sessions import ControlSession
-from kvbus.integrations.vllm.tally import Tally
+from kvbus.integrations.vllm.sessions import ControlLink
+from kvbus.integrations.vllm.stats import OFFERED_TOKENS, OFFERS_FAILED, StatsRecorder
 
 logger = logging.getLogger("vllm.kvbus")
 
@@ -56,28 +55,24 @@ class Offers:
     def __init__(
         self,
         engine: EngineSpec,
-        link: AgentLink[ControlSession],
-        tally: Tally,
+        link: ControlLink,
+        stats: StatsRecorder,
         *,
         ttl_s: float | None,
     ) -> None:
-        self._engine, self._link, self._tally, self._ttl_s = engine, link, tally, ttl_s
+        self._engine, self._link, self._stats, self._ttl_s = engine, link, stats, ttl_s
         self._reserved: dict[str, Reservation] = {}
         self._sent: deque[str] = deque()
         self._answers = True
-        link.when_up(self._renew)
+        link.when_open(self._renew)
 
-    def reserve(self, request_id: str) -> None:
+    def reserve(self, request_id: str) -> Reservation:
         """Ask for the ticket of a request that is going to be computed; again is no more."""
-        if request_id not in self._reserved:
+        reservation = self._reserved.get(request_id)
+        if reservation is None:
             reservation = self._reserved[request_id] = Reservation(request_id)
             self._link.post(partial(self._make, reservation))
-
-    def ticket(self, request_id: str) -> dict[str, Any] | None:
-        """The ticket of a request that is being computed, as soon as there is one."""
-        reservation = self._reserved.get(request_id)
-        offer = reservation.offer if reservation is not None else None
-        return offer.ticket if offer is not None else None
+        return reservation
 
     def publish(
         self, request_id: str, block_ids: Sequence[Sequence[int]], num_tokens: int
@@ -190,7 +185,7 @@ class Offers:
             self._say_not_offered(reservation.request_id, f"{error.message} [{error.code}]")
             await offer.withdraw()
         else:
-            self._tally.offered(num_tokens)
+            self._stats.add(OFFERED_TOKENS, num_tokens)
 
     def _abandon(self, reservation: Reservation) -> None:
         reservation.state = State.ABANDONED
@@ -204,7 +199,7 @@ class Offers:
         return f"there is no ticket: {self._link.problem or 'the agent has not answered in time'}"
 
     def _say_not_offered(self, request_id: str, why: str) -> None:
-        self._tally.offer_failed()
+        self._stats.add(OFFERS_FAILED, 1)
         logger.error(
             "kvbus: request %s: its KV is not offered, who decodes it has to compute it again: %s",
             request_id,

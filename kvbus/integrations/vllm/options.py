@@ -1,7 +1,4 @@
-"""What a user writes into ``kv_connector_extra_config``.
-
-Refuses unknown keys and wrong types, by name, before vLLM has loaded a model.
-"""
+"""What a user writes into ``kv_connector_extra_config``."""
 
 from collections.abc import Mapping
 from pathlib import Path

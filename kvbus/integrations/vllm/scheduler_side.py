@@ -1,7 +1,4 @@
-"""The connector in the scheduler's process: which requests load and offer, and what became of it.
-
-Refuses to decide about blocks by itself: vLLM keeps them until a step's results say what is over.
-"""
+"""The connector in the scheduler's process: which requests load and offer, and how that ends."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,20 +8,19 @@ from vllm.v1.request import RequestStatus
 
 from kvbus.errors import ProtocolError
 from kvbus.geometry import EngineSpec
-from kvbus.integrations.vllm.contract import (
+from kvbus.integrations.vllm.loads import Load, Loads
+from kvbus.integrations.vllm.offers import Offers
+from kvbus.integrations.vllm.options import ConnectorOptions
+from kvbus.integrations.vllm.sessions import CLOSE_WITHIN_S, ControlLink, control_link
+from kvbus.integrations.vllm.stats import Figures, StatsRecorder
+from kvbus.integrations.vllm.step_results import NOTHING, StepResults, WorkerPlace
+from kvbus.integrations.vllm.transfer_params import (
     ASKS_TO_FETCH,
     ASKS_TO_OFFER,
     HandoffParams,
     prompt_digest,
     read_params,
 )
-from kvbus.integrations.vllm.link import AgentLink
-from kvbus.integrations.vllm.loads import Load, Loads
-from kvbus.integrations.vllm.offers import Offers
-from kvbus.integrations.vllm.options import ConnectorOptions
-from kvbus.integrations.vllm.sessions import ControlSession, control_session
-from kvbus.integrations.vllm.step_results import NOTHING, StepResults, WorkerPlace
-from kvbus.integrations.vllm.tally import Figures, Tally
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -39,26 +35,23 @@ class SchedulerSide:
 
     def __init__(self, options: ConnectorOptions, engine: EngineSpec) -> None:
         self._options, self._engine = options, engine
-        self._tally = Tally()
+        self._stats = StatsRecorder()
         self._backs_off = any(group.window is not None for group in engine.groups)
-        self._link: AgentLink[ControlSession] | None = None
+        self._link: ControlLink | None = None
         self._loads: Loads | None = None
         self._offers: Offers | None = None
 
     def meet_workers(self, workers: Iterable[WorkerPlace]) -> None:
         """The workers have shared their memory: open the engine's control session."""
         others = ranks_elsewhere(sorted(workers, key=lambda worker: worker.rank))
-        link = self._link = AgentLink(
-            "the control session",
-            lambda: control_session(self._options.attach_path, self._engine, others),
-        )
+        link = self._link = control_link(self._options.attach_path, self._engine, others)
         options = self._options
-        self._loads = Loads(self._engine, link, self._tally, timeout_s=options.fetch_timeout_s)
-        self._offers = Offers(self._engine, link, self._tally, ttl_s=options.offer_ttl_s)
+        self._loads = Loads(self._engine, link, self._stats, timeout_s=options.fetch_timeout_s)
+        self._offers = Offers(self._engine, link, self._stats, ttl_s=options.offer_ttl_s)
 
     def wait_up(self, timeout_s: float) -> bool:
         """Whether the control session was open within ``timeout_s``."""
-        return self._link is not None and self._link.wait_up(timeout_s)
+        return self._link is not None and self._link.wait_open(timeout_s)
 
     def expect(self, request: "Request") -> None:
         """A request has come."""
@@ -116,12 +109,12 @@ class SchedulerSide:
 
     def take_figures(self) -> Figures | None:
         """What happened since the last call, for vLLM's statistics."""
-        return self._tally.take()
+        return self._stats.take()
 
     def close(self) -> None:
         """End the control session, and with it every load and offer."""
         if self._link is not None:
-            self._link.close()
+            self._link.close(CLOSE_WITHIN_S)
 
     def _load_of(self, request: "Request", params: Mapping[str, Any]) -> Load:
         num_wanted = request.num_prompt_tokens - self._backs_off

@@ -1,61 +1,63 @@
-"""The sessions of a vLLM with its agent: control in the scheduler's process, memory in workers.
+"""The sessions of a vLLM with its agent: control in the scheduler's process, memory in workers."""
 
-Refuses to choose the side: the agent's role says whether this vLLM offers or fetches.
-"""
-
+import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Protocol
 
-from kvbus.engine import (
-    CudaStorage,
-    DecodeSession,
-    MemorySession,
-    PrefillSession,
-    SharedStorage,
-)
-from kvbus.engine.session import EngineSession
+from kvbus.engine import DecodeSession, MemorySession, PrefillSession
+from kvbus.engine.memory import Storage
+from kvbus.engine.session import ControlSession, EngineSession
+from kvbus.engine.thread import SessionThread
 from kvbus.geometry import EngineSpec, RankSpec
 from kvbus.protocol.engine import AgentRole, Fetched
 
-ControlSession = PrefillSession | DecodeSession
+logger = logging.getLogger("vllm.kvbus")
+
+CLOSE_WITHIN_S = 3.0
+"""How long the end of a process waits for the end of a session."""
+
+ControlLink = SessionThread[ControlSession]
+MemoryLink = SessionThread[MemorySession]
 
 
-class SharedMemory(Protocol):
-    """What a memory session registers, as often as it has to."""
-
-    @property
-    def rank(self) -> RankSpec: ...
-
-    @property
-    def storages(self) -> Mapping[str, SharedStorage | CudaStorage]: ...
-
-
-@asynccontextmanager
-async def control_session(
+def control_link(
     attach_path: Path, engine: EngineSpec, others: Mapping[str, tuple[int, ...]]
-) -> AsyncIterator[ControlSession]:
-    """The engine's control session, once all of its ranks are registered."""
-    async with EngineSession(attach_path, engine) as first:
-        role = first.agent.role
-    kind = PrefillSession if role is AgentRole.PREFILL else DecodeSession
-    async with kind(attach_path, engine) as session:
-        await session.register(others=others)
-        await session.ready()
-        yield session
+) -> ControlLink:
+    """The engine's control session, open whenever all of its ranks are registered.
+
+    The agent's role says whether this vLLM offers or fetches.
+    """
+
+    @asynccontextmanager
+    async def opened() -> AsyncIterator[ControlSession]:
+        async with EngineSession(attach_path, engine) as first:
+            role = first.agent.role
+        kind = PrefillSession if role is AgentRole.PREFILL else DecodeSession
+        async with kind(attach_path, engine) as session:
+            await session.register(others=others)
+            await session.ready()
+            yield session
+
+    return SessionThread("the control session", opened, reconnect=True, logger=logger)
 
 
-@asynccontextmanager
-async def memory_session(
+def memory_link(
     attach_path: Path,
     engine: EngineSpec,
-    shared: SharedMemory,
+    rank: RankSpec,
+    storages: Mapping[str, Storage],
     *,
     on_fetched: Callable[[Fetched], None] | None = None,
-) -> AsyncIterator[MemorySession]:
+) -> MemoryLink:
     """The memory of one rank, registered; ``on_fetched`` is told of every fetch that ended."""
-    rank = shared.rank.rank
-    async with MemorySession(attach_path, engine, rank, on_fetched=on_fetched) as session:
-        await session.register(shared.rank, shared.storages)
-        yield session
+
+    @asynccontextmanager
+    async def opened() -> AsyncIterator[MemorySession]:
+        session = MemorySession(attach_path, engine, rank.rank, on_fetched=on_fetched)
+        async with session:
+            await session.register(rank, storages)
+            yield session
+
+    name = f"the memory session of rank {rank.rank}"
+    return SessionThread(name, opened, reconnect=True, logger=logger)

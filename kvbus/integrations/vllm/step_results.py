@@ -1,8 +1,4 @@
-"""What the scheduler's side tells the workers, and these report to vLLM in their output.
-
-Refuses to hold anything but ids: it is pickled in every step. To vLLM they are its metadata, see
-`kvbus.integrations.vllm.connector`.
-"""
+"""What the scheduler's side tells the workers in each step, by pickle: ids only."""
 
 from dataclasses import dataclass
 

@@ -1,7 +1,4 @@
-"""The connector in a worker's process: its memory is the agent's to read and write.
-
-Refuses to move anything: it reports what the scheduler's side was told by the agent.
-"""
+"""The connector in a worker's process: its memory is the agent's to read and write."""
 
 import logging
 from collections.abc import Mapping
@@ -10,13 +7,11 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
-from kvbus.engine import MemorySession
 from kvbus.geometry import EngineSpec
-from kvbus.integrations.vllm.arrivals import Arrivals
-from kvbus.integrations.vllm.link import AgentLink
+from kvbus.integrations.vllm.early_completions import EarlyCompletions
+from kvbus.integrations.vllm.memory_export import SharedRank, share_rank, worker_rank
 from kvbus.integrations.vllm.options import ConnectorOptions
-from kvbus.integrations.vllm.sessions import memory_session
-from kvbus.integrations.vllm.sharing import SharedRank, share_rank, worker_rank
+from kvbus.integrations.vllm.sessions import CLOSE_WITHIN_S, MemoryLink, memory_link
 from kvbus.integrations.vllm.step_results import NOTHING, StepResults, WorkerPlace
 
 logger = logging.getLogger("vllm.kvbus")
@@ -31,13 +26,13 @@ class WorkerSide:
     def __init__(self, options: ConnectorOptions, engine: EngineSpec) -> None:
         self._options, self._engine = options, engine
         self._rank = 0
-        self._arrivals = Arrivals()
+        self._early = EarlyCompletions()
         self._shared: SharedRank | None = None
-        self._link: AgentLink[MemorySession] | None = None
+        self._link: MemoryLink | None = None
 
     def ended(self, results: StepResults) -> StepResults:
         """What this worker tells vLLM in this step, given what the scheduler's side says."""
-        return self._arrivals.take(results) if self._rank == REPORTER else NOTHING
+        return self._early.take(results) if self._rank == REPORTER else NOTHING
 
     @property
     def place(self) -> WorkerPlace:
@@ -65,14 +60,15 @@ class WorkerSide:
             kv_cache_config=kv_cache_config,
             kv_caches=kv_caches,
         )
-        on_fetched = self._arrivals.tell if rank == REPORTER else None
-        self._link = AgentLink(
-            f"the memory session of rank {rank}",
-            lambda: memory_session(
-                self._options.attach_path, self._engine, shared, on_fetched=on_fetched
-            ),
+        on_fetched = self._early.tell if rank == REPORTER else None
+        self._link = memory_link(
+            self._options.attach_path,
+            self._engine,
+            shared.rank,
+            shared.storages,
+            on_fetched=on_fetched,
         )
-        if not self._link.wait_up(self._options.attach_timeout_s):
+        if not self._link.wait_open(self._options.attach_timeout_s):
             logger.warning(
                 "kvbus: no agent took the memory of rank %s within %s s: %s; until one does, this "
                 "vLLM hands nothing off",
@@ -84,6 +80,6 @@ class WorkerSide:
     def close(self) -> None:
         """End the memory session."""
         if self._link is not None:
-            self._link.close()
+            self._link.close(CLOSE_WITHIN_S)
         if self._shared is not None:
             self._shared.close()

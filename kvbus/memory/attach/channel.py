@@ -93,6 +93,13 @@ class FrameChannel:
         """Close the socket; idempotent. No task may wait on it."""
         self._socket.close()
 
+    # The kernel keeps descriptors with the bytes that they were sent with, but a read that goes on
+    # into the next message would bring that one's descriptors along. So nothing is read beyond the
+    # end of the frame: first the 4 bytes of the length, with which the descriptors come, then
+    # exactly the body, with which none may come.
+    #
+    #     [len 4][body ........][len 4][body ...
+    #      ^fds of this message  ^fds of the next
     async def _receive_into(self, frame: Frame) -> None:
         header = await self._read(wire.LENGTH_BYTES, frame.fds)
         num_fds = len(frame.fds)

@@ -7,7 +7,6 @@ import socket
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 import anyio
@@ -63,12 +62,7 @@ class AttachClient:
         self._tasks.start_soon(self._receive_replies, channel)
         return self
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         tasks, self._tasks = self._tasks, None
         try:
             if tasks is not None:
@@ -93,7 +87,9 @@ class AttachClient:
         async with self._sending:
             pending = await self._send(frame, fds)
         await pending.answered.wait()
-        return self._open(pending.reply)
+        if pending.reply is None:
+            raise PeerLost(f"the agent at {self.path} is gone")
+        return wire.open_reply(pending.reply)
 
     async def _send(self, frame: bytes, fds: Sequence[int]) -> _PendingCall:
         if self._channel is None:
@@ -117,15 +113,12 @@ class AttachClient:
             self._pending.append(pending)
         return pending
 
-    def _open(self, reply: dict[str, Any] | None) -> dict[str, Any]:
-        if reply is None:
-            raise PeerLost(f"the agent at {self.path} is gone")
-        return wire.open_reply(reply)
-
     async def _receive_replies(self, channel: FrameChannel) -> None:
         try:
             while True:
-                self._accept_reply(await _receive_reply(channel))
+                frame = await channel.receive()
+                frame.close_fds()
+                self._accept_reply(wire.decode_body(frame.body))
         except (anyio.EndOfStream, ProtocolError):  # a broken format is as good as gone
             channel.hang_up()
         finally:
@@ -138,12 +131,6 @@ class AttachClient:
             self._pending.popleft().resolve(reply)
         else:
             self._unasked_reply = reply
-
-
-async def _receive_reply(channel: FrameChannel) -> dict[str, Any]:
-    frame = await channel.receive()
-    frame.close_fds()
-    return wire.decode_body(frame.body)
 
 
 def _connect(path: Path) -> socket.socket:

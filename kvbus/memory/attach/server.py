@@ -42,7 +42,6 @@ class PeerIdentity:
 class AttachCounts:
     """What happened at the door since the start."""
 
-    num_accepted: int = 0
     num_refused_users: int = 0
     num_refused_busy: int = 0
     num_malformed: int = 0
@@ -96,11 +95,6 @@ class AttachServer:
         self._frame_timeout_s = frame_timeout_s
         self._connections: set[AttachConnection] = set()
 
-    @property
-    def num_connections(self) -> int:
-        """How many engines are connected now."""
-        return len(self._connections)
-
     async def serve(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled; started once clients can connect. Raises ``ConfigError``."""
         with listening_socket(self.path) as listener:
@@ -125,7 +119,6 @@ class AttachServer:
             _turn_away(accepted, refusal)
             return
         connection = AttachConnection(channel, peer)
-        self.counts.num_accepted += 1
         self._connections.add(connection)
         tasks.start_soon(self._converse, connection, channel)
 
@@ -141,6 +134,15 @@ class AttachServer:
             )
         return None
 
+    # End-of-file is how an agent learns that an engine died: the kernel closes the socket of a
+    # process however it ends, SIGKILL included, before its pid can be taken by another.
+    #
+    #     engine ends ──▶ end-of-file ──▶ `receive` raises ──▶ on_closed, once ──▶ memory discarded
+    #
+    # It is seen only by who reads. So messages of a connection are answered one by one by the task
+    # that reads, and a handler that waits delays the news of the end of its own engine only. A
+    # broken format, an `OSError` and a stop of the server end in the same `finally`. A child that
+    # keeps the engine's socket hides its end; exec closes it, as Python opens sockets so.
     async def _converse(self, connection: AttachConnection, channel: FrameChannel) -> None:
         try:
             with suppress(anyio.EndOfStream, OSError):
@@ -180,7 +182,7 @@ class AttachServer:
         except Exception:  # one bad message fails alone
             return self._internal_error(connection)
         try:
-            return wire.encode_ok(answer)
+            return wire.encode_frame({"ok": answer})
         except ProtocolError:
             return self._internal_error(connection)
 

@@ -45,11 +45,6 @@ def decode_body(body: bytes) -> dict[str, Any]:
     return message
 
 
-def encode_ok(answer: dict[str, Any]) -> bytes:
-    """Return the frame of a good answer."""
-    return encode_frame({"ok": answer})
-
-
 def encode_error(error: KVBusError) -> bytes:
     """Return the frame of an error reply; detail that does not fit is left out."""
     body = error_body(error)

@@ -25,29 +25,27 @@ class ActiveFetch:
         """The key of the fetch in the table."""
         return self.requested.fetch_id
 
+    @property
+    def home(self) -> Peer:
+        """The agent that has the offer; held first."""
+        return self.peers[0]
+
 
 class ActiveFetches:
-    """All fetches under way, by id and by the offer that they read."""
+    """All fetches under way: ``by_id``, and by the offer that they read."""
 
     def __init__(self) -> None:
-        self._active: dict[str, ActiveFetch] = {}
-        self._by_offer: dict[str, set[str]] = defaultdict(set)
-
-    def __getitem__(self, fetch_id: str) -> ActiveFetch:
-        return self._active[fetch_id]
+        self.by_id: dict[str, ActiveFetch] = {}
+        self._by_offer: defaultdict[str, set[str]] = defaultdict(set)
 
     def begin(self, fetch: ActiveFetch) -> None:
         """The fetch is under way from now on."""
-        self._active[fetch.fetch_id] = fetch
+        self.by_id[fetch.fetch_id] = fetch
         self._by_offer[fetch.requested.ticket.offer_id].add(fetch.fetch_id)
-
-    def find(self, fetch_id: str) -> ActiveFetch | None:
-        """The fetch, if it is under way."""
-        return self._active.get(fetch_id)
 
     def end(self, fetch_id: str) -> ActiveFetch | None:
         """Nothing more will be asked for this fetch; returns it, if it was under way."""
-        fetch = self._active.pop(fetch_id, None)
+        fetch = self.by_id.pop(fetch_id, None)
         if fetch is not None:
             offer_id = fetch.requested.ticket.offer_id
             self._by_offer[offer_id].discard(fetch_id)
@@ -55,14 +53,11 @@ class ActiveFetches:
                 del self._by_offer[offer_id]
         return fetch
 
-    def of_offer(self, offer_id: str) -> tuple[str, ...]:
+    def of_offer(self, offer_id: object) -> list[str]:
         """Ids of the fetches that read an offer."""
-        return tuple(self._by_offer.get(offer_id, ()))
+        return list(self._by_offer.get(offer_id, ())) if isinstance(offer_id, str) else []
 
     def of_boot(self, agent_boot: str) -> list[str]:
         """Ids of the fetches that read from one process of a prefill agent."""
-        return [
-            fetch.fetch_id
-            for fetch in self._active.values()
-            if fetch.requested.ticket.agent_boot == agent_boot
-        ]
+        tickets = {fetch_id: one.requested.ticket for fetch_id, one in self.by_id.items()}
+        return [one for one, ticket in tickets.items() if ticket.agent_boot == agent_boot]

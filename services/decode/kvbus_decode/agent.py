@@ -1,5 +1,7 @@
 """The decode agent: requests become events of the fetch table, its commands become work."""
 
+from dataclasses import replace
+
 import anyio
 import structlog
 
@@ -37,30 +39,27 @@ class DecodeService:
         self._agent, self._config = agent, config
         self._table = FetchTable(limits=config.fetch_limits)
         self._active = ActiveFetches()
-        self._leases = leases = LeaseClient(agent, config, self._active, self._dispatch)
-        peers, routes = leases.peers, leases.routes
-        self._reader = Reader(agent, config, peers)
-        self._delegates = DelegateServer(agent, peers, routes, self._reader)
         self._driver: Driver[ev.Event, ev.Command] = Driver(
-            self._table,
-            {
-                ev.SendReply: send_reply,
-                ev.Refuse: send_refusal,
-                ev.ResolvePeer: leases.resolve,
-                ev.SendClaim: leases.claim,
-                ev.SendRenew: leases.renew,
-                ev.ReadChunk: self._read_chunk,
-                ev.StopRead: self._stop_read,
-                ev.SendConfirm: leases.confirm,
-                ev.SendRelease: leases.give_back,
-                ev.ReportLanded: self._report_landed,
-                ev.ReportFetched: self._report_fetched,
-                ev.ReportBlocksFreed: self._report_blocks_freed,
-            },
-            deadline_passed=ev.DeadlinePassed(),
-            on_settled=self._on_settled,
-            loop=agent.loop,
+            self._table, deadline_passed=ev.DeadlinePassed(), loop=agent.loop
         )
+        self._dispatch = self._driver.dispatch
+        self._leases = leases = LeaseClient(agent, config, self._active, self._dispatch)
+        self._reader = Reader(agent, config, leases.peers)
+        self._delegates = DelegateServer(agent, leases.peers, leases.routes, self._reader)
+        self._driver.commands = {
+            ev.SendReply: send_reply,
+            ev.Refuse: send_refusal,
+            ev.ResolvePeer: leases.resolve,
+            ev.SendClaim: leases.claim,
+            ev.SendRenew: leases.renew,
+            ev.ReadChunk: self._read_chunk,
+            ev.StopRead: self._stop_read,
+            ev.SendConfirm: leases.confirm,
+            ev.SendRelease: leases.release,
+            ev.ReportLanded: self._report_landed,
+            ev.ReportFetched: self._report_fetched,
+            ev.ReportBlocksFreed: self._report_blocks_freed,
+        }
         self._idle = anyio.Event()
         self._metrics = DecodeMetrics(agent.metrics)
         agent.metrics.add_readings(self._readings, READINGS)
@@ -89,6 +88,7 @@ class DecodeService:
 
     def start_draining(self) -> None:
         """No new fetches; those that are live go on."""
+        self._driver.on_settled = self._check_idle
         self._dispatch(ev.DrainStarted())
 
     async def drained(self) -> None:
@@ -113,12 +113,11 @@ class DecodeService:
             "slots": self._reader.num_slots_in_use,
         }
 
-    def _dispatch(self, event: ev.Event) -> None:
-        self._driver.dispatch(event)
-
     def _start_fetch(self, fetch: StartFetch, call: Call) -> None:
         engine, timeout_s = self._agent.engines.engine_of(call), self._config.fetch_timeout_s
-        self._dispatch(fetch_event(engine, fetch, timeout_s=timeout_s, reply_to=call))
+        requested = fetch_event(engine, fetch, timeout_s=timeout_s, reply_to=call)
+        route = self._leases.known_route(requested.ticket, engine)
+        self._dispatch(requested if route is None else replace(requested, route=route))
 
     def _cancel_fetch(self, cancel: CancelFetch, call: Call) -> None:
         self._agent.engines.engine_of(call)  # refuses who has none
@@ -126,7 +125,7 @@ class DecodeService:
 
     def _read_chunk(self, command: ev.ReadChunk) -> None:
         """Read here, and have the agents with other ranks of the engine read."""
-        fetch = self._active[command.fetch_id]
+        fetch = self._active.by_id[command.fetch_id]
         requested, route = fetch.requested, fetch.route
         try:
             if route is None:
@@ -212,9 +211,9 @@ class DecodeService:
 
     def _notify(self, notice: Landed | Fetched | BlocksFreed) -> None:
         """Tell the engine that asked; one that came back under its id does not know the fetch."""
-        work = self._active.find(notice.fetch_id)
-        if work is not None:
-            work.engine.notify(notice)
+        fetch = self._active.by_id.get(notice.fetch_id)
+        if fetch is not None:
+            fetch.engine.notify(notice)
 
     def _log_fetched(self, fetched: ev.ReportFetched, total_s: float) -> None:
         """The canonical line of a handoff."""
@@ -239,8 +238,8 @@ class DecodeService:
             **failure,
         )
 
-    def _on_settled(self) -> None:
-        if self._table.draining and not self._table.live:
+    def _check_idle(self) -> None:
+        if not self._table.live:
             self._idle.set()
 
     def _readings(self) -> dict[str, float]:

@@ -23,7 +23,7 @@ from kvbus_prefill.gather import Packing
 from kvbus_prefill.handshake import answer_handshake
 from kvbus_prefill.metrics import READINGS, PrefillMetrics
 from kvbus_prefill.offer import events as ev
-from kvbus_prefill.offer.entry import OfferEntry
+from kvbus_prefill.offer.entry import OfferedBox, OfferEntry
 from kvbus_prefill.offer.table import OfferTable
 from kvbus_prefill.requests import check_tables
 
@@ -37,28 +37,20 @@ class PrefillService:
         self._agent, self._config = agent, config
         self._table = OfferTable(limits=config.offer_limits)
         self._driver: Driver[ev.Event, ev.Command] = Driver(
-            self._table,
-            {
-                ev.SendReply: send_reply,
-                ev.Refuse: send_refusal,
-                ev.BeginLease: self._begin_lease,
-                ev.EndLease: self._end_lease,
-                ev.ReportReleased: self._report_released,
-                ev.Publish: self._publish,
-            },
-            deadline_passed=ev.DeadlinePassed(),
-            on_settled=self._on_settled,
-            loop=agent.loop,
+            self._table, deadline_passed=ev.DeadlinePassed(), loop=agent.loop
         )
+        self._driver.commands = {
+            ev.SendReply: send_reply,
+            ev.Refuse: send_refusal,
+            ev.BeginLease: self._begin_lease,
+            ev.EndLease: self._end_lease,
+            ev.ReportReleased: self._report_released,
+            ev.Publish: self._publish,
+        }
         self._idle = anyio.Event()
         self._tokens: dict[tuple[str, int], ProgressToken] = {}
         self._metrics = PrefillMetrics(agent.metrics)
-        self._packing = Packing(
-            agent,
-            config,
-            self._metrics,
-            check_offer=lambda box: self._table.check_box(box, self._driver.now),
-        )
+        self._packing = Packing(agent, config, self._metrics, check_offer=self._check_offer)
         agent.metrics.add_readings(self._readings, READINGS)
 
     def engine_handlers(self) -> Handlers:
@@ -99,6 +91,7 @@ class PrefillService:
 
     def start_draining(self) -> None:
         """No new offers; those that are live wait for their readers."""
+        self._driver.on_settled = self._check_idle
         self._driver.dispatch(ev.DrainStarted())
 
     async def drained(self) -> None:
@@ -195,6 +188,9 @@ class PrefillService:
             raise LocalError("the offer is another engine's", code=ErrorCode.OFFER_UNKNOWN)
         return offer
 
+    def _check_offer(self, box: OfferedBox) -> None:
+        self._table.check_box(box, self._driver.now)
+
     def _publish(self, command: ev.Publish) -> None:
         self._agent.publisher.publish(command.op, command.body)
 
@@ -238,8 +234,8 @@ class PrefillService:
                 )
             )
 
-    def _on_settled(self) -> None:
-        if self._table.draining and not self._table.live:
+    def _check_idle(self) -> None:
+        if not self._table.live:
             self._idle.set()
 
     def _readings(self) -> dict[str, float]:

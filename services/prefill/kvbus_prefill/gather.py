@@ -6,13 +6,15 @@ is the slot table's. The memory of an engine is not given back while a gather re
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
 from kvbus.agent.engines.local_engine import LocalEngine
 from kvbus.agent.process.guard import guarded
+from kvbus.agent.process.replies import send_refusal
 from kvbus.agent.process.service import Agent
 from kvbus.agent.staging.copiers import Copiers
 from kvbus.agent.staging.slot_memory import SlotMemory
@@ -50,8 +52,8 @@ class Packing:
         check_offer: Callable[[OfferedBox], None],
     ) -> None:
         self._agent, self._metrics, self._check_offer = agent, metrics, check_offer
-        self._slots = SlotDevices(agent, config, self._execute)
-        self._copiers = Copiers(num_threads=config.pack_threads)
+        self._slots = SlotDevices(agent, config, self._commands)
+        self._copiers = Copiers(agent.loop, num_threads=config.pack_threads)
         self._late_read_s = config.late_read_s
         self._attendance = ProgressLeases(
             agent.transport, agent.loop, max_readers=config.max_offers
@@ -63,7 +65,7 @@ class Packing:
 
     def end_lease(self, offer_id: str, epoch: int) -> None:
         """Nothing that was gathered under this lease is valid any more."""
-        self._slots.dispatch_all(ev.LeaseEnded((offer_id, epoch)))
+        self._slots.end_lease((offer_id, epoch))
 
     def end_engine(self, engine: LocalEngine) -> None:
         """Its slots are free, but those that are gathered into."""
@@ -98,7 +100,8 @@ class Packing:
 
     def _pack(self, pack: Pack, call: Call) -> None:
         reader = call.session.boot
-        self._slots.dispatch_all(ev.GivenBack(pack.done, reader))
+        if pack.done:
+            self._slots.dispatch_all(ev.GivenBack(pack.done, reader))
         self._agent.staging.check_packs()
         engine = self._engine(pack.engine_id, pack.memory_id)
         gather = check_box(engine, pack, max_bytes=self._agent.staging.slot_bytes)
@@ -149,39 +152,45 @@ class Packing:
             )
         return engine
 
-    def _execute(self, memory: SlotMemory, command: ev.Command) -> None:
-        match command:
-            case ev.StartGather(slot_id, slot, Gather() as gather):
-                self._agent.tasks.start_soon(self._gather, slot_id, memory, slot, gather)
-            case ev.ReplyPacked(Call() as call, slot_id, slot, num_bytes, slot_lease_s):
-                self._metrics.packed_bytes.inc(num_bytes)
-                packed = Packed(
-                    slot_id=slot_id,
-                    address=memory.address(slot),
-                    num_bytes=num_bytes,
-                    slot_lease_s=slot_lease_s,
-                    memory=memory.memory,
-                    device=memory.device,
-                )
-                call.reply(packed)
-            case ev.Refuse(Call() as call, error):
-                call.refuse(error)
+    def _commands(self, memory: SlotMemory) -> Mapping[type[Any], Callable[[Any], None]]:
+        """What is done for the slots of one memory."""
+        return {
+            ev.StartGather: partial(self._start_gather, memory),
+            ev.ReplyPacked: partial(self._reply_packed, memory),
+            ev.Refuse: send_refusal,
+        }
 
-    async def _gather(self, slot_id: int, memory: SlotMemory, slot: int, gather: Gather) -> None:
-        failures: list[KVBusError] = []
+    def _start_gather(self, memory: SlotMemory, command: ev.StartGather) -> None:
+        gather, slot = command.work, command.slot
+        if not isinstance(gather, Gather):
+            raise TypeError(f"{gather} is nothing to gather")
 
-        async def copy() -> None:
-            taken_s = await self._copiers.run(
-                lambda paged: _timed_gather(paged, gather, memory.tensor(slot)),
-                engine=gather.engine,
-                memory=gather.memory,
-                group=gather.group,
+        def on_end(outcome: float | KVBusError) -> None:
+            error = outcome if isinstance(outcome, KVBusError) else None
+            if not isinstance(outcome, KVBusError):
+                self._metrics.gather_s.observe(outcome)
+            self._slots.dispatch(gather.memory.device, ev.GatherEnded(command.slot_id, error))
+
+        self._copiers.start(
+            lambda paged: _timed_gather(paged, gather, memory.tensor(slot)),
+            on_end,
+            engine=gather.engine,
+            memory=gather.memory,
+            group=gather.group,
+        )
+
+    def _reply_packed(self, memory: SlotMemory, command: ev.ReplyPacked) -> None:
+        self._metrics.packed_bytes.inc(command.num_bytes)
+        if isinstance(command.reply_to, Call):
+            packed = Packed(
+                slot_id=command.slot_id,
+                address=memory.address(command.slot),
+                num_bytes=command.num_bytes,
+                slot_lease_s=command.slot_lease_s,
+                memory=memory.memory,
+                device=memory.device,
             )
-            self._metrics.gather_s.observe(taken_s)
-
-        await guarded(copy, failures.append)
-        ended = ev.GatherEnded(slot_id, failures[0] if failures else None)
-        self._slots.dispatch(gather.memory.device, ended)
+            command.reply_to.reply(packed)
 
 
 def _offered_box(pack: Pack, gather: Gather) -> OfferedBox:

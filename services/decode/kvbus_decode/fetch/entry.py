@@ -173,7 +173,7 @@ class FetchEntry:
     def retire(self) -> None:
         """Keep no tables, and not the request that is answered."""
         self.tables = {}
-        self.requested = replace(self.requested, tables={}, reply_to=None)
+        self.requested = replace(self.requested, tables={}, reply_to=None, route=None)
 
     def enter(self, state: FetchState, now: float) -> None:
         """Move to ``state`` and account the time in the one before."""

@@ -62,7 +62,8 @@ class Requested:
     ``has_state`` when the engine has groups of opaque state: theirs is that of the last token, so
     it is read once the offer is sealed. ``zero_tail`` when it wants the unused slots of its last
     blocks zeroed. With ``chunk_tokens`` it wants chunks that end at multiples of it, and to be told
-    of each that has landed; 0 without.
+    of each that has landed; 0 without. ``route`` is how the prefill engine is read, None when that
+    is not known yet and the peer has to be resolved.
     """
 
     fetch_id: str
@@ -76,6 +77,7 @@ class Requested:
     has_state: bool = False
     zero_tail: bool = False
     chunk_tokens: int = 0
+    route: object = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +187,7 @@ class SendClaim:
 
     fetch_id: str
     timeout_s: float
+    requested: Requested
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,15 +23,14 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
         super().__init__(limits, max_retired=limits.max_retired)
         self.draining = False
 
-    def handle(self, event: ev.Event, now: float) -> list[ev.Command]:
-        """Apply ``event`` at time ``now`` and return what the agent has to do, in order."""
-        due = self._expire(now)
-        self.draining |= isinstance(event, ev.DrainStarted | ev.Stopped)
+    def _handle(self, event: ev.Event, now: float) -> Commands:
         if isinstance(event, ev.Requested):
-            return due + self._request(event, now)
+            return self._request(event, now)
         if isinstance(event, ev.TableEvent):
-            return due + self._apply_all(self._hit_by(event), event, now)
-        return due + self._dispatch(event, now)
+            self.draining |= isinstance(event, ev.DrainStarted | ev.Stopped)
+            return self._apply_all(self._hit_by(event), event, now)
+        fetch = self.find(event.fetch_id)
+        return _answer_forgotten(event) if fetch is None else self._apply(fetch, event, now)
 
     def num_in(self, state: FetchState) -> int:
         """Fetches in ``state`` now."""
@@ -49,10 +48,11 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
             return [ev.Refuse(event.reply_to, error)]
         fetch = FetchEntry(event, deadline=now + event.timeout_s, entered_at=now)
         timeout_s = fetch.request_timeout_s(Context(now, self.limits))
-        commands: Commands = [
-            ev.SendReply(event.reply_to, Empty()),
-            ev.ResolvePeer(event.fetch_id, timeout_s, event),
-        ]
+        reply = ev.SendReply(event.reply_to, Empty())
+        commands: Commands = [reply, ev.ResolvePeer(event.fetch_id, timeout_s, event)]
+        if event.route is not None:  # the peer waits for the claim, the engine not for the reply
+            fetch.state = FetchState.CLAIMING
+            commands = [ev.SendClaim(event.fetch_id, timeout_s, event), reply]
         fetch.story.note(now, event, fetch.state, commands)
         self._add(fetch)
         return commands
@@ -72,12 +72,6 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
                 code=ErrorCode.BUSY,
                 max_fetches=self.limits.max_fetches,
             )
-
-    def _dispatch(self, event: ev.FetchEvent, now: float) -> Commands:
-        fetch = self.find(event.fetch_id)
-        if fetch is not None:
-            return self._apply(fetch, event, now)
-        return _answer_forgotten(event)
 
     def _hit_by(self, event: ev.TableEvent) -> list[FetchEntry]:
         match event:

@@ -27,7 +27,7 @@ Commands = list[ev.Command]
 def start_claim(fetch: FetchEntry, _event: ev.PeerReady, at: Context) -> Commands:
     """The peer is known: ask it for the lease."""
     fetch.enter(CLAIMING, at.now)
-    return [ev.SendClaim(fetch.fetch_id, fetch.request_timeout_s(at))]
+    return [ev.SendClaim(fetch.fetch_id, fetch.request_timeout_s(at), fetch.requested)]
 
 
 def take_grant(fetch: FetchEntry, event: ev.LeaseGranted, at: Context) -> Commands:
@@ -93,7 +93,7 @@ def check_time(fetch: FetchEntry, _event: ev.DeadlinePassed, at: Context) -> Com
         return fail(fetch, RemoteError(message, code=ErrorCode.TIMEOUT), at)
     if fetch.claim_again_at is not None and fetch.claim_again_at <= at.now:
         fetch.claim_again_at, fetch.hinted = None, False
-        return [ev.SendClaim(fetch.fetch_id, fetch.request_timeout_s(at))]
+        return [ev.SendClaim(fetch.fetch_id, fetch.request_timeout_s(at), fetch.requested)]
     if fetch.held is None or fetch.state is CONFIRMING:
         return []
     if fetch.held.expires_at <= at.now:

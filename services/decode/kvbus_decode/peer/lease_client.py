@@ -1,26 +1,28 @@
 """Asks the prefill agent for what the fetch table wants: a route, a lease, more time, a yes.
 
-Refuses to decide: every answer goes back to the table as an event, exactly one for each command.
+Every answer goes back to the table as an event, exactly one for each command.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import structlog
 
+from kvbus.agent.engines.local_engine import LocalEngine
 from kvbus.agent.process.guard import guarded
 from kvbus.agent.process.service import Agent
 from kvbus.bus import EventListener
 from kvbus.errors import ErrorCode, KVBusError, LocalError
 from kvbus.protocol.envelope import Notice
-from kvbus.protocol.message import R, Request
+from kvbus.protocol.message import Empty, R, Request
 from kvbus.protocol.peer import Claim, Confirm, Granted, Release, Renew
 from kvbus.protocol.ticket import Ticket
 from kvbus_decode.active import ActiveFetch, ActiveFetches
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.fetch import events as ev
-from kvbus_decode.peer import memory_check as checking
 from kvbus_decode.peer.directory import Peer, PeerDirectory
 from kvbus_decode.peer.handshake import RouteBook
+from kvbus_decode.peer.memory_check import check_memory
 from kvbus_decode.peer.route import Route
 
 log = structlog.get_logger()
@@ -28,21 +30,19 @@ log = structlog.get_logger()
 RELEASE_TIMEOUT_S = 5.0
 WITHOUT_FAULT = (ErrorCode.CANCELLED, ErrorCode.TIMEOUT, ErrorCode.BUSY)
 
-Failure = Callable[[str, KVBusError], ev.Event]
-
 
 class LeaseClient(EventListener):
-    """Requests to prefill agents for the fetches in ``works``; ``dispatch`` takes the answers."""
+    """Requests to prefill agents for the ``active`` fetches; ``dispatch`` takes the answers."""
 
     def __init__(
         self,
         agent: Agent,
         config: DecodeConfig,
-        works: ActiveFetches,
+        active: ActiveFetches,
         dispatch: Callable[[ev.Event], None],
     ) -> None:
         self._agent, self._config, self._dispatch = agent, config, dispatch
-        self._works = works
+        self._active = active
         self.peers = PeerDirectory(
             agent,
             config,
@@ -54,47 +54,45 @@ class LeaseClient(EventListener):
 
     def end(self, fetch_id: str) -> None:
         """Nothing more will be asked for this fetch."""
-        work = self._works.end(fetch_id)
-        for peer in work.peers if work is not None else ():
+        fetch = self._active.end(fetch_id)
+        for peer in fetch.peers if fetch is not None else ():
             self.peers.release(peer)
 
     def resolve(self, command: ev.ResolvePeer) -> None:
-        """Find the route: at once when it is known, by a handshake otherwise."""
-        requested, ticket = command.requested, command.requested.ticket
+        """Find the route, by a handshake."""
         try:
-            engine = self._agent.engines.engine(requested.engine_id)
-            deadline = self._agent.loop.time() + requested.timeout_s
-            work = ActiveFetch(requested, engine, deadline)
-            self._works.begin(work)
-            home = self.peers.acquire(ticket.endpoint)
+            fetch = self._begin(command.requested)
         except KVBusError as error:
             self._dispatch(ev.StepFailed(command.fetch_id, error))
-            return
-        work.peers.append(home)
-        route = self.routes.find(ticket, engine)
-        if route is not None:
-            self._take_route(work, route)
         else:
-            self._agent.tasks.start_soon(self._resolve, work, home, command.timeout_s)
+            self._agent.tasks.start_soon(self._resolve, fetch, command.timeout_s)
 
     def claim(self, command: ev.SendClaim) -> None:
-        """Ask for the lease."""
-        self._attend(self._works[command.fetch_id], command.timeout_s)
-        ticket = self._works[command.fetch_id].requested.ticket
-        message = Claim(
-            agent_boot=ticket.agent_boot,
-            offer_id=ticket.offer_id,
-            reader_id=f"{self._agent.identity.boot}/{command.fetch_id}",
-            lease_s=self._config.lease_s,
-        )
-        self._ask(
-            command.fetch_id, message, command.timeout_s, self._granted(command.fetch_id, ticket)
-        )
+        """Ask for the lease; for a fetch whose route was known this is the first step."""
+        fetch_id, requested = command.fetch_id, command.requested
+        ticket, sent_at = requested.ticket, self._agent.loop.time()
+        on_reply = partial(self._on_granted, fetch_id, sent_at, ticket)
+        try:
+            fetch = self._active.by_id.get(fetch_id)
+            if fetch is None:
+                fetch = self._begin(requested)
+                self._hold_route(fetch, requested.route)
+            self._hold_progress(fetch, command.timeout_s)
+            message = Claim(
+                agent_boot=ticket.agent_boot,
+                offer_id=ticket.offer_id,
+                reader_id=f"{self._agent.identity.boot}/{fetch_id}",
+                lease_s=self._config.lease_s,
+            )
+            fetch.home.client.send(message, timeout_s=command.timeout_s, on_reply=on_reply)
+        except KVBusError as error:
+            on_reply(error)
 
     def renew(self, command: ev.SendRenew) -> None:
         """Ask for a longer lease, and for what is new."""
-        self._attend(self._works[command.fetch_id], command.timeout_s)
-        ticket = self._works[command.fetch_id].requested.ticket
+        fetch, sent_at = self._active.by_id[command.fetch_id], self._agent.loop.time()
+        self._hold_progress(fetch, command.timeout_s)
+        ticket = fetch.requested.ticket
         message = Renew(
             agent_boot=ticket.agent_boot,
             offer_id=ticket.offer_id,
@@ -102,18 +100,14 @@ class LeaseClient(EventListener):
             lease_s=self._config.lease_s,
             known_blocks=dict(command.known_blocks),
         )
-        self._ask(
-            command.fetch_id,
-            message,
-            command.timeout_s,
-            self._granted(command.fetch_id),
-            failed=ev.RenewFailed,
-        )
+        on_reply = partial(self._on_granted, command.fetch_id, sent_at, None)
+        self._send(fetch, message, command.timeout_s, on_reply)
 
     def confirm(self, command: ev.SendConfirm) -> None:
         """Ask whether what was read is valid: the agents without the lease first, then its home."""
-        route = self._works[command.fetch_id].route
-        if route is None:
+        fetch = self._active.by_id[command.fetch_id]
+        route = fetch.route
+        if route is None or not route.others:
             self._confirm(command)
             return
 
@@ -124,46 +118,13 @@ class LeaseClient(EventListener):
             self.routes.forget(route)
             self._dispatch(ev.StepFailed(command.fetch_id, error))
 
-        offer_id = self._works[command.fetch_id].requested.ticket.offer_id
-        checking.check(
-            route, route.others, offer_id, timeout_s=command.timeout_s, on_end=on_checked
-        )
+        offer_id = fetch.requested.ticket.offer_id
+        check_memory(route, route.others, offer_id, timeout_s=command.timeout_s, on_end=on_checked)
 
-    def _confirm(self, command: ev.SendConfirm) -> None:
-        work = self._works.find(command.fetch_id)
-        if work is None:  # it ended while the others were asked
-            return
-        ticket = work.requested.ticket
-        message = Confirm(
-            agent_boot=ticket.agent_boot, offer_id=ticket.offer_id, epoch=command.epoch
-        )
-        confirmed = ev.LeaseConfirmed(command.fetch_id)
-        self._ask(command.fetch_id, message, command.timeout_s, lambda _: confirmed)
-
-    def _attend(self, work: ActiveFetch, timeout_s: float) -> None:
-        """Tell the agents without the lease that they are read as long as it lasts."""
-        route = work.route
-        if route is None:
-            return
-
-        def on_checked(error: KVBusError | None) -> None:
-            if error is not None and error.code not in WITHOUT_FAULT:
-                self.routes.forget(route)
-                self._dispatch(ev.StepFailed(work.fetch_id, error))
-
-        checking.attend(
-            route,
-            route.others,
-            work.requested.ticket.offer_id,
-            progress_s=self._config.lease_s,
-            timeout_s=timeout_s,
-            on_end=on_checked,
-        )
-
-    def give_back(self, command: ev.SendRelease) -> None:
+    def release(self, command: ev.SendRelease) -> None:
         """Return a lease; when that fails, it ends by itself.
 
-        The route may be why the fetch failed, should a rank elsewhere have come back as another.
+        The route may be why the fetch failed: a rank at another agent may have come back.
         """
         if command.code is not ErrorCode.CANCELLED:
             self.routes.forget_multi_agent(command.ticket)
@@ -183,13 +144,12 @@ class LeaseClient(EventListener):
 
     def on_event(self, endpoint: str, event: Notice) -> None:
         """An offer or lease changed: its fetches ask what is true."""
-        offer_id = event.body.get("offer_id")
-        for fetch_id in self._works.of_offer(offer_id) if isinstance(offer_id, str) else ():
+        for fetch_id in self._active.of_offer(event.body.get("offer_id")):
             self._dispatch(ev.OfferAdvanced(fetch_id))
 
     def on_gap(self, endpoint: str, boot: str, topic: str) -> None:
         """Something of this agent was missed: all of its fetches ask."""
-        for fetch_id in self._works.of_boot(boot):
+        for fetch_id in self._active.of_boot(boot):
             self._dispatch(ev.OfferAdvanced(fetch_id))
 
     def on_silence(self, endpoint: str, boot: str | None) -> None:
@@ -201,22 +161,100 @@ class LeaseClient(EventListener):
         log.info("peer.alive", endpoint=endpoint, peer_boot=boot)
         self.on_gap(endpoint, boot, "")
 
-    async def _resolve(self, work: ActiveFetch, peer: Peer, timeout_s: float) -> None:
+    def known_route(self, ticket: Ticket, engine: LocalEngine) -> Route | None:
+        """How the ticket's engine is read into ``engine``, if the agents have met."""
+        return self.routes.find(ticket, engine)
+
+    def _begin(self, requested: ev.Requested) -> ActiveFetch:
+        """The fetch is under way, so its engine will be told; hold its home.
+
+        Raises `LocalError`.
+        """
+        engine = self._agent.engines.engine(requested.engine_id)
+        fetch = ActiveFetch(requested, engine, self._agent.loop.time() + requested.timeout_s)
+        self._active.begin(fetch)
+        fetch.peers.append(self.peers.acquire(requested.ticket.endpoint))
+        return fetch
+
+    async def _resolve(self, fetch: ActiveFetch, timeout_s: float) -> None:
         async def find_route() -> None:
-            ticket = work.requested.ticket
-            route = await self.routes.route(peer, ticket, work.engine, timeout_s=timeout_s)
-            self._take_route(work, route)
+            ticket, engine = fetch.requested.ticket, fetch.engine
+            route = await self.routes.route(fetch.home, ticket, engine, timeout_s=timeout_s)
+            if self._active.by_id.get(fetch.fetch_id) is fetch:  # else it has ended meanwhile
+                self._hold_route(fetch, route)
+                self._dispatch(ev.PeerReady(fetch.fetch_id))
 
-        await guarded(find_route, lambda error: self._dispatch(ev.StepFailed(work.fetch_id, error)))
+        def fail(error: KVBusError) -> None:
+            self._dispatch(ev.StepFailed(fetch.fetch_id, error))
 
-    def _take_route(self, work: ActiveFetch, route: Route) -> None:
-        """Hold every peer of the route, unless the fetch has ended meanwhile."""
-        if self._works.find(work.fetch_id) is not work:
+        await guarded(find_route, fail)
+
+    def _hold_route(self, fetch: ActiveFetch, route: object) -> None:
+        """Hold every peer of the route."""
+        if isinstance(route, Route):
+            fetch.route, fetch.replica_index = route, route.next_replica_index()
+            for source in route.others:
+                fetch.peers.append(self.peers.acquire(source.peer.endpoint))
+
+    def _hold_progress(self, fetch: ActiveFetch, timeout_s: float) -> None:
+        """Tell the agents without the lease that they are read as long as it lasts."""
+        route = fetch.route
+        if route is None or not route.others:
             return
-        work.route, work.replica_index = route, route.next_replica_index()
-        for source in route.sources[1:]:
-            work.peers.append(self.peers.acquire(source.peer.endpoint))
-        self._dispatch(ev.PeerReady(work.fetch_id))
+
+        def on_checked(error: KVBusError | None) -> None:
+            if error is not None and error.code not in WITHOUT_FAULT:
+                self.routes.forget(route)
+                self._dispatch(ev.StepFailed(fetch.fetch_id, error))
+
+        offer_id, lease_s = fetch.requested.ticket.offer_id, self._config.lease_s
+        check_memory(
+            route,
+            route.others,
+            offer_id,
+            timeout_s=timeout_s,
+            on_end=on_checked,
+            progress_s=lease_s,
+        )
+
+    def _confirm(self, command: ev.SendConfirm) -> None:
+        fetch = self._active.by_id.get(command.fetch_id)
+        if fetch is None:  # it ended while the others were asked
+            return
+        ticket = fetch.requested.ticket
+        message = Confirm(
+            agent_boot=ticket.agent_boot, offer_id=ticket.offer_id, epoch=command.epoch
+        )
+        on_reply = partial(self._on_confirmed, command.fetch_id)
+        self._send(fetch, message, command.timeout_s, on_reply)
+
+    def _on_granted(
+        self, fetch_id: str, sent_at: float, claimed: Ticket | None, reply: Granted | KVBusError
+    ) -> None:
+        if isinstance(reply, Granted):
+            self._dispatch(ev.LeaseGranted(fetch_id, sent_at, reply, claimed))
+        elif claimed is not None:
+            self._dispatch(ev.StepFailed(fetch_id, reply))
+        else:
+            self._dispatch(ev.RenewFailed(fetch_id, reply))
+
+    def _on_confirmed(self, fetch_id: str, reply: Empty | KVBusError) -> None:
+        if isinstance(reply, KVBusError):
+            self._dispatch(ev.StepFailed(fetch_id, reply))
+        else:
+            self._dispatch(ev.LeaseConfirmed(fetch_id))
+
+    def _send(
+        self,
+        fetch: ActiveFetch,
+        message: Request[R],
+        timeout_s: float,
+        on_reply: Callable[[R | KVBusError], None],
+    ) -> None:
+        try:
+            fetch.home.client.send(message, timeout_s=timeout_s, on_reply=on_reply)
+        except KVBusError as error:
+            on_reply(error)
 
     def _drop_peer(self, peer: Peer) -> None:
         self.routes.forget_peer(peer)
@@ -224,34 +262,3 @@ class LeaseClient(EventListener):
     def _see_boot(self, peer: Peer, boot: str) -> None:
         for lost in self.routes.see_boot(peer, boot):
             self._dispatch(ev.PeerGone(lost))
-
-    def _granted(
-        self, fetch_id: str, claimed: Ticket | None = None
-    ) -> Callable[[Granted], ev.Event]:
-        sent_at = self._agent.loop.time()
-        return lambda granted: ev.LeaseGranted(fetch_id, sent_at, granted, claimed)
-
-    def _ask(
-        self,
-        fetch_id: str,
-        message: Request[R],
-        timeout_s: float,
-        answer: Callable[[R], ev.Event],
-        *,
-        failed: Failure = ev.StepFailed,
-    ) -> None:
-        """Send a request; its reply, or the error in place of it, becomes the step's event."""
-
-        def on_reply(outcome: R | KVBusError) -> None:
-            if isinstance(outcome, KVBusError):
-                self._dispatch(failed(fetch_id, outcome))
-            else:
-                self._dispatch(answer(outcome))
-
-        peers = self._works[fetch_id].peers
-        try:
-            if not peers:
-                raise LocalError("the fetch has no peer", code=ErrorCode.INTERNAL)
-            peers[0].client.send(message, timeout_s=timeout_s, on_reply=on_reply)
-        except KVBusError as error:
-            self._dispatch(failed(fetch_id, error))

@@ -92,7 +92,7 @@ class Route:
         holders = {rank: placed for s in sources for rank, placed in s.ranks.items()}
         self.work = FetchWork(holders, self.readers, self._map.shares())
         """What a fetch is on each path; which replicas it reads makes no difference to that."""
-        self._next_spread = 0
+        self._next_replica_index = 0
 
     @property
     def home(self) -> Source:
@@ -111,12 +111,12 @@ class Route:
 
     def next_replica_index(self) -> int:
         """Another number for each fetch, so that replicas are read in turn."""
-        self._next_spread = (self._next_spread + 1) % self._map.num_choices
-        return self._next_spread
+        self._next_replica_index = (self._next_replica_index + 1) % self._map.num_choices
+        return self._next_replica_index
 
-    def plans(self, spread: int) -> tuple[SourcePlan, ...]:
+    def plans(self, replica_index: int) -> tuple[SourcePlan, ...]:
         """What is read from each source, for one choice among replicas."""
-        return self._plans[spread % self._map.num_choices]
+        return self._plans[replica_index % self._map.num_choices]
 
     def check_tables(self, tables: Mapping[str, BlockTable], spans: Spans) -> None:
         """Raise `GeometryError` unless the offer's ``tables`` hold ``spans`` in real blocks."""
@@ -153,9 +153,9 @@ class Route:
                 num_blocks=num_blocks,
             )
 
-    def _make_plans(self, spread: int) -> list[SourcePlan]:
+    def _make_plans(self, replica_index: int) -> list[SourcePlan]:
         by_source: dict[Source, list[Share]] = defaultdict(list)
-        for share in self._map.shares(spread):
+        for share in self._map.shares(replica_index):
             by_source[self._holders[share.holder]].append(share)
         return [
             SourcePlan(source, tuple(shares), self._direct_plan(source, shares))

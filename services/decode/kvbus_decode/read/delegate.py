@@ -16,9 +16,9 @@ from kvbus.errors import ErrorCode, KVBusError, LocalError
 from kvbus.protocol.message import Empty
 from kvbus.protocol.remote_ranks import AbortDelegate, Delegate, Delegated
 from kvbus.protocol.ticket import Ticket
-from kvbus_decode.peer import memory_check
 from kvbus_decode.peer.directory import Peer, PeerDirectory
 from kvbus_decode.peer.handshake import RouteBook
+from kvbus_decode.peer.memory_check import check_memory
 from kvbus_decode.peer.route import Route
 from kvbus_decode.read import events as ev
 from kvbus_decode.read.chunk import Chunk, make_chunk
@@ -158,7 +158,7 @@ class DelegateServer:
             if error is not None and error.code is not ErrorCode.TIMEOUT:
                 self._stop(work, error)
 
-        memory_check.attend(
+        check_memory(
             route,
             route.sources,
             Ticket.from_json(work.asked.ticket).offer_id,
@@ -177,7 +177,7 @@ class DelegateServer:
         work.ended = ended
         if ended.error is not None:
             self._end(work, ended.error)
-        memory_check.check(
+        check_memory(
             chunk.route,
             chunk.route.sources,
             chunk.offer_id,

@@ -41,6 +41,7 @@ class PathChooser:
         self._calibration = Calibration(
             slots_in_flight=config.boxes_in_flight, on_change=self._forget_peers
         )
+        self._paths: WeakKeyDictionary[Route, tuple[Path, ...]] = WeakKeyDictionary()
         self._by_route: WeakKeyDictionary[Route, PeerRates] = WeakKeyDictionary()
         self._packed_since: WeakKeyDictionary[Route, float] = WeakKeyDictionary()
         """When the first chunk of each route had come through slots."""
@@ -55,17 +56,16 @@ class PathChooser:
         `cut_into_boxes` to refuse. Raises `ConfigError` when no path is open.
         """
         route = chunk.route
-        packs_here = self._agent.staging.packs
-        paths = open_paths(route, self._config.path, packs_here=packs_here)
+        paths = self._paths.get(route) or self._open_paths(route)
         if paths == DIRECT_ONLY or chunk.is_empty:
             return PathChoice(paths[0])
         if Path.DIRECT in paths and self._is_plain(chunk):
             return DIRECT
         work, slot_bytes = route.work, self._slot_bytes(route)
         shape = work.shape(chunk.spans, slot_bytes=slot_bytes)
-        if not any(shape.work(path) for path in paths):
+        if not any(path in shape for path in paths):
             shape = work.shape(chunk.spans)
-        if not any(shape.work(path) for path in paths):
+        if not any(path in shape for path in paths):
             raise no_common_order(self._config.path)
         choice = self._peer(route).choose(shape, paths=paths)
         if choice.box_bytes is None:
@@ -74,6 +74,13 @@ class PathChooser:
             self._agent.tasks.start_soon(self._calibration.measure_copies)
         box_bytes = min(slot_bytes, max(choice.box_bytes, work.least_box_bytes(choice.path)))
         return PathChoice(choice.path, box_bytes, shape)
+
+    def _open_paths(self, route: Route) -> tuple[Path, ...]:
+        """They stay open, or closed, for as long as the route is used."""
+        packs_here = self._agent.staging.packs
+        paths = open_paths(route, self._config.path, packs_here=packs_here)
+        self._paths[route] = paths
+        return paths
 
     def observe(self, route: Route, choice: PathChoice, seconds: float) -> None:
         """A chunk has landed.

@@ -46,27 +46,25 @@ class Reader:
 
     def __init__(self, agent: Agent, config: DecodeConfig, peers: PeerDirectory) -> None:
         self._agent = agent
-        self._copiers = Copiers(num_threads=config.copy_threads)
+        self._copiers = Copiers(agent.loop, num_threads=config.copy_threads)
         self._chooser = PathChooser(agent, config)
         self._table = ReadTable(config.read_limits(num_slots=agent.staging.num_slots))
-        packs = PackClient(agent, config, self.dispatch)
-        remote = RemoteRanks(agent, peers, self.dispatch)
         self._driver: Driver[ev.Event, ev.Command] = Driver(
-            self._table,
-            {
-                ev.AskPack: packs.ask,
-                ev.ReleaseSlots: packs.release,
-                ev.PostRead: self._post,
-                ev.StartCopy: self._start_copy,
-                ev.AskDelegate: remote.ask,
-                ev.AbortRead: self._abort,
-                ev.StopDelegate: remote.abort,
-                ev.ChunkEnded: self._end,
-            },
-            deadline_passed=ev.DeadlinePassed(),
-            on_settled=self._on_settled,
-            loop=agent.loop,
+            self._table, deadline_passed=ev.DeadlinePassed(), loop=agent.loop
         )
+        self._dispatch = self._driver.dispatch
+        packs = PackClient(agent, config, self._dispatch)
+        remote = RemoteRanks(agent, peers, self._dispatch)
+        self._driver.commands = {
+            ev.AskPack: packs.ask,
+            ev.ReleaseSlots: packs.release,
+            ev.PostRead: self._post,
+            ev.StartCopy: self._start_copy,
+            ev.AskDelegate: remote.ask,
+            ev.AbortRead: self._abort,
+            ev.StopDelegate: remote.abort,
+            ev.ChunkEnded: self._end,
+        }
         self._reads: dict[Hashable, tuple[Chunk, PathChoice, OnEnd]] = {}
         self._idle: dict[LocalEngine, anyio.Event] = {}
 
@@ -107,25 +105,23 @@ class Reader:
         self._reads[key] = chunk, choice, on_end
         last_legs = tuple(zero_legs(chunk)) if chunk.tail else ()
         engine, path = chunk.route.engine, choice.path.value
-        self.dispatch(ev.ChunkWanted(key, engine, (*remote_legs, *legs), last_legs, path, deadline))
+        self._dispatch(
+            ev.ChunkWanted(key, engine, (*remote_legs, *legs), last_legs, path, deadline)
+        )
 
     def stop_read(self, key: Hashable, error: KVBusError) -> None:
         """Nobody wants the chunk any more; its end follows."""
-        self.dispatch(ev.ReadStopped(key, error))
+        self._dispatch(ev.ReadStopped(key, error))
 
     def stop(self) -> None:
         """The agent ends, and every read with it."""
-        self.dispatch(ev.Stopped())
+        self._dispatch(ev.Stopped())
         self._driver.stop()
-
-    def dispatch(self, event: ev.Event) -> None:
-        """Tell the table."""
-        self._driver.dispatch(event)
 
     def lose_engine(self, engine: LocalEngine) -> None:
         """Nobody wants the chunks of an engine that is gone, and no copy for it starts."""
         self._copiers.forget(engine)
-        self.dispatch(ev.EngineGone(engine, engine_lost()))
+        self._dispatch(ev.EngineGone(engine, engine_lost()))
 
     async def copies_done(self, engine: LocalEngine) -> None:
         """Return when no thread copies into ``engine``, which is lost."""
@@ -134,11 +130,15 @@ class Reader:
     async def reads_done(self, engine: LocalEngine) -> None:
         """Return when nothing can write into ``engine`` any more."""
         if self._table.num_reads(engine):
+            self._driver.on_settled = self._check_idle
             await self._idle.setdefault(engine, anyio.Event()).wait()
 
-    def _on_settled(self) -> None:
+    def _check_idle(self) -> None:
+        """Only while somebody waits for an engine."""
         for engine in [one for one in self._idle if not self._table.num_reads(one)]:
             self._idle.pop(engine).set()
+        if not self._idle:
+            self._driver.on_settled = None
 
     def _end(self, ended: ev.ChunkEnded) -> None:
         chunk, choice, on_end = self._reads.pop(ended.key)
@@ -156,7 +156,7 @@ class Reader:
         try:
             rows, *kinds = self._rows(command.leg)
         except KVBusError as error:
-            self.dispatch(ev.ReadEnded(command.key, command.leg, 0, error))
+            self._dispatch(ev.ReadEnded(command.key, command.leg, 0, error))
         else:
             self._read(command, rows, *kinds)
 
@@ -166,7 +166,7 @@ class Reader:
             self._read(command, rows, *kinds)
 
         def fail(error: KVBusError) -> None:
-            self.dispatch(ev.ReadEnded(command.key, command.leg, 0, error))
+            self._dispatch(ev.ReadEnded(command.key, command.leg, 0, error))
 
         await guarded(prepare, fail)
 
@@ -188,7 +188,7 @@ class Reader:
     ) -> None:
         work = command.leg.work
         if work.aborted or not len(rows.local):
-            self.dispatch(ev.ReadEnded(command.key, command.leg))
+            self._dispatch(ev.ReadEnded(command.key, command.leg))
             return
         try:
             work.transfer = self._agent.transport.read(
@@ -200,13 +200,14 @@ class Reader:
                 remote_memory=there,
             )
         except LocalError as error:
-            self.dispatch(ev.ReadEnded(command.key, command.leg, 0, error))
+            self._dispatch(ev.ReadEnded(command.key, command.leg, 0, error))
 
     def _on_read(self, command: ev.PostRead, outcome: ReadOutcome) -> None:
         command.leg.work.transfer = None  # it holds its descriptors
-        self.dispatch(
-            ev.ReadEnded(command.key, command.leg, outcome.num_bytes, _read_error(outcome))
-        )
+        error: KVBusError | None = outcome.error
+        if outcome.status is ReadStatus.ABORTED:
+            error = LocalError("the read was aborted", code=ErrorCode.CANCELLED)
+        self._dispatch(ev.ReadEnded(command.key, command.leg, outcome.num_bytes, error))
 
     def _abort(self, command: ev.AbortRead) -> None:
         work = command.leg.work
@@ -215,20 +216,18 @@ class Reader:
             work.transfer.abort()
 
     def _start_copy(self, command: ev.StartCopy) -> None:
-        self._agent.tasks.start_soon(self._copy, command)
-
-    async def _copy(self, command: ev.StartCopy) -> None:
         """From a slot of ours, or zeros, into the engine's blocks, in a thread."""
         leg, work = command.leg, command.leg.work
-        failures: list[KVBusError] = []
+        self._copiers.start(
+            self._zero(work) if isinstance(work, ZeroJob) else self._scatter(leg, work),
+            partial(self._on_copied, command),
+            engine=work.chunk.route.engine,
+            memory=work.rank,
+            group=work.group,
+        )
 
-        async def copy() -> None:
-            engine, group = work.chunk.route.engine, work.group
-            run = self._zero(work) if isinstance(work, ZeroJob) else self._scatter(leg, work)
-            await self._copiers.run(run, engine=engine, memory=work.rank, group=group)
-
-        await guarded(copy, failures.append)
-        self.dispatch(ev.CopyEnded(command.key, leg, failures[0] if failures else None))
+    def _on_copied(self, command: ev.StartCopy, error: KVBusError | None) -> None:
+        self._dispatch(ev.CopyEnded(command.key, command.leg, error))
 
     def _scatter(self, leg: Leg, work: BoxJob) -> "Callable[[PagedMemory], None]":
         slots, slot = self._agent.staging.at(str(leg.device)), leg.slot or 0
@@ -250,10 +249,3 @@ class Reader:
             copying.zero_positions(memory, table, *work.span)
 
         return zero
-
-
-def _read_error(outcome: ReadOutcome) -> KVBusError | None:
-    """Why a READ did not bring all of its bytes; None when it did."""
-    if outcome.status is ReadStatus.ABORTED:
-        return LocalError("the read was aborted", code=ErrorCode.CANCELLED)
-    return outcome.error

@@ -49,24 +49,21 @@ class ReadTable(Table[Hashable, ReadEntry, ReadLimits, ev.Command]):
         """Reads that can still write into the engine's blocks."""
         return sum(read.wanted.engine == engine for read in self.live.values())
 
-    def handle(self, event: ev.Event, now: float) -> list[ev.Command]:
-        """Apply ``event`` at time ``now`` and return what the agent has to do, in order."""
-        commands = self._expire(now)
+    def _handle(self, event: ev.Event, now: float) -> Commands:
         match event:
             case ev.ChunkWanted():
-                commands += self._start(event, now)
+                return self._start(event, now)
             case ev.ReadStopped(key, error):
-                commands += self._stop_all([self.live[key]] if key in self.live else [], error, now)
+                return self._stop_all([self.live[key]] if key in self.live else [], error, now)
             case ev.EngineGone(engine, error):
-                commands += self._lose_engine(engine, error, now)
+                return self._lose_engine(engine, error, now)
             case ev.Stopped():
                 self.stopped = True
-                commands += self._stop_all(self.live.values(), _stopped(), now)
+                return self._stop_all(self.live.values(), _stopped(), now)
             case ev.DeadlinePassed():
-                pass
+                return []
             case _:
-                commands += self._tell(event, now)
-        return commands
+                return self._tell(event, now)
 
     def _start(self, wanted: ev.ChunkWanted, now: float) -> Commands:
         if self.stopped or wanted.key in self.live:
@@ -155,7 +152,7 @@ class ReadTable(Table[Hashable, ReadEntry, ReadLimits, ev.Command]):
         if read.read_slots:
             commands += read.release_slots()
         if read.live or read.waiting:
-            self._set_deadline(read)
+            self._deadlines.set(read.key, read.due_at)
         elif not read.is_over:
             commands += self._finish(read, now)
         return commands

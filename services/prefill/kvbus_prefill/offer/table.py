@@ -1,7 +1,5 @@
 """All offers of one prefill agent: admission, expiry, and the dispatch of events (sans-IO)."""
 
-from collections.abc import Callable
-
 from kvbus.errors import ErrorCode, KVBusError, LocalError
 from kvbus.protocol.engine import OfferMade
 from kvbus.table import Table
@@ -24,29 +22,29 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         self.draining = False
         self._requests: dict[tuple[str, str], str] = {}
 
-    def handle(self, event: ev.Event, now: float) -> list[ev.Command]:
-        """Apply ``event`` at time ``now`` and return what the agent has to do, in order.
+    def _handle(self, event: ev.Event, now: float) -> Commands:
+        """A handler that refuses does so by raising, before it changed anything."""
+        if isinstance(event, ev.TableEvent):
+            return self._handle_all(event, now)
+        try:
+            if isinstance(event, ev.Opened):
+                return self._open(event, now)
+            return self._apply(self._known(event.offer_id), event, now)
+        except KVBusError as error:
+            return [ev.Refuse(event.reply_to, error)]
 
-        Whatever is due by ``now`` expires first: a confirm that comes too late is stale even when
-        nobody told the table in between that time went by.
-        """
-        commands = self._expire(now)
+    def _handle_all(self, event: ev.TableEvent, now: float) -> Commands:
+        offers = list(self.live.values())
         match event:
-            case ev.Opened():
-                return commands + _answered(event, lambda: self._open(event, now))
             case ev.EngineLost(engine_id):
-                mine = [o for o in self.live.values() if o.opened.engine_id == engine_id]
-                return commands + self._apply_all(mine, event, now)
+                mine = [offer for offer in offers if offer.opened.engine_id == engine_id]
+                return self._apply_all(mine, event, now)
             case ev.Stopped():
                 self.draining = True
-                return commands + self._apply_all(list(self.live.values()), event, now)
+                return self._apply_all(offers, event, now)
             case ev.DrainStarted():
                 self.draining = True
-                return commands
-            case ev.DeadlinePassed():
-                return commands
-            case _:
-                return commands + _answered(event, lambda: self._dispatch(event, now))
+        return []
 
     def num_leases(self) -> int:
         """Leases that are live now."""
@@ -98,9 +96,6 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
                 max_offers=self.limits.max_offers,
             )
 
-    def _dispatch(self, event: ev.RequestEvent, now: float) -> Commands:
-        return self._apply(self._known(event.offer_id), event, now)
-
     def _known(self, offer_id: str) -> OfferEntry:
         offer = self.find(offer_id)
         if offer is None:
@@ -112,11 +107,3 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
     def _retire(self, offer: OfferEntry) -> None:
         del self._requests[offer.opened.engine_id, offer.opened.request_id]
         super()._retire(offer)
-
-
-def _answered(event: ev.RequestEvent, handler: Callable[[], Commands]) -> Commands:
-    """A handler that refuses does so by raising, before it changed anything."""
-    try:
-        return handler()
-    except KVBusError as error:
-        return [ev.Refuse(event.reply_to, error)]

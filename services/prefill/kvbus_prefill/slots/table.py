@@ -42,21 +42,23 @@ class SlotTable(Table[int, SlotEntry, SlotLimits, ev.Command]):
         """Slots that are gathered into, or read, or neither yet free."""
         return self._pool.num_in_use
 
-    def handle(self, event: ev.Event, now: float) -> list[ev.Command]:
-        """Apply ``event`` at time ``now`` and return what the agent has to do, in order.
+    def has_lease(self, lease: Hashable) -> bool:
+        """Whether a box is here for it."""
+        return lease in self._leases
 
-        Whatever is due by ``now`` expires first.
-        """
-        commands = self._expire(now)
+    def handle(self, event: ev.Event, now: float) -> list[ev.Command]:
+        """As every table; slots that came free are given on at the end."""
+        return super().handle(event, now) + self._take_turns(now)
+
+    def _handle(self, event: ev.Event, now: float) -> Commands:
         match event:
             case ev.SlotWanted():
-                commands += self._ask(event, now)
+                return self._ask(event, now)
             case ev.DeadlinePassed():
-                pass
+                return []
             case _:
                 self.stopped |= isinstance(event, ev.Stopped)
-                commands += self._apply_all(self._hit_by(event), event, now)
-        return commands + self._take_turns(now)
+                return self._apply_all(self._hit_by(event), event, now)
 
     def _hit_by(self, event: ev.Event) -> list[SlotEntry]:
         match event:

@@ -1,7 +1,6 @@
 """The loads that a worker heard of itself, so that vLLM learns of them a step earlier.
 
-Refuses to report a load twice, whichever way was faster, and to know of failures: these come from
-the scheduler's side alone.
+Each is reported once, whichever way was faster; failures come from the scheduler's side alone.
 """
 
 from collections import deque
@@ -13,7 +12,7 @@ MOST_UNMATCHED = 1024
 """Notices that are kept until the scheduler's side names their fetch; most came too late for it."""
 
 
-class Arrivals:
+class EarlyCompletions:
     """Pairs what the agent says of fetches with what the scheduler's side says of requests."""
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""A ring's free blocks: none twice, none lost, and long runs."""
+"""Free blocks: none twice, none lost, and long runs."""
 
 from random import Random
 
@@ -6,70 +6,70 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbus.engine.bounce.runs import FreeRuns
+from kvbus.engine.bounce.block_pool import BlockPool
 from kvbus.errors import LocalError
 
 
 @given(num_blocks=st.integers(0, 40), seed=st.integers(), wanted=st.lists(st.integers(0, 12)))
 def test_every_block_is_free_or_with_one_owner(num_blocks, seed, wanted):
-    random, runs = Random(seed), FreeRuns(num_blocks)
+    random, pool = Random(seed), BlockPool(num_blocks)
     free, owners = set(range(num_blocks)), []
     for number in wanted:
         if owners and random.random() < 0.5:
             given_back = owners.pop(random.randrange(len(owners)))
             random.shuffle(given_back)
-            runs.give(given_back)
+            pool.release(given_back)
             free |= set(given_back)
         if number <= len(free):
-            taken = runs.take(number).tolist()
+            taken = pool.acquire(number).tolist()
             assert set(taken) <= free
             assert len(set(taken)) == number
             free -= set(taken)
             owners.append(taken)
         else:
             with pytest.raises(LocalError):
-                runs.take(number)
+                pool.acquire(number)
 
-        assert runs.num_free == len(free)
+        assert pool.num_free == len(free)
 
-    assert set(runs.take(runs.num_free).tolist()) == free
+    assert set(pool.acquire(pool.num_free).tolist()) == free
 
 
 def test_a_run_that_is_just_long_enough_is_taken_before_a_longer_one():
-    runs = FreeRuns(20)
-    runs.take(20)
-    runs.give([1, 2, 3])
-    runs.give(range(10, 20))
+    pool = BlockPool(20)
+    pool.acquire(20)
+    pool.release([1, 2, 3])
+    pool.release(range(10, 20))
 
-    assert runs.take(3).tolist() == [1, 2, 3]
+    assert pool.acquire(3).tolist() == [1, 2, 3]
 
 
 def test_without_a_run_that_is_long_enough_the_longest_come_first():
-    runs = FreeRuns(20)
-    runs.take(20)
-    runs.give([0])
-    runs.give([2, 3])
-    runs.give([5, 6, 7])
+    pool = BlockPool(20)
+    pool.acquire(20)
+    pool.release([0])
+    pool.release([2, 3])
+    pool.release([5, 6, 7])
 
-    assert runs.take(5).tolist() == [5, 6, 7, 2, 3]
+    assert pool.acquire(5).tolist() == [5, 6, 7, 2, 3]
 
 
 def test_neighbours_that_come_back_in_any_order_are_one_run_again():
-    runs = FreeRuns(8)
-    runs.take(8)
+    pool = BlockPool(8)
+    pool.acquire(8)
     for block in (6, 0, 3, 7, 1, 5, 2, 4):
-        runs.give([block])
+        pool.release([block])
 
-    assert runs.take(8).tolist() == list(range(8))
+    assert pool.acquire(8).tolist() == list(range(8))
 
 
 @pytest.mark.parametrize("ids", [[2], [5, 5], [8], [-1], [4, 2]], ids=str)
 def test_blocks_that_are_free_or_none_are_not_taken_back(ids):
-    runs = FreeRuns(8)
-    runs.take(8)
-    runs.give([2])
+    pool = BlockPool(8)
+    pool.acquire(8)
+    pool.release([2])
 
     with pytest.raises(LocalError):
-        runs.give(ids)
+        pool.release(ids)
 
-    assert runs.num_free == 1
+    assert pool.num_free == 1

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbus.errors import ProtocolError
-from kvbus.integrations.vllm.contract import HandoffParams, prompt_digest, read_params
+from kvbus.integrations.vllm.transfer_params import HandoffParams, prompt_digest, read_params
 from kvbus.protocol.ticket import Ticket
 
 TICKET = Ticket("agent", "boot", "tcp://127.0.0.1:1", "engine", "boot", "offer", "request", 0)

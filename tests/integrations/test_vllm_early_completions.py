@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbus.integrations.vllm.arrivals import MOST_UNMATCHED, Arrivals
+from kvbus.integrations.vllm.early_completions import MOST_UNMATCHED, EarlyCompletions
 from kvbus.integrations.vllm.step_results import NOTHING, StepResults
 from kvbus.protocol.engine import Fetched, Outcome
 
@@ -33,20 +33,20 @@ STORIES = st.lists(
 
 @given(STORIES)
 def test_each_load_is_reported_once_as_soon_as_either_way_has_told(stories: list[Story]) -> None:
-    arrivals, received, failed = Arrivals(), Counter[str](), Counter[str]()
+    completions, received, failed = EarlyCompletions(), Counter[str](), Counter[str]()
     first: dict[str, int] = {}
     for step in range(12):
         numbered = [(f"r{at}", f"f{at}", story) for at, story in enumerate(stories)]
         for _, fetch_id, story in numbered:
             if step == story.start + story.heard_after:
                 outcome = Outcome.COMPLETED if story.completed else Outcome.FAILED
-                arrivals.tell(ended(fetch_id, outcome))
+                completions.tell(ended(fetch_id, outcome))
         known = [
             (request_id, story)
             for request_id, _, story in numbered
             if step == story.start + 1 + story.known_after
         ]
-        results = arrivals.take(
+        results = completions.take(
             StepResults(
                 started=tuple((r, f) for r, f, story in numbered if step == story.start),
                 received=tuple(request_id for request_id, _ in known),
@@ -67,26 +67,26 @@ def test_each_load_is_reported_once_as_soon_as_either_way_has_told(stories: list
 
 
 def test_a_load_that_the_worker_reported_does_not_fail_afterwards() -> None:
-    arrivals = Arrivals()
-    arrivals.tell(ended("f"))
-    early = arrivals.take(StepResults(started=(("r", "f"),)))
-    late = arrivals.take(StepResults(received=("r",), failed=("r",)))
+    completions = EarlyCompletions()
+    completions.tell(ended("f"))
+    early = completions.take(StepResults(started=(("r", "f"),)))
+    late = completions.take(StepResults(received=("r",), failed=("r",)))
 
     assert early.received == ("r",)
     assert late == NOTHING
 
 
 def test_notices_that_nobody_asks_for_are_forgotten_at_last() -> None:
-    arrivals = Arrivals()
+    completions = EarlyCompletions()
     for number in range(MOST_UNMATCHED + 1):
-        arrivals.tell(ended(f"f{number}"))
-    arrivals.take(NOTHING)
-    first = arrivals.take(StepResults(started=(("r", "f0"),)))
-    second = arrivals.take(StepResults(started=(("s", "f1"),)))
+        completions.tell(ended(f"f{number}"))
+    completions.take(NOTHING)
+    first = completions.take(StepResults(started=(("r", "f0"),)))
+    second = completions.take(StepResults(started=(("s", "f1"),)))
 
     assert first == NOTHING
     assert second.received == ("s",)
 
 
 def test_what_was_sent_is_passed_on() -> None:
-    assert Arrivals().take(StepResults(sent=("r",))).sent == ("r",)
+    assert EarlyCompletions().take(StepResults(sent=("r",))).sent == ("r",)

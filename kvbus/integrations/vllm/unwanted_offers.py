@@ -1,7 +1,7 @@
 """Offers that a decode engine does not need: their prefill engine gets its blocks back early.
 
-Refuses to report how it ends: an offer that cannot be released expires by itself. Releases wait
-while there is no agent, and for each other, so that loads find it free.
+An offer that cannot be released expires by itself. Releases wait while there is no agent, and for
+each other, so that loads find it free.
 """
 
 import logging
@@ -9,10 +9,10 @@ from collections import deque
 from functools import partial
 
 from kvbus.engine import DecodeSession, Fetch
+from kvbus.engine.session import ControlSession
 from kvbus.errors import ErrorCode, KVBusError
-from kvbus.integrations.vllm.contract import HandoffParams
-from kvbus.integrations.vllm.link import AgentLink
-from kvbus.integrations.vllm.sessions import ControlSession
+from kvbus.integrations.vllm.sessions import ControlLink
+from kvbus.integrations.vllm.transfer_params import HandoffParams
 from kvbus.protocol.engine import Outcome
 
 logger = logging.getLogger("vllm.kvbus")
@@ -22,14 +22,14 @@ MAX_WAITING = 1024
 MAX_UNDER_WAY = 16
 
 
-class Releases:
+class UnwantedOffers:
     """The offers that one decode engine does not need; `release` may be called in any thread."""
 
-    def __init__(self, link: AgentLink[ControlSession]) -> None:
+    def __init__(self, link: ControlLink) -> None:
         self._link = link
         self._waiting: deque[tuple[str, HandoffParams]] = deque(maxlen=MAX_WAITING)
         self._num_under_way = 0
-        link.when_up(self._begin)
+        link.when_open(self._begin)
 
     def release(self, request_id: str, handoff: HandoffParams) -> None:
         """The KV of a request is not needed."""
@@ -60,7 +60,8 @@ class Releases:
     ) -> None:
         self._num_under_way -= 1
         notice = fetch.notice
-        if notice is None or notice.code == ErrorCode.DRAINING:  # it goes: the next agent does it
+        if notice is None or notice.stage == "lost" or notice.code == ErrorCode.DRAINING:
+            # the agent is gone, or goes: the next one does it
             self._waiting.append((request_id, handoff))
             return
         if notice.outcome is not Outcome.COMPLETED:

@@ -1,7 +1,4 @@
-"""One worker's KV cache, moved to shared memory and described, as its memory session registers it.
-
-Refuses a cache whose blocks are not those that vLLM's scheduler counts.
-"""
+"""One worker's KV cache, moved to shared memory and described, for its memory session."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
