@@ -14,7 +14,7 @@ import anyio
 import msgspec
 from anyio import CapacityLimiter
 
-from kvbus.demo.blocks import BlockPool, Tables
+from kvbus.demo.blocks import ShuffledPool, Tables
 from kvbus.demo.device import device_copy, private_cache
 from kvbus.demo.messages import (
     NO_REQUEST,
@@ -50,7 +50,7 @@ class DemoEngine:
     spec: EngineSpec
     model: Transformer
     kv: PagedKV
-    blocks: BlockPool
+    blocks: ShuffledPool
     line: Line[Work]
     ring: HostPool | None = None
     copier: Copier | None = None
@@ -62,7 +62,8 @@ class DemoEngine:
 
     async def take(self, blocks_of: Callable[[GroupSpec], range]) -> Tables:
         """The blocks of one request, those of each group by their position."""
-        return await self.blocks.take({group.name: blocks_of(group) for group in self.spec.groups})
+        wanted = {group.name: blocks_of(group) for group in self.spec.groups}
+        return await self.blocks.take(wanted, wait_s=PATIENCE_S)
 
     def generation(self, tables: Tables) -> Generation:
         """A request that has these blocks."""
@@ -87,8 +88,7 @@ class DemoEngine:
 
     async def _settle(self) -> int:
         """Wait for blocks that are on their way back, as long as some come; how many are held."""
-        pools: list[BlockPool | HostPool] = [self.blocks]
-        pools += [] if self.ring is None else [self.ring]
+        pools = [self.blocks] if self.ring is None else [self.blocks, self.ring]
         before, held = -1, sum(pool.num_held for pool in pools)
         while held and held != before:
             with anyio.move_on_after(SETTLE_STALL_S):
@@ -129,7 +129,7 @@ async def attached_engine(
         await session.register()
         await session.ready()
         model, kv = Transformer(setup.model), PagedKV([layer_views(cache) for cache in caches])
-        blocks = BlockPool(num_blocks, seed=setup.engine_id)
+        blocks = ShuffledPool(num_blocks, seed=setup.engine_id)
         yield DemoEngine(setup, spec, model, kv, blocks, line, ring, copier), session
 
 
