@@ -1,13 +1,12 @@
 """A small transformer with a paged KV cache, and two engines of it that hand requests off.
 
-    command, arguments    the command line
-    options, model_config what a run can vary (no torch)
-    run, report, table    one run, what came of it, how it is shown
+    command, options      the command line, and the run that it describes (no torch)
+    run, report           one run, what came of it and how it is shown
     processes, router     the driver: four processes, and the way of each request through them
-    messages, line        what driver and engines tell each other
+    messages              what driver and engines tell each other
     engine, device        what both engines are: a model, a cache, its blocks
     prefill_engine, decode_engine   the two programs
-    model, weights, paged_cache, blocks, generate   the transformer, its cache, greedy generation
+    model, model_config, weights, paged_cache, blocks   the transformer, its cache, its generation
 
 Refuses to know more of kvbus than engines do: the SDK, and what a router asks of agents.
 """

@@ -15,22 +15,25 @@ import torch
 
 from kvbus.demo.blocks import Tables, decode_blocks, most_decode_blocks
 from kvbus.demo.engine import PATIENCE_S, DemoEngine, attached_engine, run_engine
-from kvbus.demo.generate import Generation
-from kvbus.demo.line import Line
-from kvbus.demo.messages import Decode, Decoded, EngineSetup, Failed, FirstToken, Step, Work
-from kvbus.demo.model import first_seen
+from kvbus.demo.messages import Decode, Decoded, EngineSetup, FirstToken, Line, Step, Work
+from kvbus.demo.model import Generation, first_seen
 from kvbus.demo.paged_cache import slots
 from kvbus.engine import DecodeSession, Fetch
 from kvbus.engine.bounce import HostDecode, HostFetch
 from kvbus.errors import FetchFailed
-from kvbus.geometry import num_blocks_for
+from kvbus.geometry import GroupSpec, num_blocks_for
 
 
 async def main(setup: EngineSetup, line: Line[Work]) -> None:
     """Attach, and serve until the driver closes the line."""
+
+    def most_blocks(group: GroupSpec) -> int:
+        return most_decode_blocks(group, setup.max_prompt_tokens, setup.max_new_tokens)
+
     async with contextlib.AsyncExitStack() as stack:
-        attached = attached_engine(setup, line, DecodeSession, most_decode_blocks)
-        engine, session = await stack.enter_async_context(attached)
+        engine, session = await stack.enter_async_context(
+            attached_engine(setup, line, DecodeSession, most_blocks)
+        )
         fetcher: DecodeSession | HostDecode = session
         if engine.ring is not None and engine.copier is not None:
             through_ring = HostDecode(session, engine.ring, engine.copier, wait_s=PATIENCE_S)
@@ -58,33 +61,28 @@ class DecodeRequests:
     async def handle(self, work: Decode) -> None:
         """One request, from its ticket to the release of its blocks."""
         engine, first_token = self._engine, self._first_tokens[work.request_id]
-        tables = await engine.blocks.take(
-            {
-                group.name: decode_blocks(group, work.num_tokens, work.num_steps)
-                for group in engine.spec.groups
-            }
+        tables = await engine.take(
+            lambda group: decode_blocks(group, work.num_tokens, work.num_steps)
         )
         began = time.monotonic()
         fetch = self._fetch(work, tables)
         try:
             fetched = await fetch.completed()
         except FetchFailed as error:
-            await engine.line.send(Failed(work.request_id, error.code, error.message))
+            await engine.tell_failed(work.request_id, error)
             await fetch.blocks_freed()
         else:
             fetched_at_s = time.monotonic()
-            steps = await self._go_on(work, tables, await first_token.get())
-            await engine.line.send(
-                Decoded(
-                    request_id=work.request_id,
-                    steps=steps,
-                    num_bytes=fetched.num_bytes,
-                    path=fetched.path,
-                    handoff_s=fetched_at_s - began,
-                    fetched_at_s=fetched_at_s,
-                    stages_s=fetched.stages_s,
-                )
+            decoded = Decoded(
+                work.request_id,
+                steps=await self._go_on(work, tables, await first_token.get()),
+                num_bytes=fetched.num_bytes,
+                path=fetched.path,
+                handoff_s=fetched_at_s - began,
+                fetched_at_s=fetched_at_s,
+                stages_s=fetched.stages_s,
             )
+            await engine.line.send(decoded)
         del self._first_tokens[work.request_id]
         engine.blocks.give(tables)
 
@@ -99,14 +97,13 @@ class DecodeRequests:
 
     async def _go_on(self, work: Decode, tables: Tables, token: int) -> list[Step]:
         """Step by step, so that the requests in flight take turns on the device."""
-        engine = self._engine
-        generation, steps = engine.generation(tables), list[Step]()
+        generation, steps = self._engine.generation(tables), list[Step]()
         if self._flips_left:
             self._flips_left -= 1
             rng = Random(work.num_tokens)  # noqa: S311 - any place will do
             flip_one_byte(generation, work.num_tokens, rng)
         for position in range(work.num_tokens, work.num_tokens + work.num_steps):
-            steps += await engine.compute(partial(generation.decode, token, position))
+            steps += await self._engine.compute(partial(generation.decode, token, position))
             token = steps[-1].token
         return steps
 

@@ -22,11 +22,6 @@ def private_cache(
     return KvCache(spec, described, torch.zeros(size_bytes, dtype=torch.uint8))
 
 
-def share_of(num_blocks: Mapping[str, int], *, share: float) -> dict[str, int]:
-    """Blocks of a ring that is ``share`` of a cache of ``num_blocks``, by group."""
-    return {group: max(1, round(share * number)) for group, number in num_blocks.items()}
-
-
 def device_copy(caches: Sequence[KvCache]) -> CopyBlocks:
     """Copies between the ranks' ``caches`` and the ring, layer by layer."""
 

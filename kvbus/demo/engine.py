@@ -14,13 +14,19 @@ import anyio
 import msgspec
 from anyio import CapacityLimiter
 
-from kvbus.demo.blocks import BlockPool, MostBlocks, Tables
-from kvbus.demo.device import device_copy, private_cache, share_of
-from kvbus.demo.generate import Generation
-from kvbus.demo.line import Line
-from kvbus.demo.messages import EngineSetup, Ready, Settle, Settled, Work
-from kvbus.demo.model import Transformer
-from kvbus.demo.model_config import ModelConfig
+from kvbus.demo.blocks import ShuffledPool, Tables
+from kvbus.demo.device import device_copy, private_cache
+from kvbus.demo.messages import (
+    NO_REQUEST,
+    EngineSetup,
+    Failed,
+    Line,
+    Ready,
+    Settle,
+    Settled,
+    Work,
+)
+from kvbus.demo.model import Generation, Transformer
 from kvbus.demo.options import Memory
 from kvbus.demo.paged_cache import LayerViews, PagedKV
 from kvbus.engine import DecodeSession, KvCache, MemorySession, PrefillSession
@@ -38,13 +44,13 @@ Handlers = Mapping[type, Callable[[Any], Coroutine[Any, Any, None]]]
 
 @dataclass(slots=True)
 class DemoEngine:
-    """One engine, attached and registered."""
+    """One engine, attached and registered; with ``ring`` and ``copier`` where no agent maps it."""
 
     setup: EngineSetup
     spec: EngineSpec
     model: Transformer
     kv: PagedKV
-    blocks: BlockPool
+    blocks: ShuffledPool
     line: Line[Work]
     ring: HostPool | None = None
     copier: Copier | None = None
@@ -54,47 +60,54 @@ class DemoEngine:
         """Run ``step`` in the thread that stands for the device; the event loop goes on."""
         return await anyio.to_thread.run_sync(step, limiter=self._device)
 
+    async def take(self, blocks_of: Callable[[GroupSpec], range]) -> Tables:
+        """The blocks of one request, those of each group by their position."""
+        wanted = {group.name: blocks_of(group) for group in self.spec.groups}
+        return await self.blocks.take(wanted, wait_s=PATIENCE_S)
+
     def generation(self, tables: Tables) -> Generation:
         """A request that has these blocks."""
         return Generation(self.model, self.kv, tables)
 
+    async def tell_failed(self, request_id: str, error: KVBusError) -> None:
+        """The request ends without its KV."""
+        await self.line.send(Failed(request_id, error.code, error.message))
+
     async def serve(self, agent_endpoint: str, handlers: Handlers) -> None:
         """Handle each line of work in a task of its own, until the driver closes the line."""
-        await self.line.send(Ready(agent_endpoint))
+        await self.line.send(Ready(NO_REQUEST, agent_endpoint))
         async with anyio.create_task_group() as tasks:
             async for work in self.line:
                 if isinstance(work, Settle):
-                    await self.line.send(await self._settled())
+                    await self.line.send(Settled(NO_REQUEST, await self._settle()))
                 elif type(work) in handlers:
                     tasks.start_soon(handlers[type(work)], work)
                 else:
                     raise ProtocolError(f"this engine does not {type(work).__name__}")
             tasks.cancel_scope.cancel()
 
-    async def _settled(self) -> Settled:
-        """Wait for blocks that are on their way back, as long as some come back."""
-        pools: list[BlockPool | HostPool] = [self.blocks]
-        pools += [] if self.ring is None else [self.ring]
+    async def _settle(self) -> int:
+        """Wait for blocks that are on their way back, as long as some come; how many are held."""
+        pools = [self.blocks] if self.ring is None else [self.blocks, self.ring]
         before, held = -1, sum(pool.num_held for pool in pools)
         while held and held != before:
             with anyio.move_on_after(SETTLE_STALL_S):
                 for pool in pools:
                     await pool.all_free()
             before, held = held, sum(pool.num_held for pool in pools)
-        return Settled(held)
+        return held
 
 
 @contextlib.asynccontextmanager
 async def attached_engine(
-    setup: EngineSetup, line: Line[Work], control: type[S], most_blocks: MostBlocks
+    setup: EngineSetup, line: Line[Work], control: type[S], most_blocks: Callable[[GroupSpec], int]
 ) -> AsyncIterator[tuple[DemoEngine, S]]:
     """The engine and its control session: one memory session a rank, all in this process.
 
     ``most_blocks`` says how many blocks of a group one request can need.
     """
-    model, shape = Transformer(setup.model), setup.shape
-    spec = engine_spec(setup, setup.model)
-    num_blocks = {g.name: setup.concurrency * most_blocks(g, setup) for g in spec.groups}
+    shape, spec = setup.shape, engine_spec(setup)
+    num_blocks = {group.name: setup.concurrency * most_blocks(group) for group in spec.groups}
     layout = KvLayout.parse(shape.layout, cross_layer=shape.cross_layer)
     async with contextlib.AsyncExitStack() as stack:
         ranks = [
@@ -108,19 +121,21 @@ async def attached_engine(
             caches = [await rank.allocate(layout, num_blocks=num_blocks) for rank in ranks]
         else:
             caches = [private_cache(spec, rank.rank, layout, num_blocks) for rank in ranks]
-            ring = HostPool(share_of(num_blocks, share=setup.ring_share))
+            share = setup.ring_share
+            ring = HostPool({group: max(1, round(share * n)) for group, n in num_blocks.items()})
             buffers = [await rank.allocate_ring(ring.num_blocks) for rank in ranks]
             copier = LocalCopier(buffers, device_copy(caches))
         session = await stack.enter_async_context(control(setup.attach_path, spec))
         await session.register()
         await session.ready()
-        blocks = BlockPool(num_blocks, seed=setup.engine_id)
-        kv = PagedKV([layer_views(cache) for cache in caches])
+        model, kv = Transformer(setup.model), PagedKV([layer_views(cache) for cache in caches])
+        blocks = ShuffledPool(num_blocks, seed=setup.engine_id)
         yield DemoEngine(setup, spec, model, kv, blocks, line, ring, copier), session
 
 
-def engine_spec(setup: EngineSetup, config: ModelConfig) -> EngineSpec:
+def engine_spec(setup: EngineSetup) -> EngineSpec:
     """What the other side must know of the engine."""
+    config = setup.model
     groups = tuple(
         GroupSpec(
             name=name,
@@ -136,7 +151,7 @@ def engine_spec(setup: EngineSetup, config: ModelConfig) -> EngineSpec:
     )
     return EngineSpec(
         engine_id=setup.engine_id,
-        model=f"kvbus-demo@seed-{setup.model.seed}",
+        model=f"kvbus-demo@seed-{config.seed}",
         tp_size=setup.shape.tp,
         pp_size=setup.shape.pp,
         groups=groups,
@@ -144,7 +159,7 @@ def engine_spec(setup: EngineSetup, config: ModelConfig) -> EngineSpec:
 
 
 def layer_views(cache: KvCache) -> dict[int, LayerViews]:
-    """The views of a rank's shared cache as the model takes them, by layer."""
+    """The views of a rank's cache as the model takes them, by layer."""
     return {
         layer: {KvPart(part): cache.view(layer, part) for part in region.parts}
         for region in cache.rank.regions

@@ -1,22 +1,34 @@
-"""The JSON lines between the demo's driver and its engines: what to do, and how it went."""
+"""The line between driver and engine: JSON lines over a Unix socket, and what they say."""
 
+import asyncio
+import socket
+from collections.abc import AsyncIterator
+from contextlib import suppress
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import msgspec
 
 from kvbus.demo.model_config import ModelConfig
 from kvbus.demo.options import EngineShape
+from kvbus.errors import ErrorCode, ProtocolError
 from kvbus.protocol.engine import StageTimes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
+MAX_LINE_BYTES = 1 << 20
+
+T = TypeVar("T")
+
 
 @dataclass(frozen=True)
 class Step:
-    """One generated token; ``digest`` is the blake2b of the float32 logits that it came from."""
+    """One generated token; ``digest`` is the blake2b of the float32 logits that it came from.
+
+    It also shows an error that is too small to change the token.
+    """
 
     token: int
     digest: str
@@ -33,7 +45,8 @@ class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
 
     The caches are as large as ``concurrency`` requests need, each of ``max_prompt_tokens`` and
     ``max_new_tokens`` at most, so that all blocks are reused. A ring of host blocks, if the engine
-    has one, is ``ring_share`` of that.
+    has one, is ``ring_share`` of that. A prefill engine computes ``prefill_chunk`` tokens before it
+    offers them, None: all.
     """
 
     engine_id: str
@@ -48,68 +61,65 @@ class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
     flip_one_byte: bool = False
 
 
-class Prefill(msgspec.Struct, frozen=True, tag="prefill"):
-    """Compute a prompt, offer its KV, and answer `Offered` and `Prefilled`."""
+class DemoMessage(msgspec.Struct, frozen=True, tag=True):
+    """What both ends say of one request; of none where ``request_id`` is empty."""
 
     request_id: str
+
+
+class Prefill(DemoMessage, frozen=True):
+    """Compute a prompt, offer its KV, and answer `Offered` and `Prefilled`."""
+
     prompt: str
 
 
-class Decode(msgspec.Struct, frozen=True, tag="decode"):
+class Decode(DemoMessage, frozen=True):
     """Fetch the KV of ``num_tokens`` tokens, await `FirstToken`, generate, answer `Decoded`."""
 
-    request_id: str
     ticket: dict[str, Any]
     num_tokens: int
     num_steps: int
 
 
-class FirstToken(msgspec.Struct, frozen=True, tag="first_token"):
+class FirstToken(DemoMessage, frozen=True):
     """What a request's `Decode` goes on from. It has no answer."""
 
-    request_id: str
     token: int
 
 
-class Settle(msgspec.Struct, frozen=True, tag="settle"):
+class Settle(DemoMessage, frozen=True):
     """Answer `Settled` once every block is free again, or none has come back for a while."""
 
-    request_id: str = "settle"
 
-
-class Ready(msgspec.Struct, frozen=True, tag="ready"):
+class Ready(DemoMessage, frozen=True):
     """The engine is registered; ``agent_endpoint`` is the peer socket of its agent."""
 
     agent_endpoint: str
-    request_id: str = "ready"
 
 
-class Offered(msgspec.Struct, frozen=True, tag="offered"):
+class Offered(DemoMessage, frozen=True):
     """The ticket of the offer; of a chunked prefill, it comes before there is any KV."""
 
-    request_id: str
     ticket: dict[str, Any]
 
 
-class Prefilled(msgspec.Struct, frozen=True, tag="prefilled"):
+class Prefilled(DemoMessage, frozen=True):
     """All KV is computed, in ``num_blocks`` blocks, and the first token is known.
 
     ``computed_at_s`` is when the last of it was, by the machine's monotonic clock.
     """
 
-    request_id: str
     step: Step
     num_blocks: int
     computed_at_s: float
 
 
-class Decoded(msgspec.Struct, frozen=True, tag="decoded"):
+class Decoded(DemoMessage, frozen=True):
     """The tokens after the first, and what the fetch took, from its call to its completion.
 
     ``fetched_at_s`` is when it completed, by the machine's monotonic clock.
     """
 
-    request_id: str
     steps: list[Step]
     num_bytes: int
     path: str
@@ -118,20 +128,54 @@ class Decoded(msgspec.Struct, frozen=True, tag="decoded"):
     stages_s: StageTimes
 
 
-class Failed(msgspec.Struct, frozen=True, tag="failed"):
+class Failed(DemoMessage, frozen=True):
     """The request ended without its KV."""
 
-    request_id: str
-    code: str
+    code: ErrorCode
     message: str
 
 
-class Settled(msgspec.Struct, frozen=True, tag="settled"):
+class Settled(DemoMessage, frozen=True):
     """``num_blocks_held`` blocks are still not free."""
 
     num_blocks_held: int
-    request_id: str = "settle"
 
 
+NO_REQUEST = ""
 Work = Prefill | Decode | FirstToken | Settle
 Answer = Ready | Offered | Prefilled | Decoded | Failed | Settled
+
+
+class Line(Generic[T]):
+    """One end: sends any message, and receives those of ``received`` until the other end closes."""
+
+    def __init__(
+        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, received: object
+    ) -> None:
+        self._reader, self._writer = reader, writer
+        self._decoder: msgspec.json.Decoder[T] = msgspec.json.Decoder(received)
+
+    @classmethod
+    async def over(cls, end: socket.socket, received: object) -> "Line[T]":
+        """The line over this end of a connection, which it closes."""
+        reader, writer = await asyncio.open_unix_connection(sock=end, limit=MAX_LINE_BYTES)
+        return cls(reader, writer, received)
+
+    def close(self) -> None:
+        """Close this end; idempotent."""
+        self._writer.close()
+
+    async def send(self, message: object) -> None:
+        """Send one line; what the other end does not hear any more is dropped."""
+        with suppress(OSError):
+            self._writer.write(msgspec.json.encode(message) + b"\n")
+            await self._writer.drain()
+
+    async def __aiter__(self) -> AsyncIterator[T]:
+        """The lines until the end; raises `ProtocolError` for one that is no message."""
+        with suppress(OSError):
+            while line := await self._reader.readline():
+                try:
+                    yield self._decoder.decode(line)
+                except msgspec.DecodeError as error:
+                    raise ProtocolError(f"{line[:200]!r} is no message: {error}") from error

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import Any
 
 from kvbus.geometry import KvPart
 
 MAX_TP = 8  # the model has at least as many query heads
+MAX_KV_HEADS = 32
 NUM_LAYERS = 4
 MAX_TOKENS = 4096  # prompt and output together
 FULL, WINDOW = "full", "window"
@@ -41,10 +41,6 @@ class ModelConfig:
     vocab: int = 256
     rope_theta: float = 10_000.0
     kv_dtype: str = "bfloat16"
-
-    def varied(self) -> dict[str, Any]:
-        """What a run can vary, by the names of ``--json``."""
-        return {name: getattr(self, name) for name in ("seed", "attention", "kv_heads", "window")}
 
     @property
     def num_query_heads(self) -> int:

@@ -24,21 +24,6 @@ LayerViews = Mapping[KvPart, Tensor]
 """The parts of one layer on one rank, each [block, slot, head, dim] with any strides."""
 
 
-def held_by_query_head(num_query_heads: int, num_kv_heads: int, tp: int) -> list[tuple[int, int]]:
-    """Which copy of its KV head each query head reads: (rank, number among the rank's heads).
-
-    Ranks that hold the same KV head share its query heads evenly, so that each copy is read.
-    """
-    if not 0 < tp <= num_query_heads:
-        raise GeometryError(f"tp {tp} leaves ranks without a query head", tp=tp)
-    copies: list[list[tuple[int, int]]] = [[] for _ in range(num_kv_heads)]
-    for rank in range(tp):
-        for number, head in enumerate(held_heads(rank, tp, num_kv_heads)):
-            copies[head].append((rank, number))
-    sharing = num_query_heads // num_kv_heads
-    return [held[i * len(held) // sharing] for held in copies for i in range(sharing)]
-
-
 @dataclass(frozen=True)
 class PagedKV:
     """The KV cache of one engine: ``views[rank][layer][part]``.
@@ -64,27 +49,63 @@ class PagedKV:
         cls, config: ModelConfig, *, num_blocks: int, block_size: int, tp: int = 1, pp: int = 1
     ) -> "PagedKV":
         """A cache in memory of its own: a tensor for each rank, layer and part."""
-
-        def layer_views(tp_rank: int) -> LayerViews:
-            num_heads = len(held_heads(tp_rank, tp, config.cache_heads))
+        dtype = getattr(torch, config.kv_dtype)
+        views: list[dict[int, LayerViews]] = []
+        for number in range(pp * tp):
+            stage, rank = divmod(number, tp)
+            num_heads = len(held_heads(rank, tp, config.cache_heads))
             shape = (num_blocks, block_size, num_heads, config.cache_dim)
-            return {
-                part: torch.zeros(shape, dtype=getattr(torch, config.kv_dtype))
-                for part in config.parts
-            }
-
-        stages = [range(*layer_interval(stage, pp, config.num_layers)) for stage in range(pp)]
-        return cls(
-            [
-                {layer: layer_views(tp_rank) for layer in layers}
-                for layers in stages
-                for tp_rank in range(tp)
-            ]
-        )
+            layers = range(*layer_interval(stage, pp, config.num_layers))
+            views.append(
+                {
+                    n: {part: torch.zeros(shape, dtype=dtype) for part in config.parts}
+                    for n in layers
+                }
+            )
+        return cls(views)
 
     def ranks_of(self, layer: int) -> Sequence[LayerViews]:
         """The views of ``layer``, by tensor parallel rank of the stage that holds it."""
         return [layers[layer] for layers in self.views if layer in layers]
+
+    def write(self, layer: int, table: BlockTable, *, start: int, parts: LayerViews) -> None:
+        """Gives each rank its heads of ``parts``, each [token, head, dim] of all heads."""
+        ranks = self.ranks_of(layer)
+        for rank, views in enumerate(ranks):
+            held = {}
+            for part, values in parts.items():
+                heads = held_heads(rank, len(ranks), values.shape[1])
+                held[part] = values[:, heads.start : heads.stop]
+            write(views, table, start=start, parts=held)
+
+    def read(
+        self, layer: int, table: BlockTable, *, start: int, stop: int, config: ModelConfig
+    ) -> dict[KvPart, Tensor]:
+        """What each query head reads, each part contiguous [query_head, token, dim].
+
+        The same shapes for any tensor parallelism: what follows computes the same bits.
+        """
+        ranks = [gather(one, table, start=start, stop=stop) for one in self.ranks_of(layer)]
+        readers = held_by_query_head(config.num_query_heads, config.cache_heads, len(ranks))
+        return {
+            part: torch.stack([ranks[rank][part][:, head] for rank, head in readers])
+            for part in config.parts
+        }
+
+
+def held_by_query_head(num_query_heads: int, num_kv_heads: int, tp: int) -> list[tuple[int, int]]:
+    """Which copy of its KV head each query head reads: (rank, number among the rank's heads).
+
+    Ranks that hold the same KV head share its query heads evenly, so that each copy is read.
+    """
+    if not 0 < tp <= num_query_heads:
+        raise GeometryError(f"tp {tp} leaves ranks without a query head", tp=tp)
+    copies: list[list[tuple[int, int]]] = [[] for _ in range(num_kv_heads)]
+    for rank in range(tp):
+        for number, head in enumerate(held_heads(rank, tp, num_kv_heads)):
+            copies[head].append((rank, number))
+    sharing = num_query_heads // num_kv_heads
+    return [held[i * len(held) // sharing] for held in copies for i in range(sharing)]
 
 
 def write(views: LayerViews, table: BlockTable, *, start: int, parts: LayerViews) -> None:
@@ -98,8 +119,7 @@ def write(views: LayerViews, table: BlockTable, *, start: int, parts: LayerViews
                 f"{part} {tuple(values.shape)}: heads and elements do not fit the rank's"
                 f" [head, dim] {tuple(view.shape[2:])}"
             )
-        at = slots(table, view, start, start + values.shape[0])
-        view[at] = values.to(view.dtype)
+        view[slots(table, view, start, start + len(values))] = values.to(view.dtype)
 
 
 def gather(views: LayerViews, table: BlockTable, *, start: int, stop: int) -> LayerViews:

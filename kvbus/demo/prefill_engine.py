@@ -9,11 +9,10 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass
 
-from kvbus.demo.blocks import Tables, most_prefill_blocks, prefill_blocks
+from kvbus.demo.blocks import Tables, prefill_blocks
 from kvbus.demo.engine import PATIENCE_S, DemoEngine, attached_engine, run_engine
-from kvbus.demo.generate import encode
-from kvbus.demo.line import Line
-from kvbus.demo.messages import EngineSetup, Failed, Offered, Prefill, Prefilled, Step, Work
+from kvbus.demo.messages import EngineSetup, Line, Offered, Prefill, Prefilled, Step, Work
+from kvbus.demo.prompts import encode
 from kvbus.engine import PrefillSession
 from kvbus.engine.bounce import HostPrefill
 from kvbus.errors import KVBusError, RequestRefused
@@ -22,7 +21,12 @@ from kvbus.geometry import num_blocks_for
 
 async def main(setup: EngineSetup, line: Line[Work]) -> None:
     """Attach, and serve until the driver closes the line."""
-    attached = attached_engine(setup, line, PrefillSession, most_prefill_blocks)
+    attached = attached_engine(
+        setup,
+        line,
+        PrefillSession,
+        lambda group: num_blocks_for(setup.max_prompt_tokens, group.block_size),
+    )
     async with attached as (engine, session):
         host = None
         if engine.ring is not None and engine.copier is not None:
@@ -51,30 +55,31 @@ class PrefillRequests:
         self, engine: DemoEngine, session: PrefillSession, host: HostPrefill | None
     ) -> None:
         self._engine, self._session, self._host = engine, session, host
-        self._is_chunked = engine.setup.prefill_chunk is not None
+        self._chunk = engine.setup.prefill_chunk
 
     async def handle(self, work: Prefill) -> None:
-        """One request, from its prompt to the moment when its blocks may be used again."""
+        """One request, from its prompt to the moment when its blocks may be used again.
+
+        A whole prompt is computed before it is offered. Chunks are offered first, so that what is
+        there is read while this computes.
+        """
         engine, prompt = self._engine, encode(work.prompt)
-        wanted = {group.name: prefill_blocks(group, len(prompt)) for group in engine.spec.groups}
-        tables = await engine.blocks.take(wanted)
+        tables = await engine.take(lambda group: prefill_blocks(group, len(prompt)))
         passes = self._compute(prompt, tables)
         try:
-            if self._host is not None:
-                await self._save(work, len(prompt), self._host, passes)
-            elif self._is_chunked:
-                await self._offer_in_chunks(work, tables, passes)
+            done = [await anext(passes)] if self._chunk is None else []
+            if self._host is None:
+                await self._offer(work, tables, passes, done)
             else:
-                await self._offer_whole(work, passes)
+                await self._save(work, self._host, len(prompt), passes, done)
         except KVBusError as error:
-            await engine.line.send(Failed(work.request_id, error.code, error.message))
+            await engine.tell_failed(work.request_id, error)
         engine.blocks.give(tables)
 
     async def _compute(self, prompt: list[int], tables: Tables) -> Passes:
         """Pass by pass, so that the requests take turns on the device."""
-        setup, num_before = self._engine.setup, 0
-        passes = self._engine.generation(tables).prefill(prompt, setup.prefill_chunk)
-        size = setup.shape.block_size
+        size, num_before = self._engine.setup.shape.block_size, 0
+        passes = self._engine.generation(tables).prefill(prompt, self._chunk)
         while (computed := await self._engine.compute(lambda: next(passes, None))) is not None:
             num_tokens, step = computed
             new = slice(num_blocks_for(num_before, size), num_blocks_for(num_tokens, size))
@@ -82,27 +87,23 @@ class PrefillRequests:
             yield ComputedPass(num_tokens, ids, step, time.monotonic())
             num_before = num_tokens
 
-    async def _offer_whole(self, work: Prefill, passes: Passes) -> None:
-        computed = await anext(passes)
+    async def _offer(
+        self, work: Prefill, tables: Tables, passes: Passes, done: list[ComputedPass]
+    ) -> None:
+        """Sealed at once when all is ``done``."""
+        num_tokens, ids = 0, {group: list[int]() for group in tables}
+        if done:
+            num_tokens, ids = done[0].num_tokens, done[0].block_ids
         offer = await self._session.offer(
-            work.request_id, num_tokens=computed.num_tokens, block_ids=computed.block_ids
+            work.request_id, num_tokens=num_tokens, block_ids=ids, sealed=bool(done)
         )
         await self._engine.line.send(Offered(work.request_id, offer.ticket))
-        await self._tell_prefilled(work, [computed])
-        await offer.released()
-
-    async def _offer_in_chunks(self, work: Prefill, tables: Tables, passes: Passes) -> None:
-        """The offer is open from before the first pass, so that it is read while this computes."""
-        offer = await self._session.offer(
-            work.request_id, num_tokens=0, block_ids={group: [] for group in tables}, sealed=False
-        )
-        await self._engine.line.send(Offered(work.request_id, offer.ticket))
-        done: list[ComputedPass] = []
         try:
-            async for one in passes:
-                await offer.extend(one.num_tokens, one.block_ids)
-                done.append(one)
-            await offer.seal()
+            if not done:
+                async for one in passes:
+                    await offer.extend(one.num_tokens, one.block_ids)
+                    done.append(one)
+                await offer.seal()
         except RequestRefused:
             with suppress(RequestRefused):  # it has ended already
                 await offer.withdraw()
@@ -112,18 +113,20 @@ class PrefillRequests:
         await offer.released()
 
     async def _save(
-        self, work: Prefill, num_tokens: int, host: HostPrefill, passes: Passes
+        self,
+        work: Prefill,
+        host: HostPrefill,
+        num_tokens: int,
+        passes: Passes,
+        done: list[ComputedPass],
     ) -> None:
-        """Offered first, so that what is saved is read while the rest is computed and saved.
-
-        A whole prompt is computed before that: it would only hold blocks of the ring meanwhile.
-        """
-        ahead = [] if self._is_chunked else [await anext(passes)]
+        """Offered first: what is saved is read while the rest is computed and saved."""
         offer = await host.begin(work.request_id, num_tokens=num_tokens, wait_s=PATIENCE_S)
-        done: list[ComputedPass] = []
         try:
             await self._engine.line.send(Offered(work.request_id, await offer.offer()))
-            async for one in _joined(ahead, passes):
+            for one in done:
+                await offer.save(one.num_tokens, one.block_ids)
+            async for one in passes:
                 await offer.save(one.num_tokens, one.block_ids)
                 done.append(one)
             await offer.seal()
@@ -139,13 +142,6 @@ class PrefillRequests:
         await self._engine.line.send(
             Prefilled(work.request_id, last.step, num_blocks, computed_at_s=last.at_s)
         )
-
-
-async def _joined(ahead: list[ComputedPass], rest: Passes) -> Passes:
-    for one in ahead:
-        yield one
-    async for one in rest:
-        yield one
 
 
 if __name__ == "__main__":

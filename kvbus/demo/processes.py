@@ -5,6 +5,7 @@ goes on. While anything does, it waits: on a busy machine all takes longer.
 """
 
 import asyncio
+import json
 import socket
 import sys
 from collections import defaultdict
@@ -16,13 +17,12 @@ from typing import TypeVar
 import anyio
 import msgspec
 
-from kvbus.demo.line import Line
-from kvbus.demo.messages import Answer, EngineSetup, Failed, Work
+from kvbus.demo.messages import Answer, EngineSetup, Failed, Line, Work
 from kvbus.demo.options import DemoOptions, ReadPath
-from kvbus.errors import ProtocolError, RequestTimeout
+from kvbus.errors import ProtocolError, RequestRefused, RequestTimeout
 from kvbus.spawn import Child
 
-ATTACH_SOCKET = "attach.sock"
+ROLES = ("prefill", "decode")
 # The deadlines of the agents; on a busy machine the defaults are too short.
 AGENT_TIMES = {
     "prefill": {"drain_timeout_s": 2.0, "offer_ttl_s": 600.0},
@@ -55,10 +55,15 @@ class EngineLine:
         """Send one piece of work."""
         await self._line.send(work)
 
-    async def answer(self, request_id: str, kind: type[A]) -> A | Failed:
-        """The next answer to a request; waits for ever when the engine dies."""
+    async def answer(self, request_id: str, kind: type[A]) -> A:
+        """The next answer to a request; raises `RequestRefused` when that is a `Failed`.
+
+        Waits for ever when the engine dies.
+        """
         answer = await self._answers[request_id].get()
-        if not isinstance(answer, (kind, Failed)):
+        if isinstance(answer, Failed):
+            raise RequestRefused(answer.message, code=answer.code)
+        if not isinstance(answer, kind):
             raise ProtocolError(f"an engine answered {type(answer).__name__} to '{request_id}'")
         return answer
 
@@ -82,7 +87,6 @@ class Processes:
 
     def __init__(self, options: DemoOptions, folder: Path) -> None:
         self._options, self._folder = options, folder
-        self._logs = options.keep_logs or folder
         self._is_ending = False
         self.agents: list[Child] = []
         self.engines: list[Child] = []
@@ -93,26 +97,26 @@ class Processes:
         """All children, engines first."""
         return [*self.engines, *self.agents]
 
-    def start_agent(self, role: str) -> None:
-        """Start an agent with a configuration of its own."""
-        config = write_agent_config(role, self._options, self._folder)
-        command = [sys.executable, "-m", f"kvbus_{role}", str(config)]
-        self.agents.append(self._start(f"{role} agent", command))
+    async def start(self) -> None:
+        """Start all at once; an engine waits for its agent."""
+        for role in ROLES:
+            config = write_agent_config(role, self._options, self._folder)
+            self.agents.append(self._child(f"{role} agent", f"kvbus_{role}", str(config)))
+        for role in ROLES:
+            setup = msgspec.json.encode(engine_setup(role, self._options, self._folder)).decode()
+            ours, theirs = socket.socketpair()
+            with theirs:
+                self.lines.append(EngineLine(await Line.over(ours, Answer)))
+                module = f"kvbus.demo.{role}_engine"
+                engine = self._child(f"{role} engine", module, setup, stdin=theirs.fileno())
+                self.engines.append(engine)
 
-    async def start_engine(self, role: str) -> None:
-        """Start an engine; it waits for its agent."""
-        setup = msgspec.json.encode(engine_setup(role, self._options, self._folder)).decode()
-        command = [sys.executable, "-m", f"kvbus.demo.{role}_engine", setup]
-        ours, theirs = socket.socketpair()
-        with theirs:
-            self.lines.append(EngineLine(await Line.over(ours, Answer)))
-            self.engines.append(self._start(f"{role} engine", command, stdin=theirs.fileno()))
-
-    def _start(
-        self, name: str, command: list[str], stdin: int = asyncio.subprocess.DEVNULL
+    def _child(
+        self, name: str, module: str, argument: str, stdin: int = asyncio.subprocess.DEVNULL
     ) -> Child:
-        log = self._logs / f"{name.replace(' ', '-')}.log"
+        log = (self._options.keep_logs or self._folder) / f"{name.replace(' ', '-')}.log"
         log.unlink(missing_ok=True)
+        command = [sys.executable, "-m", module, argument]
         return Child.start(name, command, log=log, stdin=stdin, own_session=True)
 
     async def watch(self, child: Child) -> None:
@@ -123,50 +127,43 @@ class Processes:
 
     async def watch_progress(self) -> None:
         """Raise `RequestTimeout` when no engine answers for a while, and little is computed."""
-        while True:
-            before = self._num_answers(), self._cpu_s()
+        while not self._is_ending:
+            num_answers, cpu_s = self._progress()
             await anyio.sleep(STALL_S)
-            is_idle = self._cpu_s() - before[1] < STALL_CPU_S
-            if self._num_answers() == before[0] and is_idle and not self._is_ending:
+            num_now, cpu_now_s = self._progress()
+            if num_now == num_answers and cpu_now_s - cpu_s < STALL_CPU_S and not self._is_ending:
                 raise RequestTimeout(f"nothing has gone on for {STALL_S:g} s")
 
-    def _num_answers(self) -> int:
-        return sum(line.num_answers for line in self.lines)
-
-    def _cpu_s(self) -> float:
-        return sum(child.cpu_s() for child in self.all)
+    def _progress(self) -> tuple[int, float]:
+        num_answers = sum(line.num_answers for line in self.lines)
+        return num_answers, sum(child.cpu_s() for child in self.all)
 
     async def finish(self) -> None:
-        """End all, engines first; raises `PeerLost` in a group when one does not end well."""
+        """End all, engines first; raises `PeerLost` when one does not end well."""
         self._is_ending = True
         for line in self.lines:
             line.close()
-        await self._all_ended(self.engines)
+        for engine in self.engines:
+            await _ended_well(engine)
         for agent in self.agents:
             agent.ask_to_end()
-        await self._all_ended(self.agents)
+        for agent in self.agents:
+            await _ended_well(agent)
 
-    async def _all_ended(self, children: list[Child]) -> None:
-        async with anyio.create_task_group() as tasks:
-            for child in children:
-                tasks.start_soon(self._ended_well, child)
 
-    async def _ended_well(self, child: Child) -> None:
-        with anyio.move_on_after(END_TIMEOUT_S):
-            await child.ended()
-        if child.process.poll() != 0:
-            raise child.lost(f"did not end within {END_TIMEOUT_S:g} s")
+async def _ended_well(child: Child) -> None:
+    with anyio.move_on_after(END_TIMEOUT_S):
+        await child.ended()
+    if child.process.poll() != 0:
+        raise child.lost(f"did not end within {END_TIMEOUT_S:g} s")
 
 
 @asynccontextmanager
 async def running_processes(options: DemoOptions, folder: Path) -> AsyncIterator[Processes]:
-    """All four, started at once. They live below ``folder``, a private one."""
+    """All four. They live below ``folder``, a private one."""
     processes = Processes(options, folder)
     try:
-        for role in ("prefill", "decode"):
-            processes.start_agent(role)
-        for role in ("prefill", "decode"):
-            await processes.start_engine(role)
+        await processes.start()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(processes.watch_progress)
             for child in processes.all:
@@ -185,18 +182,18 @@ async def running_processes(options: DemoOptions, folder: Path) -> AsyncIterator
 
 def write_agent_config(role: str, options: DemoOptions, folder: Path) -> Path:
     """A configuration with free ports, and with sockets below ``folder``."""
+    values: dict[str, str | float] = {
+        "agent_id": f"{role}-demo",
+        "peer_bind": "tcp://127.0.0.1:0",
+        "events_bind": "tcp://127.0.0.1:0",
+        "runtime_dir": str(folder / role),
+        "log_format": "json",
+        **AGENT_TIMES[role],
+    }
+    if role == "decode" and options.path is not ReadPath.AUTO:
+        values["path"] = options.path
     path = folder / f"{role}.toml"
-    is_forced = role == "decode" and options.path is not ReadPath.AUTO
-    path.write_text(
-        f'agent_id = "{role}-demo"\n'
-        'peer_bind = "tcp://127.0.0.1:0"\n'
-        'events_bind = "tcp://127.0.0.1:0"\n'
-        f'runtime_dir = "{folder / role}"\n'
-        'log_format = "json"\n'
-        + "".join(f"{key} = {seconds}\n" for key, seconds in AGENT_TIMES[role].items())
-        + (f'path = "{options.path}"\n' * is_forced),
-        encoding="utf-8",
-    )
+    path.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items()))
     return path
 
 
@@ -204,13 +201,13 @@ def engine_setup(role: str, options: DemoOptions, folder: Path) -> EngineSetup:
     """What the engine of ``role`` is told."""
     return EngineSetup(
         engine_id=f"{role}-engine",
-        attach_path=str(folder / role / ATTACH_SOCKET),
+        attach_path=str(folder / role / "attach.sock"),
         model=options.model,
-        shape=options.prefill if role == "prefill" else options.decode,
+        shape=options.shape(role),
         concurrency=options.concurrency,
         max_prompt_tokens=options.max_prompt_tokens,
         max_new_tokens=options.max_new_tokens,
         prefill_chunk=options.prefill_chunk,
-        ring_share=options.ring_share,
+        ring_share=options.share_in_ring,
         flip_one_byte=options.flip_one_byte and role == "decode",
     )

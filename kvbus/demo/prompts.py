@@ -28,6 +28,11 @@ BUILT_IN = (
 )
 
 
+def encode(text: str) -> list[int]:
+    """Tokens of a text: its UTF-8 bytes."""
+    return list(text.encode())
+
+
 def read_prompts(path: Path | None) -> tuple[str, ...]:
     """The lines of ``path`` that are not blank, or the built-in prompts; raises `ConfigError`."""
     if path is None:

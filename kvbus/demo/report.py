@@ -1,17 +1,36 @@
-"""What came of the demo's requests, and the figures that sum it up.
+"""What came of the demo's requests: figures for ``--json``, tables for a terminal of 80 columns.
 
 Refuses to judge by tokens alone: an output matches when tokens and digests of all logits do.
 """
 
 import math
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from signal import Signals
 from typing import Any
 
-from kvbus.demo.messages import Decoded, Failed, Prefilled, Step
+from rich.box import SIMPLE_HEAD
+from rich.console import Console, Group
+from rich.table import Table
+from rich.text import Text
+
+from kvbus.demo.messages import Decoded, Prefilled, Step
 from kvbus.demo.options import DemoOptions
+from kvbus.demo.prompts import encode
+from kvbus.errors import RequestRefused
+
+# Two lines each, so that a row fits into 80 columns.
+STAGES = {
+    "resolving": "resol-\nving",
+    "claiming": "claim-\ning",
+    "waiting": "wait-\ning",
+    "reading": "read-\ning",
+    "confirming": "confirm-\ning",
+}
+DONE, FAILED = "green", "bold red"
+
+VARIED = ("seed", "attention", "kv_heads", "window")
 
 
 @dataclass(slots=True)
@@ -22,7 +41,7 @@ class Served:
     prompt: str
     prefilled: Prefilled | None = None
     decoded: Decoded | None = None
-    failed: Failed | None = None
+    failed: RequestRefused | None = None
 
     @property
     def output(self) -> list[Step]:
@@ -30,35 +49,27 @@ class Served:
         first = [self.prefilled.step] if self.prefilled else []
         return first + (self.decoded.steps if self.decoded else [])
 
-
-@dataclass(frozen=True, slots=True)
-class Leaks:
-    """What is still held when nothing runs any more: blocks by engine, offers, fetches."""
-
-    prefill_blocks: int
-    decode_blocks: int
-    offers: int
-    fetches: int
-
     @property
-    def total(self) -> int:
-        """All of it; 0 is the only good figure."""
-        return self.prefill_blocks + self.decode_blocks + self.offers + self.fetches
+    def after_prefill_s(self) -> float | None:
+        """From the end of the prefill to the completion of the fetch; None before that."""
+        if self.prefilled is None or self.decoded is None:
+            return None
+        return self.decoded.fetched_at_s - self.prefilled.computed_at_s
 
 
 @dataclass(slots=True)
 class DemoReport:
     """A run, as far as it has come.
 
-    ``alone`` are the steps of the model run alone, by prompt, ``leaks`` None until they are
-    counted. ``trouble`` says what ended the run early, or what did not end well; ``ended_by`` is
-    the signal that did.
+    ``alone`` are the steps of the model run alone, by prompt. ``leaks`` is what is held when
+    nothing runs any more, by its name, None until it is counted. ``trouble`` says what ended the
+    run early, or what did not end well; ``ended_by`` is the signal that did.
     """
 
     options: DemoOptions
     served: list[Served] = field(default_factory=list)
     alone: dict[str, list[Step]] = field(default_factory=dict)
-    leaks: Leaks | None = None
+    leaks: dict[str, int] | None = None
     trouble: list[str] = field(default_factory=list)
     ended_by: Signals | None = None
 
@@ -83,15 +94,6 @@ class DemoReport:
         return [served.decoded for served in self.served if served.decoded is not None]
 
     @property
-    def after_prefill_s(self) -> list[float]:
-        """From the end of a prefill to the completion of its fetch, of each that completed."""
-        return [
-            served.decoded.fetched_at_s - served.prefilled.computed_at_s
-            for served in self.served
-            if served.decoded is not None and served.prefilled is not None
-        ]
-
-    @property
     def failures(self) -> Counter[str]:
         """How many requests failed, by ``code: message``."""
         failed = (served.failed for served in self.served)
@@ -100,34 +102,41 @@ class DemoReport:
     @property
     def num_unfinished(self) -> int:
         """How many requests have neither an output nor failed."""
-        return self.options.num_requests - len(self.handoffs) - self.failures.total()
+        return self.options.requests - len(self.handoffs) - self.failures.total()
+
+    @property
+    def num_leaked(self) -> int | None:
+        """All that is still held; 0 is the only good figure."""
+        return None if self.leaks is None else sum(self.leaks.values())
 
     @property
     def ok(self) -> bool:
         """All outputs match, nothing is leaked, and nothing went wrong."""
-        is_whole = self.num_matched == self.options.num_requests and not self.trouble
-        return is_whole and self.leaks is not None and not self.leaks.total
+        is_whole = self.num_matched == self.options.requests and not self.trouble
+        return is_whole and self.num_leaked == 0
 
     def summary(self) -> dict[str, Any]:
         """The figures for ``--json``; ``leaked_blocks`` is null in a run that ended early."""
+        options, handoffs = self.options, self.handoffs
+        after_prefill = (served.after_prefill_s for served in self.served)
         return {
-            "requests": self.options.num_requests,
+            "requests": options.requests,
             "matched": self.num_matched,
             "failed": self.failures.total(),
-            "failures": dict(self.failures),
+            "failures": self.failures,
             "unfinished": self.num_unfinished,
             "trouble": self.trouble,
-            "bytes": sum(handoff.num_bytes for handoff in self.handoffs),
-            "handoff_ms": _quantiles_ms([one.handoff_s for one in self.handoffs]),
-            "after_prefill_ms": _quantiles_ms(self.after_prefill_s),
-            "paths": dict(Counter(handoff.path for handoff in self.handoffs)),
-            "leaked_blocks": self.leaks.total if self.leaks is not None else None,
-            "prefill": asdict(self.options.prefill),
-            "decode": asdict(self.options.decode),
-            "model": self.options.model.varied(),
-            "path": self.options.path,
-            "prefill_chunk": self.options.prefill_chunk,
-            "ring_share": self.options.ring_share,
+            "bytes": sum(handoff.num_bytes for handoff in handoffs),
+            "handoff_ms": _quantiles_ms([one.handoff_s for one in handoffs]),
+            "after_prefill_ms": _quantiles_ms([s for s in after_prefill if s is not None]),
+            "paths": Counter(handoff.path for handoff in handoffs),
+            "leaked_blocks": self.num_leaked,
+            "prefill": asdict(options.shape("prefill")),
+            "decode": asdict(options.shape("decode")),
+            "model": {name: getattr(options.model, name) for name in VARIED},
+            "path": options.path,
+            "prefill_chunk": options.prefill_chunk,
+            "ring_share": options.share_in_ring,
         }
 
 
@@ -138,3 +147,83 @@ def _quantiles_ms(times_s: Sequence[float]) -> dict[str, float | None]:
         name: round(ordered[math.ceil(quantile * len(ordered)) - 1] * 1e3, 3) if ordered else None
         for name, quantile in (("p50", 0.5), ("p99", 0.99))
     }
+
+
+def print_report(report: DemoReport, console: Console) -> None:
+    """The table and the lines below it."""
+    console.print(Group(_request_table(report), *_summary_lines(report)))
+
+
+def _request_table(report: DemoReport) -> Table:
+    table = Table(
+        title="Handoffs (stage times in ms)",
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        padding=0,
+        title_justify="left",
+    )
+    for heading in ("#", "tokens\nin+out", "blocks", "KiB", *STAGES.values(), "total"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("path")
+    table.add_column("same")
+    for number, served in enumerate(report.served, start=1):
+        table.add_row(str(number), *_cells(served), _verdict(report, served))
+    return table
+
+
+def _summary_lines(report: DemoReport) -> Iterator[Text]:
+    """What the run comes to, what is not as it has to be, or that all came back."""
+    summary, options = report.summary(), report.options
+    num_requests, num_matched = summary["requests"], summary["matched"]
+    yield Text(f"prefill {options.shape('prefill')} → decode {options.shape('decode')}")
+    yield Text(
+        f"{num_matched} of {num_requests} outputs equal those of the model run alone,"
+        " tokens and logits",
+        style=DONE if num_matched == num_requests else FAILED,
+    )
+    if report.handoffs:
+        took = _quantiles(summary["handoff_ms"])
+        yield Text(f"moved {summary['bytes'] / 1e6:.1f} MB; a handoff took {took}")
+        if options.prefill_chunk:
+            after = _quantiles(summary["after_prefill_ms"])
+            yield Text(f"after the last chunk of a prefill it took {after}")
+    for why, count in report.failures.items():
+        yield Text(f"{count} failed: {why}", style=FAILED)
+    if report.num_unfinished:
+        yield Text(f"{report.num_unfinished} did not finish", style=FAILED)
+    if report.leaks is None:
+        yield Text("what is still held was not counted", style=FAILED)
+    elif report.num_leaked:
+        held = ", ".join(f"{number} {what}" for what, number in report.leaks.items())
+        yield Text(f"still held: {held}", style=FAILED)
+    else:
+        yield Text("every block came back", style=DONE)
+
+
+def _quantiles(ms: Mapping[str, float]) -> str:
+    return f"{ms['p50']:.1f} ms (p50), {ms['p99']:.1f} ms (p99)"
+
+
+def _cells(served: Served) -> list[str]:
+    prefilled, decoded = served.prefilled, served.decoded
+    tokens = f"{len(encode(served.prompt))}+{len(served.output)}"
+    blocks = str(prefilled.num_blocks) if prefilled else ""
+    if decoded is None:
+        return [tokens, blocks, *[""] * (len(STAGES) + 3)]
+    stages = (getattr(decoded.stages_s, stage) for stage in STAGES)
+    return [
+        tokens,
+        blocks,
+        f"{decoded.num_bytes / 1024:.0f}",
+        *(f"{seconds * 1e3:.1f}" for seconds in stages),
+        f"{decoded.handoff_s * 1e3:.1f}",
+        decoded.path,
+    ]
+
+
+def _verdict(report: DemoReport, served: Served) -> Text:
+    if served.failed is not None:
+        return Text("failed", style=FAILED)
+    if served.decoded is None or served.prompt not in report.alone:
+        return Text("?", style=FAILED)  # it did not finish, or is not compared
+    return Text("yes", style=DONE) if report.matches(served) else Text("NO", style=FAILED)

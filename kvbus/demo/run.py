@@ -16,6 +16,7 @@ import anyio
 from kvbus.demo.messages import Step
 from kvbus.demo.options import DemoOptions
 from kvbus.demo.processes import running_processes
+from kvbus.demo.prompts import encode
 from kvbus.demo.report import DemoReport
 from kvbus.demo.router import Router
 from kvbus.errors import KVBusError, leaves
@@ -48,19 +49,15 @@ async def run_demo(options: DemoOptions, on_progress: OnProgress) -> DemoReport:
 
 async def _serve(report: DemoReport, folder: Path, on_progress: OnProgress) -> None:
     """All requests; the outputs are compared while the processes end."""
-    num_served, num_requests = 0, report.options.num_requests
-
-    def on_served() -> None:
-        nonlocal num_served
-        num_served += 1
-        on_progress("handing off", num_served, num_requests)
-
+    num_requests = report.options.requests
     on_progress("starting two agents and two engines", 0, 0)
     async with running_processes(report.options, folder) as processes:
         router = Router(report, processes)
         await router.wait_ready()
         on_progress("handing off", 0, num_requests)
-        await router.serve_all(on_served)
+        await router.serve_all(
+            lambda num_ended: on_progress("handing off", num_ended, num_requests)
+        )
         await router.count_leaks()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_compare, report, on_progress)
@@ -82,8 +79,7 @@ async def _compare(report: DemoReport, on_progress: OnProgress) -> None:
 
 def _load_model(options: DemoOptions) -> Callable[[str], list[Step]]:
     """The reference. Loading torch takes a second, which would delay the start of the processes."""
-    from kvbus.demo.generate import encode, generate_alone  # noqa: PLC0415 - see above
-    from kvbus.demo.model import Transformer  # noqa: PLC0415 - see above
+    from kvbus.demo.model import Transformer, generate_alone  # noqa: PLC0415 - see above
 
     model = Transformer(options.model)
     return lambda prompt: generate_alone(

@@ -8,7 +8,7 @@ Axes
     hidden, vocab the residual stream, the logits
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from math import sqrt
 
@@ -26,6 +26,8 @@ COMPUTE_DTYPE = torch.float64
 QUERY_GAIN = 2.5
 OUTPUT_GAIN = 2.0
 DOWN_GAIN = 4.0
+
+KEY_AND_VALUE = (KvPart.KEY, KvPart.VALUE)
 
 
 @dataclass(frozen=True)
@@ -45,47 +47,39 @@ class LayerWeights:
     raised: Mapping[KvPart, Tensor]
 
 
-@dataclass(frozen=True)
 class Weights:
-    """``embedding`` is [vocab, hidden], ``logits`` [hidden, vocab]."""
+    """The weights of ``config.seed``: ``embedding`` [vocab, hidden], ``logits`` [hidden, vocab]."""
 
-    embedding: Tensor
-    layers: tuple[LayerWeights, ...]
-    logits: Tensor
+    def __init__(self, config: ModelConfig) -> None:
+        self._config = config
+        self._generator = torch.Generator().manual_seed(config.seed)
+        self.embedding = self._draw(config.vocab, config.hidden, sqrt(config.vocab))
+        self.layers = [self._layer() for _ in range(config.num_layers)]
+        self.logits = self._draw(config.hidden, config.vocab)
 
-    @classmethod
-    def seeded(cls, config: ModelConfig) -> "Weights":
-        """The weights of ``config.seed``; same seed, same weights."""
-        generator = torch.Generator().manual_seed(config.seed)
-
-        def draw(num_in: int, num_out: int, gain: float = 1.0) -> Tensor:
-            """[in, out]; what passes through has its variance times ``gain`` squared."""
-            drawn = torch.randn(num_in, num_out, generator=generator, dtype=COMPUTE_DTYPE)
-            return drawn * (gain / sqrt(num_in))
-
-        return cls(
-            embedding=draw(config.vocab, config.hidden, sqrt(config.vocab)),
-            layers=tuple(_layer(config, draw) for _ in range(config.num_layers)),
-            logits=draw(config.hidden, config.vocab),
+    def _layer(self) -> LayerWeights:
+        config = self._config
+        hidden, inner = config.hidden, config.intermediate
+        query_width = config.num_query_heads * config.head_dim
+        cached_width = config.cache_heads * config.cache_dim
+        is_latent = config.attention is Attention.MLA
+        return LayerWeights(
+            query=self._draw(hidden, query_width, QUERY_GAIN),
+            cached={part: self._draw(hidden, cached_width) for part in config.parts},
+            output=self._draw(query_width, hidden, OUTPUT_GAIN),
+            gate=self._draw(hidden, inner),
+            up=self._draw(hidden, inner),
+            down=self._draw(inner, hidden, DOWN_GAIN),
+            raised={part: self._raise() for part in KEY_AND_VALUE} if is_latent else {},
         )
 
+    def _draw(self, num_in: int, num_out: int, gain: float = 1.0) -> Tensor:
+        """[in, out]; what passes through has its variance times ``gain`` squared."""
+        drawn = torch.randn(num_in, num_out, generator=self._generator, dtype=COMPUTE_DTYPE)
+        return drawn * (gain / sqrt(num_in))
 
-def _layer(config: ModelConfig, draw: Callable[..., Tensor]) -> LayerWeights:
-    hidden, inner, num_heads = config.hidden, config.intermediate, config.num_query_heads
-    query_width = num_heads * config.head_dim
-    raised_parts = (KvPart.KEY, KvPart.VALUE) if config.attention is Attention.MLA else ()
-    return LayerWeights(
-        query=draw(hidden, query_width, QUERY_GAIN),
-        cached={p: draw(hidden, config.cache_heads * config.cache_dim) for p in config.parts},
-        output=draw(query_width, hidden, OUTPUT_GAIN),
-        gate=draw(hidden, inner),
-        up=draw(hidden, inner),
-        down=draw(inner, hidden, DOWN_GAIN),
-        raised={
-            part: draw(config.latent_dim, query_width)
-            .view(config.latent_dim, num_heads, config.head_dim)
-            .transpose(0, 1)
-            .contiguous()
-            for part in raised_parts
-        },
-    )
+    def _raise(self) -> Tensor:
+        config = self._config
+        width = config.num_query_heads * config.head_dim
+        heads = self._draw(config.latent_dim, width).chunk(config.num_query_heads, dim=1)
+        return torch.stack(heads)

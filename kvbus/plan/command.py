@@ -3,6 +3,7 @@
 Refuses a bad spec with one line and exit status 2, engines that do not fit with exit status 1.
 """
 
+from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated
@@ -11,13 +12,13 @@ from rich.console import Console
 from typer import Option
 
 from kvbus.errors import ConfigError, ErrorCode, KVBusError
+from kvbus.options import with_options
 from kvbus.output import fail, write_json
-from kvbus.plan.cost_inputs import DEFAULT_SLOT_BYTES, CostInputs, read_rates
 from kvbus.plan.keys import MAX_SPAN
 from kvbus.plan.picture import picture
-from kvbus.plan.plan import PlannedRequest, make_plan
+from kvbus.plan.plan import DEFAULT_SLOT_BYTES, Plan, PlannedRequest, make_plan
 from kvbus.plan.report import as_json, print_plan
-from kvbus.plan.spec import read_engine
+from kvbus.plan.spec import read_engine, read_rates
 from kvbus.planning import fetch_shape
 from kvbus.planning.cost import Rates
 
@@ -31,36 +32,61 @@ class PathOption(StrEnum):
     REORDERED = "reordered"
 
 
-From = Annotated[
-    str, Option("--from", metavar="SPEC", help="The prefill engine: a text or a TOML file.")
-]
-To = Annotated[
-    str, Option("--to", metavar="SPEC", help="The decode engine: a text or a TOML file.")
-]
-Tokens = Annotated[int, Option(min=0, max=MAX_SPAN, metavar="N", help="Tokens of the request.")]
-FirstToken = Annotated[
-    int,
-    Option(
-        min=0, max=MAX_SPAN, metavar="M", help="First token to move: those before it are there."
-    ),
-]
-WantedPath = Annotated[PathOption, Option("--path", help="The path, or auto for the fastest.")]
-Contiguous = Annotated[
-    bool, Option("--contiguous", help="Blocks in order, as in an empty cache; else scattered.")
-]
-SlotBytes = Annotated[
-    int, Option(min=4096, max=1 << 30, metavar="BYTES", help="Size of the agents' staging slots.")
-]
-RatesFile = Annotated[
-    Path | None,
-    Option("--rates", metavar="FILE", help="Rates of your machines: TOML with the keys of --json."),
-]
-AsOneJson = Annotated[
-    bool, Option("--json", help="Print one JSON object, as the last line of stdout.")
-]
-SvgFile = Annotated[
-    Path | None, Option("--svg", metavar="FILE", help="Write a picture of the reads there.")
-]
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Two engines, a request, and what the time depends on."""
+
+    prefill: Annotated[
+        str, Option("--from", metavar="SPEC", help="The prefill engine: a text or a TOML file.")
+    ]
+    decode: Annotated[
+        str, Option("--to", metavar="SPEC", help="The decode engine: a text or a TOML file.")
+    ]
+    tokens: Annotated[int, Option(min=0, max=MAX_SPAN, metavar="N", help="Tokens of the request.")]
+    first_token: Annotated[
+        int,
+        Option(
+            min=0, max=MAX_SPAN, metavar="M", help="First token to move: those before it are there."
+        ),
+    ] = 0
+    path: Annotated[PathOption, Option(help="The path, or auto for the fastest.")] = PathOption.AUTO
+    contiguous: Annotated[
+        bool, Option("--contiguous", help="Blocks in order, as in an empty cache; else scattered.")
+    ] = False
+    slot_bytes: Annotated[
+        int,
+        Option(min=4096, max=1 << 30, metavar="BYTES", help="Size of the agents' staging slots."),
+    ] = DEFAULT_SLOT_BYTES
+    rates: Annotated[
+        Path | None,
+        Option(metavar="FILE", help="Rates of your machines: TOML with the keys of --json."),
+    ] = None
+    as_one_json: Annotated[
+        bool, Option("--json", help="Print one JSON object, as the last line of stdout.")
+    ] = False
+    svg: Annotated[
+        Path | None, Option(metavar="FILE", help="Write a picture of the reads there.")
+    ] = None
+
+    def plan(self) -> Plan:
+        """The plan that they ask for."""
+        rates = read_rates(self.rates) if self.rates else Rates()
+        if self.first_token > self.tokens:
+            raise ConfigError(
+                f"--first-token: {self.first_token} is more than --tokens {self.tokens}"
+            )
+        request = PlannedRequest(
+            num_tokens=self.tokens,
+            first_token=self.first_token,
+            path=None if self.path is PathOption.AUTO else fetch_shape.Path(self.path),
+            is_contiguous=self.contiguous,
+            rates=rates,
+            rates_from=str(self.rates) if self.rates else None,
+            slot_bytes=self.slot_bytes,
+        )
+        sides = read_engine("--from", self.prefill), read_engine("--to", self.decode)
+        return make_plan(*sides, request)
+
 
 HELP = """Show what a handoff would read from whom, on which path, and how long it would take.
 
@@ -84,48 +110,19 @@ Exit status 1: the KV of these two cannot be exchanged; 2: a mistake in a spec o
 """
 
 
-def plan(
-    *,
-    prefill: From,
-    decode: To,
-    tokens: Tokens,
-    first_token: FirstToken = 0,
-    path: WantedPath = PathOption.AUTO,
-    contiguous: Contiguous = False,
-    slot_bytes: SlotBytes = DEFAULT_SLOT_BYTES,
-    rates: RatesFile = None,
-    as_one_json: AsOneJson = False,
-    svg: SvgFile = None,
-) -> None:
+@with_options(PlanOptions)
+def plan(options: PlanOptions) -> None:
     """See `HELP`."""
     try:
-        inputs = _cost_inputs(rates, slot_bytes)
-        if first_token > tokens:
-            raise ConfigError(f"--first-token: {first_token} is more than --tokens {tokens}")
-        wanted = None if path is PathOption.AUTO else fetch_shape.Path(path)
-        request = PlannedRequest(tokens, first_token, wanted, contiguous)
-        engines = read_engine("--from", prefill), read_engine("--to", decode)
-        found = make_plan(*engines, request, inputs)
-        if svg is not None:
-            _write_picture(svg, picture(found))
+        found = options.plan()
+        if options.svg is not None:
+            options.svg.write_text(picture(found), encoding="utf-8")
     except KVBusError as error:
         status = 1 if error.code is ErrorCode.INCOMPATIBLE else 2
         fail(error.message, status=status, cause=error)
-    print_plan(found, Console(highlight=False))
-    if as_one_json:
-        write_json(as_json(found))
-
-
-def _cost_inputs(file: Path | None, slot_bytes: int) -> CostInputs:
-    try:
-        rates = read_rates(file) if file else Rates()
-    except KVBusError as error:
-        raise ConfigError(f"--rates: {error.message}") from error
-    return CostInputs(rates, str(file) if file else None, slot_bytes)
-
-
-def _write_picture(file: Path, text: str) -> None:
-    try:
-        file.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"--svg: cannot write {str(file)!r}: {error.strerror}") from error
+        message = f"--svg: cannot write {str(options.svg)!r}: {error.strerror}"
+        fail(message, status=2, cause=error)
+    print_plan(found, Console(highlight=False))
+    if options.as_one_json:
+        write_json(as_json(found))

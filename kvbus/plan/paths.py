@@ -1,15 +1,14 @@
 """What one handoff is on each path: READs, boxes, bytes, and predicted time."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import msgspec
 
-from kvbus.geometry import Box, GroupSpec, SlotOrder, canonical_order, slot_bytes
+from kvbus.geometry import SlotOrder, canonical_order, slot_bytes
 from kvbus.plan.synthetic_engine import SyntheticEngine
 from kvbus.planning import DirectPlan, Share, Spans
 from kvbus.planning.boxes import cut_into_boxes, reader_order
-from kvbus.planning.cost import Prediction, Rates, choose
+from kvbus.planning.cost import Rates, choose
 from kvbus.planning.fetch_shape import FetchShape, Path, PathWork
 from kvbus.planning.fetch_work import FetchWork
 
@@ -46,11 +45,11 @@ class PathPlan(
     read_s: float
     scatter_s: float
     num_bytes: int
-    num_descriptors: int = 0
-    over_read_bytes: int = 0
-    slot_bytes: int = 0
-    num_boxes: int = 0
-    box_bytes: int | None = None
+    num_descriptors: int
+    over_read_bytes: int
+    slot_bytes: int
+    num_boxes: int
+    box_bytes: int | None
 
     @property
     def mean_bytes(self) -> float:
@@ -69,18 +68,27 @@ def plan_paths(
     choice = choose(shape, rates, slot_bytes=slot_bytes)
     plans: dict[Path, PathPlan] = {}
     for one in choice.predictions:
-        plan = PathPlan(
+        found, is_direct = shape[one.path], one.path is Path.DIRECT
+        num_boxes = in_slots = 0
+        box_bytes = None
+        if not is_direct:
+            box_bytes = max(one.box_bytes or 1, work.least_box_bytes(one.path))
+            num_boxes, in_slots = one.num_boxes, needed
+            if num_boxes <= MAX_CUT:
+                sizes = _slot_sizes(handoff, one.path, box_bytes)
+                num_boxes, in_slots = len(sizes), sum(sizes)
+        plans[one.path] = PathPlan(
             seconds=one.seconds,
             gather_s=one.stages.gather_s,
             read_s=one.stages.read_s,
             scatter_s=one.stages.scatter_s,
-            num_bytes=needed,
+            num_bytes=found.num_bytes if is_direct else needed,
+            num_descriptors=num_boxes if found.num_descriptors is None else found.num_descriptors,
+            over_read_bytes=found.num_bytes - needed if is_direct else 0,
+            slot_bytes=in_slots,
+            num_boxes=num_boxes,
+            box_bytes=box_bytes,
         )
-        if one.path is Path.DIRECT:
-            plans[one.path] = _direct(plan, shape[Path.DIRECT])
-        else:
-            box_bytes = max(one.box_bytes or 1, work.least_box_bytes(one.path))
-            plans[one.path] = _in_boxes(handoff, plan, one, shape, box_bytes)
     return plans, choice.path
 
 
@@ -99,39 +107,9 @@ def _with_merged_reads(handoff: PlannedHandoff, shape: FetchShape) -> FetchShape
     return {**shape, Path.DIRECT: direct}
 
 
-def _direct(plan: PathPlan, work: PathWork) -> PathPlan:
-    return msgspec.structs.replace(
-        plan,
-        num_bytes=work.num_bytes,
-        num_descriptors=work.num_descriptors or 0,
-        over_read_bytes=work.num_bytes - plan.num_bytes,
-    )
-
-
-def _in_boxes(
-    handoff: PlannedHandoff,
-    plan: PathPlan,
-    prediction: Prediction,
-    shape: FetchShape,
-    box_bytes: int,
-) -> PathPlan:
-    num_boxes, in_slots = prediction.num_boxes, plan.num_bytes
-    if num_boxes <= MAX_CUT:
-        sizes = [slot_bytes(*one) for one in _boxes(handoff, prediction.path, box_bytes)]
-        num_boxes, in_slots = len(sizes), sum(sizes)
-    num_descriptors = shape[prediction.path].num_descriptors
-    return msgspec.structs.replace(
-        plan,
-        num_descriptors=num_boxes if num_descriptors is None else num_descriptors,
-        slot_bytes=in_slots,
-        num_boxes=num_boxes,
-        box_bytes=box_bytes,
-    )
-
-
-def _boxes(
-    handoff: PlannedHandoff, path: Path, box_bytes: int
-) -> Iterator[tuple[GroupSpec, Box, SlotOrder]]:
+def _slot_sizes(handoff: PlannedHandoff, path: Path, box_bytes: int) -> list[int]:
+    """Bytes in its slot of each box."""
+    sizes: list[int] = []
     for share in handoff.shares:
         group = handoff.reader.spec.group(share.group)
         order: SlotOrder | None = canonical_order()
@@ -139,5 +117,6 @@ def _boxes(
             order = reader_order(handoff.reader.ranks[share.reader].rank.regions, group)
         if order is not None:
             span = handoff.spans[share.group]
-            for box in cut_into_boxes(share, group, span, order=order, box_bytes=box_bytes):
-                yield group, box, order
+            boxes = cut_into_boxes(share, group, span, order=order, box_bytes=box_bytes)
+            sizes += [slot_bytes(group, box, order) for box in boxes]
+    return sizes

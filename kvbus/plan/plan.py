@@ -4,34 +4,39 @@ Refuses, with the errors of `kvbus.planning`, two engines whose KV is not the sa
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import msgspec
 
 from kvbus.errors import ConfigError
 from kvbus.geometry import DTYPE_SIZES_BYTES
-from kvbus.plan.cost_inputs import CostInputs
 from kvbus.plan.paths import PathPlan, PlannedHandoff, plan_paths
 from kvbus.plan.spec import PlannedEngine
 from kvbus.plan.synthetic_engine import synthesize
 from kvbus.planning import ReadMap, Share, Spans, check_compatible, whole_spans
+from kvbus.planning.cost import Rates
 from kvbus.planning.fetch_shape import Path
 
 MAX_PAIRED_LAYERS = 1 << 19
+DEFAULT_SLOT_BYTES = 8 << 20
 PREFILL_STEP, DECODE_STEP = 0.618, 0.414
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedRequest:
-    """Tokens [first_token, num_tokens) of a request.
+    """Tokens [first_token, num_tokens) of a request, and what its time depends on.
 
-    ``path`` None lets the cost model choose; ``is_contiguous`` block tables are in order.
+    ``path`` None lets the cost model choose; ``is_contiguous`` block tables are in order. Without
+    ``rates_from``, the name of a file, the rates are the defaults.
     """
 
     num_tokens: int
     first_token: int = 0
     path: Path | None = None
     is_contiguous: bool = False
+    rates: Rates = field(default_factory=Rates)
+    rates_from: str | None = None
+    slot_bytes: int = DEFAULT_SLOT_BYTES
 
 
 class PlannedRead(msgspec.Struct, frozen=True, kw_only=True, rename={"num_bytes": "bytes"}):
@@ -54,7 +59,6 @@ class Plan:
     prefill: PlannedEngine
     decode: PlannedEngine
     request: PlannedRequest
-    cost_inputs: CostInputs
     reads: tuple[PlannedRead, ...]
     paths: dict[Path, PathPlan]
     fastest: Path
@@ -72,9 +76,7 @@ class Plan:
         return tuple(rank for rank in range(self.prefill.engine.num_ranks) if rank not in holders)
 
 
-def make_plan(
-    prefill: PlannedEngine, decode: PlannedEngine, request: PlannedRequest, inputs: CostInputs
-) -> Plan:
+def make_plan(prefill: PlannedEngine, decode: PlannedEngine, request: PlannedRequest) -> Plan:
     """The plan of ``request``.
 
     Raises `GeometryError` (``incompatible``) when the engines differ in more than shape, and
@@ -89,13 +91,13 @@ def make_plan(
     specs = ([one.rank for one in engine.ranks.values()] for engine in (holder, reader))
     shares = ReadMap(*specs).shares()
     handoff = PlannedHandoff(holder, reader, shares, spans)
-    paths, fastest = plan_paths(handoff, inputs.rates, slot_bytes=inputs.slot_bytes)
+    paths, fastest = plan_paths(handoff, request.rates, slot_bytes=request.slot_bytes)
     chosen = request.path or fastest
     if chosen not in paths:
         possible = ", ".join(paths)
         raise ConfigError(f"--path: this handoff cannot take {chosen}, it can take {possible}")
     reads = tuple(_reads(decode, shares, spans))
-    return Plan(prefill, decode, request, inputs, reads, paths, fastest, chosen)
+    return Plan(prefill, decode, request, reads, paths, fastest, chosen)
 
 
 def _reads(decode: PlannedEngine, shares: tuple[Share, ...], spans: Spans) -> Iterator[PlannedRead]:

@@ -1,4 +1,4 @@
-"""A plan on a terminal, and as JSON: what is read from whom, each path, and the choice.
+"""A plan in words, on a terminal and as JSON: what is read from whom, each path, and why one.
 
 Refuses to list more reads on a terminal than a person reads; all are in the JSON.
 """
@@ -11,16 +11,20 @@ from rich.table import Table
 from rich.text import Text
 
 from kvbus.geometry import GroupSpec
-from kvbus.plan.explanation import describe_group, describe_heads, explain_choice
 from kvbus.plan.paths import PathPlan
-from kvbus.plan.plan import Plan
+from kvbus.plan.plan import Plan, PlannedRead
 from kvbus.plan.spec import PlannedEngine
-from kvbus.planning.fetch_shape import ALL_PATHS
+from kvbus.planning.fetch_shape import ALL_PATHS, Path
 from kvbus.text import bytes_text, numbers_text, time_text
 
 MAX_ROWS = 40
 CHOSEN = "green"
 RATES_OF_DEFAULT = "those of the machine that kvbus is developed on"
+HOW = {
+    Path.DIRECT: "straight from blocks to blocks",
+    Path.PACKED: "one a box, gathered before and scattered after it",
+    Path.REORDERED: "gathered so that each block is read into its place",
+}
 
 
 def as_json(plan: Plan) -> dict[str, Any]:
@@ -38,9 +42,9 @@ def as_json(plan: Plan) -> dict[str, Any]:
             "is_forced": plan.request.path is not None,
             "reason": explain_choice(plan),
         },
-        "slot_bytes": plan.cost_inputs.slot_bytes,
-        "rates_from": plan.cost_inputs.rates_from,
-        "rates": plan.cost_inputs.rates,
+        "slot_bytes": plan.request.slot_bytes,
+        "rates_from": plan.request.rates_from,
+        "rates": plan.request.rates,
     }
 
 
@@ -81,8 +85,8 @@ def print_plan(plan: Plan, console: Console) -> None:
     console.print()
     console.print(_path_table(plan))
     console.print(f"{plan.chosen}: {explain_choice(plan)}", style=CHOSEN)
-    rates = plan.cost_inputs.rates_from or RATES_OF_DEFAULT
-    slots = bytes_text(plan.cost_inputs.slot_bytes)
+    rates = plan.request.rates_from or RATES_OF_DEFAULT
+    slots = bytes_text(plan.request.slot_bytes)
     console.print(Text(f"rates: {rates}; slots of {slots}"))
 
 
@@ -142,3 +146,49 @@ def _table(title: str) -> Table:
     return Table(
         title=title, box=SIMPLE_HEAD, show_edge=False, title_justify="left", padding=(0, 1, 0, 0)
     )
+
+
+def explain_choice(plan: Plan) -> str:
+    """One sentence, without its full stop."""
+    if not plan.num_bytes:
+        return "there is nothing to read"
+    slower = sorted(plan.paths.items(), key=lambda one: one[1].seconds)
+    others = ", ".join(
+        f"{path} would take {time_text(one.seconds)} with {_reads(one)}"
+        for path, one in slower
+        if path is not plan.chosen
+    )
+    others = f"; {others}" if others else ""
+    if plan.request.path is not None:
+        return f"asked for with --path{others}"
+    only = "it is the only path that this handoff can take"
+    start = "predicted to be the fastest" if others else only
+    chosen = plan.paths[plan.chosen]
+    return f"{start}: {_reads(chosen)} on average, {HOW[plan.chosen]}{others}"
+
+
+def describe_group(group: GroupSpec) -> str:
+    """One group in a few words."""
+    num_layers = f"{len(group.layers)} layers"
+    if group.state:
+        parts = ", ".join(f"{one.name} {one.num_units}x{one.unit_bytes} B" for one in group.state)
+        return f"{group.name}: {num_layers}, state of {parts}"
+    window = f", window {group.window}" if group.window else ""
+    heads = "latent" if len(group.parts) == 1 else f"{group.num_kv_heads} KV heads"
+    return (
+        f"{group.name}: {num_layers}, {heads} of {group.head_dim} {group.dtype},"
+        f" blocks of {group.block_size}{window}"
+    )
+
+
+def describe_heads(plan: Plan, read: PlannedRead) -> str:
+    """The heads of a read, or the units of a state's parts."""
+    numbers = numbers_text(range(*read.heads))
+    if plan.decode.engine.group(read.group).state:
+        return f"{', '.join(read.parts)} {numbers}"
+    return numbers
+
+
+def _reads(path: PathPlan) -> str:
+    count = path.num_descriptors
+    return f"{count:,} READ{'' if count == 1 else 's'} of {bytes_text(path.mean_bytes)}"

@@ -9,12 +9,12 @@ from torch import Tensor
 
 from kvbus.demo.blocks import Tables, decode_blocks, prefill_blocks
 from kvbus.demo.engine import engine_spec
-from kvbus.demo.generate import Generation, encode
 from kvbus.demo.messages import EngineSetup, Step
-from kvbus.demo.model import Transformer
+from kvbus.demo.model import Generation, Transformer
 from kvbus.demo.model_config import Attention, ModelConfig
 from kvbus.demo.options import EngineShape
 from kvbus.demo.paged_cache import PagedKV
+from kvbus.demo.prompts import encode
 from kvbus.geometry import BlockTable, GroupSpec, KvPart
 
 
@@ -53,11 +53,11 @@ def last_step(
     return step
 
 
-def setup_of(shape: EngineShape) -> EngineSetup:
+def setup_of(config: ModelConfig, shape: EngineShape) -> EngineSetup:
     return EngineSetup(
         engine_id="engine-0",
         attach_path="/nowhere",
-        model=ModelConfig(),
+        model=config,
         shape=shape,
         concurrency=1,
         max_prompt_tokens=len(PROMPT),
@@ -79,7 +79,7 @@ class CachedRequest:
         cls, model: Transformer, *, shape: EngineShape, seed: int, tail_only: bool = False
     ) -> "CachedRequest":
         """With ``tail_only``, it has no blocks for what a window has left behind."""
-        groups = engine_spec(setup_of(shape), model.config).groups
+        groups = engine_spec(setup_of(model.config, shape)).groups
         num_blocks = 5 + max(
             len(prefill_blocks(group, len(PROMPT) + NUM_STEPS)) for group in groups
         )

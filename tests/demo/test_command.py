@@ -11,12 +11,12 @@ from typer.testing import CliRunner, Result
 
 from kvbus.cli import app
 from kvbus.demo import command
-from kvbus.demo.arguments import MAX_KV_HEADS
-from kvbus.demo.messages import Decoded, Failed, Prefilled, Step
-from kvbus.demo.model_config import MAX_TP, Attention, ModelConfig
+from kvbus.demo.messages import Decoded, Prefilled, Step
+from kvbus.demo.model_config import MAX_KV_HEADS, MAX_TP, Attention, ModelConfig
 from kvbus.demo.options import DemoOptions, EngineShape, Layout, ReadPath
 from kvbus.demo.processes import write_agent_config
-from kvbus.demo.report import DemoReport, Leaks, Served
+from kvbus.demo.report import DemoReport, Served
+from kvbus.errors import ErrorCode, RequestRefused
 from kvbus.protocol.engine import StageTimes
 from tests.agents import Agents, agents_ended
 
@@ -84,7 +84,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[DemoOptions]:
 
     async def run(options: DemoOptions, _: object) -> DemoReport:
         runs.append(options)
-        return DemoReport(options, leaks=Leaks(0, 0, 0, 0))
+        return DemoReport(options, leaks={})
 
     monkeypatch.setattr(command, "run_demo", run)
     return runs
@@ -104,7 +104,7 @@ def test_the_options_of_both_engines_are_for_each_that_has_none_of_its_own(
 
     hnd = EngineShape(layout=Layout.HND, block_size=48)
     assert [result.exit_code for result in results] == [1, 1, 1, 1]  # nothing was served
-    assert [(run.prefill, run.decode) for run in asked] == [
+    assert [(run.shape("prefill"), run.shape("decode")) for run in asked] == [
         (hnd, hnd),
         (
             EngineShape(layout=Layout.NHD, block_size=48),
@@ -151,7 +151,7 @@ def test_a_run_that_ended_early_shows_what_it_has(monkeypatch: pytest.MonkeyPatc
         decoded = Decoded("r", steps[1:], 4096, "direct", 0.5, 0.5, stages)
         served = [
             Served("r", "prompt", prefilled, decoded),
-            Served("r", "prompt", failed=Failed("r", "busy", "no room")),
+            Served("r", "prompt", failed=RequestRefused("no room", code=ErrorCode.BUSY)),
             Served("r", "prompt", prefilled),
         ]
         trouble = ["the decode agent was ended"]
@@ -170,11 +170,45 @@ def test_a_run_that_ended_early_shows_what_it_has(monkeypatch: pytest.MonkeyPatc
         assert said in result.stdout
 
 
+@pytest.mark.parametrize("digest", ["b", "other"])
+def test_an_output_of_the_same_tokens_matches_by_its_digests_only(digest: str) -> None:
+    prefilled = Prefilled("r", Step(1, "a"), 3, 0.0)
+    decoded = Decoded("r", [Step(2, digest)], 4096, "direct", 0.5, 0.5, StageTimes())
+    alone = {"prompt": [Step(1, "a"), Step(2, "b")]}
+    served = [Served("r", "prompt", prefilled, decoded)]
+
+    report = DemoReport(DemoOptions(requests=1), served, alone, leaks={"offers": 0})
+
+    assert (report.num_matched, report.ok) == ((1, True) if digest == "b" else (0, False))
+
+
+@pytest.mark.parametrize("leaks", [None, {"offers": 0, "fetches": 1}])
+def test_what_is_still_held_or_not_counted_fails_the_run(
+    monkeypatch: pytest.MonkeyPatch, leaks: dict[str, int] | None
+) -> None:
+    steps = [Step(1, "a"), Step(2, "b")]
+
+    async def run(options: DemoOptions, _: object) -> DemoReport:
+        prefilled = Prefilled("r", steps[0], 3, 0.0)
+        decoded = Decoded("r", steps[1:], 4096, "direct", 0.5, 0.5, StageTimes())
+        served = [Served("r", "prompt", prefilled, decoded)]
+        return DemoReport(options, served, alone={"prompt": steps}, leaks=leaks)
+
+    monkeypatch.setattr(command, "run_demo", run)
+
+    result = kvbus("demo", "--requests", "1", "--json")
+
+    figures = json.loads(result.stdout.splitlines()[-1])
+    assert (result.exit_code, figures["matched"]) == (1, 1)
+    assert figures["leaked_blocks"] == (None if leaks is None else 1)
+    assert ("still held: 0 offers, 1 fetches" in result.stdout) == (leaks is not None)
+
+
 @pytest.mark.parametrize("path", ReadPath)
 def test_only_the_decode_agent_is_told_a_path_and_only_a_forced_one(
     tmp_path: Path, path: ReadPath
 ) -> None:
-    options = DemoOptions(prompts=("a",), path=path)
+    options = DemoOptions(path=path)
 
     configs = {
         role: tomllib.loads(write_agent_config(role, options, tmp_path).read_text())

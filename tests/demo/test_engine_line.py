@@ -7,14 +7,13 @@ from collections.abc import AsyncIterator
 import anyio
 import pytest
 
-from kvbus.demo.line import Line
-from kvbus.demo.messages import Answer, Failed, FirstToken, Offered, Prefilled, Step, Work
+from kvbus.demo.messages import Answer, Failed, FirstToken, Line, Offered, Prefilled, Step, Work
 from kvbus.demo.processes import EngineLine
-from kvbus.errors import ProtocolError
+from kvbus.errors import ErrorCode, ProtocolError, RequestRefused
 
 OFFERED = Offered("a", {"offer_id": "1"})
 PREFILLED = Prefilled("a", Step(7, "digest"), 3, 0.5)
-FAILED = Failed("a", "busy", "no room")
+FAILED = Failed("a", ErrorCode.BUSY, "no room")
 
 
 @pytest.fixture
@@ -56,9 +55,10 @@ async def test_answers_that_come_at_once_reach_who_waits_for_each() -> None:
 async def test_a_failure_is_the_answer_whatever_was_waited_for() -> None:
     async with lines() as (driver, engine):
         await engine.send(FAILED)
-        got = await driver.answer("a", Offered)
+        with pytest.raises(RequestRefused, match="no room") as caught:
+            await driver.answer("a", Offered)
 
-    assert got == FAILED
+    assert caught.value.code is ErrorCode.BUSY
 
 
 @pytest.mark.anyio

@@ -11,11 +11,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbus.demo.generate import Generation, encode, generate_alone
 from kvbus.demo.messages import Step
-from kvbus.demo.model import Transformer, one_thread
+from kvbus.demo.model import Generation, Transformer, generate_alone, one_thread
 from kvbus.demo.model_config import Attention, ModelConfig
 from kvbus.demo.paged_cache import LayerViews, PagedKV
+from kvbus.demo.prompts import encode
 from kvbus.errors import LocalError
 from kvbus.geometry import KvPart, held_heads
 from tests.demo.caches import last_step, poisoned, tables
@@ -176,10 +176,10 @@ def test_chunked_prefill_equals_whole_prefill(small: Transformer, tokens_per_pas
     )
     at = tables(small.config, [2, 0, 1])
 
-    expected = small.prefill(SMALL_PROMPT, whole, at)
+    expected = small.logits(SMALL_PROMPT, whole, at)
     for start in range(0, len(SMALL_PROMPT), tokens_per_pass):
         part = SMALL_PROMPT[start : start + tokens_per_pass]
-        logits = small.prefill(part, chunked, at, start=start)
+        logits = small.logits(part, chunked, at, start=start)
 
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
 
@@ -248,7 +248,7 @@ def test_tokens_that_the_model_has_no_place_for_are_refused(
     kv = PagedKV.private(model.config, num_blocks=1, block_size=4)
 
     with pytest.raises(LocalError, match=r"max_tokens|one or more of"):
-        model.prefill(tokens, kv, tables(model.config, [0]), start=start)
+        model.logits(tokens, kv, tables(model.config, [0]), start=start)
 
 
 def test_an_empty_prompt_is_refused(small: Transformer) -> None:

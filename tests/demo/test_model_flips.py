@@ -7,9 +7,8 @@ import pytest
 import torch
 
 from kvbus.demo.decode_engine import flip_one_byte
-from kvbus.demo.generate import generate_alone
 from kvbus.demo.messages import Step
-from kvbus.demo.model import Transformer
+from kvbus.demo.model import Transformer, generate_alone
 from kvbus.demo.model_config import Attention, ModelConfig
 from kvbus.demo.options import EngineShape
 from kvbus.demo.paged_cache import slots

@@ -12,9 +12,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvbus.demo.generate import generate_alone
 from kvbus.demo.messages import Step
-from kvbus.demo.model import Transformer
+from kvbus.demo.model import Transformer, generate_alone
 from kvbus.demo.model_config import ModelConfig
 from kvbus.demo.options import EngineShape
 from kvbus.demo.paged_cache import gather, write

@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvbus.demo.generate import encode, generate_alone
-from kvbus.demo.model import Transformer
+from kvbus.demo.model import Transformer, generate_alone
 from kvbus.demo.model_config import Attention, ModelConfig
 from kvbus.demo.paged_cache import PagedKV
+from kvbus.demo.prompts import encode
 from kvbus.demo.weights import LayerWeights
 from kvbus.geometry import KvPart
 from tests.demo.caches import tables
@@ -95,8 +95,8 @@ def test_paged_prefill_and_decode_equal_an_unpaged_transformer(
     kv = PagedKV.private(model.config, num_blocks=12, block_size=4, tp=2)
     at = tables(model.config, [9, 2, 11, 0, 5, 7, 4, 1, 10, 6])
 
-    prefilled = model.prefill(PROMPT, kv, at)
-    decoded = model.decode_step(65, len(PROMPT), kv, at)
+    prefilled = model.logits(PROMPT, kv, at)
+    decoded = model.logits([65], kv, at, start=len(PROMPT))
 
     torch.testing.assert_close(prefilled, oracle_logits(model, PROMPT), rtol=0, atol=1e-5)
     torch.testing.assert_close(decoded, oracle_logits(model, [*PROMPT, 65]), rtol=0, atol=1e-5)

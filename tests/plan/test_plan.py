@@ -3,21 +3,19 @@
 import pytest
 
 from kvbus.errors import ConfigError, ErrorCode, GeometryError
-from kvbus.plan.cost_inputs import CostInputs
 from kvbus.plan.plan import DECODE_STEP, PREFILL_STEP, Plan, PlannedRequest, make_plan
 from kvbus.plan.spec import read_engine
 from kvbus.plan.synthetic_engine import synthesize
 from kvbus.planning import whole_spans
-from kvbus.planning.cost import Rates
 from kvbus.planning.fetch_shape import Path
 
 SMALL = "kv_heads=8,head=4,layers=2,dtype=f16"
 HEAD_BYTES = 4 * 2
 
 
-def planned(prefill: str, decode: str, request: PlannedRequest, **inputs: int) -> Plan:
+def planned(prefill: str, decode: str, request: PlannedRequest) -> Plan:
     sides = read_engine("--from", prefill), read_engine("--to", decode)
-    return make_plan(*sides, request, CostInputs(Rates(), **inputs))
+    return make_plan(*sides, request)
 
 
 def num_descriptors(plan: Plan) -> dict[str, int]:
@@ -99,7 +97,7 @@ def test_no_tokens_are_no_reads() -> None:
 
 
 def test_boxes_fit_their_slots() -> None:
-    plan = planned(SMALL, SMALL, PlannedRequest(num_tokens=1024), slot_bytes=4096)
+    plan = planned(SMALL, SMALL, PlannedRequest(num_tokens=1024, slot_bytes=4096))
 
     packed = plan.paths.get(Path.PACKED)
     assert packed
@@ -110,7 +108,7 @@ def test_boxes_fit_their_slots() -> None:
 def test_a_box_holds_a_block_at_least() -> None:
     spec = "block=4096,kv_heads=8,head=128,layers=2"
 
-    plan = planned(spec, spec, PlannedRequest(num_tokens=64), slot_bytes=64 << 20)
+    plan = planned(spec, spec, PlannedRequest(num_tokens=64, slot_bytes=64 << 20))
 
     reordered = plan.paths.get(Path.REORDERED)
     assert reordered
@@ -120,7 +118,9 @@ def test_a_box_holds_a_block_at_least() -> None:
 
 def test_a_path_whose_boxes_fit_no_slot_is_no_path() -> None:
     plan = planned(
-        f"block=64,{SMALL}", f"block=64,{SMALL}", PlannedRequest(num_tokens=9), slot_bytes=4096
+        f"block=64,{SMALL}",
+        f"block=64,{SMALL}",
+        PlannedRequest(num_tokens=9, slot_bytes=4096),
     )
 
     assert set(num_descriptors(plan)) == {"direct", "packed"}
@@ -128,8 +128,7 @@ def test_a_path_whose_boxes_fit_no_slot_is_no_path() -> None:
         planned(
             f"block=64,{SMALL}",
             f"block=64,{SMALL}",
-            PlannedRequest(num_tokens=9, path=Path.REORDERED),
-            slot_bytes=4096,
+            PlannedRequest(num_tokens=9, path=Path.REORDERED, slot_bytes=4096),
         )
 
 

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import anyio
-from anyio.abc import TaskGroup
+import httpx
 from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -16,20 +16,12 @@ from starlette.routing import Route
 
 from kvbus.errors import PeerLost
 from kvbus.integrations.proxy.access_log import AccessLog
-from kvbus.integrations.proxy.client_request import (
-    ClientRequest,
-    TransferParams,
-    headers_for_servers,
-    request_id_of,
-    target_of,
-)
+from kvbus.integrations.proxy.bodies import ServerRequest, passed_on, refusal
 from kvbus.integrations.proxy.forwarding import Forwarding
-from kvbus.integrations.proxy.health import HealthChecks
 from kvbus.integrations.proxy.options import ProxyOptions
 from kvbus.integrations.proxy.releases import TicketReleases
-from kvbus.integrations.proxy.responses import passed_on, refusal
-from kvbus.integrations.proxy.servers import Role, ServerPool
-from kvbus.integrations.proxy.upstream import ServerRequest, Upstream
+from kvbus.integrations.proxy.servers import Role, ServerPool, check_health
+from kvbus.integrations.proxy.upstream import Upstream
 
 GENERATING = ("/v1/completions", "/v1/chat/completions")
 
@@ -41,18 +33,17 @@ class Proxy:
         self._options = options
         self._prefill = ServerPool(Role.PREFILL, options.prefill)
         self._decode = ServerPool(Role.DECODE, options.decode)
+        self._servers = [*self._prefill, *self._decode]
         self._access_log = AccessLog()
         self._upstream = Upstream(options)
-        self._health = HealthChecks(options, [*self._prefill, *self._decode])
         self._releases = TicketReleases(options, self._upstream, self._decode)
-        self._tasks: TaskGroup | None = None
         forwarding = Forwarding(
             options,
             self._access_log,
             self._upstream,
             prefill=self._prefill,
             decode=self._decode,
-            on_unused=self._release,
+            releases=self._releases,
         )
         self.asgi = Starlette(
             routes=[
@@ -66,21 +57,21 @@ class Proxy:
 
     @asynccontextmanager
     async def _lifespan(self, _: Starlette) -> AsyncIterator[None]:
-        try:
-            async with anyio.create_task_group() as tasks:
-                await self._health.check_all()
-                tasks.start_soon(self._health.run)
-                self._tasks = tasks
-                yield
-                self._tasks = None
-                tasks.cancel_scope.cancel()
-        finally:
-            await self._upstream.close()
-            await self._health.close()
+        """Health checks have connections of their own: a full proxy keeps its servers well."""
+        timeout_s = self._options.health_timeout_s
+        checks = httpx.AsyncClient(timeout=timeout_s, trust_env=False)
+        async with self._upstream.client, checks, anyio.create_task_group() as tasks:
+            await check_health(checks, self._servers)
+            tasks.start_soon(self._check_health, checks)
+            self._releases.tasks = tasks
+            yield
+            self._releases.tasks = None
+            tasks.cancel_scope.cancel()
 
-    def _release(self, request: ClientRequest, params: TransferParams) -> None:
-        if self._tasks is not None:
-            self._releases.start(self._tasks, request, params)
+    async def _check_health(self, client: httpx.AsyncClient) -> None:
+        while True:
+            await anyio.sleep(self._options.health_interval_s)
+            await check_health(client, self._servers)
 
     async def _show_health(self, _: Request) -> Response:
         ready = self._prefill.any_healthy and self._decode.any_healthy
@@ -95,9 +86,8 @@ class Proxy:
 
     async def _models(self, request: Request) -> Response:
         told = refusal(503, "no_decode_server", "no decode server is healthy")
-        headers = headers_for_servers(request.scope, request_id_of(request.scope))
+        asked = ServerRequest.like(request)
         for server in self._decode.in_turn():
-            asked = ServerRequest("GET", target_of(request.scope), headers)
             told = refusal(504, "decode_silent", f"{server} does not answer", server)
             try:
                 with anyio.move_on_after(self._options.health_timeout_s):
@@ -105,6 +95,4 @@ class Proxy:
                     break
             except PeerLost as error:
                 told = refusal(502, "decode_lost", error.message, server)
-        response = Response(told.body, told.status)
-        response.raw_headers += told.headers
-        return response
+        return told

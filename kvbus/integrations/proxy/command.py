@@ -1,23 +1,19 @@
-"""The proxy's command: its options, its socket, its logs, its exit status.
-
-Refuses wrong options with one line and exit status 2, an address that it cannot listen on with 1.
-"""
+"""The proxy's command: its socket, its logs, its exit status."""
 
 import contextlib
 import os
 import signal
 import socket
 import sys
-from typing import NoReturn
 
 import structlog
 import typer
 import uvicorn
 
-from kvbus.errors import ConfigError, KVBusError, LocalError
-from kvbus.integrations.proxy import arguments as args
 from kvbus.integrations.proxy.app import Proxy
-from kvbus.integrations.proxy.options import IfPrefillFails, ProxyOptions
+from kvbus.integrations.proxy.options import LogFormat, ProxyOptions
+from kvbus.options import with_options
+from kvbus.output import fail
 
 log = structlog.get_logger()
 
@@ -25,18 +21,8 @@ app = typer.Typer(add_completion=False, rich_markup_mode="markdown", pretty_exce
 
 
 @app.command()
-def proxy(
-    *,
-    prefill: args.Prefill,
-    decode: args.Decode,
-    host: args.Host = "127.0.0.1",
-    port: args.Port = 8000,
-    health_interval: args.HealthInterval = 2.0,
-    max_in_flight: args.MaxInFlight = 1024,
-    if_prefill_fails: args.OnFailedPrefill = IfPrefillFails.DECODE,
-    grace: args.Grace = 5,
-    log_format: args.LogLines = args.LogFormat.AUTO,
-) -> None:
+@with_options(ProxyOptions)
+def proxy(options: ProxyOptions) -> None:
     """Serve the OpenAI API with prefill and decode servers, for trying out disaggregated serving.
 
     Each request of `/v1/completions` and `/v1/chat/completions` goes to a prefill server for one
@@ -48,22 +34,8 @@ def proxy(
 
     Exit status 1: cannot listen on that address; 2: a mistake in an option.
     """
-    try:
-        options = ProxyOptions(
-            prefill=tuple(prefill),
-            decode=tuple(decode),
-            health_interval_s=health_interval,
-            max_in_flight=max_in_flight,
-            if_prefill_fails=if_prefill_fails,
-        )
-        listening = _listen(host, port)
-    except KVBusError as error:
-        _fail(error)
-    _log_to_stderr(log_format)
-    _serve(options, listening, grace_s=grace)
-
-
-def _serve(options: ProxyOptions, listening: socket.socket, *, grace_s: int) -> None:
+    listening = _listen(options.host, options.port)
+    _log_to_stderr(options.log_format)
     server = uvicorn.Server(
         uvicorn.Config(
             Proxy(options).asgi,
@@ -74,7 +46,7 @@ def _serve(options: ProxyOptions, listening: socket.socket, *, grace_s: int) -> 
             log_config=None,
             log_level="critical",  # this process has its own log lines
             access_log=False,
-            timeout_graceful_shutdown=grace_s,
+            timeout_graceful_shutdown=options.grace_s,
         )
     )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # uvicorn raises it again at its end
@@ -89,18 +61,16 @@ def _serve(options: ProxyOptions, listening: socket.socket, *, grace_s: int) -> 
 
 
 def _listen(host: str, port: int) -> socket.socket:
-    """Raises `LocalError` when the address is taken, or is not of this machine."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family, backlog=2048)
     except (OSError, UnicodeError) as error:
-        raise LocalError(f"cannot listen on {host} port {port}: {error}", port=port) from error
+        fail(f"cannot listen on {host} port {port}: {error}", status=1, cause=error)
 
 
-def _log_to_stderr(style: args.LogFormat) -> None:
-    pretty = style is args.LogFormat.CONSOLE or (
-        style is args.LogFormat.AUTO and sys.stderr.isatty()
-    )
+def _log_to_stderr(style: LogFormat) -> None:
+    is_auto = style is LogFormat.AUTO
+    pretty = style is LogFormat.CONSOLE or (is_auto and sys.stderr.isatty())
     structlog.configure(
         processors=[
             structlog.processors.add_log_level,
@@ -110,8 +80,3 @@ def _log_to_stderr(style: args.LogFormat) -> None:
         ],
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )
-
-
-def _fail(error: KVBusError) -> NoReturn:
-    sys.stderr.write(f"error: {error.message}\n")
-    raise typer.Exit(2 if isinstance(error, ConfigError) else 1) from error

@@ -6,38 +6,37 @@ Refuses requests past the limit and bodies that it cannot read, to read the tick
 second decode server once one may have used the ticket. Notices a client that leaves.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import anyio
 import httpx
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvbus.errors import ErrorCode, PeerLost
 from kvbus.integrations.proxy.access_log import AccessLog, RequestEnd, RequestRecord
-from kvbus.integrations.proxy.client_request import (
-    ASK_FOR_TICKET,
+from kvbus.integrations.proxy.bodies import (
     TRANSFER_PARAMS,
-    ClientGone,
     ClientRequest,
+    Headers,
     NotServed,
+    ServerRequest,
     TransferParams,
+    broken_stream,
+    headers_of,
+    passed_on,
+    read_body,
+    refusal,
     request_id_of,
     why_alone,
 )
 from kvbus.integrations.proxy.options import IfPrefillFails, ProxyOptions
-from kvbus.integrations.proxy.responses import (
-    ClientResponse,
-    broken_stream,
-    headers_of,
-    passed_on,
-    refusal,
-    start,
-)
+from kvbus.integrations.proxy.releases import TicketReleases
 from kvbus.integrations.proxy.servers import Server, ServerPool
-from kvbus.integrations.proxy.upstream import ServerRequest, Upstream, relay
+from kvbus.integrations.proxy.upstream import Upstream, translated
 
-OnUnused = Callable[[ClientRequest, TransferParams], None]
+ASK_FOR_TICKET: TransferParams = {"do_remote_decode": True}
 
 
 class Forwarding:
@@ -47,7 +46,7 @@ class Forwarding:
     failed, and the next one in turn is asked; when all have, ``if_prefill_fails`` decides. A 4xx is
     the client's mistake, and the client's response. A decode server that cannot be reached has not
     seen the ticket, so the next one gets it; any other end is the client's response. A ticket that
-    no decode server was sent goes to ``on_unused``.
+    no decode server was sent is released.
     """
 
     def __init__(
@@ -58,32 +57,33 @@ class Forwarding:
         *,
         prefill: ServerPool,
         decode: ServerPool,
-        on_unused: OnUnused,
+        releases: TicketReleases,
     ) -> None:
         self._options, self._access_log, self._upstream = options, access_log, upstream
-        self._prefill, self._decode, self._on_unused = prefill, decode, on_unused
+        self._prefill, self._decode, self._releases = prefill, decode, releases
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
-        record = RequestRecord(request_id_of(scope), scope["path"])
+        http = Request(scope, receive)
+        record = RequestRecord(request_id_of(http), scope["path"])
         with self._access_log.following(record):
             try:
-                request = await self._read(scope, receive, record)
-            except ClientGone:
+                request = await self._read(http, record)
+            except ClientDisconnect:
                 record.outcome = RequestEnd.CLIENT_GONE
             except NotServed as error:
                 record.trouble = error.message
-                await refusal(error.status, error.code, error.message).send(send, record)
+                await _send_whole(send, refusal(error.status, error.code, error.message), record)
             else:
                 await self._while_client_stays(request, receive, send)
 
-    async def _read(self, scope: Scope, receive: Receive, record: RequestRecord) -> ClientRequest:
+    async def _read(self, http: Request, record: RequestRecord) -> ClientRequest:
         most = self._options.max_in_flight
         if self._access_log.num_in_flight > most:
             record.outcome = RequestEnd.BUSY
             raise NotServed(503, f"{most} requests are in flight: try later", ErrorCode.BUSY)
-        max_bytes = self._options.max_body_bytes
-        return await ClientRequest.read(scope, receive, record, max_bytes=max_bytes)
+        body = await read_body(http, max_bytes=self._options.max_body_bytes)
+        return ClientRequest(http, body, record)
 
     async def _while_client_stays(
         self, request: ClientRequest, receive: Receive, send: Send
@@ -102,18 +102,24 @@ class Forwarding:
             tasks.cancel_scope.cancel()
 
     async def _serve(self, request: ClientRequest, send: Send) -> None:
+        """Both steps; cancelled at any point, the server's connection is closed."""
         params = None
         if reason := why_alone(request.body):
             request.record.handover = reason
         else:
             prefilled = await self._prefilled(request)
-            if isinstance(prefilled, ClientResponse):
-                await prefilled.send(send, request.record)
+            if isinstance(prefilled, Response):
+                await _send_whole(send, prefilled, request.record)
                 return
             params = prefilled
-        await self._decoded(request, params, send)
+        to_decode = request.for_decode(params)
+        try:
+            await self._decoded(request.record, to_decode, send)
+        finally:
+            if params is not None and not to_decode.sent:
+                self._releases.start(request, params)
 
-    async def _prefilled(self, request: ClientRequest) -> TransferParams | ClientResponse | None:
+    async def _prefilled(self, request: ClientRequest) -> TransferParams | Response | None:
         """The ticket, None to decode without one, or what the client is told at once."""
         record = request.record
         record.handover = "no_prefill_server"
@@ -133,7 +139,7 @@ class Forwarding:
 
     async def _ask_for_ticket(
         self, server: Server, request: ClientRequest
-    ) -> TransferParams | ClientResponse | None:
+    ) -> TransferParams | Response | None:
         """The ticket, or the client's mistake; raises `PrefillFailed`."""
         try:
             response = await self._upstream.whole(server, request.for_one_token(ASK_FOR_TICKET))
@@ -155,20 +161,7 @@ class Forwarding:
         request.record.handover = "handed_over" if is_usable else "not_offered"
         return params if is_usable else None
 
-    async def _decoded(
-        self, request: ClientRequest, params: TransferParams | None, send: Send
-    ) -> None:
-        """Answer the client; cancelled at any point, the server's connection is closed."""
-        to_decode = request.for_decode(params)
-        try:
-            await self._try_decode_servers(request.record, to_decode, send)
-        finally:
-            if params is not None and not to_decode.sent:
-                self._on_unused(request, params)
-
-    async def _try_decode_servers(
-        self, record: RequestRecord, request: ServerRequest, send: Send
-    ) -> None:
+    async def _decoded(self, record: RequestRecord, request: ServerRequest, send: Send) -> None:
         refused = None
         for server in self._decode.in_turn():
             record.decode = server.url
@@ -184,13 +177,13 @@ class Forwarding:
         if refused is None:
             record.outcome = RequestEnd.UNAVAILABLE
             refused = refusal(503, "no_decode_server", "no decode server is healthy")
-        await refused.send(send, record)
+        await _send_whole(send, refused, record)
 
 
 class PrefillFailed(PeerLost):
     """A prefill server did not do its part; ``response`` is what the client would be told."""
 
-    def __init__(self, response: ClientResponse, message: str) -> None:
+    def __init__(self, response: Response, message: str) -> None:
         super().__init__(message)
         self.response = response
 
@@ -199,14 +192,16 @@ async def _stream(
     server: Server, response: httpx.Response, send: Send, record: RequestRecord
 ) -> None:
     record.status = response.status_code
-    await start(send, response.status_code, headers_of(server, response), record)
+    await _start(send, response.status_code, headers_of(server, response), record)
 
     async def take(chunk: bytes) -> None:
         record.saw_bytes()
         await send({"type": "http.response.body", "body": chunk, "more_body": True})
 
     try:
-        await relay(server, response, take)
+        with translated(server):
+            async for chunk in response.aiter_raw():
+                await take(chunk)
     except PeerLost as error:
         record.trouble, record.outcome = error.message, RequestEnd.FAILED
         if response.headers.get("content-type", "").startswith("text/event-stream"):
@@ -214,6 +209,22 @@ async def _stream(
         return  # without an end, so that HTTP itself says that the response is not whole
     record.ended(response.status_code)
     await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _send_whole(send: Send, response: Response, record: RequestRecord) -> None:
+    record.ended(response.status_code)
+    await _start(send, response.status_code, response.raw_headers, record)
+    await send({"type": "http.response.body", "body": response.body})
+
+
+async def _start(send: Send, status: int, headers: Headers, record: RequestRecord) -> None:
+    said = {
+        "x-request-id": record.request_id,
+        "x-kvbus-prefill": record.prefill,
+        "x-kvbus-decode": record.decode,
+    }
+    ours = [(name.encode(), value.encode("latin-1")) for name, value in said.items() if value]
+    await send({"type": "http.response.start", "status": status, "headers": [*headers, *ours]})
 
 
 def _object_of(response: httpx.Response) -> dict[str, Any] | None:

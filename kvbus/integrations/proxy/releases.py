@@ -1,14 +1,11 @@
-"""Gives back what a prefill server holds for a client that left before a decode server had it.
-
-Refuses to wait for it: releases run beside the requests, so many at once and for so long at most.
-"""
+"""Gives back what a prefill server holds for a client that left before a decode server had it."""
 
 import anyio
 import structlog
 from anyio.abc import TaskGroup
 
 from kvbus.errors import ErrorCode, PeerLost
-from kvbus.integrations.proxy.client_request import ClientRequest, TransferParams
+from kvbus.integrations.proxy.bodies import ClientRequest, TransferParams
 from kvbus.integrations.proxy.options import ProxyOptions
 from kvbus.integrations.proxy.servers import ServerPool
 from kvbus.integrations.proxy.upstream import Upstream
@@ -20,20 +17,22 @@ class TicketReleases:
     """Has a decode server load such a prompt for one token: then the prefill server is free of it.
 
     The contract of routers has no word for giving back; this is all of it that every pair of
-    engines understands. Where it fails, the prefill server waits for the offer's expiry.
+    engines understands. Where it fails, the prefill server waits for the offer's expiry. Releases
+    run in ``tasks`` beside the requests, so many at once and for so long at most.
     """
 
     def __init__(self, options: ProxyOptions, upstream: Upstream, decode: ServerPool) -> None:
         self._options, self._upstream, self._decode = options, upstream, decode
         self._num_running = 0
+        self.tasks: TaskGroup | None = None
 
-    def start(self, tasks: TaskGroup, request: ClientRequest, params: TransferParams) -> None:
-        """Release ``params`` in the background, unless too many releases run already."""
+    def start(self, request: ClientRequest, params: TransferParams) -> None:
+        """Release ``params``, unless too many releases run already, or the proxy ends."""
         if self._num_running >= self._options.max_releases:
             _log_left(request, "too many releases at once")
-            return
-        self._num_running += 1
-        tasks.start_soon(self._release, request, params)
+        elif self.tasks is not None:
+            self._num_running += 1
+            self.tasks.start_soon(self._release, request, params)
 
     async def _release(self, request: ClientRequest, params: TransferParams) -> None:
         trouble = "not in time"

@@ -1,12 +1,11 @@
-"""The servers behind the proxy: whose turn it is, and which are healthy.
+"""The servers behind the proxy: which of them are healthy, and whose turn it is."""
 
-Refuses to talk to them: `health` and `upstream` do, and say here what they saw.
-"""
-
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
+import anyio
+import httpx
 import structlog
 
 log = structlog.get_logger()
@@ -68,3 +67,22 @@ class ServerPool:
                 self._waiting.remove(server)
                 self._waiting.append(server)
                 yield server
+
+
+async def check_health(client: httpx.AsyncClient, servers: Iterable[Server]) -> None:
+    """Ask each server once, all at the same time: 200 in time is healthy, anything else is not."""
+    async with anyio.create_task_group() as tasks:
+        for server in servers:
+            tasks.start_soon(_check, client, server)
+
+
+async def _check(client: httpx.AsyncClient, server: Server) -> None:
+    try:
+        response = await client.get(f"{server.url}/health")
+    except httpx.RequestError as error:
+        server.lost(f"/health: {str(error) or type(error).__name__}")
+        return
+    if response.status_code == httpx.codes.OK:
+        server.found()
+    else:
+        server.lost(f"/health answered {response.status_code}")
