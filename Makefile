@@ -15,7 +15,7 @@ CONSTRAINTS_VLLM := $(VENV_VLLM)/constraints.txt
 PIP_VLLM := $(BIN_VLLM)/pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS_VLLM)
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-vllm check format bench docs clean
+.PHONY: help venv demo test test-long test-vllm check format bench docs clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 12
@@ -50,6 +50,9 @@ demo: $(INSTALLED) ## Move KV between two real engines and compare the tokens
 
 test: $(INSTALLED) ## Run all tests
 	$(BIN)/python -m pytest
+
+test-long: $(INSTALLED) ## Run all tests, the property tests with four times as many examples
+	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest --timeout 600
 
 test-vllm: $(INSTALLED_VLLM) ## Run the tests with real vLLM servers (needs x86-64, 10 GB of memory)
 	$(BIN_VLLM)/python -m pytest tests/vllm

@@ -2,12 +2,15 @@
 
 A failure is shrunk, but not explained: explaining traces every line, which takes longer than a test
 may, and the timeout would hide what failed. An example has no deadline: on a busy machine it may
-wait for a core.
+wait for a core. The environment's HYPOTHESIS_PROFILE chooses the profile: ``kvbus``, which is the
+default, or ``long``, which draws four times as many examples.
 """
 
 from hypothesis import Phase, settings
 
-settings.register_profile(
-    "kvbus", deadline=None, phases=[phase for phase in Phase if phase is not Phase.explain]
-)
-settings.load_profile("kvbus")
+from tests.examples import PROFILE, num_examples
+
+phases = [phase for phase in Phase if phase is not Phase.explain]
+for name in ("kvbus", "long"):
+    settings.register_profile(name, deadline=None, phases=phases, max_examples=num_examples(100))
+settings.load_profile(PROFILE)
