@@ -23,13 +23,13 @@ from tests.agents import NotInTimeError, until
 from tests.expected import expected_after, positions
 from tests.memories import NHD, Memory, all_bytes, rank_of
 from tests.plain_sockets import ask
+from tests.strict_sessions import OverwritingPrefill, WatchingDecode, bits, strict
 
 FULL = GroupSpec("full", (0, 1), 16, 6, 8, "bfloat16")
 SMALL = GroupSpec("small", (2, 3), 4, 6, 8, "bfloat16")
 LARGE = GroupSpec("full", (0,), 64, 8, 64, "bfloat16")
 NUM_LARGE_BLOCKS = 1024
 NUM_BLOCKS = 64
-BIT_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 
 NumBlocks = int | Mapping[str, int]
 Blocks = dict[str, list[int]]
@@ -128,11 +128,6 @@ class Engine:
         return chosen
 
 
-def bits(view: Tensor) -> Tensor:
-    """The same memory as integers of the same size."""
-    return view.view(BIT_TYPES[view.itemsize])
-
-
 def _views(caches: Sequence[KvCache]) -> Views:
     return {
         (rank, layer, part): bits(cache.view(layer, part))
@@ -183,18 +178,27 @@ async def engine(
     spec = spec or make_spec()
     memory = memory or Memory(layout)
     async with AsyncExitStack() as stack:
-        control = await stack.enter_async_context(kind(attach, spec))
+        control = await stack.enter_async_context(strict(kind)(attach, spec))
         sessions = [
             await stack.enter_async_context(MemorySession(attach, spec, rank))
             for rank in range(spec.num_ranks)
         ]
         caches = [await _cache(session, memory, num_blocks, stack) for session in sessions]
+        control.caches = caches
         await control.register()
         await control.ready()
         made = Engine(spec, control, caches, num_blocks)
         if seed:
             made.fill(seed)
         yield made
+        check_at_end(control)
+
+
+def check_at_end(control: OverwritingPrefill | WatchingDecode) -> None:
+    """What must hold when a test is over; its memory is not touched any more."""
+    if isinstance(control, WatchingDecode):
+        control.check_free_blocks()
+    control.caches = ()
 
 
 async def _cache(

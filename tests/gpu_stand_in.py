@@ -22,7 +22,8 @@ from kvbus.memory.cuda_mapping import CudaMapping
 from kvbus.protocol.attach import PassCuda
 from kvbus.protocol.engine import Register
 from kvbus.transport import Transport
-from tests.engines import NHD, NUM_BLOCKS, Engine, make_spec
+from tests.engines import NHD, NUM_BLOCKS, Engine, check_at_end, make_spec
+from tests.strict_sessions import strict
 
 GPU = "GPU-stand-in"
 T = TypeVar("T")
@@ -89,7 +90,7 @@ async def engine_on(
 ) -> AsyncIterator[Engine]:
     """An engine of one rank with its KV there, as `tests.engines.engine` makes others."""
     spec = make_spec()
-    async with kind(attach, spec) as control, MemorySession(attach, spec, 0) as session:
+    async with strict(kind)(attach, spec) as control, MemorySession(attach, spec, 0) as session:
         rank = lay_out_rank(spec, 0, NHD, num_blocks=NUM_BLOCKS)
         segment = rank.segments[0]
         whole = np.zeros(512 + segment.size_bytes, np.uint8)
@@ -108,6 +109,8 @@ async def engine_on(
         await control.register()
         await control.ready()
         cache = KvCache(spec, rank, torch.from_numpy(whole[512:]))
+        control.caches = [cache]
         made = Engine(spec, control, [cache], NUM_BLOCKS)
         made.fill(seed)
         yield made
+        check_at_end(control)

@@ -23,8 +23,9 @@ from kvbus.engine.bounce import (
 )
 from kvbus.geometry import EngineSpec
 from tests.agents import until
-from tests.engines import Engine, NumBlocks
+from tests.engines import Engine, NumBlocks, check_at_end
 from tests.memories import Memory, rank_of
+from tests.strict_sessions import strict
 
 PIECE_BYTES = 4096
 
@@ -144,11 +145,12 @@ async def host_engine(
             for group in spec.groups
         }
     async with AsyncExitStack() as stack:
-        control = await stack.enter_async_context(kind(attach, spec))
+        control = await stack.enter_async_context(strict(kind)(attach, spec))
         buffers = []
         for rank in range(spec.num_ranks):
             session = await stack.enter_async_context(MemorySession(attach, spec, rank))
             buffers.append(await session.allocate_ring(ring_blocks))
+        control.caches = [KvCache(spec, buffer.rank, buffer.tensor) for buffer in buffers]
         await control.register()
         await control.ready()
         caches = [private_cache(spec, rank, memory, num_blocks) for rank in range(spec.num_ranks)]
@@ -163,3 +165,4 @@ async def host_engine(
             made.fill(seed)
         yield made
         await until(lambda: ring.num_held == 0)
+        check_at_end(control)

@@ -8,8 +8,6 @@ soon as it is told that its blocks are its own again, or that its agent is gone.
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from hypothesis.stateful import RuleBasedStateMachine
-
 from kvbus.errors import ErrorCode, KVBusError, RemoteError
 from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import Outcome
@@ -22,6 +20,7 @@ from kvbus_decode.fetch.table import FetchTable
 from kvbus_prefill.offer import events as pre
 from kvbus_prefill.offer.entry import OfferLimits
 from kvbus_prefill.offer.table import OfferTable
+from tests.stories import StoryMachine
 
 OFFER_LIMITS = OfferLimits(max_lease_s=2.0, max_hold_s=6.0)
 FETCH_LIMITS = FetchLimits(lease_s=2.0, request_timeout_s=1.0, busy_retry_s=0.25)
@@ -130,7 +129,7 @@ class Answer:
     result: Message | KVBusError
 
 
-class HandoffWorld(RuleBasedStateMachine):
+class HandoffWorld(StoryMachine):
     """What is, and what follows from what one rule does."""
 
     def __init__(self) -> None:
@@ -148,6 +147,9 @@ class HandoffWorld(RuleBasedStateMachine):
         self.reads: dict[str, dec.ReadChunk] = {}
         self.start_prefill()
         self.start_decode()
+
+    def tables(self) -> tuple[OfferTable, FetchTable]:
+        return self.prefill, self.decode
 
     def start_prefill(self) -> None:
         self.num_boots += 1
@@ -219,39 +221,47 @@ class HandoffWorld(RuleBasedStateMachine):
 
     def tell_prefill(self, event: pre.Event) -> None:
         self.num_events += 1
-        for command in self.prefill.handle(event, self.now):
-            match command:
-                case pre.SendReply(int(number), body):
-                    self.wire.append(Answer(number, body))
-                case pre.Refuse(int(number), error):
-                    self.wire.append(Answer(number, error))
-                case pre.ReportReleased(_, offer_id, _, outcome):
-                    source = self.sources[offer_id]
-                    assert source.outcome is None, "released twice"
-                    self.overwrite(source, outcome)
+        with self.telling():
+            for command in self.prefill.handle(event, self.now):
+                self.obey_prefill(command)
+
+    def obey_prefill(self, command: pre.Command) -> None:
+        match command:
+            case pre.SendReply(int(number), body):
+                self.wire.append(Answer(number, body))
+            case pre.Refuse(int(number), error):
+                self.wire.append(Answer(number, error))
+            case pre.ReportReleased(_, offer_id, _, outcome):
+                source = self.sources[offer_id]
+                assert source.outcome is None, "released twice"
+                self.overwrite(source, outcome)
 
     def tell_decode(self, event: dec.Event) -> None:
         self.num_events += 1
-        for command in self.decode.handle(event, self.now):
-            match command:
-                case dec.ReadChunk(fetch_id):
-                    assert fetch_id not in self.reads, "one chunk at a time"
-                    self.targets[fetch_id].start_chunk(command)
-                    self.reads[fetch_id] = command
-                case dec.ReportFetched():
-                    self.check_report(command)
-                case dec.ReportBlocksFreed(fetch_id):
-                    assert fetch_id not in self.reads
-                    self.targets[fetch_id].blocks_free = True
-                case dec.Refuse(reply_to=str(fetch_id), error=error):
-                    assert error.code is ErrorCode.BUSY, error
-                    del self.targets[fetch_id]
-                case dec.SendRelease(ticket, epoch):
-                    self.send(ticket, pre.Returned(ticket.offer_id, epoch, 0))
-                case dec.ResolvePeer() | dec.SendClaim() | dec.SendRenew() | dec.SendConfirm():
-                    self.ask(command)
-        for target in self.targets.values():
-            assert target.outcome or self.now < target.deadline
+        with self.telling():
+            for command in self.decode.handle(event, self.now):
+                self.obey_decode(command)
+            for target in self.targets.values():
+                assert target.outcome or self.now < target.deadline
+
+    def obey_decode(self, command: dec.Command) -> None:
+        match command:
+            case dec.ReadChunk(fetch_id):
+                assert fetch_id not in self.reads, "one chunk at a time"
+                self.targets[fetch_id].start_chunk(command)
+                self.reads[fetch_id] = command
+            case dec.ReportFetched():
+                self.check_report(command)
+            case dec.ReportBlocksFreed(fetch_id):
+                assert fetch_id not in self.reads
+                self.targets[fetch_id].blocks_free = True
+            case dec.Refuse(reply_to=str(fetch_id), error=error):
+                assert error.code is ErrorCode.BUSY, error
+                del self.targets[fetch_id]
+            case dec.SendRelease(ticket, epoch):
+                self.send(ticket, pre.Returned(ticket.offer_id, epoch, 0))
+            case dec.ResolvePeer() | dec.SendClaim() | dec.SendRenew() | dec.SendConfirm():
+                self.ask(command)
 
     def check_report(self, report: dec.ReportFetched) -> None:
         target = self.targets[report.fetch_id]

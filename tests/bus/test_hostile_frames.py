@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from kvbus.bus import BusContext, RequestClient
 from kvbus.protocol.envelope import MAX_ID
 from tests.bus.messages import Ask, serve
+from tests.examples import num_examples
 
 scalars = st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.text() | st.binary()
 values = st.recursive(
@@ -90,7 +91,9 @@ def readable_id(frame: bytes) -> int:
 
 
 @settings(
-    deadline=None, max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture]
+    deadline=None,
+    max_examples=num_examples(300),
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
 @given(batch=st.lists(frames, min_size=1, max_size=5))
 def test_every_frame_gets_one_reply_and_the_server_goes_on(dealer, batch) -> None:

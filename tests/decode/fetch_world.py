@@ -6,7 +6,6 @@ Refuses to choose what happens next: the rules of the state machine on top of it
 from dataclasses import dataclass
 
 import msgspec
-from hypothesis.stateful import RuleBasedStateMachine
 
 from kvbus.protocol.peer import Granted
 from kvbus_decode.fetch import events as ev
@@ -14,6 +13,7 @@ from kvbus_decode.fetch.entry import FetchLimits, FetchState
 from kvbus_decode.fetch.table import FetchTable
 from kvbus_decode.fetch.transitions import TRANSITIONS
 from tests.decode.watched import Watched, blocks, ticket_of
+from tests.stories import StoryMachine
 
 LIMITS = FetchLimits(
     max_fetches=3, max_retired=3, lease_s=2.0, request_timeout_s=1.0, busy_retry_s=0.25
@@ -30,7 +30,7 @@ class Pending:
     granted: Granted | None = None
 
 
-class FetchWorld(RuleBasedStateMachine):
+class FetchWorld(StoryMachine):
     """The table, the time, what is under way, and what was seen of every fetch."""
 
     def __init__(self) -> None:
@@ -44,6 +44,9 @@ class FetchWorld(RuleBasedStateMachine):
         self.num_requests = 0
         self.num_events = 0
         self.last_epoch = 0
+
+    def tables(self) -> tuple[FetchTable]:
+        return (self.table,)
 
     def is_kept(self, fetch_id: str) -> bool:
         return fetch_id in self.table.live or fetch_id in self.table.retired
@@ -98,6 +101,10 @@ class FetchWorld(RuleBasedStateMachine):
         return f"reply-{self.num_requests}"
 
     def tell(self, event: ev.Event) -> list[ev.Command]:
+        with self.telling():
+            return self.tell_and_check(event)
+
+    def tell_and_check(self, event: ev.Event) -> list[ev.Command]:
         states = {f: fetch.state for f, fetch in self.table.live.items()}
         due = self.table.next_deadline()
         self.cause = event

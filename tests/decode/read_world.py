@@ -8,13 +8,12 @@ copy that outlives its right is seen by the bytes.
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
-from hypothesis.stateful import RuleBasedStateMachine
-
 from kvbus_decode.read import events as ev
 from kvbus_decode.read.entry import ReadEntry
 from kvbus_decode.read.leg import Leg, Stage
 from kvbus_decode.read.table import ReadLimits, ReadTable
 from kvbus_decode.read.transitions import TRANSITIONS
+from tests.stories import StoryMachine
 
 LIMITS = ReadLimits(legs_in_flight=2, num_slots=3, max_retired=2)
 SLOT_LEASE_S = 2.0
@@ -95,7 +94,7 @@ class CheckedReadTable(ReadTable):
         return commands
 
 
-class ReadWorld(RuleBasedStateMachine):
+class ReadWorld(StoryMachine):
     """The table, the memory of the engine, slots on both sides, and what is under way."""
 
     def __init__(self) -> None:
@@ -112,6 +111,9 @@ class ReadWorld(RuleBasedStateMachine):
         self.aborted: set[Leg] = set()
         self.abandoned: set[Leg] = set()
         self.agent_stopped = False
+
+    def tables(self) -> tuple[ReadTable]:
+        return (self.table,)
 
     def make_legs(self, read: str, kinds: list[tuple[str, str, str]]) -> tuple[Leg, ...]:
         """Legs of (kind, holder, device), each with two new blocks."""
@@ -161,14 +163,10 @@ class ReadWorld(RuleBasedStateMachine):
         self.num_events += 1
         self.expire_remote_slots()
         commands = self.table.handle(event, self.now)
-        try:
+        with self.telling():
             for command in commands:
                 self.obey(command)
             self.check_bounds()
-        except AssertionError as error:
-            for key in self.seen:
-                error.add_note("\n".join([f"story of {key}:", *self.table.story(key)]))
-            raise
         return commands
 
     def obey(self, command: ev.Command) -> None:

@@ -17,6 +17,7 @@ from kvbus_decode.fetch import events as ev
 from kvbus_decode.fetch.entry import FetchState
 from tests.decode.fetch_world import LIMITS, FetchWorld, Pending
 from tests.decode.watched import NUM_TOKENS, Offered, Watched, ticket_of
+from tests.examples import num_examples
 
 ENGINES = st.sampled_from(["engine-a", "engine-b"])
 BOOTS = st.sampled_from(["boot-a", "boot-b"])
@@ -269,4 +270,6 @@ class FetchInterleavings(FetchWorld):
 
 
 TestFetchInterleavings = FetchInterleavings.TestCase
-TestFetchInterleavings.settings = settings(deadline=None, max_examples=600, stateful_step_count=50)
+TestFetchInterleavings.settings = settings(
+    deadline=None, max_examples=num_examples(600), stateful_step_count=50
+)

@@ -14,6 +14,7 @@ from hypothesis.stateful import precondition, rule
 from kvbus.errors import ErrorCode, LocalError, RemoteError
 from kvbus_decode.read import events as ev
 from tests.decode.read_world import BOX_BYTES, SLOT_LEASE_S, ReadWorld, RemoteSlot, SeenRead
+from tests.examples import num_examples
 
 KINDS = st.sampled_from(["direct", "reordered", "packed", "packed", "packed", "delegated"])
 HOLDERS = st.sampled_from(["holder a", "holder b", "holder b"])
@@ -203,4 +204,6 @@ class ReadInterleavings(ReadWorld):
 
 
 TestReadInterleavings = ReadInterleavings.TestCase
-TestReadInterleavings.settings = settings(deadline=None, max_examples=400, stateful_step_count=50)
+TestReadInterleavings.settings = settings(
+    deadline=None, max_examples=num_examples(400), stateful_step_count=50
+)

@@ -13,8 +13,9 @@ from anyio.abc import TaskGroup, TaskStatus
 from kvbus.engine import DecodeSession, KvCache, MemorySession, PrefillSession
 from kvbus.geometry import EngineSpec, KvLayout
 from tests.agents import AgentProcess
-from tests.engines import NUM_BLOCKS, Engine, make_spec
+from tests.engines import NUM_BLOCKS, Engine, check_at_end, make_spec
 from tests.memories import NHD
+from tests.strict_sessions import strict
 
 Kind = type[PrefillSession] | type[DecodeSession]
 
@@ -82,12 +83,13 @@ async def spread_engine(
     """
     spec = spec or make_spec(tp=len(agents))
     home = agents[0]
-    async with kind(home.attach, spec) as control, anyio.create_task_group() as tasks:
+    async with strict(kind)(home.attach, spec) as control, anyio.create_task_group() as tasks:
         sessions = [
             RankSession(agent, spec, rank, layout, num_blocks, rank not in staged)
             for rank, agent in enumerate(agents)
         ]
         caches = [await tasks.start(session.run) for session in sessions]
+        control.caches = caches
         await control.register(others=others_of(agents))
         await control.ready()
         made = SpreadEngine(spec, control, caches, num_blocks, sessions, tasks)
@@ -95,6 +97,7 @@ async def spread_engine(
             made.fill(seed)
         try:
             yield made
+            check_at_end(control)
         finally:
             for session in made.sessions:
                 session.leave.set()

@@ -47,6 +47,16 @@ class Growing:
         self.theirs: Blocks = source.whole_blocks(5, num_tokens)
         self.ours: Blocks = target.some_blocks(6, num_tokens, first_token)
         self.before = target.snapshot()
+        self.wanted = expected_after(
+            self.before,
+            source,
+            self.theirs,
+            target,
+            self.ours,
+            num_tokens=num_tokens,
+            first_token=first_token,
+            zero_tail=zero_tail,
+        )
         self.num_ready = 0
         self.offer: Offer
         self.fetch: Fetch
@@ -74,7 +84,7 @@ class Growing:
 
     def has(self, num_tokens: int) -> bool:
         """Whether the first ``num_tokens`` of full attention are in the decode engine's memory."""
-        wanted = self.target.views_of(self.expected())
+        wanted = self.target.views_of(self.wanted)
         size = self.target.spec.group("full").block_size
         skipped = self.first_token // size
         return all(
@@ -85,19 +95,6 @@ class Growing:
             for key, view in self.target.views().items()
             if key[1] in GROUP.layers
             for at in range(self.first_token, num_tokens)
-        )
-
-    def expected(self) -> dict[int, torch.Tensor]:
-        """The decode engine's memory after the fetch."""
-        return expected_after(
-            self.before,
-            self.source,
-            self.theirs,
-            self.target,
-            self.ours,
-            num_tokens=self.num_tokens,
-            first_token=self.first_token,
-            zero_tail=self.zero_tail,
         )
 
 
@@ -116,7 +113,7 @@ async def test_chunks_arrive_while_the_offer_is_open(shapes, path, first_token):
         fetched = await growing.fetch.completed()
 
         assert torch.equal(states, target.views_of(growing.before)[0, 4, "conv"])
-        assert same(target.snapshot(), growing.expected())
+        assert same(target.snapshot(), growing.wanted)
         assert fetched.num_bytes == num_moved_bytes(target, 71, first_token)
         assert fetched.path == path
         assert await growing.offer.released() is Outcome.COMPLETED
@@ -158,7 +155,7 @@ async def test_a_seal_that_brings_no_token_ends_the_fetch_and_zeroes_the_tail(sh
         await growing.offer.seal()
         fetched = await growing.fetch.completed()
 
-        assert same(target.snapshot(), growing.expected())
+        assert same(target.snapshot(), growing.wanted)
         assert fetched.path == path
 
 
@@ -205,7 +202,7 @@ async def test_a_cancelled_fetch_of_a_growing_offer_leaves_it_to_another(shapes,
         await again.completed()
 
         assert failure.code is ErrorCode.CANCELLED
-        assert same(target.snapshot(), growing.expected())
+        assert same(target.snapshot(), growing.wanted)
 
 
 async def test_a_sealed_offer_that_lacks_tokens_fails_the_fetch_that_read_some(shapes, path):

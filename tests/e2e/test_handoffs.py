@@ -31,14 +31,15 @@ async def test_every_bit_arrives_and_no_other_bit_changes(prefill, decode, layou
     num_tokens = 16 * 5 + 7
     async with pair(prefill.attach, decode.attach, layout=layout, tp=tp) as (source, target):
         theirs, ours = source.some_blocks(5, num_tokens), target.some_blocks(6, num_tokens)
-        before = target.snapshot()
+        wanted = expected_after(
+            target.snapshot(), source, theirs, target, ours, num_tokens=num_tokens
+        )
 
         offer = await source.prefill.offer("r", num_tokens=num_tokens, block_ids=theirs)
         fetch = target.decode.fetch(offer.ticket, num_tokens=num_tokens, block_ids=ours)
         fetched = await fetch.completed()
         outcome = await offer.released()
 
-        wanted = expected_after(before, source, theirs, target, ours, num_tokens=num_tokens)
         assert same(target.snapshot(), wanted)
         assert outcome is Outcome.COMPLETED
         assert fetched.num_bytes == num_tokens * 2 * 2 * 6 * 8 * 2
@@ -48,13 +49,14 @@ async def test_groups_with_different_block_sizes_arrive_together(prefill, decode
     num_tokens = 37
     async with pair(prefill.attach, decode.attach, groups=(FULL, SMALL)) as (source, target):
         theirs, ours = source.some_blocks(5, num_tokens), target.some_blocks(6, num_tokens)
-        before = target.snapshot()
+        wanted = expected_after(
+            target.snapshot(), source, theirs, target, ours, num_tokens=num_tokens
+        )
 
         offer = await source.prefill.offer("r", num_tokens=num_tokens, block_ids=theirs)
         fetch = target.decode.fetch(offer.ticket, num_tokens=num_tokens, block_ids=ours)
         await fetch.completed()
 
-        wanted = expected_after(before, source, theirs, target, ours, num_tokens=num_tokens)
         assert same(target.snapshot(), wanted)
 
 
@@ -64,16 +66,8 @@ async def test_a_prefix_hit_reads_only_the_tokens_behind_it(prefill, decode, fir
     async with pair(prefill.attach, decode.attach, groups=(FULL, SMALL)) as (source, target):
         theirs = source.some_blocks(5, num_tokens)
         ours = target.some_blocks(6, num_tokens, first_token)
-        before = target.snapshot()
-
-        offer = await source.prefill.offer("r", num_tokens=num_tokens, block_ids=theirs)
-        fetch = target.decode.fetch(
-            offer.ticket, num_tokens=num_tokens, block_ids=ours, first_token=first_token
-        )
-        await fetch.completed()
-
         wanted = expected_after(
-            before,
+            target.snapshot(),
             source,
             theirs,
             target,
@@ -81,6 +75,13 @@ async def test_a_prefix_hit_reads_only_the_tokens_behind_it(prefill, decode, fir
             num_tokens=num_tokens,
             first_token=first_token,
         )
+
+        offer = await source.prefill.offer("r", num_tokens=num_tokens, block_ids=theirs)
+        fetch = target.decode.fetch(
+            offer.ticket, num_tokens=num_tokens, block_ids=ours, first_token=first_token
+        )
+        await fetch.completed()
+
         assert same(target.snapshot(), wanted)
 
 
@@ -108,12 +109,11 @@ async def test_a_fetch_of_nothing_only_releases_the_offer(prefill, decode, offer
 async def test_a_fetch_may_want_less_than_the_offer_has(prefill, decode):
     async with pair(prefill.attach, decode.attach) as (source, target):
         theirs, ours = source.some_blocks(5, 64), target.some_blocks(6, 30)
-        before = target.snapshot()
+        wanted = expected_after(target.snapshot(), source, theirs, target, ours, num_tokens=30)
 
         offer = await source.prefill.offer("r", num_tokens=64, block_ids=theirs)
         await target.decode.fetch(offer.ticket, num_tokens=30, block_ids=ours).completed()
 
-        wanted = expected_after(before, source, theirs, target, ours, num_tokens=30)
         assert same(target.snapshot(), wanted)
 
 
@@ -121,7 +121,9 @@ async def test_many_handoffs_at_a_time_do_not_mix(prefill, decode):
     num_requests, num_tokens = 64, 16
     async with pair(prefill.attach, decode.attach) as (source, target):
         theirs, ours = source.some_blocks(5, 16 * 64), target.some_blocks(6, 16 * 64)
-        before = target.snapshot()
+        wanted = expected_after(
+            target.snapshot(), source, theirs, target, ours, num_tokens=num_requests * num_tokens
+        )
 
         async def one(number: int) -> None:
             mine = {"full": theirs["full"][number : number + 1]}
@@ -135,9 +137,6 @@ async def test_many_handoffs_at_a_time_do_not_mix(prefill, decode):
             for number in range(num_requests):
                 tasks.start_soon(one, number)
 
-        wanted = expected_after(
-            before, source, theirs, target, ours, num_tokens=num_requests * num_tokens
-        )
         assert same(target.snapshot(), wanted)
 
 
@@ -148,12 +147,11 @@ async def test_engines_of_one_agent_do_not_mix(prefill, decode):
     ):
         for one, other in ((source, target), (source_2, target_2)):
             theirs, ours = one.some_blocks(5, 33), other.some_blocks(6, 33)
-            before = other.snapshot()
+            wanted = expected_after(other.snapshot(), one, theirs, other, ours, num_tokens=33)
 
             offer = await one.prefill.offer("same id", num_tokens=33, block_ids=theirs)
             await other.decode.fetch(offer.ticket, num_tokens=33, block_ids=ours).completed()
 
-            wanted = expected_after(before, one, theirs, other, ours, num_tokens=33)
             assert same(other.snapshot(), wanted)
 
 
@@ -185,7 +183,7 @@ async def test_two_decode_agents_read_from_one_prefill_agent(prefill, decode, ot
 async def test_a_fetch_waits_while_prefill_still_computes(prefill, decode):
     async with pair(prefill.attach, decode.attach) as (source, target):
         theirs, ours = source.some_blocks(5, 50), target.some_blocks(6, 50)
-        before = target.snapshot()
+        wanted = expected_after(target.snapshot(), source, theirs, target, ours, num_tokens=50)
         offer = await source.prefill.offer(
             "r", num_tokens=20, block_ids={"full": theirs["full"][:2]}, sealed=False
         )
@@ -197,7 +195,6 @@ async def test_a_fetch_waits_while_prefill_still_computes(prefill, decode):
         await offer.seal()
         await fetch.completed()
 
-        wanted = expected_after(before, source, theirs, target, ours, num_tokens=50)
         assert still_waits
         assert same(target.snapshot(), wanted)
         assert await offer.released() is Outcome.COMPLETED
@@ -211,10 +208,9 @@ async def test_an_engine_comes_back_under_its_id_and_works(prefill, decode):
             engine(DecodeSession, decode.attach, seed=7) as target,
         ):
             theirs, ours = source.some_blocks(5, 50), target.some_blocks(6, 50)
-            before = target.snapshot()
+            wanted = expected_after(target.snapshot(), source, theirs, target, ours, num_tokens=50)
 
             offer = await source.prefill.offer("r", num_tokens=50, block_ids=theirs)
             await target.decode.fetch(offer.ticket, num_tokens=50, block_ids=ours).completed()
 
-            wanted = expected_after(before, source, theirs, target, ours, num_tokens=50)
             assert same(target.snapshot(), wanted)

@@ -109,6 +109,7 @@ async def test_a_cancelled_fetch_gives_its_slots_back(shapes, path):
         await fetch.blocks_freed()
         after = target.snapshot()
         await offer.withdraw()
+        await offer.released()
 
         assert failure.code is ErrorCode.CANCELLED
         await until(lambda: shapes.prefill.idle() and shapes.decode[path].idle())

@@ -8,13 +8,14 @@ from hypothesis import strategies as st
 
 from kvbus.geometry import AxisName, GroupSpec, KvLayout, KvPart, StatePart, state_group
 from tests.e2e.shapes import PATHS, Side, hand_over, two_engines
+from tests.examples import num_examples
 from tests.memories import Memory
 
 MAX_TOKENS = 90
 NUM_HEADS = (1, 2, 3, 4, 8)
 BLOCK_SIZES = (1, 4, 6, 16, 24, 48, 64)
 COMBINATIONS = settings(
-    max_examples=60,  # on each path
+    max_examples=num_examples(60),  # on each path
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),

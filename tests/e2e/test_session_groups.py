@@ -11,6 +11,7 @@ from kvbus.errors import ErrorCode, RequestRefused
 from kvbus.geometry import EngineSpec, GroupSpec, KvPart, StatePart, state_group
 from kvbus.protocol.engine import Outcome
 from tests.engines import FULL, NHD, make_spec
+from tests.strict_sessions import overwrite_once_released
 
 WINDOW = GroupSpec("window", (2,), 4, 6, 8, "bfloat16", window=10)
 STATE = state_group("state", (3,), (StatePart("conv", 4, 6), StatePart("norm", 1, 3)))
@@ -45,13 +46,11 @@ def test_a_window_moves_its_tail_a_state_its_bytes_and_the_rest_is_zeroed_on_dem
             session.register()
             session.ready()
         before = got.view(2, "k")[6].clone()
+        written = {place: sent.view(*place).clone() for place in PLACES}
+        theirs = {"full": [5, 2, 7], "window": [3, 1, 0], "state": [2]}
 
-        offer = source.offer(
-            "r",
-            num_tokens=40,
-            block_ids={"full": [5, 2, 7], "window": [3, 1, 0], "state": [2]},
-            first_blocks={"window": 7},
-        )
+        offer = source.offer("r", num_tokens=40, block_ids=theirs, first_blocks={"window": 7})
+        overwrite_once_released(offer, sent, theirs)
         fetch = target.fetch(
             offer.ticket,
             num_tokens=40,
@@ -60,16 +59,16 @@ def test_a_window_moves_its_tail_a_state_its_bytes_and_the_rest_is_zeroed_on_dem
         )
         target.wait_completed(fetch)
 
-        full = [cache.view(0, KvPart.VALUE) for cache in (got, sent)]
+        full = [got.view(0, KvPart.VALUE), written[0, KvPart.VALUE]]
         assert torch.equal(full[0][[1, 0]], full[1][[5, 2]])
         assert torch.equal(full[0][3, :8], full[1][7, :8])
         assert not full[0][3, 8:].any()
-        window = [cache.view(2, KvPart.KEY) for cache in (got, sent)]
+        window = [got.view(2, KvPart.KEY), written[2, KvPart.KEY]]
         assert torch.equal(window[0][6, :2], before[:2])  # positions 28 and 29
         assert torch.equal(window[0][6, 2:], window[1][3, 2:])
         assert torch.equal(window[0][[5, 4]], window[1][[1, 0]])
         for part in ("conv", "norm"):
-            assert torch.equal(got.view(3, part)[3], sent.view(3, part)[2])
+            assert torch.equal(got.view(3, part)[3], written[3, part][2])
         assert source.wait_released(offer) is Outcome.COMPLETED
 
 
@@ -123,7 +122,8 @@ def test_a_decode_engine_at_two_agents_gets_the_heads_of_both_ranks(prefill, dec
                 (other_decode.attach, ours, 1),
             )
         ]
-        sent, *got = (memory.allocate(NHD, num_blocks=8).view(0, "k") for memory in memories)
+        cache, *caches = (memory.allocate(NHD, num_blocks=8) for memory in memories)
+        sent, *got = (one.view(0, "k") for one in (cache, *caches))
         sent.copy_(torch.randint(1, 100, sent.shape).to(sent.dtype))
         source = stack.enter_context(BlockingPrefill(prefill.attach, theirs))
         target = stack.enter_context(BlockingDecode(decode.attach, ours))
@@ -132,8 +132,10 @@ def test_a_decode_engine_at_two_agents_gets_the_heads_of_both_ranks(prefill, dec
         source.ready()
         target.ready()
 
+        written = sent.clone()
         offer = source.offer("r", num_tokens=32, block_ids={"full": [5, 2]})
+        overwrite_once_released(offer, cache, {"full": [5, 2]})
         fetch = target.fetch(offer.ticket, num_tokens=32, block_ids={"full": [1, 0]})
         target.wait_completed(fetch)
 
-        assert torch.equal(torch.cat(got, dim=2)[[1, 0]], sent[[5, 2]])
+        assert torch.equal(torch.cat(got, dim=2)[[1, 0]], written[[5, 2]])

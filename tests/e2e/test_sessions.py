@@ -36,6 +36,7 @@ from tests.engines import (
     same,
     works,
 )
+from tests.strict_sessions import overwrite_once_released
 
 
 def rank_of(kv: torch.Tensor, storage: SharedStorage) -> RankSpec:
@@ -78,12 +79,13 @@ async def test_a_tensor_that_the_engine_already_owns_is_its_cache(prefill, decod
             await source.register()
             await target.register()
 
+            sent = bits(caches[0])[:, :, [5, 9, 2]].flatten(2, 3)
             offer = await source.offer("r", num_tokens=40, block_ids={"full": [5, 9, 2]})
+            offer.when_released(bits(caches[0]).zero_)
             fetch = target.fetch(offer.ticket, num_tokens=40, block_ids={"full": [30, 1, 7]})
             await fetch.completed()
 
     got = bits(caches[1])[:, :, [30, 1, 7]].flatten(2, 3)
-    sent = bits(caches[0])[:, :, [5, 9, 2]].flatten(2, 3)
     assert torch.equal(got[:, :, :40], sent[:, :, :40])
     assert not got[:, :, 40:].any()
 
@@ -96,21 +98,24 @@ def test_an_engine_without_an_event_loop_polls_for_what_ended(prefill, decode):
         BlockingPrefill(prefill.attach, specs[0]) as source,
         BlockingDecode(decode.attach, specs[1]) as target,
     ):
-        sent = theirs.allocate(NHD, num_blocks=8).view(0, KvPart.KEY)
+        cache = theirs.allocate(NHD, num_blocks=8)
+        sent = cache.view(0, KvPart.KEY)
         got = ours.allocate(NHD, num_blocks=8).view(0, KvPart.KEY)
         bits(sent).random_(-(2**15), 2**15)
         for session in (source, target):
             session.register()
             session.ready()
 
+        written = bits(sent).clone()
         offer = source.offer("r", num_tokens=0, block_ids={"full": []}, sealed=False)
+        overwrite_once_released(offer, cache, {"full": [3, 4]})
         source.extend(offer, 32, {"full": [3, 4]})
         fetch = target.fetch(offer.ticket, num_tokens=32, block_ids={"full": [1, 0]})
         source.seal(offer)
         fetched = taken_in_time(target.take_fetched)
         released = taken_in_time(source.take_released)
 
-        assert torch.equal(bits(got)[[1, 0]], bits(sent)[[3, 4]])
+        assert torch.equal(bits(got)[[1, 0]], written[[3, 4]])
         assert [(one.fetch_id, one.outcome) for one in fetched] == [
             (fetch.fetch_id, Outcome.COMPLETED)
         ]

@@ -70,14 +70,15 @@ async def test_every_bit_arrives_whatever_agents_the_ranks_are_at(sites, path, p
         spread_engine(DecodeSession, sites.at(path, decode), seed=2) as target,
     ):
         theirs, ours = source.some_blocks(5, num_tokens), target.some_blocks(6, num_tokens)
-        before = target.snapshot()
+        wanted = expected_after(
+            target.snapshot(), source, theirs, target, ours, num_tokens=num_tokens
+        )
 
         offer = await source.prefill.offer("r", num_tokens=num_tokens, block_ids=theirs)
         fetch = target.decode.fetch(offer.ticket, num_tokens=num_tokens, block_ids=ours)
         fetched = await fetch.completed()
         outcome = await offer.released()
 
-        wanted = expected_after(before, source, theirs, target, ours, num_tokens=num_tokens)
         assert same(target.snapshot(), wanted)
         assert outcome is Outcome.COMPLETED
         assert fetched.num_bytes == num_moved_bytes(target, num_tokens)
@@ -102,13 +103,14 @@ async def test_replicas_at_several_agents_are_read_once_whichever_they_are(
     ):
         for turn in range(len(prefill)):
             theirs, ours = source.some_blocks(turn, num_tokens), target.some_blocks(9, num_tokens)
-            before = target.snapshot()
+            wanted = expected_after(
+                target.snapshot(), source, theirs, target, ours, num_tokens=num_tokens
+            )
 
             offer = await source.prefill.offer("r", num_tokens=num_tokens, block_ids=theirs)
             fetch = target.decode.fetch(offer.ticket, num_tokens=num_tokens, block_ids=ours)
             fetched = await fetch.completed()
 
-            wanted = expected_after(before, source, theirs, target, ours, num_tokens=num_tokens)
             assert same(target.snapshot(), wanted)
             assert fetched.num_bytes == num_moved_bytes(target, num_tokens)
 
@@ -127,7 +129,16 @@ async def test_layouts_groups_a_prefix_hit_and_a_zeroed_tail_come_together(sites
     ):
         theirs = source.some_blocks(5, num_tokens)
         ours = target.some_blocks(6, num_tokens, first_token)
-        before = target.snapshot()
+        wanted = expected_after(
+            target.snapshot(),
+            source,
+            theirs,
+            target,
+            ours,
+            num_tokens=num_tokens,
+            first_token=first_token,
+            zero_tail=True,
+        )
 
         offer = await source.prefill.offer("r", num_tokens=num_tokens, block_ids=theirs)
         fetch = target.decode.fetch(
@@ -139,16 +150,6 @@ async def test_layouts_groups_a_prefix_hit_and_a_zeroed_tail_come_together(sites
         )
         await fetch.completed()
 
-        wanted = expected_after(
-            before,
-            source,
-            theirs,
-            target,
-            ours,
-            num_tokens=num_tokens,
-            first_token=first_token,
-            zero_tail=True,
-        )
         assert same(target.snapshot(), wanted)
 
 
@@ -191,7 +192,7 @@ async def test_many_handoffs_at_a_time_do_not_mix(sites):
         spread_engine(DecodeSession, sites.at("packed", "01"), seed=2) as target,
     ):
         theirs, ours = source.some_blocks(5, 16 * 32), target.some_blocks(6, 16 * 32)
-        before = target.snapshot()
+        wanted = expected_after(target.snapshot(), source, theirs, target, ours, num_tokens=16 * 32)
 
         async def one(number: int) -> None:
             mine = {"full": theirs["full"][number : number + 1]}
@@ -204,7 +205,6 @@ async def test_many_handoffs_at_a_time_do_not_mix(sites):
             for number in Random(0).sample(range(32), 32):
                 tasks.start_soon(one, number)
 
-        wanted = expected_after(before, source, theirs, target, ours, num_tokens=16 * 32)
         assert same(target.snapshot(), wanted)
 
 
@@ -234,6 +234,7 @@ async def test_a_rank_that_left_fails_the_fetch_and_one_that_came_back_is_read(s
         assert sites.prefill[1].peer in nobody.message
         for offer in offers:
             await offer.withdraw()
+            await offer.released()
         assert await works(source, target)
 
 
@@ -251,6 +252,7 @@ async def test_a_decode_rank_that_left_fails_the_fetch_and_one_that_came_back_is
         await fetch.blocks_freed()
         await target.bring_back(1)
         await offer.withdraw()
+        await offer.released()
 
         assert failure.code is ErrorCode.ENGINE_UNKNOWN
         assert await works(source, target)

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.anyio
 
 async def test_a_tail_is_zeroed_though_all_tokens_were_read_before_the_seal(prefill, decode):
     async with pair(prefill.attach, decode.attach) as (source, target):
-        theirs, ours = source.views()[0, 0, "k"], target.views()[0, 0, "k"]
+        theirs, ours = source.views()[0, 0, "k"].clone(), target.views()[0, 0, "k"]
         blocks = {"full": [5, 2]}, {"full": [1, 0]}
         offer = await source.prefill.offer("r", num_tokens=20, block_ids=blocks[0], sealed=False)
         fetch = target.decode.fetch(

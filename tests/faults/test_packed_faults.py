@@ -89,6 +89,7 @@ async def test_slots_and_blocks_are_withheld_until_a_stopped_prefill_agent_goes_
         site.prefill.signal(signal.SIGCONT)
         await fetch.blocks_freed()
         await offer.withdraw()
+        await offer.released()
 
         assert failure.code in NO_ANSWER
         assert failure.stage == "reading"
@@ -131,6 +132,7 @@ async def test_many_fetches_from_a_stopped_prefill_agent_leave_slots_for_others(
         for fetch, offer in zip(fetches, offers, strict=True):
             await fetch.blocks_freed()
             await offer.withdraw()
+            await offer.released()
 
         assert {failure.code for failure in failures} <= set(NO_ANSWER)
         assert meanwhile
@@ -230,6 +232,7 @@ async def test_a_lease_that_ends_under_a_packed_read_fails_it(site):
 
         assert failure.code in (*NOT_VALID, *NO_ANSWER)
         await offer.withdraw()
+        await offer.released()
         assert await works(source, target)
 
 
@@ -271,6 +274,7 @@ async def test_a_fetch_cancelled_in_the_middle_leaves_no_slot_in_use(site):
         assert failure.code is ErrorCode.CANCELLED
         assert of_ours == 0
         await offer.withdraw()
+        await offer.released()
         assert await works(source, target)
 
 
@@ -316,4 +320,5 @@ async def test_more_boxes_than_may_wait_are_busy_and_their_fetch_says_so(fresh):
         assert prefill.metric("refusals_total", code="busy") >= 1
         await until(lambda: slots(prefill) == 0)
         await offer.withdraw()
+        await offer.released()
         assert await works(source, target)

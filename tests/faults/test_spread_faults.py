@@ -103,6 +103,7 @@ async def test_a_prefill_rank_that_leaves_while_it_is_read_fails_the_fetch(sites
         failure = await failure_of(fetch)
         await fetch.blocks_freed()
         await offer.withdraw()
+        await offer.released()
         await source.bring_back(1)
         source.fill(3)
 
@@ -140,6 +141,7 @@ async def test_a_killed_prefill_agent_of_some_ranks_fails_the_fetch_until_it_is_
         failure = await failure_of(fetch)
         await fetch.blocks_freed()
         await offer.withdraw()
+        await offer.released()
         await source.lose(1)
         sites.prefill[1].start()
         await source.bring_back(1)
@@ -176,6 +178,7 @@ async def test_blocks_are_withheld_until_a_killed_sibling_is_back_as_a_new_proce
         await fetch.blocks_freed()
         await target.bring_back(1)
         await offer.withdraw()
+        await offer.released()
 
         assert failure.code in GONE
         assert not failure.blocks_free
@@ -206,6 +209,7 @@ async def test_blocks_are_withheld_until_a_stopped_sibling_goes_on(sites, reader
         readers[1].signal(signal.SIGCONT)
         await fetch.blocks_freed()
         await offer.withdraw()
+        await offer.released()
 
         assert (failure.code, failure.blocks_free) == (ErrorCode.TIMEOUT, False)
         assert withheld == 1
@@ -220,6 +224,7 @@ async def test_a_decode_rank_that_leaves_while_it_is_read_into_fails_the_fetch(s
         failure = await failure_of(fetch)
         await fetch.blocks_freed()
         await offer.withdraw()
+        await offer.released()
         await target.bring_back(1)
 
         assert failure.code is ErrorCode.ENGINE_LOST
@@ -242,6 +247,7 @@ async def test_a_sibling_of_a_killed_home_stops_by_the_deadline(sites, readers):
         sites.prefill[1].signal(signal.SIGCONT)
         await until(readers[1].idle)
         await offer.withdraw()
+        await offer.released()
 
         assert (failure.stage, failure.code) == ("lost", ErrorCode.PEER_LOST)
         assert not failure.blocks_free
@@ -257,6 +263,7 @@ async def test_a_fetch_cancelled_while_siblings_read_ends_at_all_of_them(sites, 
         await fetch.blocks_freed()
         still_read = readers[1].status()["counts"]["delegated_reads"]
         await offer.withdraw()
+        await offer.released()
 
         assert failure.code is ErrorCode.CANCELLED
         assert not still_read
@@ -268,6 +275,7 @@ async def test_an_offer_withdrawn_while_siblings_read_it_fails_the_fetch(sites, 
         offer, fetch = await start_long_read(source, target)
 
         await offer.withdraw()
+        await offer.released()
         failure = await failure_of(fetch)
         await fetch.blocks_freed()
 

@@ -65,6 +65,7 @@ async def test_blocks_are_withheld_until_a_stopped_prefill_agent_goes_on(slow):
         assert decode.metric("handoffs_total", outcome="failed", code=failure.code.value) >= 1
         assert decode.says("handoff.failed", fetch_id=fetch.fetch_id, blocks_free=False)
         await offer.withdraw()
+        await offer.released()
         assert await works(source, target)
 
 
@@ -115,6 +116,7 @@ async def test_a_fetch_cancelled_while_it_is_read_ends_and_gives_its_blocks_back
         assert decode.metric("handoffs_total", outcome="cancelled") >= 1
         assert prefill.metric("offers") == 1
         await offer.withdraw()
+        await offer.released()
         assert await works(source, target)
 
 

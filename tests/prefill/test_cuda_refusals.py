@@ -107,7 +107,7 @@ async def test_a_rank_has_all_of_its_memory_in_one_place(agent: PrefillAgent) ->
     async with MemorySession(agent.attach, make_spec(), 0) as session:
         await session.allocate(NHD, num_blocks=4)
         process = next(iter(agent.runtime.agent.engines._by_connection.values()))
-        with pytest.raises(LocalError, match=f"in {GPU}, those before it in host"):
+        with pytest.raises(LocalError, match=f"on {GPU}, those before it on host"):
             process.segments.check_new("more", GPU)
     await until(lambda: given_back(process))
 

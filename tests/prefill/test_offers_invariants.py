@@ -11,7 +11,7 @@ from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import invariant, precondition, rule
 
 from kvbus.errors import ErrorCode, KVBusError
 from kvbus.geometry import BlockTable
@@ -22,6 +22,8 @@ from kvbus_prefill.offer import events as ev
 from kvbus_prefill.offer.entry import OfferedBox, OfferLimits, OfferState
 from kvbus_prefill.offer.table import OfferTable
 from kvbus_prefill.offer.transitions import TRANSITIONS
+from tests.examples import num_examples
+from tests.stories import StoryMachine
 
 LIMITS = OfferLimits(max_offers=3, max_retired=3, max_lease_s=2.0, max_hold_s=3.0)
 ENGINES = st.sampled_from(["engine-a", "engine-b"])
@@ -88,7 +90,7 @@ def copy_of(table: OfferTable) -> OfferTable:
     return made
 
 
-class OfferInterleavings(RuleBasedStateMachine):
+class OfferInterleavings(StoryMachine):
     """Rules are events; what the commands say is checked where they come out."""
 
     def __init__(self) -> None:
@@ -102,6 +104,9 @@ class OfferInterleavings(RuleBasedStateMachine):
         self.draining = False
         self.num_requests = 0
         self.num_events = 0
+
+    def tables(self) -> tuple[OfferTable]:
+        return (self.table,)
 
     # The environment.
 
@@ -345,6 +350,10 @@ class OfferInterleavings(RuleBasedStateMachine):
             assert self.table.next_deadline() == before.next_deadline()
 
     def tell(self, event: ev.Event) -> list[ev.Command]:
+        with self.telling():
+            return self.tell_and_check(event)
+
+    def tell_and_check(self, event: ev.Event) -> list[ev.Command]:
         states = {o: offer.state for o, offer in self.table.live.items()}
         due = self.table.next_deadline()
         overdue = due is not None and due <= self.now
@@ -435,4 +444,6 @@ class OfferInterleavings(RuleBasedStateMachine):
 
 
 TestOfferInterleavings = OfferInterleavings.TestCase
-TestOfferInterleavings.settings = settings(deadline=None, max_examples=300, stateful_step_count=50)
+TestOfferInterleavings.settings = settings(
+    deadline=None, max_examples=num_examples(300), stateful_step_count=50
+)

@@ -11,12 +11,14 @@ from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import invariant, precondition, rule
 
 from kvbus.errors import ErrorCode, TransferFailed
 from kvbus_prefill.slots import events as ev
 from kvbus_prefill.slots.entry import SlotLimits
 from kvbus_prefill.slots.table import SlotTable
+from tests.examples import num_examples
+from tests.stories import StoryMachine
 
 LIMITS = SlotLimits(num_slots=5, slot_bytes=100, max_gathers=2, max_waiting=8, max_slot_lease_s=4.0)
 MOST_OF_A_LEASE = 2
@@ -45,7 +47,7 @@ class Box:
         return self.lease % 2
 
 
-class SlotInterleavings(RuleBasedStateMachine):
+class SlotInterleavings(StoryMachine):
     """Rules are what readers, threads, leases, engines and the clock can do."""
 
     def __init__(self) -> None:
@@ -58,6 +60,9 @@ class SlotInterleavings(RuleBasedStateMachine):
         self.answered: dict[int, ErrorCode | None] = {}
         self.slot_ids: set[int] = set()
         self.overtaken: defaultdict[int, Counter[int]] = defaultdict(Counter)
+
+    def tables(self) -> tuple[SlotTable]:
+        return (self.table,)
 
     # What can happen.
 
@@ -180,6 +185,10 @@ class SlotInterleavings(RuleBasedStateMachine):
     # The checks.
 
     def tell(self, event: ev.Event, expected: dict[int, ErrorCode | None]) -> None:
+        with self.telling():
+            self.tell_and_check(event, expected)
+
+    def tell_and_check(self, event: ev.Event, expected: dict[int, ErrorCode | None]) -> None:
         answers: dict[object, ErrorCode | None] = {}
         for command in self.table.handle(event, self.now):
             match command:
@@ -254,4 +263,6 @@ class SlotInterleavings(RuleBasedStateMachine):
 
 
 TestSlotInterleavings = SlotInterleavings.TestCase
-TestSlotInterleavings.settings = settings(deadline=None, max_examples=300, stateful_step_count=50)
+TestSlotInterleavings.settings = settings(
+    deadline=None, max_examples=num_examples(300), stateful_step_count=50
+)

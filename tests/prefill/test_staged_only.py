@@ -71,12 +71,13 @@ async def test_boxes_of_a_device_lie_in_the_slots_of_that_device(
             )
             await reader.ask(unpack, Empty)
             left = agent.counts["slots"]
+            wanted = case.wanted()
             await case.confirm()
 
             slots = [there.address(number) for number in range(there.num_slots)]
             assert [one.address in slots for one in packed] == [True, False, True]
             assert torch.equal(
-                there.tensor(slots.index(packed[2].address))[: packed[2].num_bytes], case.wanted()
+                there.tensor(slots.index(packed[2].address))[: packed[2].num_bytes], wanted
             )
             assert len({one.slot_id for one in packed}) == 3
             kinds = [(one.memory, one.device) for one in packed]

@@ -22,6 +22,7 @@ from kvbus.protocol.envelope import (
     encode_reply,
     encode_request,
 )
+from tests.examples import num_examples
 from tests.protocol.strategies import PLAIN, TEXT, value_or_refusal
 
 BODIES = st.dictionaries(TEXT, PLAIN, max_size=4)
@@ -59,13 +60,13 @@ def refusal_of(fields: object) -> ProtocolError:
     return refused.value
 
 
-@settings(max_examples=300)
+@settings(max_examples=num_examples(300))
 @given(REQUESTS | REPLIES | NOTICES)
 def test_every_envelope_arrives_as_it_was_sent(envelope: Envelope) -> None:
     assert decode(encoded(envelope)) == envelope
 
 
-@settings(max_examples=500)
+@settings(max_examples=num_examples(500))
 @given(st.binary(max_size=200))
 def test_arbitrary_bytes_raise_nothing_but_a_protocol_error(frame: bytes) -> None:
     decodes_or_refuses(frame)
@@ -80,7 +81,7 @@ def test_a_truncated_frame_is_refused(envelope: Envelope, data: st.DataObject) -
         decode(frame[:cut])
 
 
-@settings(max_examples=500)
+@settings(max_examples=num_examples(500))
 @given(REQUESTS | REPLIES | NOTICES, st.data())
 def test_a_mutated_frame_raises_nothing_but_a_protocol_error(
     envelope: Envelope, data: st.DataObject

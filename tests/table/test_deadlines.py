@@ -4,6 +4,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbus.table.deadlines import Deadlines
+from tests.examples import num_examples
 
 KEYS = st.integers(0, 5)
 TIMES = st.sampled_from([0.0, 1.0, 1.5, 2.0, 3.0])
@@ -17,7 +18,7 @@ STEPS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=num_examples(200))
 @given(STEPS)
 def test_it_agrees_with_a_dict_after_every_step(steps: list[tuple[str, int, float]]) -> None:
     deadlines: Deadlines[int] = Deadlines()
