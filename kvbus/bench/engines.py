@@ -50,7 +50,7 @@ class PrefillProcess:
 
 
 @dataclass(frozen=True, slots=True)
-class Source:
+class OpenedSource:
     """A prefill engine, with a cache full of the pattern."""
 
     engine_id: str
@@ -88,7 +88,7 @@ class Source:
 class EnginePair:
     """A prefill engine and a decode engine of ``shape``, ready and attached."""
 
-    source: Source
+    source: OpenedSource
     shape: Shape
     caches: Sequence[KvCache]
     session: DecodeSession
@@ -149,16 +149,16 @@ class Bench:
             yield pair
 
     @contextlib.asynccontextmanager
-    async def source(self, shape: Shape, num_blocks: int) -> AsyncIterator[Source]:
+    async def source(self, shape: Shape, num_blocks: int) -> AsyncIterator[OpenedSource]:
         """A prefill engine."""
         engine_id = f"{shape.name}-{next(self.prefill.numbers)}"
         await self.prefill.do("open", engine_id, shape.name, num_blocks)
-        yield Source(engine_id, shape, num_blocks, self.prefill)
+        yield OpenedSource(engine_id, shape, num_blocks, self.prefill)
         await self.prefill.do("close", engine_id)
 
     @contextlib.asynccontextmanager
     async def reader(
-        self, shape: Shape, num_blocks: int, source: Source, *, agent: BenchAgent | None = None
+        self, shape: Shape, num_blocks: int, source: OpenedSource, *, agent: BenchAgent | None = None
     ) -> AsyncIterator[EnginePair]:
         """A decode engine beside ``agent`` that reads ``source``."""
         path = (agent or self.decode_agent).attach_path

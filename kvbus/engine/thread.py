@@ -172,7 +172,7 @@ class SessionThread(Generic[S]):
     def _do(self, call: Callable[[S | None], None]) -> None:
         try:
             call(self.session)
-        except Exception as error:  # one call fails alone, be it by a fault of ours
+        except Exception as error:  # a call fails alone, also by a fault of ours
             self._log_failed(error)
 
     def _spawn(self, call: Callable[[], Coroutine[Any, Any, None]]) -> None:

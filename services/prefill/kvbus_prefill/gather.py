@@ -55,7 +55,7 @@ class Packing:
         self._slots = SlotDevices(agent, config, self._commands)
         self._copiers = Copiers(agent.loop, num_threads=config.pack_threads)
         self._late_read_s = config.late_read_s
-        self._attendance = ProgressLeases(
+        self._progress_leases = ProgressLeases(
             agent.transport, agent.loop, max_readers=config.max_offers
         )
 
@@ -89,9 +89,9 @@ class Packing:
         self._engine(check.engine_id, check.memory_id)
         reader = call.session.boot, check.offer_id
         if check.progress_s:
-            self._attendance.begin(reader, for_s=check.progress_s + self._late_read_s)
+            self._progress_leases.begin(reader, for_s=check.progress_s + self._late_read_s)
         else:
-            self._attendance.end(reader)
+            self._progress_leases.end(reader)
         call.reply(Empty())
 
     def _unpack(self, unpack: Unpack, call: Call) -> None:
