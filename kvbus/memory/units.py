@@ -1,4 +1,4 @@
-"""Units: the positions of a box in pieces of equal length that lie in one block on either side."""
+"""Units: the positions of a box in parts of equal length that lie in one block on either side."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -52,9 +52,9 @@ class Starts(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Units:
-    """Pieces of ``num_tokens`` each: scattered over the rank's blocks, at equal steps in the slot.
+    """Units of ``num_tokens`` each: scattered over the rank's blocks, at equal steps in the slot.
 
-    Piece i starts at token ``tokens[i]`` of block ``blocks[i]``; ``in_slot`` counts from the
+    Unit i starts at token ``tokens[i]`` of block ``blocks[i]``; ``in_slot`` counts from the
     slot's first block.
     """
 

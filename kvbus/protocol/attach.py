@@ -43,7 +43,7 @@ class PassSegment(Request[SegmentPassed], frozen=True):
     """Passes one file descriptor of shared memory, of at least ``size_bytes``.
 
     With ``direct`` False no peer and no NIC reads or writes it: a rank with such a segment is
-    *staged only*, its KV goes through the agent's slots.
+    *unregistered*, its KV goes through the agent's slots.
     """
 
     op: ClassVar[str] = "segment"
@@ -54,7 +54,7 @@ class PassSegment(Request[SegmentPassed], frozen=True):
 
 
 class PassCuda(Request[Empty], frozen=True):
-    """Passes memory of a GPU, by the handles of CUDA's driver; the rank is staged only.
+    """Passes memory of a GPU, by the handles of CUDA's driver; the rank is unregistered.
 
     ``event`` is one that the engine records before it says that KV is ready, or that its blocks
     may be written; None when it waits for its GPU work before it says so.

@@ -31,7 +31,7 @@ class EngineMemory(msgspec.Struct, frozen=True):
     """The ranks of one engine that an agent has, and where each segment lies in its addresses.
 
     ``addresses[r][segment_id]`` belongs to ``ranks[r]``; empty on the side that only describes. A
-    rank without addresses is staged only: it can be read in boxes, with `Pack`, and no other way.
+    rank without addresses is unregistered: it can be read in boxes, with `Pack`, and no other way.
     """
 
     engine: EngineSpec

@@ -266,7 +266,7 @@ class EngineDirectory:
         self._tasks.start_soon(self._free, list(engine.processes), engine)
 
     async def _free(self, processes: list[EngineProcess], engine: LocalEngine | None) -> None:
-        """Nothing but copies of ours touches what is staged only: that goes first."""
+        """Nothing but copies of ours touches unregistered memory: that goes first."""
         if engine is not None:
             await self._copied(engine)
         staged = [process for process in processes if not process.segments.direct]

@@ -204,7 +204,7 @@ class SendRenew:
 class ReadChunk:
     """Read a chunk, tokens [start, stop), out of ``tables``; answer `ChunkRead`, once.
 
-    Pieces of a fetch follow each other, one at a time. Groups of state are read with the ``last``
+    Chunks of a fetch follow each other, one at a time. Groups of state are read with the ``last``
     one, which may have no tokens.
     """
 
