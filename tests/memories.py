@@ -31,7 +31,7 @@ class Memory:
     """The order of a cache's axes; K and V in tensors of their own when ``apart``.
 
     ``padding`` elements that belong to nothing lie behind each index of every axis but the
-    innermost, and bytes between the tensors. It is staged only unless ``direct``, and on a GPU.
+    innermost, and bytes between the tensors. It is unregistered unless ``direct``, and on a GPU.
     """
 
     layout: KvLayout = NHD

@@ -50,7 +50,7 @@ class PrefillProcess:
 
 
 @dataclass(frozen=True, slots=True)
-class OpenedSource:
+class SourceName:
     """A prefill engine, with a cache full of the pattern."""
 
     engine_id: str
@@ -88,7 +88,7 @@ class OpenedSource:
 class EnginePair:
     """A prefill engine and a decode engine of ``shape``, ready and attached."""
 
-    source: OpenedSource
+    source: SourceName
     shape: Shape
     caches: Sequence[KvCache]
     session: DecodeSession
@@ -149,16 +149,21 @@ class Bench:
             yield pair
 
     @contextlib.asynccontextmanager
-    async def source(self, shape: Shape, num_blocks: int) -> AsyncIterator[OpenedSource]:
+    async def source(self, shape: Shape, num_blocks: int) -> AsyncIterator[SourceName]:
         """A prefill engine."""
         engine_id = f"{shape.name}-{next(self.prefill.numbers)}"
         await self.prefill.do("open", engine_id, shape.name, num_blocks)
-        yield OpenedSource(engine_id, shape, num_blocks, self.prefill)
+        yield SourceName(engine_id, shape, num_blocks, self.prefill)
         await self.prefill.do("close", engine_id)
 
     @contextlib.asynccontextmanager
     async def reader(
-        self, shape: Shape, num_blocks: int, source: OpenedSource, *, agent: BenchAgent | None = None
+        self,
+        shape: Shape,
+        num_blocks: int,
+        source: SourceName,
+        *,
+        agent: BenchAgent | None = None,
     ) -> AsyncIterator[EnginePair]:
         """A decode engine beside ``agent`` that reads ``source``."""
         path = (agent or self.decode_agent).attach_path

@@ -89,7 +89,7 @@ class MemorySession(EngineSession):
         """Allocate the rank's whole KV cache, zeroed, and register it.
 
         ``num_blocks`` is that of every group, or by group. With ``direct`` False the memory is
-        staged only: NIXL, and so a NIC, never pins it, and its KV goes through the agent's slots.
+        unregistered: NIXL, and so a NIC, never pins it, and its KV goes through the agent's slots.
         That of a CUDA ``device`` always is; see `record`. Raises `SegmentError` when there is not
         enough memory, or no such device.
         """

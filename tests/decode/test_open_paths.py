@@ -1,4 +1,4 @@
-"""Which paths are left when one side's memory is staged only, or has no slots, and who is named."""
+"""Which paths are left when one side is unregistered, or has no slots, and who is named."""
 
 from itertools import product
 from types import SimpleNamespace
@@ -40,10 +40,10 @@ def test_paths_that_both_sides_can_take_are_open(prefill, decode, slots, packs_h
 @pytest.mark.parametrize(
     ("prefill", "decode", "slots", "packs_here", "words"),
     [
-        (False, True, (8, 0), True, r"prefill engine is staged only.*prefill-1\)"),
-        (True, False, (0, 8), True, r"decode engine is staged only.*prefill-0\)"),
-        (True, False, (8,), False, "decode engine is staged only.*0 at the decode agent"),
-        (False, False, (8,), False, "decode engine is staged only.*0 at the decode agent"),
+        (False, True, (8, 0), True, r"prefill engine is unregistered.*prefill-1\)"),
+        (True, False, (0, 8), True, r"decode engine is unregistered.*prefill-0\)"),
+        (True, False, (8,), False, "decode engine is unregistered.*0 at the decode agent"),
+        (False, False, (8,), False, "decode engine is unregistered.*0 at the decode agent"),
     ],
 )
 def test_where_none_is_left_the_key_and_both_sides_are_named(

@@ -79,7 +79,7 @@ async def spread_engine(
 ) -> AsyncIterator[SpreadEngine]:
     """A registered engine; ``agents`` are those of its ranks, the first of all is its home.
 
-    The ranks in ``staged`` are staged only.
+    The ranks in ``staged`` are unregistered.
     """
     spec = spec or make_spec(tp=len(agents))
     home = agents[0]

@@ -78,7 +78,7 @@ async def test_a_lease_that_ends_while_its_box_is_copied_refuses_it_at_once(
     assert in_use == 1
 
 
-@pytest.mark.parametrize("direct", [True, False], ids=["direct", "staged only"])
+@pytest.mark.parametrize("direct", [True, False], ids=["direct", "unregistered"])
 async def test_the_memory_of_a_dead_engine_stays_while_a_copy_reads_it(
     agent: PrefillAgent, held_up: HeldUp, monkeypatch: pytest.MonkeyPatch, direct: bool
 ) -> None:

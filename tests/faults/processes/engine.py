@@ -3,8 +3,8 @@
     engine.py ATTACH ENGINE_ID prefill
     engine.py ATTACH ENGINE_ID decode TICKET
 
-With ``staged-prefill`` or ``staged-decode`` its memory is staged only. Prints one line of JSON once
-the offer is made, or once the fetch is on its way.
+With ``staged-prefill`` or ``staged-decode`` its memory is unregistered. Prints one line of JSON
+once the offer is made, or once the fetch is on its way.
 """
 
 import json

@@ -22,10 +22,10 @@ def open_paths(route: Route, wanted: str, *, packs_here: bool) -> tuple[Path, ..
             f"key 'path' of the configuration forces '{wanted}', but {closed[Path(wanted)]}",
             key="path",
         )
-    staged = _staged_only(route)
+    unregistered = _unregistered(route)
     raise ConfigError(
-        f"{staged}, so that its KV goes through staging slots alone, but {closed[Path.PACKED]}: "
-        "raise it there",
+        f"{unregistered}, so that its KV goes through staging slots alone, but "
+        f"{closed[Path.PACKED]}: raise it there",
         key="staging_bytes",
     )
 
@@ -35,7 +35,7 @@ def no_common_order(wanted: str) -> ConfigError:
     if wanted == "auto":
         return ConfigError(
             "key 'staging_bytes' is 0 at the decode agent, and without slots of its own it cannot "
-            "read an engine that is staged only into regions of different orders: raise it",
+            "read an engine that is unregistered into regions of different orders: raise it",
             key="staging_bytes",
         )
     return ConfigError(
@@ -49,9 +49,9 @@ def _closed(route: Route, *, packs_here: bool) -> dict[Path, str]:
     """Why paths cannot be taken."""
     closed: dict[Path, str] = {}
     if not (route.prefill_direct and route.decode_direct):
-        closed[Path.DIRECT] = _staged_only(route)
+        closed[Path.DIRECT] = _unregistered(route)
     if not route.decode_direct:
-        closed[Path.REORDERED] = "the memory of the decode engine is staged only"
+        closed[Path.REORDERED] = "the memory of the decode engine is unregistered"
     if not packs_here:
         closed[Path.PACKED] = "key 'staging_bytes' is 0 at the decode agent"
     for source in route.sources:
@@ -61,6 +61,6 @@ def _closed(route: Route, *, packs_here: bool) -> dict[Path, str]:
     return closed
 
 
-def _staged_only(route: Route) -> str:
+def _unregistered(route: Route) -> str:
     side = "decode" if not route.decode_direct else "prefill"
-    return f"the memory of the {side} engine is staged only"
+    return f"the memory of the {side} engine is unregistered"

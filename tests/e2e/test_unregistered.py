@@ -33,7 +33,7 @@ SLOTS = {"slot_bytes": SLOT_BYTES, "staging_bytes": 4 * SLOT_BYTES}
 
 
 def staged(side: Side, *, only: bool = True) -> Side:
-    """The side, its memory staged only if ``only``."""
+    """The side, its memory unregistered if ``only``."""
     return replace(side, memory=replace(side.memory, direct=not only))
 
 
@@ -166,7 +166,7 @@ async def test_a_staged_decode_engine_cannot_read_from_an_agent_without_slots(sh
         code, message = await failed_handoff(*pair)
 
     assert code is ErrorCode.CONFIG
-    assert "the memory of the decode engine is staged only" in message
+    assert "the memory of the decode engine is unregistered" in message
     assert f"key 'staging_bytes' is 0 at the prefill agent ({slotless[0].peer})" in message
 
 
@@ -178,7 +178,7 @@ async def test_a_forced_direct_path_is_refused_with_the_side_that_is_staged(shap
 
     side = "prefill" if which == "prefill" else "decode"
     assert code is ErrorCode.CONFIG
-    assert f"forces 'direct', but the memory of the {side} engine is staged only" in message
+    assert f"forces 'direct', but the memory of the {side} engine is unregistered" in message
 
 
 async def test_a_forced_reordered_path_is_refused_when_it_cannot_end_in_the_blocks(shapes):
@@ -186,7 +186,7 @@ async def test_a_forced_reordered_path_is_refused_when_it_cannot_end_in_the_bloc
         code, message = await failed_handoff(*pair)
 
     assert code is ErrorCode.CONFIG
-    assert "forces 'reordered', but the memory of the decode engine is staged only" in message
+    assert "forces 'reordered', but the memory of the decode engine is unregistered" in message
 
 
 async def test_a_decode_agent_without_slots_has_boxes_in_its_engines_order(shapes, slotless):
