@@ -12,6 +12,7 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, suppress
+from contextvars import Context, copy_context
 from functools import partial
 from typing import Any, Generic, TypeVar
 
@@ -54,6 +55,7 @@ class SessionThread(Generic[S]):
         self._last_failure = ""
         self.session: S | None = None
         self._tasks: TaskGroup | None = None
+        self._context: Context = copy_context()
         self._loop = asyncio.new_event_loop()
         self._keeper = self._loop.create_task(self._keep())
         self._thread = threading.Thread(target=self._run, name=f"kvbus-{name}", daemon=True)
@@ -122,6 +124,7 @@ class SessionThread(Generic[S]):
     async def _keep(self) -> None:
         retry_s = RETRY_S
         async with anyio.create_task_group() as self._tasks:
+            self._context = copy_context()
             while True:
                 was_open = await self._hold()
                 if not self._reconnect:
@@ -176,8 +179,11 @@ class SessionThread(Generic[S]):
             self._log_failed(error)
 
     def _spawn(self, call: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        """What is posted runs in the context of the thread that posted it: anyio knows no event
+        loop there, so tasks start in the keeper's context.
+        """
         if self._tasks is not None:
-            self._tasks.start_soon(call)
+            self._context.run(self._tasks.start_soon, call)
 
     async def _guarded(self, call: Callable[[], Awaitable[None]]) -> None:
         try:
