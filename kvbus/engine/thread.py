@@ -12,12 +12,10 @@ import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from contextlib import AbstractAsyncContextManager, suppress
-from contextvars import Context, copy_context
 from functools import partial
 from typing import Any, Generic, TypeVar
 
 import anyio
-from anyio.abc import TaskGroup
 
 from kvbus.engine.session import EngineSession
 from kvbus.errors import ClosedError, ErrorCode, KVBusError, LocalError
@@ -54,8 +52,7 @@ class SessionThread(Generic[S]):
         self._problem: KVBusError = ClosedError(f"{name} is not open yet")
         self._last_failure = ""
         self.session: S | None = None
-        self._tasks: TaskGroup | None = None
-        self._context: Context = copy_context()
+        self._tasks: asyncio.TaskGroup | None = None
         self._loop = asyncio.new_event_loop()
         self._keeper = self._loop.create_task(self._keep())
         self._thread = threading.Thread(target=self._run, name=f"kvbus-{name}", daemon=True)
@@ -123,8 +120,7 @@ class SessionThread(Generic[S]):
 
     async def _keep(self) -> None:
         retry_s = RETRY_S
-        async with anyio.create_task_group() as self._tasks:
-            self._context = copy_context()
+        async with asyncio.TaskGroup() as self._tasks:
             while True:
                 was_open = await self._hold()
                 if not self._reconnect:
@@ -179,11 +175,9 @@ class SessionThread(Generic[S]):
             self._log_failed(error)
 
     def _spawn(self, call: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """What is posted runs in the context of the thread that posted it: anyio knows no event
-        loop there, so tasks start in the keeper's context.
-        """
+        """asyncio's own group: with sniffio, anyio's starts nothing from a callback."""
         if self._tasks is not None:
-            self._context.run(self._tasks.start_soon, call)
+            self._tasks.create_task(call())
 
     async def _guarded(self, call: Callable[[], Awaitable[None]]) -> None:
         try:
