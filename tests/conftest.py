@@ -1,10 +1,15 @@
-"""What all tests share: how Hypothesis works here.
+"""What all tests share: how Hypothesis works here, and that Ctrl-C works.
 
 A failure is shrunk, but not explained: explaining traces every line, which takes longer than a test
 may, and the timeout would hide what failed. An example has no deadline: on a busy machine it may
 wait for a core. The environment's HYPOTHESIS_PROFILE chooses the profile: ``kvbus``, which is the
 default, or ``long``, which draws four times as many examples.
+
+A shell without job control starts its background commands with SIGINT ignored, and so are the
+processes of tests that send it: it is restored here.
 """
+
+import signal
 
 from hypothesis import Phase, settings
 
@@ -14,3 +19,5 @@ phases = [phase for phase in Phase if phase is not Phase.explain]
 for name in ("kvbus", "long"):
     settings.register_profile(name, deadline=None, phases=phases, max_examples=num_examples(100))
 settings.load_profile(PROFILE)
+
+signal.signal(signal.SIGINT, signal.default_int_handler)
