@@ -144,7 +144,12 @@ def _cells(path: PathPlan) -> list[str]:
 
 def _table(title: str) -> Table:
     return Table(
-        title=title, box=SIMPLE_HEAD, show_edge=False, title_justify="left", padding=(0, 1, 0, 0)
+        title=title,
+        box=SIMPLE_HEAD,
+        show_edge=False,
+        pad_edge=False,
+        title_justify="left",
+        padding=(0, 1, 0, 0),
     )
 
 
