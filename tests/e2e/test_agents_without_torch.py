@@ -1,15 +1,17 @@
 """An agent imports torch, and touches its slots, only for KV that passes through them."""
 
+import uuid
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
+import anyio
 import pytest
 
 from kvbus.engine import DecodeSession, PrefillSession
 from tests.agents import AgentProcess, Agents, agents_ended, wait_until
-from tests.engines import Engine, engine, works
+from tests.engines import Engine, engine, story_of, works
 from tests.memories import Memory
 
 pytestmark = pytest.mark.anyio
@@ -63,6 +65,32 @@ async def test_agents_stay_without_torch_through_a_direct_handoff(measured):
 
     assert before == after == [False, False]
     assert max(anonymous) < MAX_ANONYMOUS_BYTES
+
+
+async def test_torch_is_there_before_the_lease_of_the_first_fetch_that_needs_it(measured):
+    decode = measured.all[1]
+    async with two_engines(measured.all[:2], Memory()) as (source, target):
+        assert await works(source, target)
+        assert imported_torch(decode) is False
+        untailed = await fetched(source, target, zero_tail=False)
+        first = await fetched(source, target, zero_tail=True)
+        later = await fetched(source, target, zero_tail=True)
+
+    assert [claims_at_once(story) for story in (untailed, first, later)] == [True, False, True]
+
+
+async def fetched(source: Engine, target: Engine, *, zero_tail: bool) -> list[str]:
+    """The story of a fetch that completed."""
+    theirs, ours = source.some_blocks(3, 40), target.some_blocks(4, 40)
+    offer = await source.prefill.offer(uuid.uuid4().hex, num_tokens=40, block_ids=theirs)
+    fetch = target.decode.fetch(offer.ticket, num_tokens=40, block_ids=ours, zero_tail=zero_tail)
+    await fetch.completed()
+    await offer.released()
+    return await anyio.to_thread.run_sync(story_of, target, fetch)
+
+
+def claims_at_once(story: list[str]) -> bool:
+    return not any("PeerReady" in line for line in story)
 
 
 async def test_what_passes_through_slots_brings_torch_and_then_the_rates_of_copies(measured):

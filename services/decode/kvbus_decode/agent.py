@@ -126,14 +126,21 @@ class DecodeService:
         engine, timeout_s = self._agent.engines.engine_of(call), self._config.fetch_timeout_s
         requested = fetch_event(engine, fetch, timeout_s=timeout_s, reply_to=call)
         route = self._leases.known_route(requested.ticket, engine)
-        self._dispatch(requested if route is None else replace(requested, route=route))
+        if route is not None and self._is_ready(route, requested):
+            requested = replace(requested, route=route)
+        self._dispatch(requested)
 
     def _cancel_fetch(self, cancel: CancelFetch, call: Call) -> None:
         self._agent.engines.engine_of(call)  # refuses who has none
         self._dispatch(ev.CancelRequested(cancel.fetch_id, call))
 
+    def _is_ready(self, route: Route, requested: ev.Requested) -> bool:
+        whole = requested.first_token, requested.num_tokens
+        return self._reader.is_ready(route, whole, zero_tail=requested.zero_tail)
+
     async def _prepare(self, route: Route, requested: ev.Requested) -> None:
-        await self._reader.prepare(route, requested.first_token, requested.num_tokens)
+        if not self._is_ready(route, requested):
+            await self._reader.prepare()
 
     def _read_chunk(self, command: ev.ReadChunk) -> None:
         """Read here, and have the agents with other ranks of the engine read."""

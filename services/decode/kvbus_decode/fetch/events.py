@@ -63,7 +63,7 @@ class Requested:
     it is read once the offer is sealed. ``zero_tail`` when it wants the unused slots of its last
     blocks zeroed. With ``chunk_tokens`` it wants chunks that end at multiples of it, and to be told
     of each that has landed; 0 without. ``route`` is how the prefill engine is read, None when that
-    is not known yet and the peer has to be resolved.
+    is not known yet and the peer has to be resolved, or when this agent is not ready to read.
     """
 
     fetch_id: str

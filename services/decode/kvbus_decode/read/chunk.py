@@ -27,10 +27,10 @@ class Chunk:
     replica_index: int
     deadline: float
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether it moves nothing, as one that only zeroes a tail."""
-        return all(stop <= start for start, stop in self.spans.values())
+
+def is_empty(spans: Spans) -> bool:
+    """Whether a chunk moves nothing, as one that only zeroes a tail."""
+    return all(stop <= start for start, stop in spans.values())
 
 
 def make_chunk(

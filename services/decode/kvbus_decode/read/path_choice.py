@@ -7,10 +7,10 @@ import structlog
 
 from kvbus.agent.process.calibration import Calibration
 from kvbus.agent.process.service import Agent
-from kvbus.planning import FetchShape, Path, PeerRates
+from kvbus.planning import FetchShape, Path, PeerRates, Spans
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.peer.route import Route
-from kvbus_decode.read.chunk import Chunk
+from kvbus_decode.read.chunk import is_empty
 from kvbus_decode.read.open_paths import no_common_order, open_paths
 
 log = structlog.get_logger()
@@ -49,22 +49,21 @@ class PathChooser:
             name = f"{agent.transport.name}-calibration"
             agent.tasks.start_soon(self._calibration.measure_reads, name)
 
-    def choose(self, chunk: Chunk) -> PathChoice:
-        """The path of a chunk.
+    def choose(self, route: Route, spans: Spans, replica_index: int) -> PathChoice:
+        """The path of a chunk, which `Chunk` describes.
 
         A box has to fit the slots of both sides; where no path has boxes that do, that is for
         `cut_into_boxes` to refuse. Raises `ConfigError` when no path is open.
         """
-        route = chunk.route
         paths = self._paths.get(route) or self._open_paths(route)
-        if paths == DIRECT_ONLY or chunk.is_empty:
+        if paths == DIRECT_ONLY or is_empty(spans):
             return PathChoice(paths[0])
-        if Path.DIRECT in paths and self._is_plain(chunk):
+        if Path.DIRECT in paths and self._is_plain(route, spans, replica_index):
             return DIRECT
         work, slot_bytes = route.work, self._slot_bytes(route)
-        shape = work.shape(chunk.spans, slot_bytes=slot_bytes)
+        shape = work.shape(spans, slot_bytes=slot_bytes)
         if not any(path in shape for path in paths):
-            shape = work.shape(chunk.spans)
+            shape = work.shape(spans)
         if not any(path in shape for path in paths):
             raise no_common_order(self._config.path)
         choice = self._peer(route).choose(shape, paths=paths)
@@ -99,19 +98,19 @@ class PathChooser:
         """What was learned of each is a correction of rates that are others now."""
         self._by_route.clear()
 
-    def _is_plain(self, chunk: Chunk) -> bool:
+    def _is_plain(self, route: Route, spans: Spans, replica_index: int) -> bool:
         """Whether direct is best without asking the model.
 
         Its descriptors cost less than the first request of the other paths would, or than half of
         a gather of its bytes.
         """
-        rates, route = self._calibration.rates, chunk.route
-        plans = route.plans(chunk.replica_index)
-        num = sum(plan.direct.num_descriptors(chunk.spans) for plan in plans if plan.direct)
+        rates = self._calibration.rates
+        plans = route.plans(replica_index)
+        num = sum(plan.direct.num_descriptors(spans) for plan in plans if plan.direct)
         spent_s = num * rates.seconds_per_descriptor
         if spent_s <= rates.seconds_per_request:
             return True
-        return spent_s <= route.num_bytes(chunk.spans) / rates.gather_bytes_per_s / 2
+        return spent_s <= route.num_bytes(spans) / rates.gather_bytes_per_s / 2
 
     def _peer(self, route: Route) -> PeerRates:
         known = self._by_route.get(route)

@@ -83,13 +83,25 @@ class Reader:
     # comes before the claim of the first fetch that will need it: under the lease, a renewal would
     # be late, and a prefill agent whose lease is over drives no progress, without which a READ
     # over TCP never ends.
-    async def prepare(self, route: Route, first_token: int, num_tokens: int) -> None:
-        """Return when such a fetch could be scattered at once."""
-        whole = first_token, num_tokens
+    def is_ready(self, route: Route, whole: tuple[int, int], *, zero_tail: bool) -> bool:
+        """Whether a fetch of tokens [whole) copies nothing here, or its copies could start at once.
+
+        Also when no path can be taken: `start` says why.
+        """
+        if self._copiers.ready:
+            return True
+        if zero_tail:
+            return False
         spans = chunk_spans(route.prefill.groups, whole, whole, last=True)
-        chunk = Chunk(route, "", 0, {}, {}, spans, {}, replica_index=0, deadline=0.0)
-        if self._chooser.choose(chunk).path is Path.PACKED:
-            await asyncio.wrap_future(self._copiers.prepare())
+        try:
+            choice = self._chooser.choose(route, spans, replica_index=0)
+        except KVBusError:
+            return True
+        return choice.path is not Path.PACKED
+
+    async def prepare(self) -> None:
+        """Return when copies start at once."""
+        await asyncio.wrap_future(self._copiers.prepare())
 
     def start(
         self,
@@ -106,7 +118,7 @@ class Reader:
         when no path can be taken. ``remote_legs`` are parts that other agents read.
         """
         try:
-            choice = self._chooser.choose(chunk)
+            choice = self._chooser.choose(chunk.route, chunk.spans, chunk.replica_index)
             if choice.path is Path.DIRECT:
                 legs = direct_legs(chunk)
             else:
