@@ -10,9 +10,14 @@ BIN_VLLM := $(VENV_VLLM)/bin
 INSTALLED_VLLM := $(VENV_VLLM)/.installed
 NEW_ENOUGH := $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	|| { echo "error: kvbus needs Python 3.11 or later; set PYTHON=/path/to/python3.11"; exit 1; }
+TEST_PROCESSES ?= 2
+PYTEST := $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 CONSTRAINTS_VLLM := $(VENV_VLLM)/constraints.txt
 PIP_VLLM := $(BIN_VLLM)/pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS_VLLM)
+
+# Tests start hundreds of processes, each of which would compile kvbus again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
 .PHONY: help venv demo test test-long test-vllm check format bench docs clean
@@ -48,11 +53,11 @@ $(INSTALLED_VLLM): pyproject.toml constraints.txt constraints-vllm.txt tests/vll
 demo: $(INSTALLED) ## Move KV between two real engines and compare the tokens
 	$(BIN)/kvbus demo
 
-test: $(INSTALLED) ## Run all tests
-	$(BIN)/python -m pytest
+test: $(INSTALLED) ## Run all tests, TEST_PROCESSES=2 side by side
+	$(PYTEST)
 
-test-long: $(INSTALLED) ## Run all tests, the property tests with four times as many examples
-	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest --timeout 600
+test-long: $(INSTALLED) ## Run all tests, with more examples and shapes
+	HYPOTHESIS_PROFILE=long $(PYTEST) --timeout 600
 
 test-vllm: $(INSTALLED_VLLM) ## Run the tests with real vLLM servers (needs x86-64, 10 GB of memory)
 	$(BIN_VLLM)/python -m pytest tests/vllm

@@ -36,6 +36,8 @@ from typing import Any
 import anyio
 from call_recorder import UNFOLLOWED, Call, Recorder
 
+from kvbus.spawn import write_agent_config
+
 ROOMS = (
     "kvbus/agent/",
     "kvbus/engine/",
@@ -74,22 +76,17 @@ def agents(folder: Path, switch: Path) -> Iterator[list[RunningAgent]]:
     """One prefill agent, and two decode agents that are named after the path of their reads."""
     started = []
     with contextlib.ExitStack() as stack:
-        for name, role, more in (
-            ("prefill", "prefill", ""),
-            ("direct", "decode", "calibrate = false\n"),
-            ("packed", "decode", 'calibrate = false\npath = "packed"\n'),
+        for name, role, settings in (
+            ("prefill", "prefill", {}),
+            ("direct", "decode", {"calibrate": False}),
+            ("packed", "decode", {"calibrate": False, "path": "packed"}),
         ):
-            config, out, runtime = (folder / f"{name}{end}" for end in (".toml", ".json", ""))
-            config.write_text(
-                f'{more}agent_id = "{name}"\nslot_bytes = {BLOCK_BYTES}\n'
-                'peer_bind = "tcp://127.0.0.1:0"\nevents_bind = "tcp://127.0.0.1:0"\n'
-                f'runtime_dir = "{runtime}"\nlog_level = "warning"\n',
-                encoding="utf-8",
-            )
+            settings |= {"slot_bytes": BLOCK_BYTES, "log_level": "warning"}
+            config, out = write_agent_config(name, folder, **settings), folder / f"{name}.json"
             arguments = (RECORDER, f"kvbus_{role}", config, switch, out)
             command = [sys.executable, *map(str, arguments)]
             stack.callback(_stop, subprocess.Popen(command))
-            started.append(RunningAgent(name, role, runtime / "attach.sock", out))
+            started.append(RunningAgent(name, role, folder / name / "attach.sock", out))
         yield started
 
 

@@ -21,9 +21,8 @@ from typing import Any
 
 from handover.block import Plan, Series, measure
 from handover.figures import as_json, over_local_hits, ratios, table
-from handover.model import ModelShape, write_model
+from handover.model import ModelShape, Prompts, write_model
 from handover.pairs import CONNECTORS, pair
-from handover.prompts import Prompts
 from handover.servers import Recipe
 from handover.turns import WAVE
 

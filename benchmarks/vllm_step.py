@@ -28,10 +28,10 @@ from vllm.v1.request import Request, RequestStatus
 from kvbus.bench.processes import agent
 from kvbus.engine import share_tensor
 from kvbus.geometry import EngineSpec, GroupSpec, KvLayout, lay_out_rank
-from kvbus.integrations.vllm.early_completions import EarlyCompletions
 from kvbus.integrations.vllm.options import ConnectorOptions
 from kvbus.integrations.vllm.scheduler_side import SchedulerSide
 from kvbus.integrations.vllm.sessions import memory_link
+from kvbus.integrations.vllm.step_results import EarlyCompletions
 
 GROUP = GroupSpec("full", (0, 1), 32, 2, 64, "float32")
 NUM_BLOCKS = 512
@@ -133,7 +133,7 @@ def main() -> None:
             params = [offered(prefill, number) for number in range(options.requests)]
             gc.freeze()
             measure(f"{options.requests} offers", prefill, options.steps)
-            with stopped(offering.pid):
+            with stopped(offering.child.pid):
                 for number, one in enumerate(params):
                     load(decode, number, one)
                 measure(f"{options.requests} loads", decode, options.steps)

@@ -1,11 +1,17 @@
-"""Writes docs/state-machines.md from the transition tables: ``python docs/diagrams.py``."""
+"""Writes docs/state-machines.md from the transition tables: ``python docs/diagrams.py``.
 
+What changes nothing is not drawn: a handler whose name starts with ``refuse`` or ``ignore``.
+"""
+
+import ast
+import inspect
+import textwrap
 from collections.abc import Mapping
 from enum import StrEnum
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
-from kvbus.table.diagram import Transitions, state_diagram, state_sentences
+from kvbus.table import Transition
 from kvbus_decode.fetch import transitions as decode
 from kvbus_decode.fetch.entry import FetchState
 from kvbus_decode.read import transitions as read
@@ -16,6 +22,9 @@ from kvbus_prefill.slots import entry as pack
 
 PAGE = Path(__file__).with_name("state-machines.md")
 S = TypeVar("S", bound=StrEnum)
+Transitions = Mapping[tuple[S, type[Any]], Transition[S]]
+UNDRAWN = ("refuse", "ignore")
+MAX_LABEL = 4
 
 HEAD = """\
 # State machines
@@ -61,6 +70,55 @@ def page() -> str:
         {LegState.WANTED: "ChunkWanted"},
     )
     return HEAD + offer + box + fetch + leg
+
+
+def state_diagram(table: Transitions[S], starts: Mapping[S, str]) -> str:
+    """The table as a Mermaid ``stateDiagram-v2``; ``starts`` are the first states, with labels.
+
+    One edge for each pair of states, with the events that lead from one to the other.
+    """
+    edges = [f"    [*] --> {state}: {label}" for state, label in sorted(starts.items())]
+    for (source, target), events in sorted(_edges(table).items()):
+        edges.append(f"    {source} --> {target}: {_label(sorted(events))}")
+    edges += [f"    {state} --> [*]" for state in sorted(_ends(table))]
+    return "\n".join(["stateDiagram-v2", *edges])
+
+
+def state_sentences(states: type[S]) -> dict[S, str]:
+    """The docstring under each member of ``states``; raises `KeyError` when one has none."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(states))).body
+    if not isinstance(definition, ast.ClassDef):
+        raise TypeError(f"{states} is not defined by a class statement")
+    found = {}
+    for member, below in zip(definition.body, definition.body[1:], strict=False):
+        match member, below:
+            case (
+                ast.Assign(targets=[ast.Name(name)]),
+                ast.Expr(ast.Constant(str(sentence))),
+            ):
+                found[name] = " ".join(sentence.split())
+    return {state: found[state.name] for state in states}
+
+
+def _edges(table: Transitions[S]) -> dict[tuple[S, S], set[str]]:
+    edges: dict[tuple[S, S], set[str]] = {}
+    for (source, event), transition in table.items():
+        if not transition.handler.__name__.startswith(UNDRAWN):
+            for target in transition.to:
+                edges.setdefault((source, target), set()).add(event.__name__)
+    return edges
+
+
+def _ends(table: Transitions[S]) -> set[S]:
+    leaves = {source for (source, _), step in table.items() if any(t != source for t in step.to)}
+    states = {source for source, _ in table} | {t for step in table.values() for t in step.to}
+    return states - leaves
+
+
+def _label(events: list[str]) -> str:
+    """Mermaid breaks lines at ``<br>``; a long label would be wider than the diagram."""
+    rows = [", ".join(events[i : i + MAX_LABEL]) for i in range(0, len(events), MAX_LABEL)]
+    return ",<br>".join(rows)
 
 
 if __name__ == "__main__":

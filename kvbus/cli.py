@@ -10,9 +10,7 @@ import typer
 
 from kvbus.bench.command import bench
 from kvbus.demo.command import demo
-from kvbus.doctor.command import HELP as DOCTOR_HELP
 from kvbus.doctor.command import doctor
-from kvbus.plan.command import HELP as PLAN_HELP
 from kvbus.plan.command import plan
 from kvbus.status_command import status
 
@@ -23,11 +21,8 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-app.command()(demo)
-app.command()(bench)
-app.command(help=PLAN_HELP)(plan)
-app.command(help=DOCTOR_HELP)(doctor)
-app.command()(status)
+for command in (demo, bench, plan, doctor, status):
+    app.command()(command)
 
 
 def _print_version(wanted: bool) -> None:

@@ -8,7 +8,6 @@ import sys
 from typing import NoReturn
 
 import msgspec
-import typer
 
 
 def write_json(value: object) -> None:
@@ -34,4 +33,4 @@ def write_text(text: str) -> None:
 def fail(message: str, *, status: int, cause: Exception) -> NoReturn:
     """Say what is wrong in one line of stderr, and end with this exit status."""
     sys.stderr.write(f"error: {message}\n")
-    raise typer.Exit(status) from cause
+    raise SystemExit(status) from cause

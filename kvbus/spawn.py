@@ -1,6 +1,6 @@
 """Child processes: start, wait for, end, and read the end of their log. None outlives this process.
 
-And what their starters want beside: a free port, CPU time.
+And what their starters want beside: a free port, CPU time, the configuration of an agent.
 
     this process ──fork──▶ launcher ──exec──▶ the program
                            1. asks the kernel for SIGKILL when its parent ends
@@ -12,6 +12,7 @@ a child of a thread that ends would be killed too early, so only the main thread
 """
 
 import contextlib
+import json
 import os
 import secrets
 import signal
@@ -19,7 +20,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,7 +31,7 @@ from kvbus.errors import ConfigError, LocalError, PeerLost
 
 END_TIMEOUT_S = 10.0
 NUM_TAIL_LINES = 8
-LOG_PERIOD_S = 0.01
+ANY_PORT = "tcp://127.0.0.1:0"
 LOWEST_PORT, NUM_PORT_TRIES = 10_000, 100
 PORTS_OF_CLIENTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _GIVEN_PORTS: set[int] = set()
@@ -50,22 +50,14 @@ os.execvp(sys.argv[2], sys.argv[2:])
 Stream = int | IO[Any] | None
 
 
-def popen(command: Sequence[str], **options: Any) -> subprocess.Popen[bytes]:
-    """`subprocess.Popen` with its options, of a process that is killed when this one ends."""
-    if threading.current_thread() is not threading.main_thread():
-        raise LocalError("a child ends with the thread that starts it: start it in the main thread")
-    launcher = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid())]
-    return subprocess.Popen([*launcher, *command], **options)
-
-
 @dataclass(slots=True)
 class Child:
     """One child process, which ends with its ``with`` block; ``log`` is where its stderr goes."""
 
     name: str
     process: subprocess.Popen[bytes]
-    log: Path | None = None
-    _log_start_bytes: int = 0
+    log: Path
+    _log_start_bytes: int
 
     @classmethod
     def start(
@@ -73,7 +65,7 @@ class Child:
         name: str,
         command: Sequence[str],
         *,
-        log: Path | None = None,
+        log: Path,
         stdin: Stream = subprocess.DEVNULL,
         stdout: Stream = None,
         env: Mapping[str, str] | None = None,
@@ -84,21 +76,25 @@ class Child:
         ``env`` is added to this process's. In a session of its own it does not get the Ctrl-C of
         this process's terminal. Raises `ConfigError` when the log cannot be written.
         """
-        options = {
-            "stdin": stdin,
-            "env": {**os.environ, **(env or {})},
-            "start_new_session": own_session,
-        }
-        if log is None:
-            return cls(name, popen(command, stdout=stdout, **options))
+        if threading.current_thread() is not threading.main_thread():
+            raise LocalError(
+                "a child ends with the thread that starts it: start it in the main thread"
+            )
+        launcher = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid())]
         try:
             with log.open("ab") as output:
                 start_bytes = output.tell()
-                out = output if stdout is None else stdout
-                process = popen(command, stdout=out, stderr=output, **options)
+                process = subprocess.Popen(
+                    [*launcher, *command],
+                    stdin=stdin,
+                    stdout=output if stdout is None else stdout,
+                    stderr=output,
+                    env={**os.environ, **(env or {})},
+                    start_new_session=own_session,
+                )
+                return cls(name, process, log, start_bytes)
         except OSError as error:
             raise ConfigError(f"cannot start the {name} with the log {log}: {error}") from error
-        return cls(name, process, log, start_bytes)
 
     def __enter__(self) -> "Child":
         return self
@@ -118,19 +114,9 @@ class Child:
 
     def log_text(self) -> str:
         """What it has written to its log so far."""
-        if self.log is None:
-            return ""
         with self.log.open("rb") as log:
             log.seek(self._log_start_bytes)
             return log.read().decode(errors="replace")
-
-    def wait_logged(self, text: str, within_s: float) -> None:
-        """Return once its log has ``text``; raises `PeerLost` when it ends before, or is slow."""
-        deadline = time.monotonic() + within_s
-        while text not in self.log_text():
-            if not self.is_alive or time.monotonic() > deadline:
-                raise self.lost(f"did not log {text!r} within {within_s:g} s")
-            time.sleep(LOG_PERIOD_S)
 
     def cpu_s(self) -> float:
         """CPU seconds that it has used, all threads; 0 once it has ended."""
@@ -188,12 +174,7 @@ class Child:
     async def end_async(self, within_s: float = END_TIMEOUT_S) -> int:
         """`end`, while the event loop runs on; it is done also where the caller is cancelled."""
         with anyio.CancelScope(shield=True):
-            self.ask_to_end()
-            with anyio.move_on_after(within_s) as waiting:
-                await self.ended()
-            if waiting.cancelled_caught:
-                self.process.kill()
-            await self.ended()
+            await anyio.to_thread.run_sync(self.end, within_s)
         return self.process.wait()
 
 
@@ -211,6 +192,21 @@ def cpu_s(pid: int) -> float:
         return 0.0
     user, system = stat.rpartition(")")[2].split()[11:13]
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
+
+
+def write_agent_config(name: str, folder: Path, **settings: str | float) -> Path:
+    """A configuration of an agent for this machine alone; it lives in ``folder / name``."""
+    values = {
+        "agent_id": name,
+        "peer_bind": ANY_PORT,
+        "events_bind": ANY_PORT,
+        "runtime_dir": str(folder / name),
+        **settings,
+    }
+    path = folder / f"{name}.toml"
+    lines = (f"{key} = {json.dumps(value)}\n" for key, value in values.items())
+    path.write_text("".join(lines), encoding="utf-8")
+    return path
 
 
 def free_port() -> int:

@@ -3,6 +3,7 @@
 Refuses to wait longer than it was told.
 """
 
+from functools import partial
 from typing import Annotated
 
 import anyio
@@ -35,7 +36,8 @@ def status(
 ) -> None:
     """Ask an agent for its engines and for what it holds."""
     try:
-        answer = anyio.run(_ask, endpoint, Status(fetch_id=fetch, offer_id=offer), timeout)
+        question = Status(fetch_id=fetch, offer_id=offer)
+        answer = anyio.run(partial(ask_agent, endpoint, question, timeout_s=timeout))
     except RequestTimeout as error:
         fail(f"no agent answered at {endpoint} within {timeout:g} s", status=1, cause=error)
     except ConfigError as error:
@@ -62,10 +64,7 @@ def status_table(answer: AgentStatus) -> Table:
         table.add_row(f"engine {engine_id}", "ready" if is_ready else "not ready")
     if not answer.engines:
         table.add_row("engines", "none")
+    table.add_row("NIXL listens at", ", ".join(answer.data_endpoints) or "no TCP port")
     for what, count in answer.counts.items():
         table.add_row(what.replace("_", " "), str(count))
     return table
-
-
-async def _ask(endpoint: str, status: Status, timeout_s: float) -> AgentStatus:
-    return await ask_agent(endpoint, status, timeout_s=timeout_s)

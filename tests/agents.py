@@ -27,6 +27,7 @@ from tests.plain_sockets import ask
 WITHIN_S = 30.0
 STARTS_WITHIN_S = 90.0
 ENDS_WITHIN_S = 15.0
+LOG_PERIOD_S = 0.01
 LEVELS_OF_TROUBLE = ("error", "critical")
 
 Settings = Mapping[str, Any]
@@ -71,9 +72,11 @@ class AgentProcess:
     folder: Path
     settings: dict[str, Any]
     env: dict[str, str] = field(default_factory=dict)
+    runner: tuple[str, ...] = ()
     runs_first: bool = False
     process: Child | None = None
     started: dict[str, Any] = field(default_factory=dict)
+    num_skipped: int = 0
     expected_trouble: set[str] = field(default_factory=set)
 
     @property
@@ -103,9 +106,10 @@ class AgentProcess:
 
     def launch(self) -> None:
         """Start the process, and do not wait for it."""
+        self.num_skipped = 0
         config = self.folder / "config.toml"
         write_config(config, self.settings)
-        command = [sys.executable, "-m", f"kvbus_{self.role}", str(config)]
+        command = [*self.runner, sys.executable, "-m", f"kvbus_{self.role}", str(config)]
         self.process = Child.start(f"{self.role} agent", command, log=self.log_path, env=self.env)
         if self.runs_first:
             with suppress(PermissionError):  # then it shares the cores, and tests take longer
@@ -113,7 +117,7 @@ class AgentProcess:
 
     def wait_started(self) -> None:
         """Return once it serves."""
-        self._running.wait_logged('"agent.started"', STARTS_WITHIN_S)
+        wait_logged(self._running, '"agent.started"', STARTS_WITHIN_S)
         self.started = self.says("agent.started")[-1]
 
     def start(self) -> None:
@@ -146,10 +150,14 @@ class AgentProcess:
         """Its exit status, once it has ended."""
         return self._running.process.wait(WITHIN_S)
 
+    def skip_log(self) -> None:
+        """Have its log begin here, for a test that comes after others."""
+        self.num_skipped += len(self.lines())
+
     def lines(self) -> list[str]:
-        """What it has written since it was started, whole lines."""
+        """What it has written since it was started, or its log was skipped, whole lines."""
         text = self.process.log_text() if self.process is not None else ""
-        return text[: text.rfind("\n") + 1].splitlines()
+        return text[: text.rfind("\n") + 1].splitlines()[self.num_skipped :]
 
     def log(self) -> list[dict[str, Any]]:
         """The lines of its log; a line that is none comes as the event ``not json``."""
@@ -205,6 +213,15 @@ class AgentProcess:
                 or "exception" in line
             )
         ]
+
+
+def wait_logged(child: Child, text: str, within_s: float) -> None:
+    """Return once its log has ``text``; raises `PeerLost` when it ends before, or is slow."""
+    deadline = time.monotonic() + within_s
+    while text not in child.log_text():
+        if not child.is_alive or time.monotonic() > deadline:
+            raise child.lost(f"did not log {text!r} within {within_s:g} s")
+        time.sleep(LOG_PERIOD_S)
 
 
 def _parsed(line: str) -> dict[str, Any]:

@@ -28,7 +28,7 @@ from tests.strict_sessions import OverwritingPrefill, WatchingDecode, bits, stri
 FULL = GroupSpec("full", (0, 1), 16, 6, 8, "bfloat16")
 SMALL = GroupSpec("small", (2, 3), 4, 6, 8, "bfloat16")
 LARGE = GroupSpec("full", (0,), 64, 8, 64, "bfloat16")
-NUM_LARGE_BLOCKS = 1024
+NUM_LARGE_BLOCKS = 512
 NUM_BLOCKS = 64
 
 NumBlocks = int | Mapping[str, int]
@@ -72,12 +72,13 @@ class Engine:
         """Random bits everywhere, NaNs included; replicas of a head are equal."""
         generator = torch.Generator().manual_seed(seed)
         for memory in self.memories().values():
-            here = memory if memory.device.type == "cpu" else torch.empty_like(memory, device="cpu")
-            memory.copy_(here.random_(generator=generator))
-        values: dict[tuple[int, str, int], Tensor] = {}
+            memory.copy_(random_bytes(memory.numel(), generator))
+        first: dict[tuple[int, str, int], Tensor] = {}
         for (rank, layer, part), view in self.views().items():
             for at, head in enumerate(self.heads(rank, layer, part)):
-                view[:, :, at] = values.setdefault((layer, part, head), view[:, :, at].clone())
+                replica = view[:, :, at]
+                if (of := first.setdefault((layer, part, head), replica)) is not replica:
+                    replica.copy_(of)
 
     def memories(self) -> Snapshot:
         """All bytes of each rank; not copies."""
@@ -141,6 +142,12 @@ def _views(caches: Sequence[KvCache]) -> Views:
 def _any_view(cache: KvCache) -> Tensor:
     region = cache.rank.regions[0]
     return cache.view(region.layers[0], region.parts[0])
+
+
+def random_bytes(num_bytes: int, generator: torch.Generator) -> Tensor:
+    """Eight at a time, which is four times as fast."""
+    words = torch.empty(-(-num_bytes // 8), dtype=torch.int64)
+    return words.random_(-(2**63), None, generator=generator).view(torch.uint8)[:num_bytes]
 
 
 def same(one: Snapshot, other: Snapshot) -> bool:

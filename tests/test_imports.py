@@ -47,7 +47,6 @@ PURE_FOLDERS = (
     "kvbus/protocol",
     "kvbus/table",
     "kvbus/doctor/finding",
-    "kvbus/doctor/check",
     "services/prefill/kvbus_prefill/offer",
     "services/decode/kvbus_decode/fetch",
 )

@@ -5,7 +5,6 @@ import os
 import sys
 
 import pytest
-import typer
 
 from kvbus.output import fail, write_json, write_text
 
@@ -50,8 +49,8 @@ def test_a_stdout_that_is_closed_is_no_error(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_failure_is_one_line_and_its_status(capfd: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(typer.Exit) as ended:
+    with pytest.raises(SystemExit) as ended:
         fail("no agent answered", status=7, cause=OSError())
 
-    assert ended.value.exit_code == 7
+    assert ended.value.code == 7
     assert capfd.readouterr().err == "error: no agent answered\n"

@@ -14,17 +14,19 @@ import pytest
 from kvbus import spawn
 from kvbus.errors import ConfigError, LocalError, PeerLost
 from kvbus.spawn import Child
+from tests.agents import wait_logged
 
 WITHIN_S = 30.0
 SAY = "import sys; print('ready', flush=True); "
 HANG = "import signal; signal.pause()"
 DEAF = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); {SAY}{HANG}"
 PARENT = f"""
-import sys
+import sys, time
 from pathlib import Path
 from kvbus.spawn import Child
 child = Child.start("child", [sys.executable, "-c", sys.argv[1]], log=Path(sys.argv[2]))
-child.wait_logged("ready", {WITHIN_S})
+while "ready" not in child.log_text():
+    time.sleep(0.01)
 print(child.pid, flush=True)
 {HANG}
 """
@@ -50,6 +52,7 @@ def children() -> Iterator[list[Child]]:
 
 
 def start(children: list[Child], code: str, **options: object) -> Child:
+    options.setdefault("log", Path(os.devnull))
     children.append(Child.start("child", [sys.executable, "-c", code], **options))  # type: ignore[arg-type]
     return children[-1]
 
@@ -116,14 +119,14 @@ def test_a_child_that_does_not_end_when_it_is_asked_to_is_killed(
     children: list[Child], log: Path
 ) -> None:
     child = start(children, DEAF, log=log)
-    child.wait_logged("ready", WITHIN_S)
+    wait_logged(child, "ready", WITHIN_S)
 
     assert child.end(within_s=0.1) == -signal.SIGKILL
 
 
 def test_a_stopped_child_hears_that_it_shall_end(children: list[Child], log: Path) -> None:
     child = start(children, SAY + HANG, log=log)
-    child.wait_logged("ready", WITHIN_S)
+    wait_logged(child, "ready", WITHIN_S)
     child.process.send_signal(signal.SIGSTOP)
     os.waitpid(child.pid, os.WUNTRACED)
 
@@ -156,7 +159,7 @@ async def test_the_event_loop_runs_on_while_an_end_is_waited_for(
     children: list[Child], log: Path
 ) -> None:
     ending, deaf = start(children, HANG), start(children, DEAF, log=log)
-    deaf.wait_logged("ready", WITHIN_S)
+    wait_logged(deaf, "ready", WITHIN_S)
     ending.process.kill()
 
     assert await ending.ended() == await ending.ended() == -signal.SIGKILL
@@ -170,7 +173,7 @@ def test_a_child_that_ends_early_is_told_with_its_end_and_its_last_lines(
     child = start(children, f"{SAY}sys.exit('no room')", log=log)
 
     with pytest.raises(PeerLost) as caught:
-        child.wait_logged("never said", WITHIN_S)
+        wait_logged(child, "never said", WITHIN_S)
 
     assert caught.value.message == (
         f"the child (process {child.pid}) ended with exit status 1;"
@@ -182,7 +185,7 @@ def test_a_child_that_is_too_slow_is_told_so(children: list[Child], log: Path) -
     child = start(children, HANG, log=log)
 
     with pytest.raises(PeerLost, match=r"did not log 'ready' within 0\.1 s; .*\n  \(none\)"):
-        child.wait_logged("ready", 0.1)
+        wait_logged(child, "ready", 0.1)
 
 
 def test_a_log_that_cannot_be_written_is_named(children: list[Child]) -> None:
@@ -205,7 +208,7 @@ def test_a_child_inherits_the_environment_and_the_signals_of_a_new_process(
 def test_cpu_time_is_that_of_the_child(children: list[Child], log: Path) -> None:
     busy = "import time\nwhile time.process_time() < 0.3: pass\n"
     child = start(children, f"{busy}{SAY}{HANG}", log=log)
-    child.wait_logged("ready", WITHIN_S)
+    wait_logged(child, "ready", WITHIN_S)
     used = child.cpu_s()
     child.end()
 

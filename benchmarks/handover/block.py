@@ -13,10 +13,10 @@ from functools import partial
 from prometheus_client.parser import text_string_to_metric_families
 
 from .client import Client
-from .handovers import Handed, closed_loop, connected
+from .handovers import Handed, Sides, closed_loop, connected
+from .model import Prompts
 from .pairs import Pair
-from .prompts import Prompts
-from .steps import BACKGROUND_PROMPT_TOKENS, quiet_steps, steps_beside_handovers
+from .steps import BACKGROUND_PROMPT_TOKENS, beside_prefills, quiet_steps, steps_beside
 from .turns import decode_steps, prefills
 
 CHECKED_PROMPTS, CHECKED_TOKENS = 4, 8
@@ -81,14 +81,14 @@ def _steps(pair: Pair, plan: Plan, prompts: Prompts, cached: Iterator[str]) -> S
     ):
         quiet = quiet_steps(decode, background)
         before = _token_latency(decode)
-        moving = steps_beside_handovers(
-            decode,
-            background,
-            prefill,
-            sides,
-            prompts.several(plan.num_requests, plan.prompt_tokens),
-            offer=pair.moves,
-        )
+        with steps_beside(decode, background) as moving:
+            moving.handed = beside_prefills(
+                prefill,
+                sides,
+                prompts.several(plan.num_requests, plan.prompt_tokens),
+                Sides.finish,
+                offer=pair.moves,
+            )
         total_s, count = (
             now - then for now, then in zip(_token_latency(decode), before, strict=True)
         )

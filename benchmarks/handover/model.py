@@ -1,9 +1,10 @@
-"""The random Llama of the benchmark: much KV a token, little to compute.
+"""The random Llama of the benchmark, which has much KV a token and little to compute; its prompts.
 
 Refuses to run it.
 """
 
 import json
+import random
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -49,3 +50,24 @@ def write_model(folder: Path, shape: ModelShape, *, max_tokens: int) -> None:
     config_file = folder / "config.json"
     written = json.loads(config_file.read_text(encoding="utf-8"))
     assert written["num_key_value_heads"] == shape.num_heads, written
+
+
+class Prompts:
+    """JSON lists of random token ids, never the same one twice: no server has a prefix of any.
+
+    Another ``seed`` is another stream.
+    """
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+
+    def draw(self, num_tokens: int) -> str:
+        """The next prompt."""
+        return json.dumps(
+            [self._random.randrange(FIRST_ORDINARY_TOKEN, VOCABULARY) for _ in range(num_tokens)],
+            separators=(",", ":"),
+        )
+
+    def several(self, num_prompts: int, num_tokens: int) -> list[str]:
+        """The next prompts."""
+        return [self.draw(num_tokens) for _ in range(num_prompts)]

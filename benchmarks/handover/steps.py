@@ -3,10 +3,11 @@
 Refuses to look into an engine: a step is what a client sees of it.
 """
 
+import contextlib
 import itertools
 import queue
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -43,35 +44,21 @@ class Steps:
 def quiet_steps(client: Client, background: Sequence[str]) -> Steps:
     """The stream alone."""
     steps = Steps()
-    stream_into(steps, client, background, threading.Event())
+    _stream_into(steps, client, background, threading.Event())
     return steps
 
 
-def steps_beside_handovers(
-    client: Client,
-    background: Sequence[str],
-    prefiller: Client,
-    sides: Sequence[Sides],
-    prompts: Sequence[str],
-    *,
-    offer: bool,
-) -> Steps:
-    """The stream while prompts are prefilled without a pause, and moved while the next one is."""
+@contextlib.contextmanager
+def steps_beside(client: Client, background: Sequence[str]) -> Iterator[Steps]:
+    """The steps of a stream that goes on in the ``with`` block; all are there after it."""
     steps, stop = Steps(), threading.Event()
     with ThreadPoolExecutor(1) as pool:
-        streaming = pool.submit(stream_into, steps, client, itertools.cycle(background), stop)
+        streaming = pool.submit(_stream_into, steps, client, itertools.cycle(background), stop)
         try:
-            steps.handed = beside_prefills(
-                prefiller,
-                sides,
-                prompts,
-                lambda side, prompt, prefilled: side.finish(prompt, prefilled),
-                offer=offer,
-            )
+            yield steps
         finally:
             stop.set()
         streaming.result()
-    return steps
 
 
 def beside_prefills(
@@ -101,7 +88,7 @@ def beside_prefills(
         return [one.result() for one in running]
 
 
-def stream_into(
+def _stream_into(
     steps: Steps, client: Client, background: Iterable[str], stop: threading.Event
 ) -> None:
     """Add the gaps of one stream after the other, until all were or ``stop`` is set."""

@@ -4,18 +4,15 @@ Refuses to compare servers that ran at different times, as on a small machine th
 more than what is looked for: the two kinds take turns.
 """
 
-import itertools
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 from .client import Client, Prefilled
 from .handovers import Handed, Sides
 from .processes import Group
-from .steps import Steps, beside_prefills, stream_into
+from .steps import Steps, beside_prefills, steps_beside
 
 WAVE, PACE_S = 16, 0.2
 """Requests of each turn, and the time from one load to the next."""
@@ -83,9 +80,7 @@ def prefills(
         half = len(wave) // 2
 
         def move(prompts: Sequence[str] = wave[:half]) -> list[float]:
-            moved = beside_prefills(
-                prefiller, sides, prompts, lambda side, *which: side.finish(*which), offer=True
-            )
+            moved = beside_prefills(prefiller, sides, prompts, Sides.finish, offer=True)
             return [one.prefill_s for one in moved[1:]]
 
         def hit(prompts: Sequence[str] = wave[half:]) -> list[float]:
@@ -105,20 +100,14 @@ def _waves(prompts: Sequence[str]) -> Iterator[tuple[Sequence[str], bool]]:
 
 
 def _beside(
-    client: Client, background: Iterable[str], loads: Sequence[Callable[[], object]]
+    client: Client, background: Sequence[str], loads: Sequence[Callable[[], object]]
 ) -> Steps:
     """The stream's steps from the first of ``loads`` to the end of the last one."""
-    steps, stop = Steps(), threading.Event()
-    with ThreadPoolExecutor(1) as pool:
-        streaming = pool.submit(stream_into, steps, client, itertools.cycle(background), stop)
+    with steps_beside(client, background) as steps:
         begin_s = time.perf_counter()
-        try:
-            for number, load in enumerate(loads, start=1):
-                time.sleep(max(0.0, begin_s + number * PACE_S - time.perf_counter()))
-                sent_s = time.perf_counter()
-                load()
-                steps.handed.append(Handed(0.0, sent_s, time.perf_counter()))
-        finally:
-            stop.set()
-        streaming.result()
+        for number, load in enumerate(loads, start=1):
+            time.sleep(max(0.0, begin_s + number * PACE_S - time.perf_counter()))
+            sent_s = time.perf_counter()
+            load()
+            steps.handed.append(Handed(0.0, sent_s, time.perf_counter()))
     return steps

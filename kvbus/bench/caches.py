@@ -1,34 +1,34 @@
 """The caches of an engine: allocated, filled with a pattern, and compared with what must be there.
 
-The planner is not trusted: what is compared are views and block ids alone, head by head. A device
-that no agent maps is private memory, copied to and from a ring in whole blocks.
+The planner is not trusted: what is compared are views and block ids alone. A device that no agent
+maps is private memory of one rank, copied to and from a ring in whole blocks.
+
+Axes
+    block, slot, head   of the rank's cache; heads have their numbers in the model
+    word                8 bytes of a head, or of a block
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AsyncExitStack
+from itertools import product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
+from torch import Tensor
 
-from kvbus.bench.shapes import DTYPE_BYTES, GROUP, Blocks, PairedBlocks, Shape
+from kvbus.bench.shapes import GROUP, PairedBlocks, Shape
 from kvbus.engine import KvCache, MemorySession
 from kvbus.engine.bounce import CopyBlocks, Direction, HostBlocks, HostPool, LocalCopier
 from kvbus.errors import GeometryError
-from kvbus.geometry import EngineSpec, RankSpec
-from kvbus.memory.threads import copy_on_one_thread
+from kvbus.geometry import EngineSpec
+from kvbus.memory.copying import copy_on_one_thread
 
-Words = npt.NDArray[np.uint64]
 Ring = tuple[HostPool, LocalCopier]
 
 ATTACH_TIMEOUT_S = 30.0
 WORD_BYTES = 8
-RANK_WORDS = 1 << 40
-"""The pattern of each rank goes on so far behind that of the one before; replicas have one."""
-_FACTOR = np.uint64(0x9E3779B97F4A7C15)
-_STEP_WORDS = 1 << 20
+_FACTOR = 0x9E3779B97F4A7C15 - (1 << 64)
 
 
 async def open_caches(
@@ -49,22 +49,21 @@ async def open_caches(
     copy_on_one_thread()  # else each block's copy waits for another thread to be woken
     ring = HostPool({GROUP: max(1, num_blocks // 2)})
     buffers = [await one.allocate_ring(ring.num_blocks) for one in sessions]
-    caches = [private_cache(spec, rank) for rank in shape.ranks(num_blocks)]
-    return caches, (ring, LocalCopier(buffers, block_copy(caches)))
+    (rank,), device = shape.ranks(num_blocks), device_blocks(shape, num_blocks)
+    cache = KvCache(spec, rank, device.flatten().view(torch.uint8))
+    return [cache], (ring, LocalCopier(buffers, block_copy(device)))
 
 
-def private_cache(spec: EngineSpec, rank: RankSpec) -> KvCache:
-    """A rank's cache in memory of this process alone, its pages present."""
-    buffer = torch.empty(rank.segments[0].size_bytes, dtype=torch.uint8)
-    return KvCache(spec, rank, buffer.zero_())
+def device_blocks(shape: Shape, num_blocks: int) -> Tensor:
+    """Memory of this process alone, its pages present: [block, word]."""
+    return torch.empty(num_blocks, shape.block_bytes // WORD_BYTES, dtype=torch.int64).zero_()
 
 
-def block_copy(caches: Sequence[KvCache]) -> CopyBlocks:
-    """Copies whole blocks of caches whose layers lie in one region."""
-    rows_of = [_block_rows(cache) for cache in caches]
+def block_copy(device: Tensor) -> CopyBlocks:
+    """Copies whole blocks of ``device``."""
 
-    def copy(blocks: HostBlocks, ring: torch.Tensor, direction: Direction) -> None:
-        device, slots = rows_of[blocks.rank], ring.reshape(len(ring), -1).view(torch.int64)
+    def copy(blocks: HostBlocks, ring: Tensor, direction: Direction) -> None:
+        slots = ring.reshape(len(ring), -1).view(torch.int64)
         if slots.shape[1] != device.shape[1]:
             raise GeometryError("the benchmark's device copies whole blocks only")
         ids = torch.from_numpy(blocks.ids.astype(np.int64))
@@ -76,94 +75,44 @@ def block_copy(caches: Sequence[KvCache]) -> CopyBlocks:
     return copy
 
 
-def _block_rows(cache: KvCache) -> torch.Tensor:
-    """The cache as words of 8 bytes: [block, word]."""
-    (region,) = cache.rank.regions
-    num_blocks, row_words = region.axes[0].size, region.axes[0].stride_bytes // WORD_BYTES
-    return _storage_words(cache)[: num_blocks * row_words].view(-1, row_words)
-
-
-def _storage_words(cache: KvCache) -> torch.Tensor:
-    region = cache.rank.regions[0]
-    storage = cache.view(region.layers[0], region.parts[0]).untyped_storage()
-    return torch.empty(0, dtype=torch.int64).set_(storage)
-
-
-def all_words(cache: KvCache) -> Words:
-    """The whole segment of a rank's cache."""
-    words: Words = _storage_words(cache).numpy().view(np.uint64)
-    return words
-
-
-def fill_ranks(caches: Sequence[KvCache], shape: Shape) -> None:
+def fill(caches: Sequence[KvCache]) -> None:
     """Write the pattern to all ranks of a cache."""
-    for rank, cache in enumerate(caches):
-        words, first = all_words(cache), _first_word(rank, shape)
-        for start in range(0, len(words), _STEP_WORDS):
-            stop = min(start + _STEP_WORDS, len(words))
-            words[start:stop] = _pattern(np.arange(first + start, first + stop))
+    for number, heads, words in _parts(caches):
+        blocks, slots = (torch.arange(size) for size in words.shape[:2])
+        words.copy_(_pattern(number, blocks[:, None], slots, heads=heads, num=words.shape[3]))
 
 
 def wipe(caches: Sequence[KvCache]) -> None:
     """Zero a cache, so that old bytes cannot pass for new ones."""
-    for cache in caches:
-        all_words(cache)[:] = 0
+    for _, _, words in _parts(caches):
+        words.zero_()
 
 
-def arrived(
-    caches: Sequence[KvCache],
-    target: Shape,
-    source: Shape,
-    tables: PairedBlocks,
-    *,
-    num_source_blocks: int,
-) -> bool:
-    """Whether the tokens of ``tables`` in ``caches`` are those of a filled cache of ``source``."""
-    spec = source.spec("source")
-    holders = [  # memory that is never touched: only its views are asked where things lie
-        KvCache(spec, rank, torch.empty(rank.segments[0].size_bytes, dtype=torch.uint8))
-        for rank in source.ranks(num_source_blocks)
-    ]
-    positions = np.arange(tables.num_tokens)
-    here = tables.decode[positions // target.block_size], positions % target.block_size
-    there = tables.prefill[positions // source.block_size], positions % source.block_size
-
-    def has_landed(cache: KvCache, layer: int, part: str, head: int) -> bool:
-        holder = next(one for one in holders if head in _heads(one))
-        start = _first_word(holder.rank.rank, source)
-        expected = _pattern(start + _word_numbers(holder, layer, part, head, there))
-        landed = all_words(cache)[_word_numbers(cache, layer, part, head, here)]
-        return bool((landed == expected).all())
-
+def arrived(caches: Sequence[KvCache], tables: PairedBlocks, *, source_block_size: int) -> bool:
+    """Whether the tokens of ``tables`` in ``caches`` are those of a cache that was filled."""
+    positions = torch.arange(tables.num_tokens)
+    prefill, decode = torch.from_numpy(tables.prefill), torch.from_numpy(tables.decode)
+    blocks, slots = prefill[positions // source_block_size], positions % source_block_size
     return all(
-        has_landed(cache, layer, part, head)
-        for cache in caches
-        for region in cache.rank.regions
-        for layer in region.layers
-        for part in region.parts
-        for head in _heads(cache)
+        torch.equal(
+            words[decode[positions // words.shape[1]], positions % words.shape[1]],
+            _pattern(number, blocks, slots, heads=heads, num=words.shape[3]),
+        )
+        for number, heads, words in _parts(caches)
     )
 
 
-def _word_numbers(
-    cache: KvCache, layer: int, part: str, head: int, at: tuple[Blocks, Blocks]
-) -> npt.NDArray[np.int64]:
-    """Where the words of one head lie in the segment of its rank: [token, word]."""
-    view, (blocks, slots) = cache.view(layer, part), at
-    first = view.storage_offset() + (head - _heads(cache).start) * view.stride(2)
-    starts = (first + blocks * view.stride(0) + slots * view.stride(1)) * DTYPE_BYTES // WORD_BYTES
-    return starts[:, None] + np.arange(view.shape[3] * DTYPE_BYTES // WORD_BYTES)
+def _parts(caches: Sequence[KvCache]) -> Iterator[tuple[int, Tensor, Tensor]]:
+    """A number, the heads and the words [block, slot, head, word] of each part of each layer."""
+    for cache in caches:
+        for region in cache.rank.regions:
+            heads = torch.arange(region.first_head, region.first_head + region.num_heads)
+            for layer, (at, part) in product(region.layers, enumerate(region.parts)):
+                yield layer << 1 | at, heads, cache.view(layer, part).view(torch.int64)
 
 
-def _heads(cache: KvCache) -> range:
-    region = cache.rank.regions[0]
-    return range(region.first_head, region.first_head + region.num_heads)
-
-
-def _pattern(positions: npt.NDArray[Any]) -> Words:
-    """The words that belong at these positions: each is made from its own."""
-    return (positions.astype(np.uint64) + np.uint64(1)) * _FACTOR
-
-
-def _first_word(rank: int, shape: Shape) -> int:
-    return rank * RANK_WORDS if shape.num_kv_heads >= shape.tp_size else 0
+def _pattern(number: int, blocks: Tensor, slots: Tensor, *, heads: Tensor, num: int) -> Tensor:
+    """[..., head, word]: what belongs into these slots, no two words of a model alike."""
+    rows = ((number << 24 | blocks) << 8 | slots)[..., None, None]
+    numbers = rows << 16 | heads[:, None] << 8 | torch.arange(num)
+    return numbers.add_(1).mul_(_FACTOR)

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -12,7 +12,7 @@ import anyio
 import msgspec
 
 from kvbus.bench.caches import ATTACH_TIMEOUT_S, arrived, open_caches, wipe
-from kvbus.bench.processes import BenchAgent, answering, ask
+from kvbus.bench.processes import BenchAgent, agent, ask
 from kvbus.bench.shapes import GROUP, PairedBlocks, Shape
 from kvbus.engine import DecodeSession, KvCache
 from kvbus.engine.bounce import HostDecode
@@ -32,56 +32,45 @@ class TimedFetch:
 
 
 @dataclass(frozen=True, slots=True)
-class PrefillProcess:
-    """The process of all prefill engines, which does one thing at a time."""
-
-    child: Child
-    lock: anyio.Lock = field(default_factory=anyio.Lock)
-    numbers: "count[int]" = field(default_factory=count)
-
-    async def do(self, op: str, engine_id: str, *arguments: Any) -> Any:
-        """Have an engine do something; raises `KVBusError` when it cannot."""
-        line = msgspec.json.encode([op, engine_id, arguments])
-        async with self.lock:
-            answer = msgspec.json.decode(await ask(self.child, line))
-        if "error" in answer:
-            raise KVBusError(answer["error"])
-        return answer["reply"]
-
-
-@dataclass(frozen=True, slots=True)
 class SourceName:
-    """A prefill engine, with a cache full of the pattern."""
+    """A prefill engine with a cache full of the pattern; its process does one thing at a time."""
 
     engine_id: str
     shape: Shape
-    num_blocks: int
-    process: PrefillProcess
+    process: Child
+    lock: anyio.Lock
+    numbers: "count[int]"
+
+    async def do(self, op: str, *arguments: Any) -> Any:
+        """Have the engine do something; raises `KVBusError` when it cannot."""
+        line = msgspec.json.encode([op, self.engine_id, arguments])
+        async with self.lock:
+            answer = msgspec.json.decode(await ask(self.process, line))
+        if "error" in answer:
+            raise KVBusError(answer["error"])
+        return answer["reply"]
 
     async def offer(self, *tables: PairedBlocks) -> list[Ticket]:
         """Offer each of ``tables`` as a request, by way of the ring if the engine has one.
 
         Answers once all are offered; what goes through a ring is saved meanwhile.
         """
-        requests = [self._request(one) for one in tables]
-        tickets: list[Ticket] = await self.process.do("offer", self.engine_id, requests)
+        tickets: list[Ticket] = await self.do("offer", [self._request(one) for one in tables])
         return tickets
 
     async def compute(self, tables: PairedBlocks, num_chunks: int, chunk_s: float) -> Ticket:
         """Start a prefill in chunks, offered while it goes on."""
-        arguments = *self._request(tables), num_chunks, chunk_s
-        ticket: Ticket = await self.process.do("compute", self.engine_id, *arguments)
+        ticket: Ticket = await self.do("compute", *self._request(tables), num_chunks, chunk_s)
         return ticket
 
     async def ended(self) -> list[tuple[float, float]]:
         """Wait until no offer is live; when those that ended were ready, and when released."""
-        ended: list[tuple[float, float]] = await self.process.do("settle", self.engine_id)
+        ended: list[tuple[float, float]] = await self.do("settle")
         return ended
 
     def _request(self, tables: PairedBlocks) -> tuple[str, int, list[int]]:
         """A request id that was never used, its tokens and blocks."""
-        name = f"request-{next(self.process.numbers)}"
-        return name, tables.num_tokens, tables.prefill.tolist()
+        return f"request-{next(self.numbers)}", tables.num_tokens, tables.prefill.tolist()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +81,7 @@ class EnginePair:
     shape: Shape
     caches: Sequence[KvCache]
     session: DecodeSession
-    host: HostDecode | None = None
+    reader: DecodeSession | HostDecode
     fetches: list[TimedFetch] = field(default_factory=list)
     """Those that `timed` has done."""
     released_s: list[float] = field(default_factory=list)
@@ -100,9 +89,8 @@ class EnginePair:
 
     async def fetch(self, ticket: Ticket, tables: PairedBlocks) -> TimedFetch:
         """Fetch an offer, and time it; raises `FetchFailed`."""
-        reader = self.host or self.session
-        began = time.perf_counter()
-        fetch = reader.fetch(ticket, num_tokens=tables.num_tokens, block_ids={GROUP: tables.decode})
+        began, block_ids = time.perf_counter(), {GROUP: tables.decode}
+        fetch = self.reader.fetch(ticket, num_tokens=tables.num_tokens, block_ids=block_ids)
         fetched = await fetch.completed()
         return TimedFetch(time.perf_counter() - began, fetched)
 
@@ -122,8 +110,8 @@ class EnginePair:
         """Do one handoff and compare every byte; the peers are warm after it."""
         wipe(self.caches)
         await self.hand_off(tables)
-        source, num_blocks = self.source.shape, self.source.num_blocks
-        if not arrived(self.caches, self.shape, source, tables, num_source_blocks=num_blocks):
+        source = self.source.shape
+        if not arrived(self.caches, tables, source_block_size=source.block_size):
             raise KVBusError(
                 f"a handoff from '{source.name}' to '{self.shape.name}' brought wrong bytes"
             )
@@ -132,12 +120,23 @@ class EnginePair:
 
 @dataclass(frozen=True, slots=True)
 class Bench:
-    """Everything that runs: two agents, the prefill engines' process, and this one."""
+    """Everything that runs: two agents by their names in figures, the prefill engines' process."""
 
-    prefill_agent: BenchAgent
-    decode_agent: BenchAgent
-    prefill: PrefillProcess
+    agents: Mapping[str, BenchAgent]
+    prefill: Child
     folder: Path
+    stack: contextlib.ExitStack
+    forced: dict[str, BenchAgent] = field(default_factory=dict)
+    """Decode agents that read by one path, since a case wanted them first."""
+    _lock: anyio.Lock = field(default_factory=anyio.Lock)
+    _numbers: "count[int]" = field(default_factory=count)
+
+    def forced_agent(self, path: str) -> BenchAgent:
+        """The decode agent that reads by ``path``; it ends with the benchmark."""
+        if path not in self.forced:
+            started = agent("decode", self.folder, path=path)
+            self.forced[path] = self.stack.enter_context(started)
+        return self.forced[path]
 
     @contextlib.asynccontextmanager
     async def engines(self, shape: Shape, num_blocks: int) -> AsyncIterator[EnginePair]:
@@ -151,10 +150,11 @@ class Bench:
     @contextlib.asynccontextmanager
     async def source(self, shape: Shape, num_blocks: int) -> AsyncIterator[SourceName]:
         """A prefill engine."""
-        engine_id = f"{shape.name}-{next(self.prefill.numbers)}"
-        await self.prefill.do("open", engine_id, shape.name, num_blocks)
-        yield SourceName(engine_id, shape, num_blocks, self.prefill)
-        await self.prefill.do("close", engine_id)
+        engine_id = f"{shape.name}-{next(self._numbers)}"
+        source = SourceName(engine_id, shape, self.prefill, self._lock, self._numbers)
+        await source.do("open", shape.name, num_blocks)
+        yield source
+        await source.do("close")
 
     @contextlib.asynccontextmanager
     async def reader(
@@ -166,34 +166,23 @@ class Bench:
         agent: BenchAgent | None = None,
     ) -> AsyncIterator[EnginePair]:
         """A decode engine beside ``agent`` that reads ``source``."""
-        path = (agent or self.decode_agent).attach_path
-        spec = shape.spec(f"decode-{next(self.prefill.numbers)}")
+        path = (agent or self.agents["decode agent"]).attach_path
+        spec = shape.spec(f"decode-{next(self._numbers)}")
         session = DecodeSession(path, spec, attach_timeout_s=ATTACH_TIMEOUT_S)
         async with contextlib.AsyncExitStack() as stack:
             await stack.enter_async_context(session)
             caches, ring = await open_caches(stack, path, spec, shape, num_blocks)
             await session.register()
             await session.ready()
-            host = await stack.enter_async_context(HostDecode(session, *ring)) if ring else None
-            yield EnginePair(source, shape, caches, session, host)
-
-    @property
-    def agents(self) -> dict[str, BenchAgent]:
-        """Both, by their names in figures."""
-        return {"prefill agent": self.prefill_agent, "decode agent": self.decode_agent}
+            reader: DecodeSession | HostDecode = session
+            if ring is not None:
+                reader = await stack.enter_async_context(HostDecode(session, *ring))
+            yield EnginePair(source, shape, caches, session, reader)
 
     def cpu_s(self) -> dict[str, float]:
         """CPU seconds so far of each process, this one as the decode engine."""
         return {
             **{name: agent.child.cpu_s() for name, agent in self.agents.items()},
-            "prefill engine": self.prefill.child.cpu_s(),
+            "prefill engine": self.prefill.cpu_s(),
             "decode engine": time.process_time(),
         }
-
-
-@contextlib.contextmanager
-def running_bench(prefill: BenchAgent, decode: BenchAgent, folder: Path) -> Iterator[Bench]:
-    """Start the prefill engines' process beside agents that run."""
-    module, path = "kvbus.bench.prefill_engine", str(prefill.attach_path)
-    with answering("prefill engine", module, path, folder=folder) as child:
-        yield Bench(prefill, decode, PrefillProcess(child), folder)

@@ -8,7 +8,6 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -16,7 +15,7 @@ import anyio
 import msgspec
 from anyio.abc import TaskGroup
 
-from kvbus.bench.caches import ATTACH_TIMEOUT_S, fill_ranks, open_caches
+from kvbus.bench.caches import ATTACH_TIMEOUT_S, fill, open_caches
 from kvbus.bench.shapes import GROUP, SHAPES
 from kvbus.engine import Offer, PrefillSession
 from kvbus.engine.bounce import HostOffer, HostPrefill
@@ -26,48 +25,42 @@ from kvbus.protocol.engine import Released
 Ticket = Mapping[str, Any]
 
 
-@dataclass(slots=True, eq=False)
 class SourceEngine:
-    """One engine; ``ended`` are the offers that ended since they were last told.
+    """One engine; its methods are the ops."""
 
-    Of each, when its last tokens were ready, and when it was released.
-    """
+    def __init__(self, tasks: TaskGroup, attach_path: str, engine_id: str) -> None:
+        self._tasks, self._attach_path, self._engine_id = tasks, attach_path, engine_id
+        self._stack = AsyncExitStack()
+        self._ready_at: dict[str, float] = {}
+        """When the last tokens of each live offer were ready."""
+        self._ended: list[tuple[float, float]] = []
+        self._settled = anyio.Event()
 
-    tasks: TaskGroup
-    stack: AsyncExitStack = field(default_factory=AsyncExitStack)
-    control: PrefillSession = field(init=False)
-    host: HostPrefill | None = None
-    ready_at: dict[str, float] = field(default_factory=dict)
-    ended: list[tuple[float, float]] = field(default_factory=list)
-    settled: anyio.Event = field(default_factory=anyio.Event)
-
-    async def open(
-        self, attach_path: str, engine_id: str, shape_name: str, num_blocks: int
-    ) -> None:
+    async def open(self, shape_name: str, num_blocks: int) -> None:
         """Attach, and fill the cache."""
         shape = SHAPES[shape_name]
-        spec = shape.spec(engine_id)
-        self.control = PrefillSession(
-            attach_path, spec, attach_timeout_s=ATTACH_TIMEOUT_S, on_released=self._on_released
+        spec, path = shape.spec(self._engine_id), self._attach_path
+        self._control = await self._stack.enter_async_context(
+            PrefillSession(
+                path, spec, attach_timeout_s=ATTACH_TIMEOUT_S, on_released=self._on_released
+            )
         )
-        await self.stack.enter_async_context(self.control)
-        caches, ring = await open_caches(self.stack, attach_path, spec, shape, num_blocks)
-        fill_ranks(caches, shape)
-        self.host = HostPrefill(self.control, *ring) if ring else None
-        await self.control.register()
-        await self.control.ready()
+        caches, ring = await open_caches(self._stack, path, spec, shape, num_blocks)
+        fill(caches)
+        self._host = HostPrefill(self._control, *ring) if ring else None
+        await self._control.register()
+        await self._control.ready()
 
     async def close(self) -> None:
-        """End the sessions; the engine that was opened last comes first."""
-        await self.stack.aclose()
+        """End the sessions."""
+        await self._stack.aclose()
 
     async def offer(self, requests: Sequence[tuple[str, int, list[int]]]) -> list[Ticket]:
         """Several offers at once, as after one step of an engine."""
         tickets: dict[str, Ticket] = {}
-        make = self._offer if self.host is None else self._save
         async with anyio.create_task_group() as offers:
             for request in requests:
-                offers.start_soon(make, tickets, *request)
+                offers.start_soon(self._offer, tickets, *request)
         return [tickets[request_id] for request_id, *_ in requests]
 
     async def compute(
@@ -79,55 +72,53 @@ class SourceEngine:
         chunk_s: float,
     ) -> Ticket:
         """An open offer of no tokens yet; a chunk of them is ready every ``chunk_s``."""
-        offer = await self.control.offer(
+        offer = await self._control.offer(
             request_id, num_tokens=0, block_ids={GROUP: blocks}, sealed=False
         )
-        self.ready_at[offer.offer_id] = time.perf_counter()
-        self.tasks.start_soon(self._extend, offer, num_tokens, num_chunks, chunk_s)
+        self._ready_at[offer.offer_id] = time.perf_counter()
+        self._tasks.start_soon(self._extend, offer, num_tokens, num_chunks, chunk_s)
         return offer.ticket
 
     async def settle(self) -> list[tuple[float, float]]:
-        """Wait until no offer is live; what has ended by then."""
-        while self.ready_at:
-            self.settled = anyio.Event()
-            await self.settled.wait()
-        ended, self.ended = self.ended, []
+        """Wait until no offer is live; of those that ended since, when ready and when released."""
+        while self._ready_at:
+            self._settled = anyio.Event()
+            await self._settled.wait()
+        ended, self._ended = self._ended, []
         return ended
 
     async def _offer(
         self, tickets: dict[str, Ticket], request_id: str, num_tokens: int, blocks: list[int]
     ) -> None:
+        """By way of the ring, if there is one: then it is saved from here on."""
         began, block_ids = time.perf_counter(), {GROUP: blocks}
-        offer = await self.control.offer(request_id, num_tokens=num_tokens, block_ids=block_ids)
-        self.ready_at[offer.offer_id] = began
-        tickets[request_id] = offer.ticket
-
-    async def _save(
-        self, tickets: dict[str, Ticket], request_id: str, num_tokens: int, blocks: list[int]
-    ) -> None:
-        """An offer that goes through the ring, which is saved from here on."""
-        if self.host is not None:
-            offer = await self.host.begin(request_id, num_tokens=num_tokens)
-            self.tasks.start_soon(_save_all, offer, num_tokens, blocks)
+        offer: Offer | HostOffer
+        if self._host is None:
+            offer = await self._control.offer(
+                request_id, num_tokens=num_tokens, block_ids=block_ids
+            )
+            tickets[request_id] = offer.ticket
+        else:
+            offer = await self._host.begin(request_id, num_tokens=num_tokens)
+            self._tasks.start_soon(_save, offer, num_tokens, block_ids)
             tickets[request_id] = await offer.offer()
-            self.ready_at[offer.offer_id] = time.perf_counter()
+        self._ready_at[offer.offer_id] = began
 
     async def _extend(self, offer: Offer, num_tokens: int, num_chunks: int, chunk_s: float) -> None:
         for chunk in range(1, num_chunks + 1):
             await anyio.sleep(chunk_s)
-            self.ready_at[offer.offer_id] = time.perf_counter()
+            self._ready_at[offer.offer_id] = time.perf_counter()
             await offer.extend(num_tokens * chunk // num_chunks)
         await offer.seal()
 
     def _on_released(self, released: Released) -> None:
-        ready_at = self.ready_at.pop(released.offer_id)
-        self.ended.append((ready_at, time.perf_counter()))
-        if not self.ready_at:
-            self.settled.set()
+        self._ended.append((self._ready_at.pop(released.offer_id), time.perf_counter()))
+        if not self._ready_at:
+            self._settled.set()
 
 
-async def _save_all(offer: HostOffer, num_tokens: int, blocks: list[int]) -> None:
-    await offer.save(num_tokens, {GROUP: blocks})
+async def _save(offer: HostOffer, num_tokens: int, block_ids: Mapping[str, list[int]]) -> None:
+    await offer.save(num_tokens, block_ids)
     await offer.seal()
 
 
@@ -139,8 +130,7 @@ async def serve(attach_path: str) -> None:
         while line := await read():
             op, engine_id, arguments = msgspec.json.decode(line)
             if op == "open":
-                engines[engine_id] = SourceEngine(tasks)
-                arguments = attach_path, engine_id, *arguments
+                engines[engine_id] = SourceEngine(tasks, attach_path, engine_id)
             try:
                 answer = {"reply": await getattr(engines[engine_id], op)(*arguments)}
             except* KVBusError as errors:

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from kvbus.errors import RequestTimeout
 from kvbus.planning import Descriptors
-from kvbus.spawn import Child, free_port
+from kvbus.spawn import Child, free_port, write_agent_config
 
 BARE_PAIR = "kvbus.transport.bare_pair"
 LAG_BUCKET = "kvbus_event_loop_lag_seconds_bucket"
@@ -61,11 +61,6 @@ class BenchAgent:
     attach_path: Path
     metrics_port: int
 
-    @property
-    def pid(self) -> int:
-        """Its process id."""
-        return self.child.pid
-
     def lag_counts(self) -> dict[float, float]:
         """Its histogram of event loop lag: cumulative counts by upper bound in seconds."""
         connection = http.client.HTTPConnection("127.0.0.1", self.metrics_port, timeout=5)
@@ -84,18 +79,11 @@ class BenchAgent:
 def agent(role: str, folder: Path, *, path: str = "") -> Iterator[BenchAgent]:
     """Start the ``role`` agent below ``folder``; a decode agent reads by ``path``, if given."""
     port, name = free_port(), f"{role}-{path or 'auto'}"
-    runtime, log, config = (folder / f"{name}{end}" for end in ("", ".log", ".toml"))
-    config.write_text(
-        (f'path = "{path}"\n' if path else "") + f'agent_id = "{name}-bench"\n'
-        'peer_bind = "tcp://127.0.0.1:0"\n'
-        'events_bind = "tcp://127.0.0.1:0"\n'
-        f'runtime_dir = "{runtime}"\n'
-        f'metrics_bind = "127.0.0.1:{port}"\n',
-        encoding="utf-8",
-    )
+    settings = {"metrics_bind": f"127.0.0.1:{port}", **({"path": path} if path else {})}
+    config = write_agent_config(name, folder, **settings)
     command = [sys.executable, "-m", f"kvbus_{role}", str(config)]
-    with Child.start(f"{role} agent", command, log=log) as child:
-        yield BenchAgent(child, runtime / "attach.sock", port)
+    with Child.start(f"{role} agent", command, log=folder / f"{name}.log") as child:
+        yield BenchAgent(child, folder / name / "attach.sock", port)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from kvbus.bus.answers import outcome_of, read_answer
 from kvbus.bus.boot import BootChange, BootWatch
 from kvbus.bus.inbox import NoticeInbox
 from kvbus.bus.limits import ClientCounters
+from kvbus.bus.names import NamedConnection
 from kvbus.bus.pump import Pump
 from kvbus.bus.socket_actor import SocketActor
 from kvbus.bus.sockets import BusContext, SocketOptions, open_dealer
@@ -24,8 +26,8 @@ from kvbus.errors import (
     RequestTimeout,
 )
 from kvbus.protocol.engine import Acknowledge, Ping
-from kvbus.protocol.envelope import Notice, Reply, RequestFrame, decode, encode_request
-from kvbus.protocol.message import Message, R, Request, read_reply, refusal
+from kvbus.protocol.envelope import Notice, Reply, encode_request
+from kvbus.protocol.message import Message, R, Request
 
 OnReply = Callable[[R | KVBusError], None]
 _T = TypeVar("_T")
@@ -84,8 +86,10 @@ class RequestClient(SocketActor):
         self._last_id = 0
         self._heard_at = 0.0
         self._acking = False
+        socket = open_dealer(context, endpoint, options or SocketOptions())
+        self._name = NamedConnection(socket, endpoint, timers=self.timers, on_error=self._fail_all)
         self._pump = Pump(
-            open_dealer(context, endpoint, options or SocketOptions()),
+            socket,
             on_frames=self._on_frames,
             on_failure=self._fail,
             on_writable=self._flush,
@@ -96,6 +100,11 @@ class RequestClient(SocketActor):
     def peer_boot(self) -> str | None:
         """The server's boot id, once it has answered."""
         return self._peer.current
+
+    @property
+    def silent_s(self) -> float:
+        """For how long nothing came from the server; it is asked for a sign once in a while."""
+        return self.timers.now() - self._heard_at
 
     @property
     def num_pending(self) -> int:
@@ -198,7 +207,7 @@ class RequestClient(SocketActor):
         self._own.discard(request_id)
         try:
             if isinstance(outcome, Reply):
-                pending.on_reply(_outcome(pending.message, outcome))
+                pending.on_reply(outcome_of(pending.message, outcome))
             else:
                 pending.on_reply(outcome)
         except Exception as error:  # the user's callback must not end other requests
@@ -206,11 +215,13 @@ class RequestClient(SocketActor):
 
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
         self._pump.start(loop)
+        self._name.start(loop)
         self._heard_at = loop.time()
         self.timers.at(self._heard_at + self._ping_s, self._keep_alive)
 
     def _close(self) -> None:
         self._fail_all(ClosedError("client was closed", endpoint=self.endpoint))
+        self._name.close()
         self._pump.close()
 
     def _fail_all(self, error: KVBusError) -> None:
@@ -219,7 +230,7 @@ class RequestClient(SocketActor):
 
     def _on_frames(self, frames: list[bytes]) -> None:
         try:
-            envelope = _read(frames)
+            envelope = read_answer(frames)
         except ProtocolError:
             self.counters.malformed += 1
             return
@@ -280,20 +291,3 @@ class RequestClient(SocketActor):
             silent_until = now + self._ping_s
             self._own.add(self._send(Ping(), self._ping_s, _ignore))
         self.timers.at(silent_until, self._keep_alive)
-
-
-def _read(frames: list[bytes]) -> Reply | Notice:
-    envelope = decode(frames[0])
-    if len(frames) != 1 or isinstance(envelope, RequestFrame):
-        raise ProtocolError("a server sends replies and notices of one frame")
-    return envelope
-
-
-def _outcome(message: Request[R], reply: Reply) -> R | KVBusError:
-    """The typed reply to ``message``, or the error that stands for it."""
-    if reply.error is not None:
-        return refusal(reply.error)
-    try:
-        return read_reply(message, reply.ok or {})
-    except ProtocolError as error:
-        return error

@@ -4,6 +4,7 @@ Refuses endpoints that cannot be bound or parsed, as `ConfigError`.
 """
 
 import contextlib
+import ipaddress
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -16,6 +17,7 @@ from kvbus.protocol.envelope import MAX_FRAME_BYTES
 BusContext: TypeAlias = zmq.Context[Any]
 Socket: TypeAlias = zmq.Socket[bytes]
 
+_MAX_PORT = 65_535
 # A frame somewhat over the limit is read and answered; one far over it ends the connection.
 _MAX_MESSAGE_BYTES = MAX_FRAME_BYTES + 64 * 1024
 
@@ -47,10 +49,10 @@ def open_router(context: BusContext, endpoint: str, options: SocketOptions) -> S
 
 
 def open_dealer(context: BusContext, endpoint: str, options: SocketOptions) -> Socket:
-    """A DEALER connected to ``endpoint`` that queues only to a connection that exists."""
+    """A DEALER for ``endpoint`` that queues only to a connection that exists."""
     socket = _open(context, zmq.DEALER, options)
     socket.set(zmq.IMMEDIATE, 1)
-    return _connect(socket, endpoint)
+    return _connect_numeric(socket, endpoint)
 
 
 def open_publisher(context: BusContext, endpoint: str, options: SocketOptions) -> Socket:
@@ -61,11 +63,34 @@ def open_publisher(context: BusContext, endpoint: str, options: SocketOptions) -
 def open_subscriber(
     context: BusContext, endpoint: str, topics: frozenset[str], options: SocketOptions
 ) -> Socket:
-    """A SUB connected to ``endpoint``, subscribed to ``topics``, or to all when there are none."""
+    """A SUB for ``endpoint``, subscribed to ``topics``, or to all when there are none."""
     socket = _open(context, zmq.SUB, options)
     for topic in topics or ("",):
         socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
-    return _connect(socket, endpoint)
+    return _connect_numeric(socket, endpoint)
+
+
+def connect(socket: Socket, endpoint: str) -> None:
+    """Connect to an endpoint without a name; raises `ConfigError` and closes the socket."""
+    with _translated(socket, f"cannot connect to {endpoint}", endpoint):
+        socket.set(zmq.IPV6, "[" in endpoint)
+        socket.connect(endpoint)
+
+
+def is_numeric(endpoint: str) -> bool:
+    """Whether ZeroMQ can connect to ``endpoint`` without asking a name server."""
+    if not endpoint.startswith("tcp://"):
+        return True
+    try:
+        ipaddress.ip_address(host_of(endpoint).strip("[]").partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+def host_of(endpoint: str) -> str:
+    """HOST of tcp://HOST:PORT; empty when there is none, or no port."""
+    return endpoint.removeprefix("tcp://").rpartition(":")[0]
 
 
 def bound_endpoint(socket: Socket) -> str:
@@ -89,14 +114,25 @@ def _open(context: BusContext, kind: int, options: SocketOptions) -> Socket:
 
 def _bind(socket: Socket, endpoint: str) -> Socket:
     with _translated(socket, f"cannot bind {endpoint}", endpoint):
+        socket.set(zmq.IPV6, "[" in endpoint)
         socket.bind(endpoint)
     return socket
 
 
-def _connect(socket: Socket, endpoint: str) -> Socket:
-    with _translated(socket, f"cannot connect to {endpoint}", endpoint):
-        socket.connect(endpoint)
+def _connect_numeric(socket: Socket, endpoint: str) -> Socket:
+    """Connect, unless the endpoint has a name, which `kvbus.bus.names` resolves first."""
+    if is_numeric(endpoint):
+        connect(socket, endpoint)
+    else:
+        _require_port(socket, endpoint)
     return socket
+
+
+def _require_port(socket: Socket, endpoint: str) -> None:
+    host, port = host_of(endpoint), endpoint.rpartition(":")[2]
+    if not host or not (port.isascii() and port.isdigit() and 0 < int(port) <= _MAX_PORT):
+        socket.close(linger=0)
+        raise ConfigError(f"cannot connect to {endpoint}: it is not tcp://HOST:PORT")
 
 
 @contextlib.contextmanager

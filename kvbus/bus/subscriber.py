@@ -8,12 +8,13 @@ from collections.abc import Callable, Iterable
 
 from kvbus.bus.boot import BootChange, BootWatch
 from kvbus.bus.limits import SubscriberCounters
+from kvbus.bus.names import NamedConnection
 from kvbus.bus.pump import Pump
 from kvbus.bus.sequence import TopicSequence
 from kvbus.bus.socket_actor import SocketActor
 from kvbus.bus.sockets import BusContext, SocketOptions, open_subscriber
 from kvbus.bus.timers import Timers
-from kvbus.errors import ErrorCode, LocalError, ProtocolError
+from kvbus.errors import ErrorCode, KVBusError, LocalError, ProtocolError
 from kvbus.protocol.envelope import Notice, decode
 from kvbus.protocol.peer import Heartbeat
 
@@ -103,6 +104,10 @@ class EventSubscriber(SocketActor):
             self.remove(endpoint)
 
 
+def _ignore(_: KVBusError) -> None:
+    """A name that cannot be resolved is silence, which is reported."""
+
+
 class _Feed:
     """One endpoint: its socket, the boot behind it, its seqs, and when it was last heard."""
 
@@ -115,8 +120,10 @@ class _Feed:
         self._heard_at = 0.0
         self._silent = self._closed = False
         topics = owner.topics | {Heartbeat.op} if owner.topics else owner.topics
+        socket = open_subscriber(context, endpoint, topics, options)
+        self._name = NamedConnection(socket, endpoint, timers=self._timers, on_error=_ignore)
         self._pump = Pump(
-            open_subscriber(context, endpoint, topics, options),
+            socket,
             on_frames=self._on_frames,
             on_failure=owner.fail,
         )
@@ -124,10 +131,12 @@ class _Feed:
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         self._heard_at = loop.time()
         self._pump.start(loop)
+        self._name.start(loop)
         self._timers.at(self._heard_at + self._owner.silence_s, self._on_timer)
 
     def close(self) -> None:
         self._closed = True
+        self._name.close()
         self._pump.close()
 
     def _on_frames(self, frames: list[bytes]) -> None:

@@ -1,7 +1,6 @@
 """The blocks of an engine's cache: which ones a request gets, and which ones it needs."""
 
 from collections.abc import Mapping
-from random import Random
 
 import numpy as np
 
@@ -13,38 +12,27 @@ Tables = Mapping[str, BlockTable]
 
 
 class ShuffledPool(HostPool):
-    """The blocks of a cache by group; their ids come in no order, another one for each seed."""
+    """The blocks of a cache by group; a request's are in no order, another one for each seed."""
 
     def __init__(self, num_blocks: Mapping[str, int], *, seed: str) -> None:
         super().__init__(num_blocks)
-        self._order = {
-            group: np.array(Random(f"{seed}/{group}").sample(range(number), number))  # noqa: S311 - any order will do
-            for group, number in num_blocks.items()
-        }
+        self._rng = np.random.default_rng(list(seed.encode()))
 
     async def take(self, wanted: Mapping[str, range], *, wait_s: float) -> Tables:
         """A table for each group, of the blocks that are ``wanted`` by their position.
 
         Waits for other requests to give theirs back; raises the errors of `acquire`.
         """
-        taken = await self.acquire(
-            {group: len(blocks) for group, blocks in wanted.items()}, wait_s=wait_s
-        )
+        numbers = {group: len(blocks) for group, blocks in wanted.items()}
+        taken = await self.acquire(numbers, wait_s=wait_s)
         return {
-            group: BlockTable.of(self._order[group][ids], first_block=wanted[group].start)
+            group: BlockTable.of(self._rng.permutation(ids), first_block=wanted[group].start)
             for group, ids in taken.items()
         }
 
     def give(self, tables: Tables) -> None:
         """These blocks are free again; raises `LocalError` when one of them is already."""
-        for group, table in tables.items():
-            table.check_ids(self.num_blocks[group])
-        self.release(
-            {
-                group: np.argsort(self._order[group])[table.array()].astype(np.uint32)
-                for group, table in tables.items()
-            }
-        )
+        self.release({group: table.array() for group, table in tables.items()})
 
 
 def prefill_blocks(group: GroupSpec, num_tokens: int) -> range:
@@ -60,11 +48,3 @@ def decode_blocks(group: GroupSpec, num_tokens: int, num_new: int) -> range:
     first, _ = group.positions(0, num_tokens)
     size = group.block_size
     return range(first // size, num_blocks_for(num_tokens + num_new, size))
-
-
-def most_decode_blocks(group: GroupSpec, num_tokens: int, num_new: int) -> int:
-    """How many a request of so many tokens, or fewer, can need; a window begins anywhere."""
-    most = num_tokens + num_new
-    if group.window is not None:
-        most = min(most, group.window + num_new + group.block_size - 1)
-    return num_blocks_for(most, group.block_size)

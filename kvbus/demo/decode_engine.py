@@ -13,42 +13,34 @@ from random import Random
 
 import torch
 
-from kvbus.demo.blocks import Tables, decode_blocks, most_decode_blocks
-from kvbus.demo.engine import PATIENCE_S, DemoEngine, attached_engine, run_engine
-from kvbus.demo.messages import Decode, Decoded, EngineSetup, FirstToken, Line, Step, Work
+from kvbus.demo.blocks import Tables, decode_blocks
+from kvbus.demo.engine import PATIENCE_S, DemoEngine, run_engine
+from kvbus.demo.messages import Decode, Decoded, Failed, FirstToken, Step
 from kvbus.demo.model import Generation, first_seen
 from kvbus.demo.paged_cache import slots
-from kvbus.engine import DecodeSession, Fetch
-from kvbus.engine.bounce import HostDecode, HostFetch
+from kvbus.engine import DecodeSession
+from kvbus.engine.bounce import HostDecode
 from kvbus.errors import FetchFailed
-from kvbus.geometry import GroupSpec, num_blocks_for
+from kvbus.geometry import num_blocks_for
 
 
-async def main(setup: EngineSetup, line: Line[Work]) -> None:
-    """Attach, and serve until the driver closes the line."""
-
-    def most_blocks(group: GroupSpec) -> int:
-        return most_decode_blocks(group, setup.max_prompt_tokens, setup.max_new_tokens)
-
+async def main(engine: DemoEngine[DecodeSession]) -> None:
+    """Serve, through the ring if there is one."""
     async with contextlib.AsyncExitStack() as stack:
-        engine, session = await stack.enter_async_context(
-            attached_engine(setup, line, DecodeSession, most_blocks)
-        )
-        fetcher: DecodeSession | HostDecode = session
-        if engine.ring is not None and engine.copier is not None:
-            through_ring = HostDecode(session, engine.ring, engine.copier, wait_s=PATIENCE_S)
+        fetcher: DecodeSession | HostDecode = engine.session
+        if engine.ring is not None:
+            through_ring = HostDecode(engine.session, *engine.ring, wait_s=PATIENCE_S)
             fetcher = await stack.enter_async_context(through_ring)
         requests = DecodeRequests(engine, fetcher)
-        await engine.serve(
-            session.agent.peer_endpoint,
-            {Decode: requests.handle, FirstToken: requests.take_first_token},
-        )
+        await engine.serve({Decode: requests.handle, FirstToken: requests.take_first_token})
 
 
 class DecodeRequests:
     """The requests of one decode engine."""
 
-    def __init__(self, engine: DemoEngine, fetcher: DecodeSession | HostDecode) -> None:
+    def __init__(
+        self, engine: DemoEngine[DecodeSession], fetcher: DecodeSession | HostDecode
+    ) -> None:
         self._engine, self._fetcher = engine, fetcher
         self._first_tokens: defaultdict[str, asyncio.Queue[int]] = defaultdict(asyncio.Queue)
         self._flips_left = int(engine.setup.flip_one_byte)
@@ -64,12 +56,18 @@ class DecodeRequests:
         tables = await engine.take(
             lambda group: decode_blocks(group, work.num_tokens, work.num_steps)
         )
+        # The blocks of the prompt; those after them are for the new tokens.
+        num_blocks = num_blocks_for(work.num_tokens, engine.setup.shape.block_size)
+        block_ids = {
+            group: table.array()[: num_blocks - table.first_block]
+            for group, table in tables.items()
+        }
         began = time.monotonic()
-        fetch = self._fetch(work, tables)
+        fetch = self._fetcher.fetch(work.ticket, num_tokens=work.num_tokens, block_ids=block_ids)
         try:
             fetched = await fetch.completed()
         except FetchFailed as error:
-            await engine.tell_failed(work.request_id, error)
+            await engine.line.send(Failed(work.request_id, error.code, error.message))
             await fetch.blocks_freed()
         else:
             fetched_at_s = time.monotonic()
@@ -86,18 +84,9 @@ class DecodeRequests:
         del self._first_tokens[work.request_id]
         engine.blocks.give(tables)
 
-    def _fetch(self, work: Decode, tables: Tables) -> Fetch | HostFetch:
-        """Ask for the prompt's blocks; the others are for the new tokens."""
-        num_blocks = num_blocks_for(work.num_tokens, self._engine.setup.shape.block_size)
-        block_ids = {
-            group: table.array()[: num_blocks - table.first_block]
-            for group, table in tables.items()
-        }
-        return self._fetcher.fetch(work.ticket, num_tokens=work.num_tokens, block_ids=block_ids)
-
     async def _go_on(self, work: Decode, tables: Tables, token: int) -> list[Step]:
         """Step by step, so that the requests in flight take turns on the device."""
-        generation, steps = self._engine.generation(tables), list[Step]()
+        generation, steps = Generation(self._engine.model, self._engine.kv, tables), list[Step]()
         if self._flips_left:
             self._flips_left -= 1
             rng = Random(work.num_tokens)  # noqa: S311 - any place will do
@@ -120,4 +109,4 @@ def flip_one_byte(generation: Generation, num_tokens: int, rng: Random) -> None:
 
 
 if __name__ == "__main__":
-    run_engine(main)
+    run_engine(DecodeSession, main)

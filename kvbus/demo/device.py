@@ -14,7 +14,7 @@ from kvbus.geometry import EngineSpec, KvLayout, lay_out_rank
 
 
 def private_cache(
-    spec: EngineSpec, rank: int, layout: KvLayout, num_blocks: Mapping[str, int]
+    spec: EngineSpec, rank: int, layout: KvLayout, num_blocks: int | Mapping[str, int]
 ) -> KvCache:
     """A rank's cache in memory of this process alone."""
     described = lay_out_rank(spec, rank, layout, num_blocks=num_blocks)

@@ -5,8 +5,7 @@ import socket
 from collections.abc import AsyncIterator
 from contextlib import suppress
 from dataclasses import dataclass
-from hashlib import blake2b
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Self
 
 import msgspec
 
@@ -15,12 +14,7 @@ from kvbus.demo.options import EngineShape
 from kvbus.errors import ErrorCode, ProtocolError
 from kvbus.protocol.engine import StageTimes
 
-if TYPE_CHECKING:
-    from torch import Tensor
-
 MAX_LINE_BYTES = 1 << 20
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -33,20 +27,13 @@ class Step:
     token: int
     digest: str
 
-    @classmethod
-    def greedy(cls, logits: "Tensor") -> "Step":
-        """The most likely token; of equals, the lowest."""
-        digest = blake2b(logits.numpy().astype("<f4").tobytes(), digest_size=16)
-        return cls(token=int(logits.argmax()), digest=digest.hexdigest())
-
 
 class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
     """What an engine is told when it starts; ``flip_one_byte`` is a fault, for a negative control.
 
-    The caches are as large as ``concurrency`` requests need, each of ``max_prompt_tokens`` and
-    ``max_new_tokens`` at most, so that all blocks are reused. A ring of host blocks, if the engine
-    has one, is ``ring_share`` of that. A prefill engine computes ``prefill_chunk`` tokens before it
-    offers them, None: all.
+    The caches are as large as ``concurrency`` requests need, each of ``max_tokens`` at most, so
+    that all blocks are reused. A ring of host blocks, if the engine has one, is ``ring_share`` of
+    that. A prefill engine computes ``prefill_chunk`` tokens before it offers them, None: all.
     """
 
     engine_id: str
@@ -54,11 +41,10 @@ class EngineSetup(msgspec.Struct, frozen=True, kw_only=True):
     model: ModelConfig
     shape: EngineShape
     concurrency: int
-    max_prompt_tokens: int
-    max_new_tokens: int
-    prefill_chunk: int | None = None
-    ring_share: float = 0.5
-    flip_one_byte: bool = False
+    max_tokens: int
+    prefill_chunk: int | None
+    ring_share: float
+    flip_one_byte: bool
 
 
 class DemoMessage(msgspec.Struct, frozen=True, tag=True):
@@ -144,38 +130,35 @@ class Settled(DemoMessage, frozen=True):
 NO_REQUEST = ""
 Work = Prefill | Decode | FirstToken | Settle
 Answer = Ready | Offered | Prefilled | Decoded | Failed | Settled
+_DECODER: msgspec.json.Decoder[Work | Answer] = msgspec.json.Decoder(Work | Answer)
 
 
-class Line(Generic[T]):
-    """One end: sends any message, and receives those of ``received`` until the other end closes."""
+class Line:
+    """One end: sends any message, and receives those of the other end until that closes."""
 
-    def __init__(
-        self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, received: object
-    ) -> None:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._reader, self._writer = reader, writer
-        self._decoder: msgspec.json.Decoder[T] = msgspec.json.Decoder(received)
 
     @classmethod
-    async def over(cls, end: socket.socket, received: object) -> "Line[T]":
+    async def over(cls, end: socket.socket) -> Self:
         """The line over this end of a connection, which it closes."""
-        reader, writer = await asyncio.open_unix_connection(sock=end, limit=MAX_LINE_BYTES)
-        return cls(reader, writer, received)
+        return cls(*await asyncio.open_unix_connection(sock=end, limit=MAX_LINE_BYTES))
 
     def close(self) -> None:
         """Close this end; idempotent."""
         self._writer.close()
 
-    async def send(self, message: object) -> None:
+    async def send(self, message: Work | Answer) -> None:
         """Send one line; what the other end does not hear any more is dropped."""
         with suppress(OSError):
             self._writer.write(msgspec.json.encode(message) + b"\n")
             await self._writer.drain()
 
-    async def __aiter__(self) -> AsyncIterator[T]:
+    async def __aiter__(self) -> AsyncIterator[Work | Answer]:
         """The lines until the end; raises `ProtocolError` for one that is no message."""
         with suppress(OSError):
             while line := await self._reader.readline():
                 try:
-                    yield self._decoder.decode(line)
+                    yield _DECODER.decode(line)
                 except msgspec.DecodeError as error:
                     raise ProtocolError(f"{line[:200]!r} is no message: {error}") from error

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
-from kvbus.geometry import KvPart
+from kvbus.geometry import EngineSpec, GroupSpec, KvPart
 
 MAX_TP = 8  # the model has at least as many query heads
 MAX_KV_HEADS = 32
@@ -67,11 +67,9 @@ class ModelConfig:
     @property
     def groups(self) -> dict[str, tuple[int, ...]]:
         """The layers that share a block table, by the name of their group."""
-        groups: dict[str, tuple[int, ...]] = {}
-        for layer in range(self.num_layers):
-            name = self.group_of(layer)
-            groups[name] = (*groups.get(name, ()), layer)
-        return groups
+        layers = range(self.num_layers)
+        names = dict.fromkeys(map(self.group_of, layers))
+        return {name: tuple(n for n in layers if self.group_of(n) == name) for name in names}
 
     def group_of(self, layer: int) -> str:
         """The group of ``layer``."""
@@ -80,3 +78,20 @@ class ModelConfig:
     def window_of(self, layer: int) -> int | None:
         """How many tokens ``layer`` attends to at most; None is all."""
         return self.window if layer % 2 else None
+
+    def spec(self, engine_id: str, *, block_size: int, tp: int = 1, pp: int = 1) -> EngineSpec:
+        """An engine of this model, as the other side must know it."""
+        groups = tuple(
+            GroupSpec(
+                name,
+                layers,
+                block_size,
+                self.cache_heads,
+                self.cache_dim,
+                self.kv_dtype,
+                self.parts,
+                self.window_of(layers[0]),
+            )
+            for name, layers in self.groups.items()
+        )
+        return EngineSpec(engine_id, f"kvbus-demo@seed-{self.seed}", tp, groups, pp)

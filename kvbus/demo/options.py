@@ -62,13 +62,8 @@ class EngineShape:
         return f"tp={self.tp} pp={self.pp} {blocks}{host}"
 
 
-RUN, BOTH, PREFILL, DECODE, MODEL = (
-    "Run",
-    "Both engines",
-    "Prefill engine",
-    "Decode engine",
-    "Model",
-)
+RUN, MODEL = "Run", "Model"
+BOTH, PREFILL, DECODE = "Both engines", "Prefill engine", "Decode engine"
 
 
 def _number(panel: str, low: int, high: int, text: str) -> Any:

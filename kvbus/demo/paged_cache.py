@@ -16,9 +16,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvbus.demo.device import private_cache
 from kvbus.demo.model_config import ModelConfig
+from kvbus.engine import KvCache
 from kvbus.errors import GeometryError, LocalError
-from kvbus.geometry import BlockTable, KvPart, held_heads, layer_interval
+from kvbus.geometry import BlockTable, KvLayout, KvPart, held_heads
 
 LayerViews = Mapping[KvPart, Tensor]
 """The parts of one layer on one rank, each [block, slot, head, dim] with any strides."""
@@ -28,41 +30,37 @@ LayerViews = Mapping[KvPart, Tensor]
 class PagedKV:
     """The KV cache of one engine: ``views[rank][layer][part]``.
 
-    A rank has the layers of its pipeline stage; those of one stage follow each other. The views
-    may lie anywhere (shared memory, one tensor of all layers) and in any axis order. Values are
-    cast to their dtype when written.
+    A rank has the layers of its pipeline stage; those of one stage follow each other. Views may lie
+    anywhere and in any axis order. Values are cast to their dtype when written.
     """
 
     views: Sequence[Mapping[int, LayerViews]]
 
-    def __post_init__(self) -> None:
-        for parts in (parts for layers in self.views for parts in layers.values()):
-            shapes = {tuple(view.shape) for view in parts.values()}
-            if len(shapes) != 1 or len(shapes.pop()) != 4:
-                raise GeometryError(
-                    "the parts of a layer must be [block, slot, head, dim] and alike, not "
-                    + ", ".join(f"{part}: {tuple(view.shape)}" for part, view in parts.items())
-                )
+    @classmethod
+    def of(cls, caches: Sequence[KvCache]) -> "PagedKV":
+        """The views of these ranks' caches."""
+        return cls(
+            [
+                {
+                    layer: {KvPart(part): cache.view(layer, part) for part in region.parts}
+                    for region in cache.rank.regions
+                    for layer in region.layers
+                }
+                for cache in caches
+            ]
+        )
 
     @classmethod
     def private(
         cls, config: ModelConfig, *, num_blocks: int, block_size: int, tp: int = 1, pp: int = 1
     ) -> "PagedKV":
-        """A cache in memory of its own: a tensor for each rank, layer and part."""
-        dtype = getattr(torch, config.kv_dtype)
-        views: list[dict[int, LayerViews]] = []
-        for number in range(pp * tp):
-            stage, rank = divmod(number, tp)
-            num_heads = len(held_heads(rank, tp, config.cache_heads))
-            shape = (num_blocks, block_size, num_heads, config.cache_dim)
-            layers = range(*layer_interval(stage, pp, config.num_layers))
-            views.append(
-                {
-                    n: {part: torch.zeros(shape, dtype=dtype) for part in config.parts}
-                    for n in layers
-                }
-            )
-        return cls(views)
+        """A cache in memory of this process alone."""
+        spec, layout = (
+            config.spec("alone", block_size=block_size, tp=tp, pp=pp),
+            KvLayout.parse("NHD"),
+        )
+        ranks = range(spec.num_ranks)
+        return cls.of([private_cache(spec, rank, layout, num_blocks) for rank in ranks])
 
     def ranks_of(self, layer: int) -> Sequence[LayerViews]:
         """The views of ``layer``, by tensor parallel rank of the stage that holds it."""
@@ -110,16 +108,9 @@ def held_by_query_head(num_query_heads: int, num_kv_heads: int, tp: int) -> list
 
 def write(views: LayerViews, table: BlockTable, *, start: int, parts: LayerViews) -> None:
     """Stores ``parts``, each [token, head, dim] of the rank's heads, from position ``start``."""
-    if parts.keys() != views.keys():
-        raise GeometryError(f"parts {', '.join(parts)} do not fit {', '.join(views)}")
     for part, values in parts.items():
-        view = views[part]
-        if values.shape[1:] != view.shape[2:]:
-            raise GeometryError(
-                f"{part} {tuple(values.shape)}: heads and elements do not fit the rank's"
-                f" [head, dim] {tuple(view.shape[2:])}"
-            )
-        view[slots(table, view, start, start + len(values))] = values.to(view.dtype)
+        at = slots(table, views[part], start, start + len(values))
+        views[part][at] = values.to(views[part].dtype)
 
 
 def gather(views: LayerViews, table: BlockTable, *, start: int, stop: int) -> LayerViews:

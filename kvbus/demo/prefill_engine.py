@@ -10,29 +10,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from kvbus.demo.blocks import Tables, prefill_blocks
-from kvbus.demo.engine import PATIENCE_S, DemoEngine, attached_engine, run_engine
-from kvbus.demo.messages import EngineSetup, Line, Offered, Prefill, Prefilled, Step, Work
+from kvbus.demo.engine import PATIENCE_S, DemoEngine, run_engine
+from kvbus.demo.messages import Failed, Offered, Prefill, Prefilled, Step
+from kvbus.demo.model import Generation
 from kvbus.demo.prompts import encode
 from kvbus.engine import PrefillSession
-from kvbus.engine.bounce import HostPrefill
+from kvbus.engine.bounce import HostOffer, HostPrefill
 from kvbus.errors import KVBusError, RequestRefused
 from kvbus.geometry import num_blocks_for
-
-
-async def main(setup: EngineSetup, line: Line[Work]) -> None:
-    """Attach, and serve until the driver closes the line."""
-    attached = attached_engine(
-        setup,
-        line,
-        PrefillSession,
-        lambda group: num_blocks_for(setup.max_prompt_tokens, group.block_size),
-    )
-    async with attached as (engine, session):
-        host = None
-        if engine.ring is not None and engine.copier is not None:
-            host = HostPrefill(session, engine.ring, engine.copier)
-        requests = PrefillRequests(engine, session, host)
-        await engine.serve(session.agent.peer_endpoint, {Prefill: requests.handle})
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +34,11 @@ Passes = AsyncIterator[ComputedPass]
 
 
 class PrefillRequests:
-    """The requests of one prefill engine; ``host``, for one whose cache no agent maps."""
+    """The requests of one prefill engine."""
 
-    def __init__(
-        self, engine: DemoEngine, session: PrefillSession, host: HostPrefill | None
-    ) -> None:
-        self._engine, self._session, self._host = engine, session, host
-        self._chunk = engine.setup.prefill_chunk
+    def __init__(self, engine: DemoEngine[PrefillSession]) -> None:
+        self._engine, self._chunk = engine, engine.setup.prefill_chunk
+        self._host = HostPrefill(engine.session, *engine.ring) if engine.ring else None
 
     async def handle(self, work: Prefill) -> None:
         """One request, from its prompt to the moment when its blocks may be used again.
@@ -71,16 +54,20 @@ class PrefillRequests:
             if self._host is None:
                 await self._offer(work, tables, passes, done)
             else:
-                await self._save(work, self._host, len(prompt), passes, done)
+                begun = await self._host.begin(
+                    work.request_id, num_tokens=len(prompt), wait_s=PATIENCE_S
+                )
+                await self._save(work, begun, tables, passes, done)
         except KVBusError as error:
-            await engine.tell_failed(work.request_id, error)
+            await engine.line.send(Failed(work.request_id, error.code, error.message))
         engine.blocks.give(tables)
 
     async def _compute(self, prompt: list[int], tables: Tables) -> Passes:
         """Pass by pass, so that the requests take turns on the device."""
-        size, num_before = self._engine.setup.shape.block_size, 0
-        passes = self._engine.generation(tables).prefill(prompt, self._chunk)
-        while (computed := await self._engine.compute(lambda: next(passes, None))) is not None:
+        engine, num_before = self._engine, 0
+        size = engine.setup.shape.block_size
+        passes = Generation(engine.model, engine.kv, tables).prefill(prompt, self._chunk)
+        while (computed := await engine.compute(lambda: next(passes, None))) is not None:
             num_tokens, step = computed
             new = slice(num_blocks_for(num_before, size), num_blocks_for(num_tokens, size))
             ids = {group: table.array()[new].tolist() for group, table in tables.items()}
@@ -94,7 +81,7 @@ class PrefillRequests:
         num_tokens, ids = 0, {group: list[int]() for group in tables}
         if done:
             num_tokens, ids = done[0].num_tokens, done[0].block_ids
-        offer = await self._session.offer(
+        offer = await self._engine.session.offer(
             work.request_id, num_tokens=num_tokens, block_ids=ids, sealed=bool(done)
         )
         await self._engine.line.send(Offered(work.request_id, offer.ticket))
@@ -109,19 +96,18 @@ class PrefillRequests:
                 await offer.withdraw()
             await offer.released()
             raise
-        await self._tell_prefilled(work, done)
+        await self._tell_prefilled(work, tables, done[-1])
         await offer.released()
 
     async def _save(
         self,
         work: Prefill,
-        host: HostPrefill,
-        num_tokens: int,
+        offer: HostOffer,
+        tables: Tables,
         passes: Passes,
         done: list[ComputedPass],
     ) -> None:
         """Offered first: what is saved is read while the rest is computed and saved."""
-        offer = await host.begin(work.request_id, num_tokens=num_tokens, wait_s=PATIENCE_S)
         try:
             await self._engine.line.send(Offered(work.request_id, await offer.offer()))
             for one in done:
@@ -134,15 +120,14 @@ class PrefillRequests:
             with suppress(KVBusError):  # the agent is gone
                 await offer.abort()
             raise
-        await self._tell_prefilled(work, done)
+        await self._tell_prefilled(work, tables, done[-1])
 
-    async def _tell_prefilled(self, work: Prefill, done: list[ComputedPass]) -> None:
-        num_blocks = sum(len(ids) for one in done for ids in one.block_ids.values())
-        last = done[-1]
-        await self._engine.line.send(
-            Prefilled(work.request_id, last.step, num_blocks, computed_at_s=last.at_s)
-        )
+    async def _tell_prefilled(self, work: Prefill, tables: Tables, last: ComputedPass) -> None:
+        num_blocks = sum(map(len, tables.values()))
+        await self._engine.line.send(Prefilled(work.request_id, last.step, num_blocks, last.at_s))
 
 
 if __name__ == "__main__":
-    run_engine(main)
+    run_engine(
+        PrefillSession, lambda engine: engine.serve({Prefill: PrefillRequests(engine).handle})
+    )

@@ -5,7 +5,6 @@ goes on. While anything does, it waits: on a busy machine all takes longer.
 """
 
 import asyncio
-import json
 import socket
 import sys
 from collections import defaultdict
@@ -17,14 +16,14 @@ from typing import TypeVar
 import anyio
 import msgspec
 
-from kvbus.demo.messages import Answer, EngineSetup, Failed, Line, Work
+from kvbus.demo.messages import Answer, DemoMessage, EngineSetup, Failed, Line
 from kvbus.demo.options import DemoOptions, ReadPath
 from kvbus.errors import ProtocolError, RequestRefused, RequestTimeout
-from kvbus.spawn import Child
+from kvbus.spawn import Child, write_agent_config
 
 ROLES = ("prefill", "decode")
 # The deadlines of the agents; on a busy machine the defaults are too short.
-AGENT_TIMES = {
+AGENT_TIMES: dict[str, dict[str, float]] = {
     "prefill": {"drain_timeout_s": 2.0, "offer_ttl_s": 600.0},
     "decode": {
         "drain_timeout_s": 2.0,
@@ -40,20 +39,16 @@ STALL_CPU_S = 3.0  # four processes that only wait use a third of it in that tim
 A = TypeVar("A", bound=Answer)
 
 
-class EngineLine:
+class EngineLine(Line):
     """The driver's end of the line to one engine; its answers wait, by request, for who wants them.
 
     A request's answers come in order; any of them may be a `Failed`, which is the last one then.
     """
 
-    def __init__(self, line: Line[Answer]) -> None:
-        self._line = line
-        self._answers: defaultdict[str, asyncio.Queue[Answer]] = defaultdict(asyncio.Queue)
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        super().__init__(reader, writer)
+        self._answers: defaultdict[str, asyncio.Queue[DemoMessage]] = defaultdict(asyncio.Queue)
         self.num_answers = 0
-
-    async def tell(self, work: Work) -> None:
-        """Send one piece of work."""
-        await self._line.send(work)
 
     async def answer(self, request_id: str, kind: type[A]) -> A:
         """The next answer to a request; raises `RequestRefused` when that is a `Failed`.
@@ -73,13 +68,9 @@ class EngineLine:
 
     async def listen(self) -> None:
         """Take answers until the engine closes its end."""
-        async for answer in self._line:
+        async for answer in self:
             self.num_answers += 1
             self._answers[answer.request_id].put_nowait(answer)
-
-    def close(self) -> None:
-        """Have the engine end."""
-        self._line.close()
 
 
 class Processes:
@@ -87,7 +78,6 @@ class Processes:
 
     def __init__(self, options: DemoOptions, folder: Path) -> None:
         self._options, self._folder = options, folder
-        self._is_ending = False
         self.agents: list[Child] = []
         self.engines: list[Child] = []
         self.lines: list[EngineLine] = []
@@ -100,38 +90,44 @@ class Processes:
     async def start(self) -> None:
         """Start all at once; an engine waits for its agent."""
         for role in ROLES:
-            config = write_agent_config(role, self._options, self._folder)
+            settings = agent_settings(role, self._options)
+            config = write_agent_config(role, self._folder, **settings)
             self.agents.append(self._child(f"{role} agent", f"kvbus_{role}", str(config)))
         for role in ROLES:
             setup = msgspec.json.encode(engine_setup(role, self._options, self._folder)).decode()
             ours, theirs = socket.socketpair()
             with theirs:
-                self.lines.append(EngineLine(await Line.over(ours, Answer)))
+                self.lines.append(await EngineLine.over(ours))
                 module = f"kvbus.demo.{role}_engine"
                 engine = self._child(f"{role} engine", module, setup, stdin=theirs.fileno())
                 self.engines.append(engine)
 
-    def _child(
-        self, name: str, module: str, argument: str, stdin: int = asyncio.subprocess.DEVNULL
-    ) -> Child:
+    def _child(self, name: str, *command: str, stdin: int = asyncio.subprocess.DEVNULL) -> Child:
         log = (self._options.keep_logs or self._folder) / f"{name.replace(' ', '-')}.log"
         log.unlink(missing_ok=True)
-        command = [sys.executable, "-m", module, argument]
+        command = sys.executable, "-m", *command
         return Child.start(name, command, log=log, stdin=stdin, own_session=True)
 
-    async def watch(self, child: Child) -> None:
-        """Return when the process ends as it was asked to; raises `PeerLost` when it was not."""
-        await child.ended()
-        if not self._is_ending:
-            raise child.lost()
+    @asynccontextmanager
+    async def watched(self) -> AsyncIterator[None]:
+        """Raise `PeerLost` when one ends meanwhile, `RequestTimeout` when nothing goes on."""
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self._watch_progress)
+            for child in self.all:
+                tasks.start_soon(_watch, child)
+            for line in self.lines:
+                tasks.start_soon(line.listen)
+            yield
+            tasks.cancel_scope.cancel()
 
-    async def watch_progress(self) -> None:
-        """Raise `RequestTimeout` when no engine answers for a while, and little is computed."""
-        while not self._is_ending:
-            num_answers, cpu_s = self._progress()
+    async def _watch_progress(self) -> None:
+        """No engine answers for a while, and little is computed."""
+        num_answers, cpu_s = self._progress()
+        while True:
+            before, cpu_before_s = num_answers, cpu_s
             await anyio.sleep(STALL_S)
-            num_now, cpu_now_s = self._progress()
-            if num_now == num_answers and cpu_now_s - cpu_s < STALL_CPU_S and not self._is_ending:
+            num_answers, cpu_s = self._progress()
+            if num_answers == before and cpu_s - cpu_before_s < STALL_CPU_S:
                 raise RequestTimeout(f"nothing has gone on for {STALL_S:g} s")
 
     def _progress(self) -> tuple[int, float]:
@@ -140,7 +136,6 @@ class Processes:
 
     async def finish(self) -> None:
         """End all, engines first; raises `PeerLost` when one does not end well."""
-        self._is_ending = True
         for line in self.lines:
             line.close()
         for engine in self.engines:
@@ -149,6 +144,11 @@ class Processes:
             agent.ask_to_end()
         for agent in self.agents:
             await _ended_well(agent)
+
+
+async def _watch(child: Child) -> None:
+    await child.ended()
+    raise child.lost()
 
 
 async def _ended_well(child: Child) -> None:
@@ -164,14 +164,7 @@ async def running_processes(options: DemoOptions, folder: Path) -> AsyncIterator
     processes = Processes(options, folder)
     try:
         await processes.start()
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(processes.watch_progress)
-            for child in processes.all:
-                tasks.start_soon(processes.watch, child)
-            for line in processes.lines:
-                tasks.start_soon(line.listen)
-            yield processes
-            tasks.cancel_scope.cancel()
+        yield processes
     finally:
         for line in processes.lines:
             line.close()
@@ -180,33 +173,28 @@ async def running_processes(options: DemoOptions, folder: Path) -> AsyncIterator
                 ends.start_soon(child.end_async)
 
 
-def write_agent_config(role: str, options: DemoOptions, folder: Path) -> Path:
-    """A configuration with free ports, and with sockets below ``folder``."""
-    values: dict[str, str | float] = {
+def agent_settings(role: str, options: DemoOptions) -> dict[str, str | float]:
+    """What is not the default in its configuration."""
+    settings: dict[str, str | float] = {
         "agent_id": f"{role}-demo",
-        "peer_bind": "tcp://127.0.0.1:0",
-        "events_bind": "tcp://127.0.0.1:0",
-        "runtime_dir": str(folder / role),
         "log_format": "json",
         **AGENT_TIMES[role],
     }
     if role == "decode" and options.path is not ReadPath.AUTO:
-        values["path"] = options.path
-    path = folder / f"{role}.toml"
-    path.write_text("".join(f"{key} = {json.dumps(value)}\n" for key, value in values.items()))
-    return path
+        settings["path"] = options.path
+    return settings
 
 
 def engine_setup(role: str, options: DemoOptions, folder: Path) -> EngineSetup:
     """What the engine of ``role`` is told."""
+    num_new = options.max_new_tokens if role == "decode" else 0
     return EngineSetup(
         engine_id=f"{role}-engine",
         attach_path=str(folder / role / "attach.sock"),
         model=options.model,
         shape=options.shape(role),
         concurrency=options.concurrency,
-        max_prompt_tokens=options.max_prompt_tokens,
-        max_new_tokens=options.max_new_tokens,
+        max_tokens=options.max_prompt_tokens + num_new,
         prefill_chunk=options.prefill_chunk,
         ring_share=options.share_in_ring,
         flip_one_byte=options.flip_one_byte and role == "decode",

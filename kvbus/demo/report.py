@@ -5,7 +5,7 @@ Refuses to judge by tokens alone: an output matches when tokens and digests of a
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from signal import Signals
 from typing import Any
@@ -20,13 +20,15 @@ from kvbus.demo.options import DemoOptions
 from kvbus.demo.prompts import encode
 from kvbus.errors import RequestRefused
 
-# Two lines each, so that a row fits into 80 columns.
-STAGES = {
-    "resolving": "resol-\nving",
-    "claiming": "claim-\ning",
-    "waiting": "wait-\ning",
-    "reading": "read-\ning",
-    "confirming": "confirm-\ning",
+# What a fetch came to, by headings of two lines each, so that a row fits into 80 columns.
+COLUMNS: Mapping[str, Callable[[Decoded], str]] = {
+    "KiB": lambda one: f"{one.num_bytes / 1024:.0f}",
+    "resol-\nving": lambda one: _ms(one.stages_s.resolving),
+    "claim-\ning": lambda one: _ms(one.stages_s.claiming),
+    "wait-\ning": lambda one: _ms(one.stages_s.waiting),
+    "read-\ning": lambda one: _ms(one.stages_s.reading),
+    "confirm-\ning": lambda one: _ms(one.stages_s.confirming),
+    "total": lambda one: _ms(one.handoff_s),
 }
 DONE, FAILED = "green", "bold red"
 
@@ -162,12 +164,20 @@ def _request_table(report: DemoReport) -> Table:
         padding=0,
         title_justify="left",
     )
-    for heading in ("#", "tokens\nin+out", "blocks", "KiB", *STAGES.values(), "total"):
+    for heading in ("#", "tokens\nin+out", "blocks", *COLUMNS):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("path")
     table.add_column("same")
     for number, served in enumerate(report.served, start=1):
-        table.add_row(str(number), *_cells(served), _verdict(report, served))
+        decoded = served.decoded
+        table.add_row(
+            str(number),
+            f"{len(encode(served.prompt))}+{len(served.output)}",
+            str(served.prefilled.num_blocks) if served.prefilled else "",
+            *(cell(decoded) if decoded else "" for cell in COLUMNS.values()),
+            decoded.path if decoded else "",
+            _verdict(report, served),
+        )
     return table
 
 
@@ -204,21 +214,8 @@ def _quantiles(ms: Mapping[str, float]) -> str:
     return f"{ms['p50']:.1f} ms (p50), {ms['p99']:.1f} ms (p99)"
 
 
-def _cells(served: Served) -> list[str]:
-    prefilled, decoded = served.prefilled, served.decoded
-    tokens = f"{len(encode(served.prompt))}+{len(served.output)}"
-    blocks = str(prefilled.num_blocks) if prefilled else ""
-    if decoded is None:
-        return [tokens, blocks, *[""] * (len(STAGES) + 3)]
-    stages = (getattr(decoded.stages_s, stage) for stage in STAGES)
-    return [
-        tokens,
-        blocks,
-        f"{decoded.num_bytes / 1024:.0f}",
-        *(f"{seconds * 1e3:.1f}" for seconds in stages),
-        f"{decoded.handoff_s * 1e3:.1f}",
-        decoded.path,
-    ]
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f}"
 
 
 def _verdict(report: DemoReport, served: Served) -> Text:

@@ -71,7 +71,7 @@ class Router:
         """What engines and agents hold after the last request."""
         leaks = {}
         for role, engine in zip(ROLES, self._engines, strict=True):
-            await engine.tell(Settle(NO_REQUEST))
+            await engine.send(Settle(NO_REQUEST))
             settled = await engine.answer(NO_REQUEST, Settled)
             leaks[f"blocks of the {role} engine"] = settled.num_blocks_held
         counts: dict[str, int] = {}
@@ -82,17 +82,17 @@ class Router:
     async def _hand_off(self, served: Served) -> None:
         """The ticket goes to decode at once, the first token when prefill is done."""
         request_id, num_tokens = served.request_id, len(encode(served.prompt))
-        await self._prefill.tell(Prefill(request_id, served.prompt))
+        await self._prefill.send(Prefill(request_id, served.prompt))
         ticket = (await self._prefill.answer(request_id, Offered)).ticket
         num_steps = self._options.max_new_tokens - 1
-        await self._decode.tell(Decode(request_id, ticket, num_tokens, num_steps))
+        await self._decode.send(Decode(request_id, ticket, num_tokens, num_steps))
         try:
             served.prefilled = await self._prefill.answer(request_id, Prefilled)
         except RequestRefused:
             with suppress(RequestRefused):  # the offer is withdrawn, so this fails
                 await self._decode.answer(request_id, Decoded)
             raise
-        await self._decode.tell(FirstToken(request_id, served.prefilled.step.token))
+        await self._decode.send(FirstToken(request_id, served.prefilled.step.token))
         try:
             served.decoded = await self._decode.answer(request_id, Decoded)
         except RequestRefused:

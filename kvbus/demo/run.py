@@ -52,13 +52,12 @@ async def _serve(report: DemoReport, folder: Path, on_progress: OnProgress) -> N
     num_requests = report.options.requests
     on_progress("starting two agents and two engines", 0, 0)
     async with running_processes(report.options, folder) as processes:
-        router = Router(report, processes)
-        await router.wait_ready()
-        on_progress("handing off", 0, num_requests)
-        await router.serve_all(
-            lambda num_ended: on_progress("handing off", num_ended, num_requests)
-        )
-        await router.count_leaks()
+        async with processes.watched():
+            router = Router(report, processes)
+            await router.wait_ready()
+            on_progress("handing off", 0, num_requests)
+            await router.serve_all(lambda ended: on_progress("handing off", ended, num_requests))
+            await router.count_leaks()
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(_compare, report, on_progress)
             with _noted(report):

@@ -27,8 +27,6 @@ QUERY_GAIN = 2.5
 OUTPUT_GAIN = 2.0
 DOWN_GAIN = 4.0
 
-KEY_AND_VALUE = (KvPart.KEY, KvPart.VALUE)
-
 
 @dataclass(frozen=True)
 class LayerWeights:
@@ -51,14 +49,12 @@ class Weights:
     """The weights of ``config.seed``: ``embedding`` [vocab, hidden], ``logits`` [hidden, vocab]."""
 
     def __init__(self, config: ModelConfig) -> None:
-        self._config = config
         self._generator = torch.Generator().manual_seed(config.seed)
         self.embedding = self._draw(config.vocab, config.hidden, sqrt(config.vocab))
-        self.layers = [self._layer() for _ in range(config.num_layers)]
+        self.layers = [self._layer(config) for _ in range(config.num_layers)]
         self.logits = self._draw(config.hidden, config.vocab)
 
-    def _layer(self) -> LayerWeights:
-        config = self._config
+    def _layer(self, config: ModelConfig) -> LayerWeights:
         hidden, inner = config.hidden, config.intermediate
         query_width = config.num_query_heads * config.head_dim
         cached_width = config.cache_heads * config.cache_dim
@@ -70,7 +66,9 @@ class Weights:
             gate=self._draw(hidden, inner),
             up=self._draw(hidden, inner),
             down=self._draw(inner, hidden, DOWN_GAIN),
-            raised={part: self._raise() for part in KEY_AND_VALUE} if is_latent else {},
+            raised={part: self._raise(config) for part in (KvPart.KEY, KvPart.VALUE)}
+            if is_latent
+            else {},
         )
 
     def _draw(self, num_in: int, num_out: int, gain: float = 1.0) -> Tensor:
@@ -78,8 +76,6 @@ class Weights:
         drawn = torch.randn(num_in, num_out, generator=self._generator, dtype=COMPUTE_DTYPE)
         return drawn * (gain / sqrt(num_in))
 
-    def _raise(self) -> Tensor:
-        config = self._config
-        width = config.num_query_heads * config.head_dim
-        heads = self._draw(config.latent_dim, width).chunk(config.num_query_heads, dim=1)
-        return torch.stack(heads)
+    def _raise(self, config: ModelConfig) -> Tensor:
+        drawn = self._draw(config.latent_dim, config.num_query_heads * config.head_dim)
+        return drawn.view(config.latent_dim, -1, config.head_dim).transpose(0, 1).contiguous()

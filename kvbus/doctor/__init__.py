@@ -3,8 +3,9 @@
 Refuses to change the machine: what a check makes is gone when it ends.
 
     finding      what was found, how bad it is, and the fix; the verdict over all (pure)
-    check        from facts to findings, one function a family (pure)
-    probe        collects the facts; what may hang or crash runs in processes of its own
-    run_checks   runs the families in turn
+    versions, host, nixl, cuda, agents
+                 the families: each collects what it can see, and makes findings of it by
+                 functions of plain values, so that every machine can be drawn in a test
+    children     runs what may hang or crash in processes of its own, which are process
     report       what people see
 """

@@ -1,10 +1,11 @@
-"""The command ``kvbus doctor``: its options, its progress, its exit status.
+"""The command ``kvbus doctor``: its options, its families of checks, its progress, its exit status.
 
-Refuses a wrong option or configuration with one line and exit status 2.
+Refuses a wrong option or configuration with one line and exit status 2. A family that cannot be
+checked does not end the others: that is a finding of its own.
 """
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
+from enum import StrEnum
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated
@@ -12,16 +13,32 @@ from typing import Annotated
 import typer
 from rich.console import Console
 
-from kvbus.doctor.finding import Finding, as_json, exit_status_of
-from kvbus.doctor.probe.agents import wanted_agents
-from kvbus.doctor.probe.children import Budget
+from kvbus.doctor.agents import AgentSource, check_agents, wanted_agents
+from kvbus.doctor.children import Budget
+from kvbus.doctor.cuda import check_cuda
+from kvbus.doctor.finding import Finding, Severity, as_json, exit_status_of
+from kvbus.doctor.host import check_limits, check_memory, check_processes
+from kvbus.doctor.nixl import check_nixl
 from kvbus.doctor.report import print_report
-from kvbus.doctor.run_checks import Family, run_checks
-from kvbus.errors import ConfigError
+from kvbus.doctor.versions import check_versions
+from kvbus.errors import ConfigError, KVBusError
 from kvbus.output import fail, write_json, write_text
 
 EACH_SHARE = 0.25
 """The part of the whole time that one probe may take."""
+
+
+class Family(StrEnum):
+    """Checks that belong together, in the order in which they run."""
+
+    VERSIONS = "versions"
+    MEMORY = "memory"
+    LIMITS = "limits"
+    PROCESSES = "processes"
+    NIXL = "nixl"
+    CUDA = "cuda"
+    AGENTS = "agents"
+
 
 Configs = Annotated[
     list[Path] | None,
@@ -44,23 +61,6 @@ Timeout = Annotated[
 Strict = Annotated[bool, typer.Option("--strict", help="Let warnings fail, too.")]
 AsOneJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
-HELP = """Say what works on this machine for kvbus, what does not, why, and what to do.
-
-Run it as the user, in the container and with the environment of the agents: limits, `UCX_TLS`
-and what may be read of other processes are those of this command. It measures NIXL between
-processes of its own, in some ten seconds, and leaves nothing behind.
-
-* `ok`: as it should be; `note`: worth knowing, nothing to do
-* `warning`: kvbus works, but slower or less of it than it could
-* `error`: kvbus, or the agent of a `--config`, does not work here
-
-Exit status 0: no error, kvbus works. 1: an error, or with `--strict` a warning. 2: a mistake
-in an option or a configuration.
-
-In a script that waits for a machine to be ready: `kvbus doctor --config agent.toml`, before
-the agent is started. Where a fast fabric is a must, add `--strict`.
-"""
-
 
 def doctor(
     config: Configs = None,
@@ -69,14 +69,31 @@ def doctor(
     strict: Strict = False,
     as_one_json: AsOneJson = False,
 ) -> None:
-    """See `HELP`."""
+    """Say what works on this machine for kvbus, what does not, why, and what to do.
+
+    Run it as the user, in the container and with the environment of the agents: limits, `UCX_TLS`
+    and what may be read of other processes are those of this command. It measures NIXL between
+    processes of its own, in some ten seconds, and leaves nothing behind.
+
+    * `ok`: as it should be; `note`: worth knowing, nothing to do
+    * `warning`: kvbus works, but slower or less of it than it could
+    * `error`: kvbus, or the agent of a `--config`, does not work here
+
+    Exit status 0: no error, kvbus works. 1: an error, or with `--strict` a warning. 2: a mistake
+    in an option or a configuration.
+
+    In a script that waits for a machine to be ready: `kvbus doctor --config agent.toml`, before
+    the agent is started. Where a fast fabric is a must, add `--strict`.
+    """
     try:
         agents = wanted_agents(config or [])
     except ConfigError as error:
         fail(f"--config: {error.message}", status=2, cause=error)
-    with _progress() as on_progress:
-        budget = Budget(timeout, EACH_SHARE * timeout)
-        findings = run_checks(only or Family, agents, budget, on_progress)
+    budget = Budget(timeout, EACH_SHARE * timeout)
+    with Console(stderr=True).status("starting") as line:  # rich shows it on a terminal only
+        findings = run_checks(
+            only or Family, agents, budget, lambda what: line.update(f"checking {what}")
+        )
     if as_one_json:
         write_json(as_json(findings, version=version("kvbus"), strict=strict))
     else:
@@ -84,15 +101,40 @@ def doctor(
     raise typer.Exit(exit_status_of(findings, strict=strict))
 
 
-@contextlib.contextmanager
-def _progress() -> Iterator[Callable[[str], None]]:
-    """Something that shows what is being done, on a terminal only."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
-        yield lambda _: None
-        return
-    with console.status("starting") as line:
-        yield lambda what: line.update(f"checking {what}")
+def run_checks(
+    families: Iterable[Family],
+    agents: list[AgentSource],
+    budget: Budget,
+    on_progress: Callable[[str], None],
+) -> list[Finding]:
+    """The findings of these families, in the order of `Family`."""
+    checks: dict[Family, Callable[[], Iterable[Finding]]] = {
+        Family.VERSIONS: check_versions,
+        Family.MEMORY: check_memory,
+        Family.LIMITS: check_limits,
+        Family.PROCESSES: lambda: check_processes(budget),
+        Family.NIXL: lambda: check_nixl(budget, on_progress),
+        Family.CUDA: lambda: check_cuda(budget),
+        Family.AGENTS: lambda: check_agents(agents),
+    }
+    findings: list[Finding] = []
+    for family in Family:
+        if family not in families:
+            continue
+        on_progress(family.value)
+        try:
+            findings += checks[family]()
+        except (OSError, ValueError, KeyError, KVBusError) as error:
+            unchecked = Finding(
+                f"{family}.unchecked",
+                Severity.WARNING,
+                f"this could not be checked: {error}",
+                {"error": str(error)},
+                why="It is not known whether this works.",
+                fix="Fix what the message says, and run kvbus doctor again.",
+            )
+            findings.append(unchecked)
+    return findings
 
 
 def _as_text(findings: list[Finding]) -> str:

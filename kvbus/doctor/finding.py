@@ -27,11 +27,12 @@ class Verdict(StrEnum):
     BROKEN = "broken"
 
 
-class Finding(msgspec.Struct, frozen=True):
+class Finding(msgspec.Struct):
     """One thing that was looked at; ``name`` is ``family.subject`` and stays the same.
 
     ``found`` and ``why`` are for people, ``values`` for programs: their keys carry units. A warning
-    or an error has a ``fix``, what to do; ``command`` is a line of shell that does it.
+    or an error has a ``fix``, what to do; ``command`` is a line of shell that does it. One that is
+    ok needs no reason and no fix, and has none.
     """
 
     name: str
@@ -41,6 +42,10 @@ class Finding(msgspec.Struct, frozen=True):
     why: str = ""
     fix: str = ""
     command: str = ""
+
+    def __post_init__(self) -> None:
+        if self.severity is OK:
+            self.why = self.fix = self.command = ""
 
     @property
     def family(self) -> str:
@@ -56,27 +61,6 @@ class Finding(msgspec.Struct, frozen=True):
     def is_complaint(self) -> bool:
         """Whether something should be done about it."""
         return self.severity in (WARNING, ERROR)
-
-
-def finding(
-    name: str,
-    severity: Severity,
-    found: str,
-    values: Mapping[str, object],
-    *,
-    why: str = "",
-    fix: str = "",
-    command: str = "",
-) -> Finding:
-    """A finding. One that is ok needs no reason and no fix, and has none."""
-    if severity is OK:
-        return Finding(name, severity, found, values)
-    return Finding(name, severity, found, values, why, fix, command)
-
-
-def picked(facts: msgspec.Struct, *names: str) -> dict[str, object]:
-    """These fields of the facts as values of a finding."""
-    return {name: getattr(facts, name) for name in names}
 
 
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:

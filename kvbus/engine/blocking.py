@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from contextlib import ExitStack, asynccontextmanager
 from functools import partial
 from pathlib import Path
-from typing import Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, Unpack
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, Unpack
 
 import torch
 
@@ -17,7 +17,7 @@ from kvbus.engine.bounce.prefill import HostOffer
 from kvbus.engine.decode import DecodeSession
 from kvbus.engine.fetch import Fetch
 from kvbus.engine.memory import MemorySession
-from kvbus.engine.prefill import BlockIds, Offer, PrefillSession
+from kvbus.engine.prefill import Offer, PrefillSession
 from kvbus.engine.session import EngineSession, SessionOptions
 from kvbus.engine.thread import SessionThread
 from kvbus.errors import ClosedError
@@ -54,6 +54,18 @@ def blocking(
     return call
 
 
+def given(
+    method: Callable[Concatenate[X, P], Awaitable[T]],
+) -> Callable[Concatenate[InThread[Any], X, P], T]:
+    """A method of what is given as the first argument, blocking."""
+
+    def call(self: InThread[Any], of: X, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return self.run(lambda: method(of, *args, **kwargs))
+
+    call.__doc__ = f"`{method.__qualname__}`."
+    return call
+
+
 def awaitable(method: Callable[P, T]) -> Callable[P, Awaitable[T]]:
     """A method that returns at once, as one that is awaited."""
 
@@ -72,11 +84,13 @@ class Blocking(Generic[S]):
     `PeerLost`. What was offered or fetched before has failed, and is taken like all that ended.
     """
 
+    num_reconnects = 0
+    """How often there was a new session."""
+
     def __init__(self, make: Callable[[], S], *, reconnect: bool) -> None:
         self._make, self._reconnect = make, reconnect
         self._thread: SessionThread[S] | None = None
         self._session: S | None = None
-        self._num_sessions = 0
 
     def __enter__(self) -> Self:
         name = f"the {type(self).__name__} session"
@@ -99,15 +113,7 @@ class Blocking(Generic[S]):
             raise ClosedError("the session is not open")
         return self._session
 
-    @property
-    def latest(self) -> S:
-        """The latest session, for `blocking`."""
-        return self.session
-
-    @property
-    def num_reconnects(self) -> int:
-        """How often there was a new session."""
-        return max(0, self._num_sessions - 1)
+    latest = session  # for `blocking`
 
     ready = blocking(EngineSession.ready)
 
@@ -124,10 +130,11 @@ class Blocking(Generic[S]):
     @asynccontextmanager
     async def _open(self) -> AsyncIterator[S]:
         async with self._make() as session:
-            if self._session is not None:
-                await session.resume(self._session)
+            before = self._session
+            if before is not None:
+                await session.resume(before)
             self._session = session
-            self._num_sessions += 1
+            self.num_reconnects += before is not None
             yield session
 
     def _take(self, ended: dict[str, T]) -> list[T]:
@@ -178,26 +185,20 @@ class BlockingPrefill(Blocking[PrefillSession]):
         **options: Unpack[SessionOptions],
     ) -> None:
         self._released: dict[str, Released] = {}
-
-        def make() -> PrefillSession:
-            return PrefillSession(attach_path, engine, on_released=self._on_released, **options)
-
+        make = partial(
+            PrefillSession,
+            attach_path,
+            engine,
+            on_released=lambda released: self._released.update({released.offer_id: released}),
+            **options,
+        )
         super().__init__(make, reconnect=reconnect)
 
     register = blocking(PrefillSession.register)
     offer = blocking(PrefillSession.offer)
-
-    def extend(self, offer: Offer, num_tokens: int, block_ids: BlockIds | None = None) -> None:
-        """`Offer.extend`."""
-        self.run(lambda: offer.extend(num_tokens, block_ids))
-
-    def seal(self, offer: Offer) -> None:
-        """`Offer.seal`."""
-        self.run(offer.seal)
-
-    def withdraw(self, offer: Offer) -> None:
-        """`Offer.withdraw`."""
-        self.run(offer.withdraw)
+    extend = given(Offer.extend)
+    seal = given(Offer.seal)
+    withdraw = given(Offer.withdraw)
 
     def wait_released(self, offer: Offer | HostOffer) -> Outcome:
         """`Offer.released`; `take_released` does not return this offer any more."""
@@ -213,9 +214,6 @@ class BlockingPrefill(Blocking[PrefillSession]):
         """
         return self._take(self._released)
 
-    def _on_released(self, released: Released) -> None:
-        self._released[released.offer_id] = released
-
 
 class BlockingDecode(Blocking[DecodeSession]):
     """`DecodeSession`, blocking; of fetches, use the methods here and not their own."""
@@ -230,24 +228,19 @@ class BlockingDecode(Blocking[DecodeSession]):
     ) -> None:
         self._fetched: dict[str, Fetched] = {}
         self._freed: dict[str, BlocksFreed] = {}
-
-        def make() -> DecodeSession:
-            return DecodeSession(
-                attach_path,
-                engine,
-                on_fetched=self._on_fetched,
-                on_blocks_freed=self._on_blocks_freed,
-                **options,
-            )
-
+        make = partial(
+            DecodeSession,
+            attach_path,
+            engine,
+            on_fetched=lambda fetched: self._fetched.update({fetched.fetch_id: fetched}),
+            on_blocks_freed=lambda freed: self._freed.update({freed.fetch_id: freed}),
+            **options,
+        )
         super().__init__(make, reconnect=reconnect)
 
     register = blocking(DecodeSession.register)
     fetch = blocking(awaitable(DecodeSession.fetch))
-
-    def cancel(self, fetch: Fetch) -> None:
-        """`Fetch.cancel`."""
-        self.run(fetch.cancel)
+    cancel = given(Fetch.cancel)
 
     def wait_completed(self, fetch: Fetch) -> Fetched:
         """`Fetch.completed`; `take_fetched` does not return this fetch any more."""
@@ -271,9 +264,3 @@ class BlockingDecode(Blocking[DecodeSession]):
     def take_blocks_freed(self) -> list[BlocksFreed]:
         """The fetches whose withheld blocks came back since the last call; never waits."""
         return self._take(self._freed)
-
-    def _on_fetched(self, fetched: Fetched) -> None:
-        self._fetched[fetched.fetch_id] = fetched
-
-    def _on_blocks_freed(self, freed: BlocksFreed) -> None:
-        self._freed[freed.fetch_id] = freed

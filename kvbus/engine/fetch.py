@@ -5,8 +5,7 @@ Refuses to end by itself: its session tells it what the agent said, or that nobo
 
 from collections.abc import Callable
 
-from kvbus.engine.latch import Latch
-from kvbus.engine.session import EngineSession
+from kvbus.engine.session import EngineSession, Latch
 from kvbus.errors import ErrorCode, FetchFailed, KVBusError
 from kvbus.protocol.engine import CancelFetch, Fetched, Outcome
 
@@ -34,7 +33,7 @@ class Fetch:
     @property
     def are_blocks_free(self) -> bool:
         """Whether nothing can write into the blocks any more."""
-        return self._freed.is_set
+        return self._freed.is_set()
 
     async def completed(self) -> Fetched:
         """The notice of success: the KV is in the blocks, and valid.

@@ -10,8 +10,7 @@ from typing import Any, Unpack
 
 import numpy.typing as npt
 
-from kvbus.engine.latch import Latch
-from kvbus.engine.session import ControlSession, EngineSession, SessionOptions
+from kvbus.engine.session import ControlSession, EngineSession, Latch, SessionOptions
 from kvbus.errors import GeometryError, KVBusError
 from kvbus.geometry import BlockTable, EngineSpec
 from kvbus.protocol.engine import (

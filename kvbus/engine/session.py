@@ -29,6 +29,28 @@ ATTACH_RETRY_S = 0.05
 T = TypeVar("T")
 
 
+class Latch(asyncio.Event):
+    """Something that happens once, for those who wait for it and those who want to be called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._calls: list[Callable[[], None]] = []
+
+    def set(self) -> None:
+        """It has happened: wake who waits, and make the calls. Idempotent."""
+        super().set()
+        calls, self._calls = self._calls, []
+        for call in calls:
+            call()
+
+    def when_set(self, call: Callable[[], None]) -> None:
+        """Have ``call`` called when it happens; at once when it has."""
+        if self.is_set():
+            call()
+        else:
+            self._calls.append(call)
+
+
 class SessionOptions(TypedDict, total=False):
     """What every session can be told; see `EngineSession`."""
 
@@ -132,7 +154,8 @@ class EngineSession:
                 if not future.done():
                     future.set_result(result)
             elif not future.done():
-                future.set_exception(outcome)
+                is_end = isinstance(outcome, ClosedError | PeerLost)
+                future.set_exception(self.lost or outcome if is_end else outcome)
 
         self.send(message, settle, timeout_s=timeout_s)
         return await future
@@ -144,24 +167,17 @@ class EngineSession:
         *,
         timeout_s: float = 0.0,
     ) -> None:
-        """Send a request; ``on_reply`` gets its typed reply, or what `request` would raise.
+        """Send a request; ``on_reply`` gets its typed reply, or the error that stands for it.
 
-        It is called before any notice that the agent sent after the reply. Raises `ClosedError`
-        before the session is open, and why it ended after it.
+        It is called before any notice that the agent sent after the reply; that the session has
+        ended, `lost` says better. Raises `ClosedError` before it is open, and why it ended after.
         """
         if self.lost is not None:
             raise self.lost
         if self._client is None:
             raise ClosedError("the session is not open")
-
-        def settle(outcome: R | KVBusError) -> None:
-            if isinstance(outcome, ClosedError | PeerLost):
-                on_reply(self.lost or outcome)
-            else:
-                on_reply(outcome)
-
         timeout_s = timeout_s or self.request_timeout_s
-        self._client.send(message, timeout_s=timeout_s, on_reply=settle)
+        self._client.send(message, timeout_s=timeout_s, on_reply=on_reply)
 
     def _on_notice(self, notice: Notice) -> None:
         """A notice of the agent, for sessions that get them."""

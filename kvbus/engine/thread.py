@@ -1,7 +1,7 @@
 """A session with an agent in a thread of its own: kept open, and opened again once it was lost.
 
 the engine's threads              the session's thread
-run, start, post ─────calls────▶ event loop ─▶ open ─▶ users ─▶ lost ─▶ pause ─┐
+start, post, close ───calls────▶ event loop ─▶ open ─▶ users ─▶ lost ─▶ pause ─┐
 session, problem ◀───look-ups──────┘            ▲                              │
                                                 └────────── reconnect ─────────┘
 """
@@ -75,12 +75,8 @@ class SessionThread(Generic[S]):
         """Have ``call``, too, called in this thread with each session from now on."""
         self._on_open.append(call)
 
-    def run(self, call: Callable[[], Awaitable[T]]) -> T:
-        """What ``call`` returns in this thread; waits for it."""
-        return self.start(call).result()
-
     def start(self, call: Callable[[], Awaitable[T]]) -> Future[T]:
-        """As `run`, without waiting; the future cannot be cancelled."""
+        """What ``call`` returns in this thread; the future cannot be cancelled."""
         future: Future[T] = Future()
         future.set_running_or_notify_cancel()
         self._waiting.add(future)

@@ -9,7 +9,7 @@ import msgspec
 
 from kvbus.errors import GeometryError
 from kvbus.geometry.blocks import BlockTable, num_blocks_for
-from kvbus.geometry.layouts import packed_axes
+from kvbus.geometry.layouts import packed_region
 from kvbus.geometry.spec import (
     DTYPE_SIZES_BYTES,
     AxisName,
@@ -69,24 +69,15 @@ def slot_region(group: GroupSpec, box: Box, order: SlotOrder) -> Region:
     order that lacks an axis.
     """
     _check(group, box, order)
-    shape = group.part_shape(box.parts[0])
-    sizes = {
-        AxisName.BLOCK: _num_blocks(box, order),
-        AxisName.LAYER: len(box.layers),
-        AxisName.KV: len(box.parts),
-        AxisName.TOKEN: order.block_size,
-        AxisName.HEAD: box.num_heads,
-        AxisName.DIM: shape.head_dim,
-    }
-    return Region(
+    return packed_region(
+        group,
+        order.axes,
+        box.layers,
+        box.parts,
+        range(box.first_head, box.first_head + box.num_heads),
+        num_blocks=_num_blocks(box, order),
+        block_size=order.block_size,
         segment_id="slot",
-        offset_bytes=0,
-        group=group.name,
-        layers=box.layers,
-        parts=box.parts,
-        first_head=box.first_head,
-        num_heads=box.num_heads,
-        axes=packed_axes(order.axes, sizes, DTYPE_SIZES_BYTES[group.dtype]),
     )
 
 

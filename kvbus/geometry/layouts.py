@@ -3,7 +3,7 @@
 An engine whose memory is different describes its regions itself.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from kvbus.errors import GeometryError
@@ -86,51 +86,26 @@ def lay_out_rank(
     for group, layers, parts in _tensors(engine, rank, layout):
         num_heads = group.part_shape(parts[0]).num_heads
         heads = held_heads(rank % engine.tp_size, engine.tp_size, num_heads)
-        blocks = num_blocks if isinstance(num_blocks, int) else num_blocks[group.name]
-        axes = _axes(group, layout, layers, parts, num_heads=len(heads), num_blocks=blocks)
-        region = Region(
+        region = packed_region(
+            group,
+            layout.axes,
+            layers,
+            parts,
+            heads,
+            num_blocks=num_blocks if isinstance(num_blocks, int) else num_blocks[group.name],
+            block_size=group.block_size,
             segment_id=segment_id,
             offset_bytes=end,
-            group=group.name,
-            layers=layers,
-            parts=parts,
-            first_head=heads.start,
-            num_heads=len(heads),
-            axes=axes,
         )
         regions.append(region)
-        size_bytes = axes[0].stride_bytes * axes[0].size
+        size_bytes = region.axes[0].stride_bytes * region.axes[0].size
         end += -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
-    _require_layers(regions, engine, rank)
-    return RankSpec(rank=rank, segments=(Segment(segment_id, end),), regions=tuple(regions))
-
-
-def _axes(
-    group: GroupSpec,
-    layout: KvLayout,
-    layers: tuple[int, ...],
-    parts: tuple[str, ...],
-    *,
-    num_heads: int,
-    num_blocks: int,
-) -> tuple[Axis, ...]:
-    sizes = {
-        AxisName.BLOCK: num_blocks,
-        AxisName.LAYER: len(layers),
-        AxisName.KV: len(parts),
-        AxisName.TOKEN: group.block_size,
-        AxisName.HEAD: num_heads,
-        AxisName.DIM: group.part_shape(parts[0]).head_dim,
-    }
-    return packed_axes(layout.axes, sizes, DTYPE_SIZES_BYTES[group.dtype])
-
-
-def _require_layers(regions: list[Region], engine: EngineSpec, rank: int) -> None:
     if not regions:
         raise GeometryError(
             f"rank {rank} holds no layer: {engine.pp_size} stages are more than there are layers",
             field="pp_size",
         )
+    return RankSpec(rank=rank, segments=(Segment(segment_id, end),), regions=tuple(regions))
 
 
 def held_heads(tp_rank: int, tp_size: int, num_kv_heads: int) -> range:
@@ -146,16 +121,42 @@ def held_layers(engine: EngineSpec, rank: int) -> frozenset[int]:
     return frozenset(layers[first:stop])
 
 
-def packed_axes(
-    names: Iterable[AxisName], sizes: Mapping[AxisName, int], itemsize: int
-) -> tuple[Axis, ...]:
-    """Axes in this order, outermost first, with the strides of a tensor without gaps."""
+def packed_region(
+    group: GroupSpec,
+    order: tuple[AxisName, ...],
+    layers: tuple[int, ...],
+    parts: tuple[str, ...],
+    heads: range,
+    *,
+    num_blocks: int,
+    block_size: int,
+    segment_id: str,
+    offset_bytes: int = 0,
+) -> Region:
+    """A region without gaps, its axes in this order, outermost first."""
+    sizes = {
+        AxisName.BLOCK: num_blocks,
+        AxisName.LAYER: len(layers),
+        AxisName.KV: len(parts),
+        AxisName.TOKEN: block_size,
+        AxisName.HEAD: len(heads),
+        AxisName.DIM: group.part_shape(parts[0]).head_dim,
+    }
     axes: list[Axis] = []
-    stride_bytes = itemsize
-    for name in reversed(tuple(names)):
-        axes.insert(0, Axis(name, sizes[name], stride_bytes))
+    stride_bytes = DTYPE_SIZES_BYTES[group.dtype]
+    for name in reversed(order):
+        axes.append(Axis(name, sizes[name], stride_bytes))
         stride_bytes *= sizes[name]
-    return tuple(axes)
+    return Region(
+        segment_id=segment_id,
+        offset_bytes=offset_bytes,
+        group=group.name,
+        layers=layers,
+        parts=parts,
+        first_head=heads.start,
+        num_heads=len(heads),
+        axes=tuple(reversed(axes)),
+    )
 
 
 def _tensors(

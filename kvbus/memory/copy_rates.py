@@ -23,7 +23,7 @@ SHORT_RUN_BYTES, LONG_RUN_BYTES = 256, 16 << 10
 WORD = torch.complex128
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class CopyRates:
     """What copies cost here: seconds = bytes / rate + runs x seconds per run."""
 
@@ -48,14 +48,11 @@ def measure_copies() -> CopyRates:
             for run_bytes in (SHORT_RUN_BYTES, LONG_RUN_BYTES)
             for scatter in (False, True)
         }
-    gather = fit_copies(short_s=times[SHORT_RUN_BYTES, False], long_s=times[LONG_RUN_BYTES, False])
-    scatter = fit_copies(short_s=times[SHORT_RUN_BYTES, True], long_s=times[LONG_RUN_BYTES, True])
-    return CopyRates(
-        gather_bytes_per_s=gather[0],
-        seconds_per_gathered_run=gather[1],
-        scatter_bytes_per_s=scatter[0],
-        seconds_per_scattered_run=scatter[1],
+    gather, scatter = (
+        fit_copies(short_s=times[SHORT_RUN_BYTES, way], long_s=times[LONG_RUN_BYTES, way])
+        for way in (False, True)
     )
+    return CopyRates(*gather, *scatter)
 
 
 def fit_copies(*, short_s: float, long_s: float) -> tuple[float, float]:

@@ -2,12 +2,12 @@
 
 Refuses boxes, tables and slots that would reach outside of their memory, before any byte moves.
 A call is a few torch operations, which release the GIL, and makes no copy on the way. Give torch
-one thread (``torch.set_num_threads(1)``): more of them take turns with whatever else is running.
+one thread, see `copy_on_one_thread`: more of them take turns with whatever else is running.
 """
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cache, partial
 from math import gcd
 from typing import NamedTuple
 
@@ -15,7 +15,6 @@ import torch
 
 from kvbus.errors import GeometryError
 from kvbus.geometry import (
-    DTYPE_SIZES_BYTES,
     AxisName,
     BlockTable,
     Box,
@@ -52,18 +51,31 @@ class _Move(NamedTuple):
     chosen: Numbers | None
 
 
+def copy_on_one_thread() -> None:
+    """Let torch do every operation, of any thread, in the thread that calls it.
+
+    Its own threads wait for each other. On 2 cores with something else running, a copy by two
+    of them took 8 ms instead of 0.2.
+    """
+    torch.set_num_threads(1)
+
+
 def gather(memory: PagedMemory, table: BlockTable, box: Box, slot: Slot) -> int:
     """Copy ``box`` from the rank's blocks into ``slot``; returns the number of bytes.
 
     A slot on another device than the rank's is filled in one piece, from one beside the rank.
     Raises `GeometryError` when the rank, the table or the slot does not have all of the box.
     """
-    if slot.buffer.device == memory.device:
-        return _copy(_gather, memory, table, box=box, slot=slot)
     near = _near(memory, box, slot)
-    num_bytes = _copy(_gather, memory, table, box=box, slot=near)
-    slot.buffer[: near.buffer.numel()].copy_(near.buffer, non_blocking=True)
-    return num_bytes
+    moves = list(_moves(memory, table, box, near))
+    for move in moves:
+        if move.chosen is None:
+            move.slot.copy_(move.rank)
+        else:
+            torch.index_select(move.rank, 0, _index(move.chosen, move.rank), out=move.slot)
+    if near is not slot:
+        slot.buffer[: near.buffer.numel()].copy_(near.buffer, non_blocking=True)
+    return sum(move.slot.nbytes for move in moves)
 
 
 def scatter(memory: PagedMemory, table: BlockTable, box: Box, slot: Slot) -> int:
@@ -71,11 +83,19 @@ def scatter(memory: PagedMemory, table: BlockTable, box: Box, slot: Slot) -> int
 
     Nothing else in the blocks changes. Slots and errors are as for `gather`.
     """
-    if slot.buffer.device == memory.device:
-        return _copy(_scatter, memory, table, box=box, slot=slot)
     near = _near(memory, box, slot)
-    near.buffer.copy_(slot.buffer[: near.buffer.numel()], non_blocking=True)
-    return _copy(_scatter, memory, table, box=box, slot=near)
+    if near is not slot:
+        near.buffer.copy_(slot.buffer[: near.buffer.numel()], non_blocking=True)
+    moves = list(_moves(memory, table, box, near))
+    for move in moves:
+        if move.chosen is None:
+            move.rank.copy_(move.slot)
+        elif move.slot[0].nbytes >= LARGE_UNIT_BYTES:
+            targets = [move.rank[unit] for unit in move.chosen.tolist()]
+            torch._foreach_copy_(targets, list(move.slot.unbind(0)))
+        else:
+            move.rank.index_copy_(0, _index(move.chosen, move.rank), move.slot)
+    return sum(move.slot.nbytes for move in moves)
 
 
 def zero_positions(memory: PagedMemory, table: BlockTable, start: int, stop: int) -> None:
@@ -85,52 +105,20 @@ def zero_positions(memory: PagedMemory, table: BlockTable, start: int, stop: int
     """
     if stop <= start:
         return
-    itemsize = DTYPE_SIZES_BYTES[memory.group.dtype]
-    pieces = list(cut_into_units(memory.blocks(table, start, stop), CONTIGUOUS, start, stop))
+    memory.check_blocks(table, start, stop)
+    block_size = memory.group.block_size
+    pieces = list(cut_into_units(table, CONTIGUOUS, start, stop, block_size=block_size))
     for grid, num_heads, head_dim in memory.everything():
-        offset, address = memory.origin(grid)
         for units in pieces:
             starts = units.in_rank(grid.steps.block_bytes, grid.steps.token_bytes)
             sizes = (grid.layers.num, grid.parts.num, units.num_tokens, num_heads, head_dim)
             axes = tuple(map(TileAxis, sizes, grid.unit_bytes, grid.unit_bytes))
-            tile = memory.tile(itemsize, axes, gcd(WIDEST_BYTES, offset, address, *starts[1:3]))
-            words = memory.words(grid.steps.segment_id, tile.word_bytes)
-            view = units_view(words, offset, starts, shape=tile.shape, strides=tile.rank_strides)
+            tile = memory.tile(axes, memory.alignment(grid, starts))
+            view = memory.view(grid, starts, tile)
             if starts.chosen is None:
                 view.zero_()
             else:
                 view.index_fill_(0, _index(starts.chosen, view), 0)
-
-
-def _copy(
-    copy: Callable[[_Move], None],
-    memory: PagedMemory,
-    table: BlockTable,
-    *,
-    box: Box,
-    slot: Slot,
-) -> int:
-    moves = list(_moves(memory, table, box, slot))
-    for move in moves:
-        copy(move)
-    return sum(move.slot.numel() * move.slot.itemsize for move in moves)
-
-
-def _gather(move: _Move) -> None:
-    if move.chosen is None:
-        move.slot.copy_(move.rank)
-    else:
-        torch.index_select(move.rank, 0, _index(move.chosen, move.rank), out=move.slot)
-
-
-def _scatter(move: _Move) -> None:
-    if move.chosen is None:
-        move.rank.copy_(move.slot)
-    elif move.slot[0].nbytes >= LARGE_UNIT_BYTES:
-        targets = [move.rank[unit] for unit in move.chosen.tolist()]
-        torch._foreach_copy_(targets, list(move.slot.unbind(0)))
-    else:
-        move.rank.index_copy_(0, _index(move.chosen, move.rank), move.slot)
 
 
 def _index(chosen: Numbers, of: torch.Tensor) -> torch.Tensor:
@@ -140,41 +128,41 @@ def _index(chosen: Numbers, of: torch.Tensor) -> torch.Tensor:
 
 
 def _near(memory: PagedMemory, box: Box, slot: Slot) -> Slot:
-    """A slot for the box on the rank's device; raises `GeometryError` when it has no room there."""
+    """The slot, or one for the box on the rank's device; `GeometryError` when it has no room."""
+    if slot.buffer.device == memory.device:
+        return slot
     needed = _check_room(memory, box, slot)
     buffer = torch.empty(needed, dtype=torch.uint8, device=memory.device)
     return Slot(buffer, slot.order)
 
 
+class _Placed(NamedTuple):
+    """A box in its slot: ``steps`` are bytes along layer, kv, token, head and dim.
+
+    ``words`` gives the slot's storage in words of so many bytes, ``alignment`` at most.
+    """
+
+    words: Callable[[int], torch.Tensor]
+    alignment: int
+    offset: int
+    inner_sizes: tuple[int, int]
+    steps: tuple[int, int, int, int, int]
+    positions: SlotSteps
+
+
 def _moves(memory: PagedMemory, table: BlockTable, box: Box, slot: Slot) -> Iterator[_Move]:
     if box.group != memory.group.name:
         raise GeometryError(f"box of group '{box.group}', not '{memory.group.name}'", field="group")
-    blocks = memory.blocks(table, box.start, box.stop)
+    memory.check_blocks(table, box.start, box.stop)
     grids = memory.grids(box.layers, box.parts, (box.first_head, box.first_head + box.num_heads))
-    placed = _place(memory, box, slot)
-    for units in cut_into_units(blocks, placed.positions, box.start, box.stop):
+    placed, size = _place(memory, box, slot), memory.group.block_size
+    for units in cut_into_units(table, placed.positions, box.start, box.stop, block_size=size):
         in_rank: dict[tuple[int, int], Starts] = {}
         for grid in grids:
             steps = (grid.steps.block_bytes, grid.steps.token_bytes)
             if steps not in in_rank:
                 in_rank[steps] = units.in_rank(*steps)
             yield _move(memory, grid, units, starts=in_rank[steps], placed=placed)
-
-
-class _Placed(NamedTuple):
-    """A box in its slot: ``steps`` are bytes along layer, kv, token, head and dim.
-
-    ``words`` gives the slot's storage in words of so many bytes, ``word_bytes`` at most.
-    """
-
-    words: Callable[[int], torch.Tensor]
-    word_bytes: int
-    offset: int
-    itemsize: int
-    num_heads: int
-    head_dim: int
-    steps: tuple[int, int, int, int, int]
-    positions: SlotSteps
 
 
 def _place(memory: PagedMemory, box: Box, slot: Slot) -> _Placed:
@@ -188,12 +176,10 @@ def _place(memory: PagedMemory, box: Box, slot: Slot) -> _Placed:
         first_block=box.start // slot.order.block_size,
     )
     return _Placed(
-        words=lru_cache(None)(partial(words_of, slot.buffer)),
+        words=cache(partial(words_of, slot.buffer)),
+        alignment=gcd(WIDEST_BYTES, slot.buffer.data_ptr()),
         offset=int(slot.buffer.storage_offset()),
-        word_bytes=gcd(WIDEST_BYTES, slot.buffer.data_ptr()),
-        itemsize=DTYPE_SIZES_BYTES[memory.group.dtype],
-        num_heads=box.num_heads,
-        head_dim=region.size(AxisName.DIM),
+        inner_sizes=(box.num_heads, region.size(AxisName.DIM)),
         steps=(
             steps[AxisName.LAYER],
             steps[AxisName.KV],
@@ -202,6 +188,24 @@ def _place(memory: PagedMemory, box: Box, slot: Slot) -> _Placed:
             steps[AxisName.DIM],
         ),
         positions=positions,
+    )
+
+
+def _move(
+    memory: PagedMemory, grid: Grid, units: Units, *, starts: Starts, placed: _Placed
+) -> _Move:
+    sizes = (grid.layers.num, grid.parts.num, units.num_tokens, *placed.inner_sizes)
+    axes = tuple(map(TileAxis, sizes, grid.unit_bytes, placed.steps))
+    layer_bytes, part_bytes = placed.steps[:2]
+    corner = placed.offset + grid.layers.first * layer_bytes + grid.parts.first * part_bytes
+    in_slot = units.in_slot
+    alignment = gcd(placed.alignment, corner, in_slot.first_bytes, in_slot.step_bytes)
+    tile = memory.tile(axes, gcd(alignment, memory.alignment(grid, starts)))
+    words = placed.words(tile.word_bytes)
+    return _Move(
+        memory.view(grid, starts, tile),
+        units_view(words, corner, in_slot, shape=tile.shape, strides=tile.slot_strides),
+        starts.chosen,
     )
 
 
@@ -215,35 +219,3 @@ def _check_room(memory: PagedMemory, box: Box, slot: Slot) -> int:
             given_bytes=slot.buffer.numel(),
         )
     return needed
-
-
-def _move(
-    memory: PagedMemory, grid: Grid, units: Units, *, starts: Starts, placed: _Placed
-) -> _Move:
-    sizes = (
-        grid.layers.num,
-        grid.parts.num,
-        units.num_tokens,
-        placed.num_heads,
-        placed.head_dim,
-    )
-    axes = tuple(map(TileAxis, sizes, grid.unit_bytes, placed.steps))
-    offset, address = memory.origin(grid)
-    corner = (
-        placed.offset + grid.layers.first * placed.steps[0] + grid.parts.first * placed.steps[1]
-    )
-    in_slot = units.in_slot
-    word = gcd(placed.word_bytes, offset, address, corner, *starts[1:3], *in_slot[1:3])
-    tile = memory.tile(placed.itemsize, axes, word)
-    rank = memory.words(grid.steps.segment_id, tile.word_bytes)
-    return _Move(
-        units_view(rank, offset, starts, shape=tile.shape, strides=tile.rank_strides),
-        units_view(
-            placed.words(tile.word_bytes),
-            corner,
-            in_slot,
-            shape=tile.shape,
-            strides=tile.slot_strides,
-        ),
-        starts.chosen,
-    )

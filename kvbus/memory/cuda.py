@@ -5,50 +5,32 @@ Nothing is moved: the agent copies between this memory and slots of its own on t
 
 import torch
 
-from kvbus.errors import ClosedError, GeometryError, SegmentError
+from kvbus.errors import SegmentError
 from kvbus.memory import cuda_driver
 from kvbus.memory.gpus import gpu_of, gpu_uuid
-from kvbus.memory.owned import OwnedMemory
+from kvbus.memory.owned import OwnedStorage
 
 
-class CudaStorage(OwnedMemory):
+class CudaStorage(OwnedStorage):
     """A torch storage on a GPU, as its agent can open it; made by `share_tensor`.
 
-    It keeps the storage alive, so that torch does not free memory that the agent has open.
+    It keeps the storage alive, so that torch does not free memory that the agent has open: close it
+    once the agent has not.
     ``offset_bytes`` is where the storage begins in the allocation that ``handle`` stands for.
     """
 
     def __init__(self, storage: torch.UntypedStorage, *, handle: bytes, offset_bytes: int) -> None:
-        self._storage: torch.UntypedStorage | None = storage
+        super().__init__(storage)
         self.ordinal = gpu_of(storage.device)
         self.device = gpu_uuid(self.ordinal)
-        self.address = storage.data_ptr()
-        self.size_bytes = storage.nbytes()
         self.handle, self.offset_bytes = handle, offset_bytes
-
-    @property
-    def closed(self) -> bool:
-        return self._storage is None
 
     @property
     def tensor(self) -> torch.Tensor:
         """All bytes as one uint8 tensor on the GPU."""
-        storage = self._storage
-        if storage is None:
-            raise ClosedError("the CUDA storage was closed")
+        storage = self._open()
         whole = torch.empty(0, dtype=torch.uint8, device=storage.device)
         return whole.set_(storage, 0, (self.size_bytes,), (1,))
-
-    def offset_bytes_of(self, tensor: torch.Tensor) -> int:
-        """Return where the tensor's first element is; `GeometryError` if it lies elsewhere."""
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() != self.address or storage.nbytes() != self.size_bytes:
-            raise GeometryError("the tensor does not lie in this CUDA storage")
-        return tensor.data_ptr() - self.address
-
-    def close(self) -> None:
-        """Let the storage go; idempotent. The agent must not have it open any more."""
-        self._storage = None
 
     def __del__(self) -> None:
         """Say nothing: torch frees the memory by itself."""

@@ -3,8 +3,6 @@
 Run it in a process that ends: torch costs seconds, and CUDA memory of its own.
 """
 
-from dataclasses import dataclass
-
 import torch
 
 from kvbus.memory.cuda import CudaStorage, share_cuda_tensor
@@ -15,24 +13,15 @@ _NUM_ELEMENTS = 1 << 20
 _MARK = 42
 
 
-@dataclass(frozen=True, slots=True)
-class SeenGpu:
-    """One GPU: its UUID as nvidia-smi has it, its name, its memory."""
-
-    uuid: str
-    name: str
-    memory_bytes: int
-
-
-def seen_gpus() -> list[SeenGpu]:
-    """The GPUs that torch sees; raises `RuntimeError` that says why there is none."""
+def seen_gpus() -> list[tuple[str, str, int]]:
+    """The UUID, name and bytes of each GPU that torch sees; `RuntimeError` says why of none."""
     if torch.version.cuda is None:
         raise RuntimeError(f"torch {torch.__version__} is built without CUDA")
     torch.cuda.init()  # type: ignore[no-untyped-call]  # torch has no type; says why it cannot
     found = [torch.cuda.get_device_properties(num) for num in range(torch.cuda.device_count())]
     if not found:
         raise RuntimeError("no GPU is visible: look at CUDA_VISIBLE_DEVICES")
-    return [SeenGpu(gpu_uuid(num), one.name, one.total_memory) for num, one in enumerate(found)]
+    return [(gpu_uuid(num), one.name, one.total_memory) for num, one in enumerate(found)]
 
 
 def cuda_version() -> str:

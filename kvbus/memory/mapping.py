@@ -13,16 +13,15 @@ import numpy.typing as npt
 
 from kvbus.errors import ClosedError, SegmentError
 from kvbus.memory import libc
-from kvbus.memory.owned import OwnedMemory
-from kvbus.memory.pages import Pages
+from kvbus.memory.pages import MappedFile, Pages
 from kvbus.memory.room import check_memory
 
 _POPULATE_WITHIN_S = 2.0  # an engine waits for it while it registers
 _MEMORY_FILE_SYSTEMS = {0x01021994: "tmpfs", 0x958458F6: "hugetlbfs"}
 
 
-class SegmentMapping(OwnedMemory):
-    """An engine's segment, mapped here.
+class SegmentMapping(MappedFile):
+    """An engine's segment, mapped here; ``discarded`` once its bytes are gone from here.
 
     Takes over ``fd`` and closes it, also when it raises. ``sealed`` is False when the engine can
     still truncate the file (torch's shared storage cannot be sealed): an engine that does so lets
@@ -33,8 +32,7 @@ class SegmentMapping(OwnedMemory):
     """
 
     def __init__(self, fd: int, *, size_bytes: int) -> None:
-        self._pages: Pages | None = None
-        self._discarded = False
+        self.discarded = False
         self.size_bytes = size_bytes
         try:
             self.sealed = _seal_against_shrinking(fd)
@@ -51,26 +49,11 @@ class SegmentMapping(OwnedMemory):
         finally:
             os.close(fd)
 
-    @property
-    def closed(self) -> bool:
-        return self._pages is None
-
-    @property
-    def address(self) -> int:
-        """Where the first byte is; stays valid after ``discard``, until ``unmap``."""
-        return self._mapped().address
-
-    @property
-    def discarded(self) -> bool:
-        """Whether the bytes of the engine are gone from here."""
-        return self._discarded
-
     def view(self) -> npt.NDArray[np.uint8]:
-        """Return all bytes, writable; the view may outlive the mapping, see ``unmap``."""
-        pages = self._mapped()
-        if self._discarded:
+        """As every mapping; none of an engine that is gone."""
+        if self.discarded:
             raise ClosedError("the segment was discarded: its engine is gone")
-        return pages.view()
+        return super().view()
 
     def discard(self) -> None:
         """Give a dead engine's memory back to the machine at once; idempotent.
@@ -80,27 +63,13 @@ class SegmentMapping(OwnedMemory):
         pinned goes when it is deregistered.
         """
         pages = self._mapped()
-        if not self._discarded:
+        if not self.discarded:
             pages.discard()
-            self._discarded = True
+            self.discarded, self._tensor = True, None
 
     def unmap(self) -> None:
-        """End the mapping; idempotent. No transfer may be in flight: ``discard`` is for that.
-
-        The memory is given back now, the addresses when the last view is gone; until then such a
-        view reads zeros.
-        """
-        pages, self._pages = self._pages, None
-        if pages is not None:
-            self._discarded = True
-            pages.release()
-
-    close = unmap
-
-    def _mapped(self) -> Pages:
-        if self._pages is None:
-            raise ClosedError("the segment was unmapped")
-        return self._pages
+        """`close`, which no transfer may be in flight for: `discard` is for that."""
+        self.close()
 
 
 def _seal_against_shrinking(fd: int) -> bool:

@@ -2,14 +2,22 @@
 
 from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache, partial
+from math import gcd
 
 import torch
 
 from kvbus.errors import GeometryError
-from kvbus.geometry import DTYPE_SIZES_BYTES, AxisName, BlockTable, GroupSpec, Region
+from kvbus.geometry import (
+    DTYPE_SIZES_BYTES,
+    AxisName,
+    BlockTable,
+    GroupSpec,
+    Region,
+    num_blocks_for,
+)
 from kvbus.memory.grids import Grid, find_grids, map_regions
-from kvbus.memory.tiles import tile_of, words_of
-from kvbus.memory.units import RankBlocks, rank_blocks
+from kvbus.memory.tiles import WIDEST_BYTES, Tile, tile_of, units_view, words_of
+from kvbus.memory.units import Starts
 
 MAX_CACHED = 1024
 
@@ -34,7 +42,10 @@ class PagedMemory:
             (buffers[region.segment_id].device for region in own), torch.device("cpu")
         )
         """Where the memory is; all of it is in one place."""
-        self._buffers = dict(buffers)
+        self._at = {
+            name: (int(buffer.storage_offset()), buffer.data_ptr())
+            for name, buffer in buffers.items()
+        }
         self._num_blocks = min((region.size(AxisName.BLOCK) for region in own), default=0)
         self._layers = tuple(sorted({layer for layer, _ in region_of}))
         self._parts: dict[tuple[int, int, int], tuple[str, ...]] = {}
@@ -44,9 +55,9 @@ class PagedMemory:
             self._parts[shape] = tuple(dict.fromkeys(parts))
         self.grids = lru_cache(MAX_CACHED)(partial(find_grids, region_of))
         """See `find_grids`."""
-        self.tile = lru_cache(MAX_CACHED)(tile_of)
+        self.tile = lru_cache(MAX_CACHED)(partial(tile_of, DTYPE_SIZES_BYTES[group.dtype]))
         """See `tile_of`."""
-        self._words = lru_cache(None)(partial(_words, self._buffers))
+        self._words = lru_cache(None)(lambda name, size: words_of(buffers[name], size))
 
     def everything(self) -> Iterator[tuple[Grid, int, int]]:
         """All that the rank has: grids, each with its number of heads and head size."""
@@ -55,25 +66,38 @@ class PagedMemory:
             for grid in self.grids(self._layers, parts, heads):
                 yield grid, num_heads, head_dim
 
-    def blocks(self, table: BlockTable, start: int, stop: int) -> RankBlocks:
-        """The blocks of positions [start, stop); raises `GeometryError` for a wrong table."""
-        return rank_blocks(
-            table, start, stop, block_size=self.group.block_size, num_blocks=self._num_blocks
-        )
+    def check_blocks(self, table: BlockTable, start: int, stop: int) -> None:
+        """Raise `GeometryError` unless ``table`` has positions [start, stop), in blocks of here."""
+        first = start // self.group.block_size
+        last = num_blocks_for(stop, self.group.block_size)
+        skipped = first - table.first_block
+        ids = table.array()[max(skipped, 0) : last - table.first_block]
+        if skipped < 0 or ids.size < last - first:
+            raise GeometryError(
+                f"positions {start} to {stop} are in blocks {first} to {last}, the table has "
+                f"{len(table)} from block {table.first_block} on",
+                needed=last,
+                given=table.first_block + len(table),
+            )
+        if ids.size and int(ids.max()) >= self._num_blocks:
+            raise GeometryError(
+                f"block id {int(ids.max())} is out of range, the cache has {self._num_blocks} "
+                "blocks",
+                block_id=int(ids.max()),
+                num_blocks=self._num_blocks,
+            )
 
-    def origin(self, grid: Grid) -> tuple[int, int]:
-        """Where the grid starts in its buffer's storage, and in this process."""
-        buffer = self._buffers[grid.steps.segment_id]
-        offset = int(buffer.storage_offset()) + grid.origin_bytes
-        return offset, buffer.data_ptr() + grid.origin_bytes
+    def alignment(self, grid: Grid, starts: Starts) -> int:
+        """Bytes of the widest word at which all units of the grid start."""
+        offset, address = self._at[grid.steps.segment_id]
+        origin = grid.origin_bytes
+        return gcd(WIDEST_BYTES, offset + origin, address + origin, *starts[1:3])
 
-    def words(self, segment_id: str, word_bytes: int) -> torch.Tensor:
-        """The storage of a segment's buffer as words: see `words_of`."""
-        return self._words(segment_id, word_bytes)
-
-
-def _words(buffers: Mapping[str, torch.Tensor], segment_id: str, word_bytes: int) -> torch.Tensor:
-    return words_of(buffers[segment_id], word_bytes)
+    def view(self, grid: Grid, starts: Starts, tile: Tile) -> torch.Tensor:
+        """The units of the grid, in words of the tile: [unit, *tile.shape]."""
+        offset = self._at[grid.steps.segment_id][0] + grid.origin_bytes
+        words = self._words(grid.steps.segment_id, tile.word_bytes)
+        return units_view(words, offset, starts, shape=tile.shape, strides=tile.rank_strides)
 
 
 def _check_extent(region: Region, itemsize: int, buffers: Mapping[str, torch.Tensor]) -> None:

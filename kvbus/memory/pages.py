@@ -1,18 +1,25 @@
-"""Owns one mapping of a memory file in this process: its address, its views, its end.
+"""Owns a memory file's mapping in this process: its address, its views, its end.
 
 NIXL and kernels know the address without Python knowing of them. So the pages go only when
 ``release`` asks for it, and the addresses only after the last numpy or torch view of them is gone.
 """
 
+from __future__ import annotations
+
 import contextlib
 import time
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kvbus.errors import ClosedError
 from kvbus.memory import libc
+from kvbus.memory.owned import OwnedMemory
+
+if TYPE_CHECKING:
+    import torch
 
 _POPULATED_AT_ONCE_BYTES = 1 << 28
 
@@ -33,10 +40,6 @@ class Pages:
             "shape": (self.length_bytes,),
             "data": (self.address, False),
         }
-
-    def view(self) -> npt.NDArray[np.uint8]:
-        """Return all bytes, writable."""
-        return np.asarray(self)
 
     def populate(self, within_s: float) -> None:
         """Have the first access to each page cost no more than later ones, if the kernel can.
@@ -70,3 +73,46 @@ class Pages:
         self.discard()
         finalizer = weakref.finalize(self, libc.unmap, self.address, self.length_bytes)
         finalizer.atexit = False  # at exit, views may be alive and the kernel cleans up anyway
+
+
+class MappedFile(OwnedMemory):
+    """A memory file that is mapped here until ``close``; its maker sets ``_pages``."""
+
+    _pages: Pages | None = None
+    _tensor: torch.Tensor | None = None
+
+    @property
+    def closed(self) -> bool:
+        return self._pages is None
+
+    @property
+    def address(self) -> int:
+        """Where the first byte is in this process."""
+        return self._mapped().address
+
+    @property
+    def tensor(self) -> torch.Tensor:
+        """All bytes as one uint8 tensor, always the same one."""
+        if self._tensor is None:
+            import torch  # noqa: PLC0415 - costs seconds, and who wants numpy should not pay
+
+            self._tensor = torch.from_numpy(self.view())
+        return self._tensor
+
+    def view(self) -> npt.NDArray[np.uint8]:
+        """Return all bytes, writable, without torch."""
+        return np.asarray(self._mapped())
+
+    def close(self) -> None:
+        """Give the memory back here; idempotent. The mapping of another process lives on by itself.
+
+        The addresses go with the last tensor or view; until then such a one reads zeros.
+        """
+        pages, self._pages, self._tensor = self._pages, None, None
+        if pages is not None:
+            pages.release()
+
+    def _mapped(self) -> Pages:
+        if self._pages is None:
+            raise ClosedError("the segment was closed")
+        return self._pages

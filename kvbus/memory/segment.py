@@ -4,23 +4,13 @@ Refuses memory that is not there: every page is reserved at creation, so that a 
 end in SIGBUS, and the file is sealed, so that neither side can cut it under the other.
 """
 
-from __future__ import annotations
-
 import errno
 import fcntl
 import os
-from typing import TYPE_CHECKING
 
-import numpy as np
-import numpy.typing as npt
-
-from kvbus.errors import ClosedError, SegmentError
-from kvbus.memory.owned import OwnedMemory
-from kvbus.memory.pages import Pages
+from kvbus.errors import SegmentError
+from kvbus.memory.pages import MappedFile, Pages
 from kvbus.memory.room import check_memory
-
-if TYPE_CHECKING:
-    import torch
 
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _ADVICE = {
@@ -32,7 +22,7 @@ _ADVICE = {
 }
 
 
-class SharedSegment(OwnedMemory):
+class SharedSegment(MappedFile):
     """A sealed memory file of zeros, mapped here, whose ``fd`` goes over the attach socket.
 
     ``huge_pages`` asks for the machine's huge pages; ``uses_huge_pages`` says whether there were
@@ -40,8 +30,6 @@ class SharedSegment(OwnedMemory):
     """
 
     def __init__(self, size_bytes: int, *, name: str = "kvbus", huge_pages: bool = False) -> None:
-        self._pages: Pages | None = None
-        self._tensor: torch.Tensor | None = None
         if size_bytes <= 0:
             raise SegmentError(f"a segment of {size_bytes} bytes makes no sense")
         self._fd = _create_file(name, size_bytes, huge_pages=huge_pages)
@@ -55,49 +43,16 @@ class SharedSegment(OwnedMemory):
             raise _refusal(error, size_bytes) from error
 
     @property
-    def closed(self) -> bool:
-        return self._pages is None
-
-    @property
     def fd(self) -> int:
         """The descriptor to pass to the agent; borrowed, it is closed by ``close``."""
         self._mapped()
         return self._fd
 
-    @property
-    def address(self) -> int:
-        """Where the first byte is in this process."""
-        return self._mapped().address
-
-    @property
-    def tensor(self) -> torch.Tensor:
-        """All bytes as one uint8 tensor, always the same one."""
-        pages = self._mapped()
-        if self._tensor is None:
-            import torch  # noqa: PLC0415 - costs seconds, and who wants numpy should not pay
-
-            self._tensor = torch.from_numpy(pages.view())
-        return self._tensor
-
-    def view(self) -> npt.NDArray[np.uint8]:
-        """Return all bytes, writable, without torch."""
-        return self._mapped().view()
-
     def close(self) -> None:
-        """Give the memory back here; idempotent. The agent's mapping lives on by itself.
-
-        Tensors and views that are still alive read zeros from now on.
-        """
-        pages, self._pages = self._pages, None
-        self._tensor = None
-        if pages is not None:
+        """As every mapping; the descriptor goes too."""
+        if not self.closed:
             os.close(self._fd)
-            pages.release()
-
-    def _mapped(self) -> Pages:
-        if self._pages is None:
-            raise ClosedError("the segment was closed")
-        return self._pages
+        super().close()
 
 
 # Three things in this order keep a segment from killing a process later:

@@ -11,15 +11,15 @@ from pathlib import Path
 
 import torch
 
-from kvbus.errors import ClosedError, GeometryError, SegmentError
+from kvbus.errors import SegmentError
 from kvbus.memory.cuda import CudaStorage, share_cuda_tensor
-from kvbus.memory.owned import OwnedMemory
+from kvbus.memory.owned import OwnedStorage
 from kvbus.memory.room import check_memory
 
 _SHARED_MEMORY_FOLDER = Path("/dev/shm")  # noqa: S108 - where shm_open, and so torch, puts files
 
 
-class SharedStorage(OwnedMemory):
+class SharedStorage(OwnedStorage):
     """A torch storage that now lies in shared memory, and a descriptor of its own for it.
 
     The file cannot be sealed: the agent's mapping says ``sealed=False``. The memory lives as long
@@ -27,34 +27,20 @@ class SharedStorage(OwnedMemory):
     """
 
     def __init__(self, storage: torch.UntypedStorage, fd: int) -> None:
-        self._storage: torch.UntypedStorage | None = storage
+        super().__init__(storage)
         self._fd = fd
-        self.address = storage.data_ptr()
-        self.size_bytes = storage.nbytes()
-
-    @property
-    def closed(self) -> bool:
-        return self._storage is None
 
     @property
     def fd(self) -> int:
         """The descriptor to pass to the agent; borrowed, it is closed by ``close``."""
-        if self._storage is None:
-            raise ClosedError("the shared storage was closed")
+        self._open()
         return self._fd
-
-    def offset_bytes_of(self, tensor: torch.Tensor) -> int:
-        """Return where the tensor's first element is; ``GeometryError`` if it lies elsewhere."""
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() != self.address or storage.nbytes() != self.size_bytes:
-            raise GeometryError("the tensor does not lie in this shared storage")
-        return tensor.data_ptr() - self.address
 
     def close(self) -> None:
         """Close the descriptor; idempotent. Tensors keep their shared memory."""
-        storage, self._storage = self._storage, None
-        if storage is not None:
+        if not self.closed:
             os.close(self._fd)
+        super().close()
 
     def __del__(self) -> None:
         super().__del__()

@@ -8,7 +8,6 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvbus.errors import GeometryError
 from kvbus.geometry import BlockTable, num_blocks_for
 
 Numbers = npt.NDArray[np.int64]
@@ -77,49 +76,31 @@ class Units:
         return Starts(int(chosen.max()) + 1, 0, step, chosen)
 
 
-@dataclass(frozen=True, slots=True)
-class RankBlocks:
-    """A request's blocks on one rank, checked: ``ids[i]`` is block ``first_block + i``."""
+def cut_into_units(
+    table: BlockTable, slot: SlotSteps, start: int, stop: int, *, block_size: int
+) -> Iterator[Units]:
+    """[start, stop) once: whole units together, and what is left before and after them apart.
 
-    ids: Numbers
-    first_block: int
-    block_size: int
+    ``table`` has the rank's blocks of these positions, each of ``block_size``.
+    """
+    ids = table.array()
 
+    def units(positions: Numbers, num_tokens: int) -> Units:
+        first = slot.offset_bytes(int(positions[0]))
+        step = slot.offset_bytes(int(positions[1])) - first if positions.size > 1 else 0
+        rows, tokens = np.divmod(positions, block_size)
+        blocks = ids[rows - table.first_block].astype(np.int64)
+        return Units(num_tokens, blocks, tokens, Starts(positions.size, first, step))
 
-def rank_blocks(
-    table: BlockTable, start: int, stop: int, *, block_size: int, num_blocks: int
-) -> RankBlocks:
-    """The blocks of positions [start, stop); raises `GeometryError` unless ``table`` has them."""
-    first, last = start // block_size, num_blocks_for(stop, block_size)
-    skipped = first - table.first_block
-    ids = table.array()[max(skipped, 0) : last - table.first_block].astype(np.int64)
-    if skipped < 0 or ids.size < last - first:
-        raise GeometryError(
-            f"positions {start} to {stop} are in blocks {first} to {last}, the table has "
-            f"{len(table)} from block {table.first_block} on",
-            needed=last,
-            given=table.first_block + len(table),
-        )
-    if ids.size and int(ids.max()) >= num_blocks:
-        raise GeometryError(
-            f"block id {int(ids.max())} is out of range, the cache has {num_blocks} blocks",
-            block_id=int(ids.max()),
-            num_blocks=num_blocks,
-        )
-    return RankBlocks(ids, first, block_size)
-
-
-def cut_into_units(blocks: RankBlocks, slot: SlotSteps, start: int, stop: int) -> Iterator[Units]:
-    """[start, stop) once: whole units together, and what is left before and after them apart."""
-    size = blocks.block_size if slot.even else gcd(blocks.block_size, slot.block_size)
+    size = block_size if slot.even else gcd(block_size, slot.block_size)
     first = min(num_blocks_for(start, size) * size, stop)
     last = max(stop // size * size, first)
     if start < first:
-        yield _units(blocks, slot, np.array([start]), first - start)
+        yield units(np.array([start]), first - start)
     for positions in _even_rows(np.arange(first, last, size), slot, size):
-        yield _units(blocks, slot, positions, size)
+        yield units(positions, size)
     if last < stop:
-        yield _units(blocks, slot, np.array([last]), stop - last)
+        yield units(np.array([last]), stop - last)
 
 
 def _even_rows(positions: Numbers, slot: SlotSteps, size: int) -> list[Numbers]:
@@ -134,15 +115,3 @@ def _even_rows(positions: Numbers, slot: SlotSteps, size: int) -> list[Numbers]:
     if num_residues <= rows[-1] - rows[0] + 1:
         return [positions[start::num_residues] for start in range(min(num_residues, rows.size))]
     return np.split(positions, np.flatnonzero(np.diff(rows)) + 1)
-
-
-def _units(blocks: RankBlocks, slot: SlotSteps, positions: Numbers, num_tokens: int) -> Units:
-    first = slot.offset_bytes(int(positions[0]))
-    step = slot.offset_bytes(int(positions[1])) - first if positions.size > 1 else 0
-    rows, tokens = np.divmod(positions, blocks.block_size)
-    return Units(
-        num_tokens,
-        blocks.ids[rows - blocks.first_block],
-        tokens,
-        Starts(positions.size, first, step),
-    )

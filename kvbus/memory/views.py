@@ -8,33 +8,15 @@ from collections.abc import Sequence
 import torch
 
 from kvbus.errors import GeometryError
-from kvbus.memory.cuda_mapping import CudaMapping
-from kvbus.memory.mapping import SegmentMapping
-
-_DTYPES = {
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-    "float32": torch.float32,
-    "float8_e4m3fn": torch.float8_e4m3fn,
-    "float8_e5m2": torch.float8_e5m2,
-    "int8": torch.int8,
-    "uint8": torch.uint8,
-}
+from kvbus.geometry import DTYPE_SIZES_BYTES
 
 
 def dtype_from_name(name: str) -> torch.dtype:
     """Return torch's dtype for a name on the wire; ``GeometryError`` when there is none."""
-    try:
-        return _DTYPES[name]
-    except KeyError:
-        raise GeometryError(f"dtype {name!r} is none of {', '.join(_DTYPES)}") from None
-
-
-def mapping_tensor(mapping: SegmentMapping | CudaMapping) -> torch.Tensor:
-    """Return all bytes of the mapping as a writable uint8 tensor."""
-    if isinstance(mapping, CudaMapping):
-        return mapping.tensor
-    return torch.from_numpy(mapping.view())
+    if name not in DTYPE_SIZES_BYTES:
+        raise GeometryError(f"dtype {name!r} is none of {', '.join(DTYPE_SIZES_BYTES)}")
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
 
 
 def region_view(
@@ -49,9 +31,19 @@ def region_view(
 
     Raises ``GeometryError`` when the view leaves the buffer or is not aligned to its dtype.
     """
-    _check_buffer(buffer)
-    _check_layout(shape, strides_bytes, offset_bytes)
-    end_bytes = offset_bytes + _extent_bytes(shape, strides_bytes, dtype.itemsize)
+    if buffer.dtype is not torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
+        raise GeometryError(
+            f"a view needs a contiguous uint8 buffer of one axis, not {buffer.dtype} "
+            f"of shape {tuple(buffer.shape)}"
+        )
+    if len(shape) != len(strides_bytes):
+        raise GeometryError(f"{len(shape)} axes but {len(strides_bytes)} strides")
+    if min([offset_bytes, *shape, *strides_bytes]) < 0:
+        raise GeometryError("offsets, sizes and strides cannot be negative")
+    itemsize, end_bytes = dtype.itemsize, offset_bytes
+    if 0 not in shape:
+        steps = zip(shape, strides_bytes, strict=True)
+        end_bytes += itemsize + sum((size - 1) * stride for size, stride in steps)
     if end_bytes > buffer.numel():
         raise GeometryError(
             f"a view that ends at byte {end_bytes} leaves its segment of {buffer.numel()} bytes",
@@ -59,40 +51,12 @@ def region_view(
             size_bytes=buffer.numel(),
         )
     start_bytes = int(buffer.storage_offset()) + offset_bytes
-    _check_alignment([start_bytes, buffer.data_ptr() + offset_bytes, *strides_bytes], dtype)
+    distances_bytes = (start_bytes, buffer.data_ptr() + offset_bytes, *strides_bytes)
+    if any(distance % itemsize for distance in distances_bytes):
+        raise GeometryError(f"the offset or a stride is no multiple of {dtype}'s {itemsize} bytes")
     return torch.empty(0, dtype=dtype, device=buffer.device).set_(
         buffer.untyped_storage(),
-        start_bytes // dtype.itemsize,
+        start_bytes // itemsize,
         tuple(shape),
-        tuple(stride // dtype.itemsize for stride in strides_bytes),
+        tuple(stride // itemsize for stride in strides_bytes),
     )
-
-
-def _check_buffer(buffer: torch.Tensor) -> None:
-    if buffer.dtype is not torch.uint8 or buffer.dim() != 1 or not buffer.is_contiguous():
-        raise GeometryError(
-            f"a view needs a contiguous uint8 buffer of one axis, not {buffer.dtype} "
-            f"of shape {tuple(buffer.shape)}"
-        )
-
-
-def _check_layout(shape: Sequence[int], strides_bytes: Sequence[int], offset_bytes: int) -> None:
-    if len(shape) != len(strides_bytes):
-        raise GeometryError(f"{len(shape)} axes but {len(strides_bytes)} strides")
-    if min([offset_bytes, *shape, *strides_bytes]) < 0:
-        raise GeometryError("offsets, sizes and strides cannot be negative")
-
-
-def _extent_bytes(shape: Sequence[int], strides_bytes: Sequence[int], itemsize: int) -> int:
-    """How many bytes from the first byte of the first element to the end of the last one."""
-    if 0 in shape:
-        return 0
-    steps = zip(shape, strides_bytes, strict=True)
-    return itemsize + sum((size - 1) * stride for size, stride in steps)
-
-
-def _check_alignment(distances_bytes: Sequence[int], dtype: torch.dtype) -> None:
-    if any(distance % dtype.itemsize for distance in distances_bytes):
-        raise GeometryError(
-            f"the offset or a stride is no multiple of {dtype}'s {dtype.itemsize} bytes"
-        )

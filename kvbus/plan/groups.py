@@ -112,5 +112,5 @@ def _attention(name: str, layers: tuple[int, ...], values: Values) -> GroupSpec:
 
 def _needed(values: Values, key: str) -> int:
     if key not in values:
-        raise ConfigError(f"{key} is missing: it is {GROUP_KEYS[key].allowed}", field=key)
+        raise ConfigError(f"{key} is missing: it is {GROUP_KEYS[key][0]}", field=key)
     return int(values[key])

@@ -4,7 +4,6 @@ Refuses a value out of its range with a `ConfigError` that names key, value and 
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from kvbus.errors import ConfigError, GeometryError
 from kvbus.geometry import DTYPE_SIZES_BYTES, AxisName, KvLayout
@@ -29,19 +28,8 @@ DTYPE_ALIASES = {
 }
 
 
-@dataclass(frozen=True, slots=True)
-class Key:
-    """What one key may be: ``read`` makes the value of a text, or of what a TOML file has."""
-
-    allowed: str
-    read: Callable[[object], Value | None]
-
-    def value(self, name: str, given: object) -> Value:
-        """The value; raises `ConfigError` when it is not allowed."""
-        found = self.read(given)
-        if found is None:
-            raise refused(name, given, self.allowed)
-        return found
+Key = tuple[str, Callable[[object], Value | None]]
+"""What one key may be, and what makes its value of a text, or of what a TOML file has."""
 
 
 def refused(name: str, given: object, allowed: str) -> ConfigError:
@@ -59,14 +47,14 @@ def _whole(low: int, high: int, *, step: int = 1) -> Key:
             return None
         return given if low <= given <= high and given % step == 0 else None
 
-    return Key(f"{'a whole' if step == 1 else 'an even'} number from {low} to {high}", read)
+    return f"{'a whole' if step == 1 else 'an even'} number from {low} to {high}", read
 
 
 def _one_of(choices: Values, allowed: str) -> Key:
     def read(given: object) -> Value | None:
         return choices.get(str(given).lower()) if isinstance(given, str | bool) else None
 
-    return Key(allowed, read)
+    return allowed, read
 
 
 def _read_layout(given: object) -> str | None:
@@ -93,9 +81,9 @@ _BOOLS = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0"
 ENGINE_KEYS: Mapping[str, Key] = {
     "tp": _whole(1, 1024),
     "pp": _whole(1, 1024),
-    "layout": Key(f"NHD, HND, or all axes joined by dots, as {_AXES}", _read_layout),
+    "layout": (f"NHD, HND, or all axes joined by dots, as {_AXES}", _read_layout),
     "cross_layer": _one_of(_BOOLS, "true or false"),
-    "model": Key("a printable name of at most 256 characters", _read_name),
+    "model": ("a printable name of at most 256 characters", _read_name),
 }
 GROUP_KEYS: Mapping[str, Key] = {
     "block": _whole(1, 1 << 16),
@@ -118,4 +106,8 @@ def read_value(name: str, given: object, keys: Mapping[str, Key] = ALL_KEYS) -> 
     """The value of ``name``; raises `ConfigError` for a key that there is not, or a bad value."""
     if name not in keys:
         raise ConfigError(f"{name!r} is not a key; keys are {', '.join(keys)}", field=name)
-    return keys[name].value(name, given)
+    allowed, read = keys[name]
+    found = read(given)
+    if found is None:
+        raise refused(name, given, allowed)
+    return found

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvbus.geometry import SlotOrder, canonical_order, slot_bytes
+from kvbus.geometry import SlotOrder, canonical_order
 from kvbus.plan.synthetic_engine import SyntheticEngine
 from kvbus.planning import DirectPlan, Share, Spans
 from kvbus.planning.boxes import cut_into_boxes, reader_order
@@ -69,14 +69,11 @@ def plan_paths(
     plans: dict[Path, PathPlan] = {}
     for one in choice.predictions:
         found, is_direct = shape[one.path], one.path is Path.DIRECT
-        num_boxes = in_slots = 0
-        box_bytes = None
+        num_boxes, box_bytes = one.num_boxes, None
         if not is_direct:
             box_bytes = max(one.box_bytes or 1, work.least_box_bytes(one.path))
-            num_boxes, in_slots = one.num_boxes, needed
             if num_boxes <= MAX_CUT:
-                sizes = _slot_sizes(handoff, one.path, box_bytes)
-                num_boxes, in_slots = len(sizes), sum(sizes)
+                num_boxes = _num_boxes(handoff, one.path, box_bytes)
         plans[one.path] = PathPlan(
             seconds=one.seconds,
             gather_s=one.stages.gather_s,
@@ -85,7 +82,7 @@ def plan_paths(
             num_bytes=found.num_bytes if is_direct else needed,
             num_descriptors=num_boxes if found.num_descriptors is None else found.num_descriptors,
             over_read_bytes=found.num_bytes - needed if is_direct else 0,
-            slot_bytes=in_slots,
+            slot_bytes=0 if is_direct else found.num_bytes,
             num_boxes=num_boxes,
             box_bytes=box_bytes,
         )
@@ -107,16 +104,17 @@ def _with_merged_reads(handoff: PlannedHandoff, shape: FetchShape) -> FetchShape
     return {**shape, Path.DIRECT: direct}
 
 
-def _slot_sizes(handoff: PlannedHandoff, path: Path, box_bytes: int) -> list[int]:
-    """Bytes in its slot of each box."""
-    sizes: list[int] = []
+def _num_boxes(handoff: PlannedHandoff, path: Path, box_bytes: int) -> int:
+    """How many boxes the shares are cut into."""
+    num_boxes = 0
     for share in handoff.shares:
-        group = handoff.reader.spec.group(share.group)
+        reader = handoff.reader.ranks[share.reader]
+        group = reader.engine.group(share.group)
         order: SlotOrder | None = canonical_order()
         if path is Path.REORDERED:
-            order = reader_order(handoff.reader.ranks[share.reader].rank.regions, group)
+            order = reader_order(reader.rank.regions, group)
         if order is not None:
             span = handoff.spans[share.group]
             boxes = cut_into_boxes(share, group, span, order=order, box_bytes=box_bytes)
-            sizes += [slot_bytes(group, box, order) for box in boxes]
-    return sizes
+            num_boxes += len(boxes)
+    return num_boxes

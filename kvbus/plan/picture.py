@@ -35,7 +35,7 @@ _ROOT = {
 def picture(plan: Plan) -> str:
     """The picture as SVG text."""
     svg = Element("svg", _ROOT)
-    first, stop = plan.request.first_token, plan.request.num_tokens
+    first, stop = plan.options.first_token, plan.options.tokens
     _add(svg, "title", f"Who reads tokens {first} to {stop} from whom", id="title")
     _add(svg, "desc", _description(plan), id="desc")
     top = _draw_legend(svg, plan)

@@ -4,39 +4,72 @@ Refuses, with the errors of `kvbus.planning`, two engines whose KV is not the sa
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated
 
 import msgspec
+from typer import Option
 
 from kvbus.errors import ConfigError
 from kvbus.geometry import DTYPE_SIZES_BYTES
+from kvbus.plan.keys import MAX_SPAN
 from kvbus.plan.paths import PathPlan, PlannedHandoff, plan_paths
-from kvbus.plan.spec import PlannedEngine
+from kvbus.plan.spec import PlannedEngine, read_engine, read_rates
 from kvbus.plan.synthetic_engine import synthesize
-from kvbus.planning import ReadMap, Share, Spans, check_compatible, whole_spans
+from kvbus.planning import ReadMap, Share, Spans, check_compatible, fetch_shape, whole_spans
 from kvbus.planning.cost import Rates
-from kvbus.planning.fetch_shape import Path
 
 MAX_PAIRED_LAYERS = 1 << 19
 DEFAULT_SLOT_BYTES = 8 << 20
 PREFILL_STEP, DECODE_STEP = 0.618, 0.414
 
 
-@dataclass(frozen=True, slots=True)
-class PlannedRequest:
-    """Tokens [first_token, num_tokens) of a request, and what its time depends on.
+class PathOption(StrEnum):
+    """A path, or the cost model's choice."""
 
-    ``path`` None lets the cost model choose; ``is_contiguous`` block tables are in order. Without
-    ``rates_from``, the name of a file, the rates are the defaults.
-    """
+    AUTO = "auto"
+    DIRECT = "direct"
+    PACKED = "packed"
+    REORDERED = "reordered"
 
-    num_tokens: int
-    first_token: int = 0
-    path: Path | None = None
-    is_contiguous: bool = False
-    rates: Rates = field(default_factory=Rates)
-    rates_from: str | None = None
-    slot_bytes: int = DEFAULT_SLOT_BYTES
+
+@dataclass(frozen=True, kw_only=True)
+class PlanOptions:
+    """Two engines, tokens [first_token, tokens) of a request, and what the time depends on."""
+
+    prefill: Annotated[
+        str, Option("--from", metavar="SPEC", help="The prefill engine: a text or a TOML file.")
+    ]
+    decode: Annotated[
+        str, Option("--to", metavar="SPEC", help="The decode engine: a text or a TOML file.")
+    ]
+    tokens: Annotated[int, Option(min=0, max=MAX_SPAN, metavar="N", help="Tokens of the request.")]
+    first_token: Annotated[
+        int,
+        Option(
+            min=0, max=MAX_SPAN, metavar="M", help="First token to move: those before it are there."
+        ),
+    ] = 0
+    path: Annotated[PathOption, Option(help="The path, or auto for the fastest.")] = PathOption.AUTO
+    contiguous: Annotated[
+        bool, Option("--contiguous", help="Blocks in order, as in an empty cache; else scattered.")
+    ] = False
+    slot_bytes: Annotated[
+        int,
+        Option(min=4096, max=1 << 30, metavar="BYTES", help="Size of the agents' staging slots."),
+    ] = DEFAULT_SLOT_BYTES
+    rates: Annotated[
+        Path | None,
+        Option(metavar="FILE", help="Rates of your machines: TOML with the keys of --json."),
+    ] = None
+    as_one_json: Annotated[
+        bool, Option("--json", help="Print one JSON object, as the last line of stdout.")
+    ] = False
+    svg: Annotated[
+        Path | None, Option(metavar="FILE", help="Write a picture of the reads there.")
+    ] = None
 
 
 class PlannedRead(msgspec.Struct, frozen=True, kw_only=True, rename={"num_bytes": "bytes"}):
@@ -58,11 +91,11 @@ class Plan:
 
     prefill: PlannedEngine
     decode: PlannedEngine
-    request: PlannedRequest
+    options: PlanOptions
+    rates: Rates
     reads: tuple[PlannedRead, ...]
-    paths: dict[Path, PathPlan]
-    fastest: Path
-    chosen: Path
+    paths: dict[fetch_shape.Path, PathPlan]
+    chosen: fetch_shape.Path
 
     @property
     def num_bytes(self) -> int:
@@ -76,28 +109,32 @@ class Plan:
         return tuple(rank for rank in range(self.prefill.engine.num_ranks) if rank not in holders)
 
 
-def make_plan(prefill: PlannedEngine, decode: PlannedEngine, request: PlannedRequest) -> Plan:
-    """The plan of ``request``.
+def make_plan(options: PlanOptions) -> Plan:
+    """The plan that they ask for.
 
     Raises `GeometryError` (``incompatible``) when the engines differ in more than shape, and
-    `ConfigError` when the plan would be too large or the path is not possible.
+    `ConfigError` when an option is wrong, the plan would be too large or the path is not possible.
     """
+    rates = read_rates(options.rates) if options.rates else Rates()
+    first, stop = options.first_token, options.tokens
+    if first > stop:
+        raise ConfigError(f"--first-token: {first} is more than --tokens {stop}")
+    prefill, decode = read_engine("--from", options.prefill), read_engine("--to", options.decode)
     check_compatible(prefill.engine, decode.engine)
     _refuse_large(prefill, decode)
-    spans = whole_spans(decode.engine.groups, request.first_token, request.num_tokens)
-    in_order = request.is_contiguous
-    holder = synthesize(prefill, spans, step=None if in_order else PREFILL_STEP)
-    reader = synthesize(decode, spans, step=None if in_order else DECODE_STEP)
+    spans = whole_spans(decode.engine.groups, first, stop)
+    holder = synthesize(prefill, spans, step=None if options.contiguous else PREFILL_STEP)
+    reader = synthesize(decode, spans, step=None if options.contiguous else DECODE_STEP)
     specs = ([one.rank for one in engine.ranks.values()] for engine in (holder, reader))
     shares = ReadMap(*specs).shares()
     handoff = PlannedHandoff(holder, reader, shares, spans)
-    paths, fastest = plan_paths(handoff, request.rates, slot_bytes=request.slot_bytes)
-    chosen = request.path or fastest
+    paths, fastest = plan_paths(handoff, rates, slot_bytes=options.slot_bytes)
+    chosen = fastest if options.path is PathOption.AUTO else fetch_shape.Path(options.path)
     if chosen not in paths:
         possible = ", ".join(paths)
         raise ConfigError(f"--path: this handoff cannot take {chosen}, it can take {possible}")
     reads = tuple(_reads(decode, shares, spans))
-    return Plan(prefill, decode, request, reads, paths, fastest, chosen)
+    return Plan(prefill, decode, options, rates, reads, paths, chosen)
 
 
 def _reads(decode: PlannedEngine, shares: tuple[Share, ...], spans: Spans) -> Iterator[PlannedRead]:

@@ -7,12 +7,12 @@ from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from kvbus.geometry import GroupSpec
 from kvbus.plan.paths import PathPlan
-from kvbus.plan.plan import Plan, PlannedRead
+from kvbus.plan.plan import PathOption, Plan, PlannedRead
 from kvbus.plan.spec import PlannedEngine
 from kvbus.planning.fetch_shape import ALL_PATHS, Path
 from kvbus.text import bytes_text, numbers_text, time_text
@@ -32,19 +32,19 @@ def as_json(plan: Plan) -> dict[str, Any]:
     return {
         "from": _engine_json(plan.prefill),
         "to": _engine_json(plan.decode),
-        "tokens": [plan.request.first_token, plan.request.num_tokens],
+        "tokens": [plan.options.first_token, plan.options.tokens],
         "bytes": plan.num_bytes,
         "reads": plan.reads,
         "unread_ranks": plan.unread_ranks,
         "paths": {path: plan.paths.get(path) for path in ALL_PATHS},
         "choice": {
             "path": plan.chosen,
-            "is_forced": plan.request.path is not None,
+            "is_forced": plan.options.path is not PathOption.AUTO,
             "reason": explain_choice(plan),
         },
-        "slot_bytes": plan.request.slot_bytes,
-        "rates_from": plan.request.rates_from,
-        "rates": plan.request.rates,
+        "slot_bytes": plan.options.slot_bytes,
+        "rates_from": plan.options.rates and str(plan.options.rates),
+        "rates": plan.rates,
     }
 
 
@@ -85,8 +85,8 @@ def print_plan(plan: Plan, console: Console) -> None:
     console.print()
     console.print(_path_table(plan))
     console.print(f"{plan.chosen}: {explain_choice(plan)}", style=CHOSEN)
-    rates = plan.request.rates_from or RATES_OF_DEFAULT
-    slots = bytes_text(plan.request.slot_bytes)
+    rates = plan.options.rates or RATES_OF_DEFAULT
+    slots = bytes_text(plan.options.slot_bytes)
     console.print(Text(f"rates: {rates}; slots of {slots}"))
 
 
@@ -97,12 +97,9 @@ def _engine_line(planned: PlannedEngine) -> str:
 
 
 def _read_table(plan: Plan) -> Table:
-    table = _table("Reads")
-    for heading in ("prefill rank", "decode rank"):
-        table.add_column(heading, justify="right")
-    for heading in ("group", "layers", "heads", "positions"):
-        table.add_column(heading)
-    table.add_column("bytes", justify="right", no_wrap=True)
+    ranks = (Column(heading, justify="right") for heading in ("prefill rank", "decode rank"))
+    last = Column("bytes", justify="right", no_wrap=True)
+    table = _table("Reads", *ranks, "group", "layers", "heads", "positions", last)
     for read in plan.reads[:MAX_ROWS]:
         table.add_row(
             str(read.prefill_rank),
@@ -117,10 +114,9 @@ def _read_table(plan: Plan) -> Table:
 
 
 def _path_table(plan: Plan) -> Table:
-    table = _table("Paths")
-    table.add_column("path", no_wrap=True)
-    for heading in ("time", "gather", "READ", "scatter", "READs", "mean", "boxes", "over-\nread"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    headings = ("time", "gather", "READ", "scatter", "READs", "mean", "boxes", "over-\nread")
+    columns = (Column(heading, justify="right", no_wrap=True) for heading in headings)
+    table = _table("Paths", Column("path", no_wrap=True), *columns)
     for path in ALL_PATHS:
         found = plan.paths.get(path)
         cells = _cells(found) if found else ["cannot" if plan.num_bytes else ""]
@@ -142,13 +138,14 @@ def _cells(path: PathPlan) -> list[str]:
     ]
 
 
-def _table(title: str) -> Table:
+def _table(title: str, *columns: Column | str) -> Table:
     return Table(
+        *columns,
         title=title,
+        title_justify="left",
         box=SIMPLE_HEAD,
         show_edge=False,
         pad_edge=False,
-        title_justify="left",
         padding=(0, 1, 0, 0),
     )
 
@@ -164,7 +161,7 @@ def explain_choice(plan: Plan) -> str:
         if path is not plan.chosen
     )
     others = f"; {others}" if others else ""
-    if plan.request.path is not None:
+    if plan.options.path is not PathOption.AUTO:
         return f"asked for with --path{others}"
     only = "it is the only path that this handoff can take"
     start = "predicted to be the fastest" if others else only

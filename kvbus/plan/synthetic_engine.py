@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvbus.errors import ConfigError
-from kvbus.geometry import BlockTable, EngineSpec, lay_out_rank, num_blocks_for
+from kvbus.geometry import BlockTable, lay_out_rank, num_blocks_for
 from kvbus.geometry.blocks import MAX_BLOCKS
 from kvbus.plan.spec import PlannedEngine
 from kvbus.planning import PlacedRank, Spans
@@ -22,7 +22,6 @@ RANK_DISTANCE_BYTES = 1 << 50
 class SyntheticEngine:
     """The ranks of an engine, and the block tables of one request by group."""
 
-    spec: EngineSpec
     ranks: Mapping[int, PlacedRank]
     tables: Mapping[str, BlockTable]
 
@@ -51,7 +50,7 @@ def synthesize(planned: PlannedEngine, spans: Spans, *, step: float | None) -> S
     ranks = {
         number: _rank(planned, number, num_blocks) for number in range(planned.engine.num_ranks)
     }
-    return SyntheticEngine(planned.engine, ranks, tables)
+    return SyntheticEngine(ranks, tables)
 
 
 def _rank(planned: PlannedEngine, number: int, num_blocks: Mapping[str, int]) -> PlacedRank:

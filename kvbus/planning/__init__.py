@@ -5,9 +5,8 @@ Addresses are numbers here.
 
 from kvbus.planning.boxes import cut_into_boxes, reader_order
 from kvbus.planning.compatibility import check_compatible
-from kvbus.planning.cost import Choice, Prediction, Rates, choose
 from kvbus.planning.direct import Descriptors, DirectPlan
-from kvbus.planning.fetch_shape import ALL_PATHS, FetchShape, Path, PathWork
+from kvbus.planning.fetch_shape import FetchShape, Path
 from kvbus.planning.fetch_work import FetchWork
 from kvbus.planning.mapping import ReadMap, Share
 from kvbus.planning.observed import PeerRates
@@ -16,24 +15,18 @@ from kvbus.planning.slot_reads import SlotReads, from_slot, whole_slot
 from kvbus.planning.spans import Spans, chunk_spans, tail_spans, whole_spans
 
 __all__ = [
-    "ALL_PATHS",
-    "Choice",
     "Descriptors",
     "DirectPlan",
     "FetchShape",
     "FetchWork",
     "Path",
-    "PathWork",
     "PeerRates",
     "PlacedRank",
-    "Prediction",
-    "Rates",
     "ReadMap",
     "Share",
     "SlotReads",
     "Spans",
     "check_compatible",
-    "choose",
     "chunk_spans",
     "cut_into_boxes",
     "from_slot",

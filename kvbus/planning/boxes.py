@@ -7,7 +7,6 @@ from typing import NamedTuple
 
 from kvbus.errors import GeometryError
 from kvbus.geometry import (
-    DTYPE_SIZES_BYTES,
     AxisName,
     Box,
     GroupSpec,
@@ -34,7 +33,7 @@ def cut_into_boxes(
     start, stop = span
     if stop <= start:
         return ()
-    layer_bytes = _layer_bytes(share, group)
+    layer_bytes = share.position_bytes(group) // len(share.layers)
     _check_room(share, order, needed=order.block_size * layer_bytes, given=box_bytes)
     ways = _ways(share, group, span, order=order, held=box_bytes // layer_bytes)
     best = min(ways, key=lambda way: _cost(way, layer_bytes))
@@ -111,12 +110,6 @@ def _stepping_axes(region: Region) -> tuple[AxisName, ...]:
     stepping = [axis for axis in region.axes if axis.size > 1]
     stepping.sort(key=lambda axis: axis.stride_bytes, reverse=True)
     return tuple(axis.name for axis in stepping)
-
-
-def _layer_bytes(share: Share, group: GroupSpec) -> int:
-    """Bytes of one position of one layer."""
-    head_bytes = group.part_shape(share.parts[0]).head_dim * DTYPE_SIZES_BYTES[group.dtype]
-    return len(share.parts) * share.num_heads * head_bytes
 
 
 def _check_room(share: Share, order: SlotOrder, *, needed: int, given: int) -> None:

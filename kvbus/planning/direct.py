@@ -5,7 +5,7 @@ sizes and strides give the right pairs; what differs is only how long the contig
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from math import prod
 
@@ -119,7 +119,9 @@ class _Bundle:
     ) -> Iterator[_Lattice]:
         """The runs of positions [start, stop), one lattice for each length of a unit."""
         form = self._form
-        starts, lengths = _units(start, stop, form.remote.block_size, form.local.block_size)
+        starts, lengths = cut_into_units(
+            start, stop, {form.remote.block_size, form.local.block_size}
+        )
         units = np.stack(
             [_unit_offsets(form.remote, remote, starts), _unit_offsets(form.local, local, starts)]
         )
@@ -143,9 +145,8 @@ class _Bundle:
         return self._patterns[num_tokens]
 
 
-def _units(start: int, stop: int, *block_sizes: int) -> tuple[Offsets, Offsets]:
-    """Units lie in one block on either side: their first positions, and their lengths in tokens."""
-    sizes = set(block_sizes)
+def cut_into_units(start: int, stop: int, sizes: Set[int]) -> tuple[Offsets, Offsets]:
+    """Units lie in one block of either size: their first positions, and lengths in tokens."""
     ends = [np.arange(start - start % size + size, stop, size) for size in sizes]
     starts = np.concatenate([np.array([start], dtype=np.int64), *ends])
     if len(sizes) > 1:

@@ -8,25 +8,15 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-import msgspec
 import numpy as np
 
-from kvbus.geometry import (
-    DTYPE_SIZES_BYTES,
-    Box,
-    EngineSpec,
-    GroupSpec,
-    RankSpec,
-    Segment,
-    SlotOrder,
-    canonical_order,
-    num_blocks_for,
-    slot_region,
-)
+from kvbus.geometry import Box, SlotOrder, canonical_order, num_blocks_for
 from kvbus.planning.boxes import reader_order
+from kvbus.planning.direct import cut_into_units
 from kvbus.planning.fetch_shape import FetchShape, Path, PathWork
 from kvbus.planning.mapping import Share
 from kvbus.planning.pairs import Form, PlacedRank, pair_regions, pattern_of
+from kvbus.planning.slot_reads import slot_rank
 from kvbus.planning.spans import Spans
 
 Ranks = Mapping[int, PlacedRank]
@@ -91,12 +81,14 @@ class FetchWork:
 
     def _add(self, holder: PlacedRank, reader: PlacedRank, share: Share) -> None:
         theirs, ours = holder.engine.group(share.group), reader.engine.group(share.group)
-        size = _Size(share.group, _position_bytes(ours, share), len(share.layers), ours.block_size)
+        size = _Size(share.group, share.position_bytes(ours), len(share.layers), ours.block_size)
         self._sizes[size] += 1
         self._need(Path.PACKED, size.layer_bytes)
         num_positions = 2 * max(theirs.block_size, ours.block_size)
         canonical = SlotOrder(canonical_order().axes, num_positions)
-        slot = _slot(reader.engine, share, canonical, num_positions)
+        heads = (share.first_head, share.num_heads)
+        box = Box(share.group, share.layers, share.parts, *heads, 0, num_positions)
+        slot = slot_rank(reader, box, canonical)
         either, here = {theirs.block_size, ours.block_size}, {ours.block_size}
         self._direct.add(holder, reader, share, cuts=either)
         self._gather.add(holder, slot, share, cuts={theirs.block_size})
@@ -106,7 +98,7 @@ class FetchWork:
             self._can_reorder = False
             return
         self._need(Path.REORDERED, size.layer_bytes * order.block_size)
-        slot = _slot(reader.engine, share, order, num_positions)
+        slot = slot_rank(reader, box, order)
         self._reordered_gather.add(holder, slot, share, cuts=either)
         self._reordered_read.add(slot, reader, share, cuts=here)
 
@@ -166,30 +158,9 @@ class _Runs:
         return self._known[form, num_tokens]
 
 
-def _slot(engine: EngineSpec, share: Share, order: SlotOrder, num_positions: int) -> PlacedRank:
-    """A slot of ``share``, of more than one block, as a rank of one region."""
-    group = engine.group(share.group)
-    heads = (share.first_head, share.num_heads)
-    box = Box(group.name, share.layers, share.parts, *heads, 0, num_positions)
-    region = slot_region(group, box, order)
-    in_slot = msgspec.structs.replace(group, block_size=order.block_size)
-    return PlacedRank(
-        engine=msgspec.structs.replace(engine, groups=(in_slot,)),
-        rank=RankSpec(0, (Segment(region.segment_id, 1),), (region,)),
-        addresses={region.segment_id: 0},
-    )
-
-
 def _units(start: int, stop: int, cuts: frozenset[int]) -> Iterator[tuple[int, int]]:
     """Lengths of the units of [start, stop) between multiples of ``cuts``, and how many."""
     if stop > start:
-        inside = [np.arange(start - start % size + size, stop, size) for size in cuts]
-        edges = np.unique(np.concatenate([[start, stop], *inside]))
-        lengths, times = np.unique(np.diff(edges), return_counts=True)
+        _, lengths = cut_into_units(start, stop, cuts)
+        lengths, times = np.unique(lengths, return_counts=True)
         yield from zip(lengths.tolist(), times.tolist(), strict=True)
-
-
-def _position_bytes(group: GroupSpec, share: Share) -> int:
-    """Bytes of the share at one position of its table."""
-    head_bytes = group.part_shape(share.parts[0]).head_dim * DTYPE_SIZES_BYTES[group.dtype]
-    return len(share.layers) * len(share.parts) * share.num_heads * head_bytes

@@ -6,13 +6,13 @@ So tensor parallelism, replicas and pipeline stages of any kind need no case of 
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import lcm
 from typing import NamedTuple
 
 from kvbus.errors import ErrorCode, GeometryError
-from kvbus.geometry import AxisName, RankSpec, Region
+from kvbus.geometry import DTYPE_SIZES_BYTES, AxisName, GroupSpec, RankSpec, Region
 
 MAX_CHOICES = 64
 Cell = tuple[str, int, str]
@@ -34,6 +34,11 @@ class Share:
     first_head: int
     num_heads: int
 
+    def position_bytes(self, group: GroupSpec) -> int:
+        """Bytes at one position of the block table; ``group`` is either side's."""
+        head_bytes = group.part_shape(self.parts[0]).head_dim * DTYPE_SIZES_BYTES[group.dtype]
+        return len(self.layers) * len(self.parts) * self.num_heads * head_bytes
+
 
 class _Held(NamedTuple):
     """Heads [first, stop) that one rank holds of a cell."""
@@ -52,17 +57,6 @@ class _Wanted(NamedTuple):
     first: int
     stop: int
     candidates: tuple[int, ...]
-
-
-class _Heads(NamedTuple):
-    """What all layers and parts of one share have in common."""
-
-    holder: int
-    reader: int
-    group: str
-    first: int
-    stop: int
-    head_size: int
 
 
 class ReadMap:
@@ -93,25 +87,18 @@ class ReadMap:
         Readers that want the same, and values of ``replica_index`` next to each other, take
         different holders, so that replicas share the load within a fetch and over fetches.
         """
-        layers: dict[tuple[_Heads, str], list[int]] = defaultdict(list)
+        layers: dict[tuple[Share, int, str], list[int]] = defaultdict(list)
         for one in self._chosen(replica_index % self.num_choices):
             group, layer, part = one.cell
-            heads = _Heads(one.candidates[0], one.reader, group, one.first, one.stop, one.head_size)
-            layers[heads, part].append(layer)
-        parts: dict[tuple[_Heads, tuple[int, ...]], list[str]] = defaultdict(list)
-        for (heads, part), held in layers.items():
-            parts[heads, tuple(sorted(held))].append(part)
+            num_heads = one.stop - one.first
+            heads = Share(one.candidates[0], one.reader, group, (), (), one.first, num_heads)
+            layers[heads, one.head_size, part].append(layer)
+        parts: dict[tuple[Share, int, tuple[int, ...]], list[str]] = defaultdict(list)
+        for (heads, head_size, part), held in layers.items():
+            parts[heads, head_size, tuple(sorted(held))].append(part)
         return tuple(
-            Share(
-                holder=heads.holder,
-                reader=heads.reader,
-                group=heads.group,
-                layers=held,
-                parts=tuple(names),
-                first_head=heads.first,
-                num_heads=heads.stop - heads.first,
-            )
-            for (heads, held), names in parts.items()
+            replace(heads, layers=held, parts=tuple(names))
+            for (heads, _, held), names in parts.items()
         )
 
     def _chosen(self, replica_index: int) -> list[_Wanted]:

@@ -1,7 +1,6 @@
 """READs out of the prefill agent's slots: of a whole slot, or block by block into an engine."""
 
-from collections import OrderedDict
-from dataclasses import dataclass, field
+from functools import lru_cache, partial
 
 import msgspec
 import numpy as np
@@ -9,7 +8,6 @@ import numpy as np
 from kvbus.geometry import (
     BlockTable,
     Box,
-    GroupSpec,
     RankSpec,
     Segment,
     SlotOrder,
@@ -39,51 +37,43 @@ def from_slot(reads: Descriptors, address: int, device: int) -> Descriptors:
     return reads
 
 
-@dataclass(slots=True)
 class SlotReads:
     """READs from slots in the order of a rank into its blocks; the plans of a shape are kept."""
 
-    reader: PlacedRank
-    _plans: "OrderedDict[tuple[object, ...], DirectPlan]" = field(default_factory=OrderedDict)
+    def __init__(self, reader: PlacedRank) -> None:
+        self._plan = lru_cache(MAX_PLANS)(partial(_plan, reader))
 
     def descriptors(self, box: Box, order: SlotOrder, *, table: BlockTable) -> Descriptors:
         """From a slot at address 0 into the rank's blocks of ``table``; the caller's to change."""
         blocks = slot_table(box, order)
-        return self._plan(box, order, len(blocks)).descriptors(
+        shape = msgspec.structs.replace(box, start=0, stop=len(blocks) * order.block_size)
+        return self._plan(shape, order).descriptors(
             {box.group: blocks}, {box.group: table}, {box.group: (box.start, box.stop)}
         )
 
-    def _plan(self, box: Box, order: SlotOrder, num_blocks: int) -> DirectPlan:
-        """The plan from a slot at address 0."""
-        key = (box.group, box.layers, box.parts, box.first_head, box.num_heads, order, num_blocks)
-        plan = self._plans.pop(key, None) or self._make_plan(box, order)
-        self._plans[key] = plan
-        if len(self._plans) > MAX_PLANS:
-            self._plans.popitem(last=False)
-        return plan
 
-    def _make_plan(self, box: Box, order: SlotOrder) -> DirectPlan:
-        slot = slot_rank(self.reader, box, order)
-        share = Share(
-            holder=slot.rank.rank,
-            reader=self.reader.rank.rank,
-            group=box.group,
-            layers=box.layers,
-            parts=box.parts,
-            first_head=box.first_head,
-            num_heads=box.num_heads,
-        )
-        return DirectPlan({share.holder: slot}, {share.reader: self.reader}, [share])
+def _plan(reader: PlacedRank, box: Box, order: SlotOrder) -> DirectPlan:
+    slot = slot_rank(reader, box, order)
+    share = Share(
+        holder=slot.rank.rank,
+        reader=reader.rank.rank,
+        group=box.group,
+        layers=box.layers,
+        parts=box.parts,
+        first_head=box.first_head,
+        num_heads=box.num_heads,
+    )
+    return DirectPlan({share.holder: slot}, {share.reader: reader}, [share])
 
 
 def slot_rank(reader: PlacedRank, box: Box, order: SlotOrder) -> PlacedRank:
     """A slot as the planner sees ranks: one region at address 0, in blocks of the order's."""
     group = reader.engine.group(box.group)
-    segment = Segment("slot", slot_bytes(group, box, order))
-    rank = RankSpec(rank=0, segments=(segment,), regions=(slot_region(group, box, order),))
-    engine = msgspec.structs.replace(reader.engine, groups=(_sized(group, order),))
-    return PlacedRank(engine, rank, {"slot": 0})
-
-
-def _sized(group: GroupSpec, order: SlotOrder) -> GroupSpec:
-    return msgspec.structs.replace(group, block_size=order.block_size)
+    region = slot_region(group, box, order)
+    segment = Segment(region.segment_id, slot_bytes(group, box, order))
+    in_slot = msgspec.structs.replace(group, block_size=order.block_size)
+    return PlacedRank(
+        engine=msgspec.structs.replace(reader.engine, groups=(in_slot,)),
+        rank=RankSpec(rank=0, segments=(segment,), regions=(region,)),
+        addresses={region.segment_id: 0},
+    )

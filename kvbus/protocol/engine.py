@@ -6,9 +6,11 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 
 from kvbus.geometry import BlockTable, EngineSpec, RankSpec
+from kvbus.geometry.spec import Index
 from kvbus.protocol.message import Empty, Id, Message, Request, Seconds, Size, Text, Tokens
 
 Tables = Annotated[dict[Id, BlockTable], msgspec.Meta(max_length=64)]
+Ranks = Annotated[tuple[Index, ...], msgspec.Meta(min_length=1, max_length=1024)]
 
 
 class AgentRole(StrEnum):
@@ -32,10 +34,7 @@ class AgentRanks(msgspec.Struct, frozen=True):
     """The peer endpoint of another agent, and the ranks of an engine that are attached there."""
 
     endpoint: Id
-    ranks: Annotated[
-        tuple[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)], ...],
-        msgspec.Meta(min_length=1, max_length=1024),
-    ]
+    ranks: Ranks
 
 
 class Register(Request[Empty], frozen=True):

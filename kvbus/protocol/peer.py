@@ -152,6 +152,7 @@ class PeerWithdraw(Request[Empty], frozen=True):
 class AgentStatus(Message, frozen=True):
     """Reply to `Status`: what the agent holds now; ``engines`` maps engine id to whether ready.
 
+    ``data_endpoints`` are the HOST:PORT at which NIXL listens, empty where it uses no TCP.
     ``story`` has a line for each of the last events of what was asked for, the oldest first.
     """
 
@@ -160,6 +161,7 @@ class AgentStatus(Message, frozen=True):
     engines: dict[str, bool]
     draining: bool
     counts: dict[str, int]
+    data_endpoints: tuple[Text, ...] = ()
     story: tuple[Text, ...] = ()
 
 

@@ -7,15 +7,10 @@ from typing import Annotated, Any, ClassVar
 
 import msgspec
 
-from kvbus.protocol.engine import Tables
+from kvbus.protocol.engine import Ranks, Tables
 from kvbus.protocol.message import Empty, Epoch, Id, Message, Request, Seconds, Size, Text, Tokens
 
 AnySeconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
-
-Ranks = Annotated[
-    tuple[Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)], ...],
-    msgspec.Meta(min_length=1, max_length=1024),
-]
 
 
 class CheckMemory(Request[Empty], frozen=True):

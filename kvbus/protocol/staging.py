@@ -5,6 +5,7 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 
 from kvbus.geometry import BlockTable, Box, SlotOrder
+from kvbus.geometry.spec import Index
 from kvbus.protocol.message import Address, Empty, Epoch, Id, Message, Request, Seconds, Size
 
 SlotId = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
@@ -24,7 +25,7 @@ class Packed(Message, frozen=True):
     num_bytes: Size
     slot_lease_s: Seconds
     memory: Literal["DRAM", "VRAM"] = "DRAM"
-    device: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)] = 0
+    device: Index = 0
 
 
 class Pack(Request[Packed], frozen=True):
@@ -41,7 +42,7 @@ class Pack(Request[Packed], frozen=True):
     memory_id: Id
     offer_id: Id
     epoch: Epoch
-    rank: Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+    rank: Index
     box: Box
     order: SlotOrder
     table: BlockTable

@@ -4,25 +4,13 @@ Refuses to nest: an event that a command causes waits until the commands before 
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Generic, Protocol, TypeVar
 
-E_contra = TypeVar("E_contra", contravariant=True)
+from kvbus.table.events import DeadlinePassed, Refuse, SendReply
+from kvbus.table.table import Table
+
 E = TypeVar("E")
-C = TypeVar("C")
-
-
-class Drivable(Protocol[E_contra, C]):
-    """What a sans-IO state machine looks like from outside."""
-
-    def handle(self, event: E_contra, now: float) -> list[C]:
-        """Apply an event at a time; what is to be done about it."""
-        ...
-
-    @property
-    def deadline_bound(self) -> float | None:
-        """When to tell the table that time went by; too early does no harm."""
-        ...
 
 
 class Alarm(Protocol):
@@ -45,18 +33,22 @@ class Clock(Protocol):
         ...
 
 
-class Driver(Generic[E, C]):
+class Driver(Generic[E]):
     """Feeds ``table``, and hands each command to the one of ``commands`` for its class.
 
     All in the event loop's thread. ``on_settled``, when somebody has set it, is called when all
-    that an event led to is done. ``commands`` are set by their owner before the first event.
+    that an event led to is done. Replies go to the call that was asked with; ``commands`` has what
+    is done for the others, and is filled by its owner before the first event.
     """
 
-    def __init__(self, table: Drivable[E, C], *, deadline_passed: E, loop: Clock) -> None:
-        self.commands: Mapping[type[Any], Callable[[Any], None]] = {}
+    def __init__(self, table: Table[Any, Any, Any, Any], loop: Clock) -> None:
+        self.commands: dict[type[Any], Callable[[Any], None]] = {
+            SendReply: _reply,
+            Refuse: _refuse,
+        }
         self.on_settled: Callable[[], None] | None = None
-        self._table, self._deadline_passed, self._loop = table, deadline_passed, loop
-        self._events: deque[E] = deque()
+        self._table, self._loop = table, loop
+        self._events: deque[E | DeadlinePassed] = deque()
         self._running = False
         self._alarm: Alarm | None = None
         self._alarm_at = float("inf")
@@ -73,7 +65,7 @@ class Driver(Generic[E, C]):
     #     dispatch(A) ─▶ handle ─▶ [c1, c2] ─▶ c1 ─▶ dispatch(B): queued
     #                                        ─▶ c2
     #                 ─▶ handle(B) ─▶ ...
-    def dispatch(self, event: E) -> None:
+    def dispatch(self, event: E | DeadlinePassed) -> None:
         """Apply ``event`` and everything that follows from it."""
         self._events.append(event)
         if self._running:
@@ -105,4 +97,12 @@ class Driver(Generic[E, C]):
 
     def _ring(self) -> None:
         self._alarm, self._alarm_at = None, float("inf")
-        self.dispatch(self._deadline_passed)
+        self.dispatch(DeadlinePassed())
+
+
+def _reply(command: SendReply) -> None:
+    command.reply_to.reply(command.body)
+
+
+def _refuse(command: Refuse) -> None:
+    command.reply_to.refuse(command.error)

@@ -5,6 +5,7 @@ that caused an event.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 from kvbus.errors import KVBusError
 from kvbus.protocol.message import Message
@@ -36,7 +37,7 @@ class DeadlinePassed:
 class SendReply:
     """Answer the request with ``ok`` and this body."""
 
-    reply_to: object
+    reply_to: Any
     body: Message
 
 
@@ -44,5 +45,5 @@ class SendReply:
 class Refuse:
     """Answer the request with this error."""
 
-    reply_to: object
+    reply_to: Any
     error: KVBusError

@@ -25,36 +25,42 @@ class FairPool(Generic[K, T]):
         self._holders: dict[int, K] = {}
         self._num_held: defaultdict[K, int] = defaultdict(int)
         self._waiting: OrderedDict[K, OrderedDict[T, None]] = OrderedDict()
-        self.num_waiting = 0
 
     @property
     def num_in_use(self) -> int:
         """Slots that somebody has."""
         return len(self._holders)
 
+    @property
+    def num_waiting(self) -> int:
+        """Items without a slot."""
+        return sum(map(len, self._waiting.values()))
+
     def wait(self, key: K, item: T) -> None:
         """Wait behind the key's own items; a key that had none waits behind all others."""
         self._waiting.setdefault(key, OrderedDict())[item] = None
-        self.num_waiting += 1
 
     def leave(self, key: K, item: T) -> None:
         """Do not wait any more."""
         items = self._waiting[key]
         del items[item]
-        self.num_waiting -= 1
         if not items:
             del self._waiting[key]
 
     def acquire(self) -> tuple[T, int] | None:
         """The item whose turn it is, and its slot; None when no slot is free for any that waits."""
-        for key, items in self._waiting.items() if self._free else ():
-            if self._may_have(self._num_held.get(key, 0), len(self._free)):
-                item = next(iter(items))
+        num_free = len(self._free)
+        for key in self._waiting if num_free else ():
+            if self._may_have(self._num_held.get(key, 0), num_free):
                 break
         else:
             return None
-        self._waiting.move_to_end(key)
-        self.leave(key, item)
+        items = self._waiting[key]
+        item, _ = items.popitem(last=False)
+        if items:
+            self._waiting.move_to_end(key)
+        else:
+            del self._waiting[key]
         slot = self._free.pop()
         self._holders[slot] = key
         self._num_held[key] += 1

@@ -7,18 +7,69 @@
 Refuses clocks, sockets, logs and random numbers: events and times come in, commands come out.
 """
 
-from collections import OrderedDict
-from collections.abc import Hashable, Iterable, Mapping
+import heapq
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
-from kvbus.table.deadlines import Deadlines
 from kvbus.table.events import DeadlinePassed
-from kvbus.table.story import Story
-from kvbus.table.transition import Context, Transition
 
 K = TypeVar("K", bound=Hashable)
 L = TypeVar("L")
 C = TypeVar("C")
+S = TypeVar("S", bound=StrEnum)
+
+
+@dataclass(frozen=True, slots=True)
+class Transition(Generic[S]):
+    """``handler(entry, event, context)`` returns the commands, in order."""
+
+    handler: Callable[..., list[Any]]
+    to: tuple[S, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Context(Generic[L]):
+    """What a handler may know of the world: the time in seconds, and the bounds of its table."""
+
+    now: float
+    limits: L
+
+
+MAX_STEPS = 32
+Step = tuple[float, str, type[Any], str, tuple[type[Any], ...], str]
+
+
+class Story:
+    """What happened to one entry: the last `MAX_STEPS` events, and what each led to, oldest first.
+
+    Refuses to keep what events and commands carry, but for the text of an error: a story must not
+    keep block tables, requests or tracebacks alive.
+    """
+
+    __slots__ = ("_steps",)
+
+    def __init__(self) -> None:
+        self._steps: deque[Step] = deque(maxlen=MAX_STEPS)
+
+    def note(
+        self, now: float, event: object, state: str, commands: Sequence[object], about: str = ""
+    ) -> None:
+        """``event`` came at ``now``, left ``state``, and led to ``commands``."""
+        error = getattr(event, "error", None)
+        text = "" if error is None else f"{error.code}: {error.message}"
+        kinds = tuple(map(type, commands))
+        self._steps.append((now, about, type(event), state, kinds, text))
+
+    def lines(self) -> Iterator[str]:
+        """A line for each step; its time counts from the first that is kept."""
+        started_at = self._steps[0][0] if self._steps else 0.0
+        for now, about, event, state, commands, error in self._steps:
+            led_to = ", ".join(kind.__name__ for kind in commands) or "-"
+            what = f"{about} {event.__name__}".lstrip() + (f" ({error})" if error else "")
+            yield f"+{now - started_at:.6f} s  {what} -> {state}: {led_to}"
 
 
 class Entry(Protocol):
@@ -47,6 +98,54 @@ class Entry(Protocol):
 
 
 N = TypeVar("N", bound=Entry)
+
+
+class Deadlines(Generic[K]):
+    """A heap with lazy deletion: a key has at most one deadline, set again as often as needed."""
+
+    def __init__(self) -> None:
+        self._when: dict[K, float] = {}
+        self._heap: list[tuple[float, int, K]] = []
+        self._order = 0
+
+    @property
+    def bound(self) -> float | None:
+        """No deadline is before this; it costs no search, unlike `next`."""
+        return self._heap[0][0] if self._heap else None
+
+    def set(self, key: K, when: float | None) -> None:
+        """Make ``when`` the deadline of ``key``, in place of any earlier one; None for none."""
+        if when is None:
+            self._when.pop(key, None)
+            return
+        if self._when.get(key) == when:
+            return
+        self._when[key] = when
+        self._order += 1
+        heapq.heappush(self._heap, (when, self._order, key))
+        if len(self._heap) > 64 + 4 * len(self._when):
+            self._rebuild()
+
+    def next(self) -> float | None:
+        """The earliest deadline, or None when there is none."""
+        while self._heap and not self._is_current(self._heap[0]):
+            heapq.heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
+
+    def pop_due(self, now: float) -> Iterator[K]:
+        """Each key whose deadline is not after ``now``; its deadline is forgotten first."""
+        while (when := self.next()) is not None and when <= now:
+            _, _, key = heapq.heappop(self._heap)
+            del self._when[key]
+            yield key
+
+    def _is_current(self, entry: tuple[float, int, K]) -> bool:
+        when, _, key = entry
+        return self._when.get(key) == when
+
+    def _rebuild(self) -> None:
+        self._heap = [(when, order, key) for order, (key, when) in enumerate(self._when.items())]
+        heapq.heapify(self._heap)
 
 
 class Table(Generic[K, N, L, C]):
@@ -97,15 +196,19 @@ class Table(Generic[K, N, L, C]):
         entry = self.find(key)
         return [] if entry is None else list(entry.story.lines())
 
-    def _add(self, entry: N) -> None:
+    def _add(self, entry: N, event: object, now: float, commands: Sequence[C]) -> None:
+        """``event`` has made a new entry, and leads to ``commands``."""
         self.live[entry.key] = entry
+        entry.story.note(now, event, entry.state, commands)
         self._deadlines.set(entry.key, entry.due_at)
 
     def _apply(self, entry: N, event: object, now: float) -> list[C]:
         transition = self.transitions[entry.state, type(event)]
         commands: list[C] = transition.handler(entry, event, Context(now, self.limits))
         entry.story.note(now, event, entry.state, commands)
-        self._settle(entry)
+        self._deadlines.set(entry.key, None if entry.is_over else entry.due_at)
+        if entry.is_over and entry.key in self.live:
+            self._retire(entry)
         return commands
 
     def _apply_all(self, entries: Iterable[N], event: object, now: float) -> list[C]:
@@ -118,16 +221,9 @@ class Table(Generic[K, N, L, C]):
             commands += self._apply(self.live[key], DeadlinePassed(), now)
         return commands
 
-    def _settle(self, entry: N) -> None:
-        """The entry has changed: look at it again when it says so, or retire it."""
-        if not entry.is_over:
-            self._deadlines.set(entry.key, entry.due_at)
-        elif entry.key in self.live:
-            self._retire(entry)
-
     def _retire(self, entry: N) -> None:
+        """It is over; its deadline is forgotten already."""
         del self.live[entry.key]
-        self._deadlines.discard(entry.key)
         entry.retire()
         self.retired[entry.key] = entry
         while len(self.retired) > self._max_retired:

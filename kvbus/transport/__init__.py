@@ -1,8 +1,7 @@
 """Moves bytes between agents: the only package that imports nixl."""
 
 from kvbus.transport.delivery import Deliver, OnEnd
-from kvbus.transport.handles import ProgressToken, Read
-from kvbus.transport.transport import Transport
+from kvbus.transport.transport import ProgressToken, Read, Transport
 from kvbus.transport.types import (
     CloseReport,
     MemoryKind,

@@ -116,7 +116,6 @@ class _Pair:
         self._reader, self._target, self._deadline = reader, target, deadline
         self._to, self._at = areas
 
-    def connect(self) -> None:
         for transport, area in ((self._reader, self._to), (self._target, self._at)):
             future = transport.register(
                 area.address, area.size_bytes, device=area.device, memory=area.memory
@@ -178,9 +177,7 @@ def _pair(name: str, deadline: float, to: Area, at: Area) -> Iterator[_Pair]:
         _transport(f"{name}/calibration/reader", deadline) as reader,
         reader.hold_progress(),
     ):
-        pair = _Pair(reader, target, deadline, (to, at))
-        pair.connect()
-        yield pair
+        yield _Pair(reader, target, deadline, (to, at))
 
 
 @contextlib.contextmanager

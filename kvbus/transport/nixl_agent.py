@@ -5,6 +5,7 @@ import logging
 import os
 import sys
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any
 
@@ -69,9 +70,22 @@ Handle = Any
 """NIXL's transfer handle."""
 
 
-def nixl_api() -> tuple[Any, tuple[type[Exception], ...]]:
-    """The imported module of NIXL, and what it raises."""
-    return _api, _ERRORS
+def list_backends() -> tuple[str, dict[str, tuple[str, ...]]]:
+    """The version of NIXL here, and the memory types of its backends.
+
+    A backend that cannot be loaded has none; one that has some can be loaded, and that is all.
+    Found by an agent without any backend. Raises `TransferFailed`.
+    """
+    try:
+        agent = _api.nixl_agent("kvbus/backends", _api.nixl_agent_config(backends=[]))
+        names = sorted(agent.get_plugin_list())
+        types = {name: tuple(agent.get_plugin_mem_types(name)) for name in names}
+    except _ERRORS as error:
+        raise TransferFailed(f"NIXL lists no backends: {error}") from error
+    try:
+        return version("nixl"), types
+    except PackageNotFoundError:
+        return "", types
 
 
 class HandleForgotten(TransferFailed):
@@ -91,7 +105,6 @@ class NixlAgent:
     def __init__(self, name: str) -> None:
         config = _api.nixl_agent_config(
             enable_prog_thread=False,
-            capture_telemetry=True,
             sync_mode=_api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
         )
         try:
@@ -195,11 +208,6 @@ class NixlAgent:
         if state == "ERR":
             raise TransferFailed("the read failed: NIXL says ERR", nixl="ERR", peer=peer)
         return state == "DONE"
-
-    def durations_s(self, handle: Handle) -> tuple[float, float]:
-        """Of a handle that is done: how long its post took, and the whole transfer."""
-        telemetry = self._agent.get_xfer_telemetry(handle)
-        return telemetry.postDuration / 1e6, telemetry.xferDuration / 1e6
 
     def release(self, handle: Handle) -> bool:
         """Give a terminal handle back; False when NIXL refuses, and then it is kept for ever."""

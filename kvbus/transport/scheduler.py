@@ -4,12 +4,11 @@ Only the transport's thread calls it. A handle is released, and its memory let g
 terminal; what never becomes so is held here for ever.
 """
 
-import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvbus.errors import RemoteError
-from kvbus.transport.fair_queue import FairQueue
 from kvbus.transport.nixl_agent import Handle, HandleForgotten, NixlAgent
 from kvbus.transport.slicing import Rows, Slices
 from kvbus.transport.types import MemoryKind, ReadOutcome, ReadStatus, TransportLimits
@@ -23,8 +22,6 @@ class ReadJob:
     slices: Slices
     kinds: tuple[MemoryKind, MemoryKind]
     on_end: Callable[[ReadOutcome], None]
-    submitted_at: float
-    first_post_at: float | None = None
     outstanding: int = 0
     queued: bool = False
     aborted: bool = False
@@ -33,8 +30,6 @@ class ReadJob:
     num_bytes: int = 0
     num_descriptors: int = 0
     num_slices: int = 0
-    post_s: float = 0.0
-    transfer_s: float = 0.0
 
     @property
     def wants_post(self) -> bool:
@@ -53,24 +48,19 @@ class ReadJob:
         self.slices.clear()
         self.on_end, self.error = _no_outcome, None
 
-    def outcome(self, now: float) -> ReadOutcome:
+    def outcome(self) -> ReadOutcome:
         """What became of it; only asked once nothing of it is outstanding."""
         status = ReadStatus.DONE
         if self.error:
             status = ReadStatus.FAILED
         elif self.aborted:
             status = ReadStatus.ABORTED
-        first_post_at = now if self.first_post_at is None else self.first_post_at
         return ReadOutcome(
             status=status,
             error=self.error,
             num_bytes=self.num_bytes,
             num_descriptors=self.num_descriptors,
             num_slices=self.num_slices,
-            duration_s=now - self.submitted_at,
-            queued_s=first_post_at - self.submitted_at,
-            post_s=self.post_s,
-            transfer_s=self.transfer_s,
         )
 
 
@@ -86,11 +76,39 @@ class _Slice:
     num_bytes: int
 
 
+class _FairQueue:
+    """Two queues that are served alternately, so a short read waits for one long slice at most."""
+
+    __slots__ = ("_long", "_short", "_short_is_next")
+
+    def __init__(self) -> None:
+        self._short: deque[ReadJob] = deque()
+        self._long: deque[ReadJob] = deque()
+        self._short_is_next = True
+
+    def __bool__(self) -> bool:
+        return bool(self._short or self._long)
+
+    def add(self, item: ReadJob, *, short: bool) -> None:
+        """Put ``item`` at the end of its queue."""
+        (self._short if short else self._long).append(item)
+
+    def take(self) -> ReadJob | None:
+        """The next one, or None when nobody waits."""
+        chosen = self._short if self._short_is_next else self._long
+        if not chosen:
+            chosen = self._long if self._short_is_next else self._short
+        if not chosen:
+            return None
+        self._short_is_next = chosen is self._long
+        return chosen.popleft()
+
+
 @dataclass(slots=True, eq=False)
 class _Lane:
     """The reads from one peer: a stopped peer holds up nobody but itself."""
 
-    waiting: FairQueue[ReadJob] = field(default_factory=FairQueue)
+    waiting: _FairQueue = field(default_factory=_FairQueue)
     posted: list[_Slice] = field(default_factory=list)
     posted_bytes: int = 0
 
@@ -101,7 +119,7 @@ class ReadScheduler:
     def __init__(
         self, agent: NixlAgent, limits: TransportLimits, on_end: Callable[[ReadJob], None]
     ) -> None:
-        self._agent = agent
+        self.agent = agent
         self._limits = limits
         self._on_end = on_end
         self._lanes: dict[str, _Lane] = {}
@@ -204,10 +222,8 @@ class ReadScheduler:
 
     def _post(self, lane: _Lane, job: ReadJob) -> None:
         local, remote, num_bytes = job.slices.take()
-        if job.first_post_at is None:
-            job.first_post_at = time.perf_counter()
         try:
-            handle = self._agent.prepare(job.peer, local, remote, job.kinds)
+            handle = self.agent.prepare(job.peer, local, remote, job.kinds)
         except RemoteError as error:
             job.error = error
             self._end_if_terminal(job)
@@ -215,7 +231,7 @@ class ReadScheduler:
         item = _Slice(job, handle, local, num_bytes)
         job.outstanding += 1
         try:
-            done = self._agent.post(handle, job.peer)
+            done = self.agent.post(handle, job.peer)
         except RemoteError as error:
             self._finish(lane, item, error)
             return
@@ -230,7 +246,7 @@ class ReadScheduler:
         for item in lane.posted[:]:
             error: RemoteError | None = None
             try:
-                if not self._agent.is_done(item.handle, item.job.peer):
+                if not self.agent.is_done(item.handle, item.job.peer):
                     continue
             except RemoteError as caught:
                 error = caught
@@ -253,22 +269,15 @@ class ReadScheduler:
             return
         job.outstanding -= 1
         if error is None:
-            self._count(item)
+            job.num_bytes += item.num_bytes
+            job.num_descriptors += len(item.local)
+            job.num_slices += 1
         else:
             job.error = job.error or error
-        if not self._agent.release(item.handle):
+        if not self.agent.release(item.handle):
             self._unreleased.append(item)
         self._queue(lane, job)
         self._end_if_terminal(job)
-
-    def _count(self, item: _Slice) -> None:
-        job = item.job
-        post_s, transfer_s = self._agent.durations_s(item.handle)
-        job.post_s += post_s
-        job.transfer_s += transfer_s
-        job.num_bytes += item.num_bytes
-        job.num_descriptors += len(item.local)
-        job.num_slices += 1
 
     def _end_if_terminal(self, job: ReadJob) -> None:
         if job.ended or job.outstanding or job.wants_post:

@@ -2,27 +2,36 @@
 
 import contextlib
 import itertools
-import time
-from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import ExitStack
+from dataclasses import dataclass
 from functools import partial
 
 from kvbus.errors import ClosedError, ErrorCode, LocalError, SegmentError
 from kvbus.transport.delivery import Deliver, Delivery, OnEnd, deliver_inline
-from kvbus.transport.handles import ProgressToken, Read
 from kvbus.transport.nixl_agent import NixlAgent
 from kvbus.transport.scheduler import ReadJob, ReadScheduler
 from kvbus.transport.slicing import Rows, Slices, check_rows
 from kvbus.transport.types import (
     CloseReport,
     MemoryKind,
-    ReadStatus,
     Registration,
     TransportLimits,
     TransportStats,
 )
 from kvbus.transport.worker import Worker
+
+ProgressToken = ExitStack
+"""Keeps progress driven until it is closed: as the target of reads, and for connections."""
+
+
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A read in progress. It ends once, by the `on_end` that it was started with."""
+
+    abort: Callable[[], None]
+    """Post nothing more; the read ends, aborted, when what was posted is terminal."""
 
 
 def _ignore(_: Exception) -> None: ...
@@ -49,14 +58,10 @@ class Transport:
         self.limits = limits or TransportLimits()
         self._delivery = Delivery(deliver)
         self._worker = Worker(self.limits, lambda error: deliver(partial(on_broken, error)))
-        self._agent: NixlAgent | None = None
-        self._scheduler: ReadScheduler | None = None
         self._registrations: dict[int, Registration] = {}
         self._keys = itertools.count(1)
         self._peers: set[str] = set()
-        self._num_started = 0
-        self._ended: Counter[ReadStatus] = Counter()
-        self._bytes_read = 0
+        self._num_started = self._num_ended = 0
 
     def start(self) -> Future[None]:
         """Start the thread and make the agent."""
@@ -94,7 +99,7 @@ class Transport:
         A later blob may be added to a peer that knows an earlier one, with reads in flight.
         """
         wanted = None if registrations is None else list(registrations)
-        return self._worker.call(lambda: self._started()[0].metadata(wanted))
+        return self._worker.call(lambda: self._started().agent.metadata(wanted))
 
     def add_peer(self, metadata: bytes) -> Future[str]:
         """Add a peer, or later registrations of a known one; gives its name.
@@ -128,16 +133,15 @@ class Transport:
         `busy` at `max_reads`.
         """
         check_rows(local, remote)
-        if self._num_started - self._ended.total() >= self.limits.max_reads:
+        if self._num_started - self._num_ended >= self.limits.max_reads:
             raise LocalError("too many reads", code=ErrorCode.BUSY, max_reads=self.limits.max_reads)
         job = ReadJob(
             peer=peer,
             slices=self._slices(local, remote),
             kinds=(local_memory, remote_memory),
             on_end=on_end,
-            submitted_at=time.perf_counter(),
         )
-        scheduler = self._started()[1]
+        scheduler = self._started()
         self._num_started += 1
         try:
             self._worker.post(partial(scheduler.add, job))
@@ -148,19 +152,18 @@ class Transport:
 
     def hold_progress(self) -> ProgressToken:
         """Have progress driven until the demand is closed; demands are counted."""
-        return ProgressToken(self._worker.demand)
+        token = ProgressToken()
+        token.callback(self._worker.demand, -1)
+        self._worker.demand(1)
+        return token
 
     def stats(self) -> TransportStats:
         """Counts, callable from any thread."""
-        scheduler = self._scheduler
+        scheduler = self._worker.scheduler
         return TransportStats(
-            outstanding_reads=self._num_started - self._ended.total(),
+            outstanding_reads=self._num_started - self._num_ended,
             outstanding_handles=scheduler.num_handles if scheduler else 0,
             outstanding_bytes=scheduler.posted_bytes if scheduler else 0,
-            reads_done=self._ended[ReadStatus.DONE],
-            reads_failed=self._ended[ReadStatus.FAILED],
-            reads_aborted=self._ended[ReadStatus.ABORTED],
-            bytes_read=self._bytes_read,
             registered_bytes=sum(r.size_bytes for r in self._registrations.copy().values()),
             peers=len(self._peers),
             progress_tokens=self._worker.demands,
@@ -176,68 +179,64 @@ class Transport:
             slice_rows=self.limits.slice_descriptors,
         )
 
-    def _started(self) -> tuple[NixlAgent, ReadScheduler]:
-        if self._agent is None or self._scheduler is None:
+    def _started(self) -> ReadScheduler:
+        if self._worker.scheduler is None:
             raise ClosedError("the transport is not started, or closed")
-        return self._agent, self._scheduler
+        return self._worker.scheduler
 
     def _abort(self, job: ReadJob) -> None:
-        if self._scheduler is not None and not job.ended:
+        if not job.ended:
             with contextlib.suppress(ClosedError):  # closing has aborted it already
-                self._worker.post(partial(self._scheduler.abort, job), urgent=True)
+                self._worker.post(partial(self._started().abort, job), urgent=True)
 
     # From here on, on the transport's thread.
 
     def _make_agent(self) -> None:
         agent = NixlAgent(self.name)
-        scheduler = ReadScheduler(agent, self.limits, self._read_ended)
-        self._agent, self._scheduler = agent, scheduler
-        self._worker.drive(agent, scheduler)
+        self._worker.scheduler = ReadScheduler(agent, self.limits, self._read_ended)
 
     def _read_ended(self, job: ReadJob) -> None:
-        outcome = job.outcome(time.perf_counter())
-        self._ended[outcome.status] += 1
-        self._bytes_read += outcome.num_bytes
-        self._delivery.put(job.on_end, outcome)
+        self._num_ended += 1
+        self._delivery.put(job.on_end, job.outcome())
 
     def _register(self, registration: Registration) -> Registration:
-        self._started()[0].register(registration)
+        self._started().agent.register(registration)
         self._registrations[registration.key] = registration
         return registration
 
     def _deregister(self, registration: Registration) -> None:
-        agent, scheduler = self._started()
+        scheduler = self._started()
         if registration.key not in self._registrations:
             raise LocalError("the memory is not registered", key=registration.key)
         if scheduler.targets(registration.address, registration.size_bytes):
             raise LocalError("a handle still writes into the memory", code=ErrorCode.BUSY)
         del self._registrations[registration.key]
-        agent.deregister(registration)
+        scheduler.agent.deregister(registration)
 
     def _add_peer(self, metadata: bytes) -> str:
-        peer = self._started()[0].add_peer(metadata)
+        peer = self._started().agent.add_peer(metadata)
         self._peers.add(peer)
         return peer
 
     def _remove_peer(self, peer: str) -> None:
-        agent, scheduler = self._started()
+        scheduler = self._started()
         if scheduler.in_flight_to(peer):
             raise LocalError("a handle to the peer is outstanding", code=ErrorCode.BUSY, peer=peer)
-        agent.remove_peer(peer)
+        scheduler.agent.remove_peer(peer)
         self._peers.discard(peer)
 
     def _abort_all(self) -> None:
-        if self._scheduler is not None:
-            self._scheduler.abort_all()
+        if self._worker.scheduler is not None:
+            self._worker.scheduler.abort_all()
 
     def _give_back(self, closed: Future[CloseReport]) -> None:
-        num_handles = self._scheduler.num_handles if self._scheduler else 0
+        scheduler = self._worker.scheduler
+        num_handles = scheduler.num_handles if scheduler else 0
         for registration in list(self._registrations.values()):
             with contextlib.suppress(LocalError):  # busy: counted below, and kept
                 self._deregister(registration)
         if not num_handles:
-            self._worker.forget_engine()
-            self._agent = self._scheduler = None  # NIXL ends here, on its own thread
+            scheduler = self._worker.scheduler = None  # NIXL ends here, on its own thread
         if closed.set_running_or_notify_cancel():
             closed.set_result(
                 CloseReport(num_handles=num_handles, num_registrations=len(self._registrations))

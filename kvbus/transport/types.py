@@ -64,22 +64,13 @@ class ReadStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReadOutcome:
-    """What became of a read.
-
-    `num_bytes`, `num_descriptors` and `num_slices` count what landed, after long descriptors
-    were split. `queued_s` is the time to the first post. `post_s` and `transfer_s` are NIXL's
-    own, summed over slices: they overlap when slices do.
-    """
+    """What became of a read: counts of what landed, after long descriptors were split."""
 
     status: ReadStatus
     error: RemoteError | None
     num_bytes: int
     num_descriptors: int
     num_slices: int
-    duration_s: float
-    queued_s: float
-    post_s: float
-    transfer_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -97,10 +88,6 @@ class TransportStats:
     outstanding_reads: int
     outstanding_handles: int
     outstanding_bytes: int
-    reads_done: int
-    reads_failed: int
-    reads_aborted: int
-    bytes_read: int
     registered_bytes: int
     peers: int
     progress_tokens: int

@@ -8,7 +8,6 @@ from queue import Empty, SimpleQueue
 from typing import TypeVar
 
 from kvbus.errors import ClosedError, ErrorCode, LocalError
-from kvbus.transport.nixl_agent import NixlAgent
 from kvbus.transport.scheduler import ReadScheduler
 from kvbus.transport.types import TransportLimits
 
@@ -21,6 +20,7 @@ class Worker:
 
     It waits in the inbox, so that a command wakes it from any pause: without a limit while
     nothing needs progress, for `poll_s` while something does, not at all while slices move.
+    What it drives is ``scheduler``, which a command sets, and takes away at the end.
     """
 
     def __init__(self, limits: TransportLimits, on_broken: Callable[[Exception], object]) -> None:
@@ -30,7 +30,7 @@ class Worker:
         self._closed = False
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="kvbus-transport", daemon=True)
-        self._engine: tuple[NixlAgent, ReadScheduler] | None = None
+        self.scheduler: ReadScheduler | None = None
         self._moved_at = 0.0
         self._close_at: float | None = None
         self._on_stop: Command | None = None
@@ -40,14 +40,6 @@ class Worker:
     def start(self) -> None:
         """Start the thread."""
         self._thread.start()
-
-    def drive(self, agent: NixlAgent, scheduler: ReadScheduler) -> None:
-        """Say what to drive; called on the thread."""
-        self._engine = (agent, scheduler)
-
-    def forget_engine(self) -> None:
-        """Drive nothing any more; called on the thread."""
-        self._engine = None
 
     def post(self, command: Command, *, urgent: bool = False) -> None:
         """Run a command on the thread; raises `ClosedError`, or `LocalError` (busy) when full.
@@ -112,7 +104,7 @@ class Worker:
             self._on_broken(error)
         finally:
             self._closed = True  # also when it breaks: later calls are refused, not lost
-        if self._engine is not None:
+        if self.scheduler is not None:
             threading.Event().wait()  # for ever: a handle is live, and NIXL must not end under it
 
     def _take_commands(self) -> None:
@@ -137,28 +129,26 @@ class Worker:
     # Demand is counted under the lock, and its first one puts a command into the inbox: a thread
     # that had decided to sleep without limit just before is woken by it.
     def _pause_s(self) -> float | None:
-        limits, scheduler = self._limits, self._engine[1] if self._engine else None
+        limits, scheduler = self._limits, self.scheduler
         if scheduler and scheduler.busy:
             since = time.perf_counter() - self._moved_at
             few = scheduler.posted_bytes <= limits.spin_bytes
             spin_s = limits.spin_s if few else limits.short_spin_s
             return 0.0 if since < spin_s else limits.poll_s
-        return self._limits.poll_s if self.demands or self._close_at is not None else None
+        return limits.poll_s if self.demands or self._close_at is not None else None
 
     def _step(self) -> None:
-        if self._engine is None:
-            return
-        agent, scheduler = self._engine
-        if not (self.demands or scheduler.busy):
+        scheduler = self.scheduler
+        if scheduler is None or not (self.demands or scheduler.busy):
             return
         self.passes += 1
         if self.demands or scheduler.num_handles:
-            agent.progress()
+            scheduler.agent.progress()
         if scheduler.step():
             self._moved_at = time.perf_counter()
 
     def _try_to_stop(self, close_at: float) -> None:
-        idle = self._engine is None or not self._engine[1].num_handles
+        idle = self.scheduler is None or not self.scheduler.num_handles
         if not idle and time.monotonic() < close_at:
             return
         self._stopping = True

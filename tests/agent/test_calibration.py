@@ -31,10 +31,12 @@ class Measured:
 
 
 def test_an_agent_gets_the_rates_of_its_machine():
-    measured = Measured()
-
-    with capture_logs() as logs:
-        rates = measured.measure()
+    for _ in range(5):  # a busy machine may not be measured within the second that it has
+        measured = Measured()
+        with capture_logs() as logs:
+            rates = measured.measure()
+        if rates.seconds_per_read != Rates().seconds_per_read:
+            break
 
     assert rates.num_cores == len(os.sched_getaffinity(0))
     assert rates.slots_in_flight == 5

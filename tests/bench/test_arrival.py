@@ -3,10 +3,10 @@
 from collections.abc import Iterator
 from dataclasses import replace
 
-import numpy as np
 import pytest
+import torch
 
-from kvbus.bench.caches import all_words, arrived, fill_ranks, wipe
+from kvbus.bench.caches import arrived, fill, wipe
 from kvbus.bench.shapes import LAYERED, PairedBlocks, scattered
 from kvbus.engine import KvCache
 from kvbus.memory.segment import SharedSegment
@@ -22,7 +22,7 @@ def copied() -> Iterator[KvCache]:
     size_bytes = rank.segments[0].size_bytes
     with SharedSegment(size_bytes) as ours, SharedSegment(size_bytes) as theirs:
         source, target = (KvCache(spec, rank, memory.tensor) for memory in (ours, theirs))
-        fill_ranks([source], LAYERED)
+        fill([source])
         wipe([target])
         for region in rank.regions:
             for layer in region.layers:
@@ -33,7 +33,7 @@ def copied() -> Iterator[KvCache]:
 
 
 def has_arrived(cache: KvCache, tables: PairedBlocks = TABLES) -> bool:
-    return arrived([cache], LAYERED, LAYERED, tables, num_source_blocks=NUM_BLOCKS)
+    return arrived([cache], tables, source_block_size=LAYERED.block_size)
 
 
 def test_a_right_copy_has_arrived(copied: KvCache) -> None:
@@ -41,8 +41,7 @@ def test_a_right_copy_has_arrived(copied: KvCache) -> None:
 
 
 def test_one_wrong_word_is_noticed(copied: KvCache) -> None:
-    landed = np.flatnonzero(all_words(copied))
-    all_words(copied)[landed[-1]] ^= np.uint64(1)
+    copied.view(LAYERED.num_layers - 1, "v").view(torch.uint8)[TABLES.decode[-1], -1, -1, -1] ^= 1
 
     assert not has_arrived(copied)
 

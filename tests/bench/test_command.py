@@ -16,7 +16,7 @@ def run(*arguments: str) -> Result:
     return CliRunner().invoke(app, ["--json", "--rounds", "1", *arguments])
 
 
-@pytest.mark.timeout(600)  # it starts some twenty agents, one after the other
+@pytest.mark.timeout(600)  # it starts some twenty processes, one after the other
 def test_every_case_gives_figures_in_one_line_of_json() -> None:
     result = run("--scale", "0.005")
 
@@ -26,16 +26,8 @@ def test_every_case_gives_figures_in_one_line_of_json() -> None:
     assert all(figure["value"] >= 0 for figure in figures)
 
 
-def test_one_case_can_be_measured_alone() -> None:
-    result = run("--scale", "0.005", "--only", "fixed")
-
-    assert result.exit_code == 0, result.output
-    figures = json.loads(result.stdout.splitlines()[-1])["figures"]
-    assert {figure["case"] for figure in figures} == {"fixed"}
-
-
 @pytest.mark.timeout(300)
-def test_other_cases_are_measured_when_they_are_asked_for() -> None:
+def test_other_cases_are_measured_alone_when_they_are_asked_for() -> None:
     asked = [part for name in ONLY_WHEN_ASKED for part in ("--only", name)]
 
     result = run("--scale", "0.005", *asked)

@@ -16,6 +16,7 @@ from kvbus.protocol.engine import AgentRole
 from kvbus.transport import Transport
 from kvbus_decode.agent import DecodeService
 from kvbus_decode.config import DecodeConfig
+from tests.namespaces import EVERYWHERE
 
 SETTINGS: dict[str, Any] = {
     "agent_id": "decode",
@@ -37,7 +38,9 @@ async def decode_agent(folder: Path, **settings: Any) -> AsyncIterator[Runtime]:
     try:
         with new_context() as context:
             async with anyio.create_task_group() as tasks:
-                runtime = Runtime(AgentRole.DECODE, config, boot, transport, tasks, staging)
+                runtime = Runtime(
+                    AgentRole.DECODE, config, boot, transport, tasks, staging, EVERYWHERE
+                )
                 await runtime.start(context, lambda agent: DecodeService(agent, config))
                 yield runtime
                 runtime.service.stop()

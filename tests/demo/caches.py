@@ -8,8 +8,7 @@ from random import Random
 from torch import Tensor
 
 from kvbus.demo.blocks import Tables, decode_blocks, prefill_blocks
-from kvbus.demo.engine import engine_spec
-from kvbus.demo.messages import EngineSetup, Step
+from kvbus.demo.messages import Step
 from kvbus.demo.model import Generation, Transformer
 from kvbus.demo.model_config import Attention, ModelConfig
 from kvbus.demo.options import EngineShape
@@ -53,18 +52,6 @@ def last_step(
     return step
 
 
-def setup_of(config: ModelConfig, shape: EngineShape) -> EngineSetup:
-    return EngineSetup(
-        engine_id="engine-0",
-        attach_path="/nowhere",
-        model=config,
-        shape=shape,
-        concurrency=1,
-        max_prompt_tokens=len(PROMPT),
-        max_new_tokens=NUM_STEPS,
-    )
-
-
 @dataclass(frozen=True)
 class CachedRequest:
     """A poisoned cache and the blocks that one request has in it."""
@@ -79,7 +66,7 @@ class CachedRequest:
         cls, model: Transformer, *, shape: EngineShape, seed: int, tail_only: bool = False
     ) -> "CachedRequest":
         """With ``tail_only``, it has no blocks for what a window has left behind."""
-        groups = engine_spec(setup_of(model.config, shape)).groups
+        groups = model.config.spec("engine-0", block_size=shape.block_size).groups
         num_blocks = 5 + max(
             len(prefill_blocks(group, len(PROMPT) + NUM_STEPS)) for group in groups
         )

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbus.demo.blocks import ShuffledPool, Tables, decode_blocks, most_decode_blocks
+from kvbus.demo.blocks import ShuffledPool, Tables, decode_blocks
 from kvbus.errors import LocalError
 from kvbus.geometry import BlockTable, GroupSpec
 
@@ -150,7 +150,7 @@ async def test_a_double_free_is_an_error_and_frees_nothing(returned: str) -> Non
     [free], [held] = ids(first), ids(second)
     table = {"free": [free], "twice": [held, held], "one of two": [held, free], "unknown": [99]}
 
-    with pytest.raises(LocalError, match=r"some are free|names a block twice|out of range"):
+    with pytest.raises(LocalError, match="some are free, or do not exist"):
         pool.give({"full": BlockTable.of(table[returned])})
 
     assert pool.num_held == 1
@@ -172,4 +172,3 @@ def test_the_decode_side_has_the_blocks_that_it_reads_or_fills_and_no_others(
     read = [p for p in range(num_tokens) if window is None or p >= num_tokens - window]
     filled = range(num_tokens, num_tokens + num_new)
     assert set(blocks) == {position // size for position in (*read, *filled)}
-    assert len(blocks) <= most_decode_blocks(group, 60, num_new)

@@ -3,7 +3,6 @@
 import json
 import subprocess
 import sys
-import tomllib
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ from kvbus.demo import command
 from kvbus.demo.messages import Decoded, Prefilled, Step
 from kvbus.demo.model_config import MAX_KV_HEADS, MAX_TP, Attention, ModelConfig
 from kvbus.demo.options import DemoOptions, EngineShape, Layout, ReadPath
-from kvbus.demo.processes import write_agent_config
+from kvbus.demo.processes import ROLES, agent_settings
 from kvbus.demo.report import DemoReport, Served
 from kvbus.errors import ErrorCode, RequestRefused
 from kvbus.protocol.engine import StageTimes
@@ -205,18 +204,11 @@ def test_what_is_still_held_or_not_counted_fails_the_run(
 
 
 @pytest.mark.parametrize("path", ReadPath)
-def test_only_the_decode_agent_is_told_a_path_and_only_a_forced_one(
-    tmp_path: Path, path: ReadPath
-) -> None:
-    options = DemoOptions(path=path)
+def test_only_the_decode_agent_is_told_a_path_and_only_a_forced_one(path: ReadPath) -> None:
+    prefill, decode = (agent_settings(role, DemoOptions(path=path)) for role in ROLES)
 
-    configs = {
-        role: tomllib.loads(write_agent_config(role, options, tmp_path).read_text())
-        for role in ("prefill", "decode")
-    }
-
-    assert "path" not in configs["prefill"]
-    assert configs["decode"].get("path", "auto") == path
+    assert "path" not in prefill
+    assert decode.get("path", "auto") == path
 
 
 def test_the_help_shows_every_option_whole_on_80_columns() -> None:

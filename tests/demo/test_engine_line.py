@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator
 import anyio
 import pytest
 
-from kvbus.demo.messages import Answer, Failed, FirstToken, Line, Offered, Prefilled, Step, Work
+from kvbus.demo.messages import Failed, FirstToken, Line, Offered, Prefilled, Step
 from kvbus.demo.processes import EngineLine
 from kvbus.errors import ErrorCode, ProtocolError, RequestRefused
 
@@ -22,10 +22,10 @@ def anyio_backend() -> str:
 
 
 @contextlib.asynccontextmanager
-async def lines() -> AsyncIterator[tuple[EngineLine, Line[Work]]]:
+async def lines() -> AsyncIterator[tuple[EngineLine, Line]]:
     """Both ends of a line; the driver listens."""
     ours, theirs = socket.socketpair()
-    driver, engine = EngineLine(await Line.over(ours, Answer)), await Line.over(theirs, Work)
+    driver, engine = await EngineLine.over(ours), await Line.over(theirs)
     try:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(driver.listen)
@@ -87,7 +87,7 @@ async def test_an_engine_gets_work_until_the_driver_closes_the_line() -> None:
     work = [FirstToken("a", 7), FirstToken("b", 8)]
     async with lines() as (driver, engine):
         for one in work:
-            await driver.tell(one)
+            await driver.send(one)
         driver.close()
         got = [one async for one in engine]
 

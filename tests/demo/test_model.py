@@ -16,7 +16,6 @@ from kvbus.demo.model import Generation, Transformer, generate_alone, one_thread
 from kvbus.demo.model_config import Attention, ModelConfig
 from kvbus.demo.paged_cache import LayerViews, PagedKV
 from kvbus.demo.prompts import encode
-from kvbus.errors import LocalError
 from kvbus.geometry import KvPart, held_heads
 from tests.demo.caches import last_step, poisoned, tables
 
@@ -237,20 +236,3 @@ def test_output_does_not_depend_on_the_number_of_threads_and_leaves_it_alone(
 
     assert on_two == on_one
     assert threads_after == 2
-
-
-@pytest.mark.parametrize(
-    ("tokens", "start"), [([], 0), ([256], 0), ([-1], 0), ([1], -1), ([1, 2], 4095), ([1], 4096)]
-)
-def test_tokens_that_the_model_has_no_place_for_are_refused(
-    model: Transformer, tokens: list[int], start: int
-) -> None:
-    kv = PagedKV.private(model.config, num_blocks=1, block_size=4)
-
-    with pytest.raises(LocalError, match=r"max_tokens|one or more of"):
-        model.logits(tokens, kv, tables(model.config, [0]), start=start)
-
-
-def test_an_empty_prompt_is_refused(small: Transformer) -> None:
-    with pytest.raises(LocalError, match="no tokens"):
-        generate_alone(small, [], 1)

@@ -81,27 +81,6 @@ def test_a_table_that_does_not_hold_the_tokens_is_refused(
         gather(views, BlockTable.of(block_ids, first_block=first_block), start=3, stop=5)
 
 
-@pytest.mark.parametrize("shape", [(1, 1, 2), (1, 2, 1), (1, 3, 2)])
-def test_heads_that_are_not_the_ranks_are_refused_not_broadcast(shape: tuple[int, ...]) -> None:
-    views = PagedKV.private(TINY, num_blocks=1, block_size=4).views[0][0]
-    parts = {K: torch.ones(shape), V: torch.ones(shape)}
-
-    with pytest.raises(GeometryError, match="do not fit"):
-        write(views, BlockTable.of([0]), start=0, parts=parts)
-
-
-def test_parts_that_are_not_the_caches_are_refused() -> None:
-    views = PagedKV.private(TINY, num_blocks=1, block_size=4).views[0][0]
-
-    with pytest.raises(GeometryError, match="latent do not fit k, v"):
-        write(views, BlockTable.of([0]), start=0, parts={KvPart.LATENT: torch.ones(1, 2, 2)})
-
-
-def test_views_of_different_shapes_are_refused() -> None:
-    with pytest.raises(GeometryError, match="slot"):
-        PagedKV([{0: {K: torch.zeros(4, 2, 2, 2), V: torch.zeros(4, 2, 2, 1)}}])
-
-
 def test_each_layer_is_on_the_ranks_of_one_stage() -> None:
     config = ModelConfig(num_layers=5)
     kv = PagedKV.private(config, num_blocks=1, block_size=4, tp=2, pp=3)

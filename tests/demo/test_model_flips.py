@@ -8,7 +8,7 @@ import torch
 
 from kvbus.demo.decode_engine import flip_one_byte
 from kvbus.demo.messages import Step
-from kvbus.demo.model import Transformer, generate_alone
+from kvbus.demo.model import Transformer, generate_alone, greedy
 from kvbus.demo.model_config import Attention, ModelConfig
 from kvbus.demo.options import EngineShape
 from kvbus.demo.paged_cache import slots
@@ -119,5 +119,5 @@ def test_a_digest_tells_logits_apart_that_choose_the_same_token() -> None:
     logits = torch.tensor([0.5, 2.0, 1.0])
     nudged = torch.nextafter(logits, torch.full_like(logits, 9.0))
 
-    assert Step.greedy(logits).token == Step.greedy(nudged).token == 1
-    assert Step.greedy(logits).digest != Step.greedy(nudged).digest
+    assert greedy(logits).token == greedy(nudged).token == 1
+    assert greedy(logits).digest != greedy(nudged).digest

@@ -80,7 +80,7 @@ def oracle_logits(model: Transformer, tokens: list[int]) -> Tensor:
     [
         (Attention.GQA, None, "bfloat16"),
         (Attention.GQA, None, "float16"),
-        (Attention.GQA, None, "float64"),
+        (Attention.GQA, None, "float32"),
         (Attention.MLA, None, "bfloat16"),
         (Attention.MLA, 7, "bfloat16"),
         (Attention.GQA, 1, "bfloat16"),

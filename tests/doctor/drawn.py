@@ -1,98 +1,28 @@
-"""Machines that Hypothesis draws, good ones and bad ones, and good ones to start from."""
+"""Findings of machines that Hypothesis draws, good ones and bad ones, a strategy for each check."""
+
+from collections.abc import Callable, Iterable
 
 from hypothesis import strategies as st
 from packaging.requirements import Requirement
 
-from kvbus.doctor.check.agents import AgentFacts, Bind
-from kvbus.doctor.check.cuda import CudaFacts, Gpu
-from kvbus.doctor.check.host import LimitFacts, MemoryFacts, ProcessFacts
-from kvbus.doctor.check.nixl import NixlFacts, ReadFacts, UcxChoice
-from kvbus.doctor.check.versions import VersionFacts
+from kvbus.doctor import cuda, host, nixl, versions
+from kvbus.doctor.agents import AgentFacts, Bind, agent_findings
+from kvbus.doctor.finding import Finding
+from kvbus.doctor.nixl import ReadFacts, UcxChoice
+from kvbus.doctor.process import Gpu, GpuList, NixlList
 
-GOOD_MEMORY = MemoryFacts(
-    total_bytes=64 << 30,
-    available_bytes=32 << 30,
-    group_limit_bytes=None,
-    folder_bytes=32 << 30,
-    folder_free_bytes=32 << 30,
-    segment_error="",
-    huge_page_bytes=2 << 20,
-    num_free_huge_pages=0,
-    shmem_huge="within_size",
-    num_cores=16,
-    cpu_quota=None,
-)
-GOOD_LIMITS = LimitFacts(
-    open_files=65536, locked_bytes=None, file_bytes=None, may_lock=False, rdma_devices=()
-)
-GOOD_PROCESSES = ProcessFacts(error="", ptrace_scope=1, may_trace=False)
-GOOD_NIXL = NixlFacts(
-    error="",
-    nixl_version="1.5.1",
-    ucx_version="1.23.0",
-    backends={"UCX": ("DRAM_SEG", "VRAM_SEG"), "GDS": ()},
-    ucx_transports=("cma", "tcp"),
-)
-GOOD_CUDA = CudaFacts(
-    num_devices=1,
-    driver="570.86.15",
-    torch_version="2.13.0",
-    cuda_version="13.0",
-    gpus=(Gpu(uuid="GPU-1", name="H200", memory_bytes=139 << 30),),
-    survey_error="",
-    ipc_error="",
-    allocator="",
-)
-GOOD_VERSIONS = VersionFacts(
-    system="Linux 6.1 x86_64",
-    python="3.11.7",
-    python_bounds=">=3.11",
-    requirements=(Requirement("nixl>=1.5.1,<2"), Requirement("torch>=2.6")),
-    installed={"nixl": "1.5.1", "torch": "2.13.0+cpu"},
-)
+GIB = 1 << 30
+REQUIRED = (Requirement("nixl>=1.5.1,<2"), Requirement("torch>=2.6"))
+GPUS = GpuList("13.0", (Gpu(uuid="GPU-1", name="H200", memory_bytes=139 << 30),))
 
 errors = st.sampled_from(["", "Operation not permitted"])
 sizes = st.integers(0, 1 << 40)
-versions = st.sampled_from(["1.4", "1.5.1", "2.0", "2.13.0+cpu", "3.11.7"])
+versions_of_packages = st.sampled_from(["1.4", "1.5.1", "2.0", "2.13.0+cpu", "3.11.7"])
 
-memories = st.builds(
-    MemoryFacts,
-    total_bytes=sizes,
-    available_bytes=sizes,
-    group_limit_bytes=st.none() | sizes,
-    folder_bytes=st.none() | sizes,
-    folder_free_bytes=st.none() | sizes,
-    segment_error=errors,
-    huge_page_bytes=st.sampled_from([0, 2 << 20]),
-    num_free_huge_pages=st.integers(0, 100),
-    shmem_huge=st.sampled_from(["", "never", "advise", "within_size", "always"]),
-    num_cores=st.integers(1, 8),
-    cpu_quota=st.none() | st.floats(0.1, 8),
-)
-limits = st.builds(
-    LimitFacts,
-    open_files=st.none() | st.integers(0, 1 << 20),
-    locked_bytes=st.none() | sizes,
-    file_bytes=st.none() | sizes,
-    may_lock=st.booleans(),
-    rdma_devices=st.sampled_from([(), ("mlx5_0",)]),
-)
-processes = st.builds(
-    ProcessFacts,
-    error=errors,
-    ptrace_scope=st.none() | st.integers(0, 3),
-    may_trace=st.booleans(),
-)
-nixls = st.builds(
-    NixlFacts,
-    error=errors,
-    nixl_version=st.sampled_from(["", "1.5.1"]),
-    ucx_version=st.sampled_from(["", "1.23.0"]),
-    backends=st.dictionaries(
-        st.sampled_from(["UCX", "GDS", "POSIX"]), st.sampled_from([(), ("DRAM_SEG",)])
-    ),
-    ucx_transports=st.sampled_from([(), ("cma", "tcp")]),
-)
+
+def one(make: Callable[..., Finding], *args: object, **keys: object) -> st.SearchStrategy[object]:
+    """Findings, as lists of one, of drawn values."""
+    return st.builds(lambda *a, **k: [make(*a, **k)], *args, **keys)
 
 
 def read_of(way: UcxChoice) -> st.SearchStrategy[ReadFacts]:
@@ -119,25 +49,10 @@ def read_of(way: UcxChoice) -> st.SearchStrategy[ReadFacts]:
 reads = st.sets(st.sampled_from(list(UcxChoice))).flatmap(
     lambda ways: st.tuples(*(read_of(way) for way in UcxChoice if way in ways))
 )
-cudas = st.builds(
-    CudaFacts,
-    num_devices=st.integers(0, 2),
-    driver=st.sampled_from(["", "570.86.15"]),
-    torch_version=st.sampled_from(["", "2.13.0"]),
-    cuda_version=st.sampled_from(["", "13.0"]),
-    gpus=st.sampled_from([(), GOOD_CUDA.gpus]),
-    survey_error=errors,
-    ipc_error=errors,
-    allocator=st.sampled_from(["", "expandable_segments:True", "max_split_size_mb:64"]),
+backends = st.dictionaries(
+    st.sampled_from(["UCX", "GDS", "POSIX"]), st.sampled_from([(), ("DRAM_SEG",)])
 )
-version_facts = st.builds(
-    VersionFacts,
-    system=st.just("Linux"),
-    python=versions,
-    python_bounds=st.sampled_from(["", ">=3.11"]),
-    requirements=st.sampled_from([(), GOOD_VERSIONS.requirements]),
-    installed=st.dictionaries(st.sampled_from(["nixl", "torch"]), versions),
-)
+gpus = st.sampled_from([GpuList("", ()), GPUS])
 binds = st.builds(
     Bind,
     key=st.sampled_from(["peer_bind", "events_bind"]),
@@ -154,3 +69,64 @@ agents = st.builds(
     folder_error=errors,
     staging_bytes=sizes,
 )
+
+FINDINGS: list[st.SearchStrategy[Iterable[Finding]]] = [
+    one(
+        versions.python_finding,
+        versions_of_packages,
+        st.sampled_from(["", ">=3.11"]),
+        st.just("Linux"),
+    ),
+    st.builds(
+        versions.package_findings,
+        st.sampled_from([(), REQUIRED]),
+        st.dictionaries(st.sampled_from(["nixl", "torch"]), versions_of_packages),
+    ),
+    one(host.segment_finding, errors),
+    one(host.room_finding, sizes, total_bytes=sizes, group_limit_bytes=st.none() | sizes),
+    one(host.folder_finding, st.none() | sizes, st.none() | sizes),
+    one(
+        host.huge_page_finding,
+        st.integers(0, 100),
+        st.sampled_from([0, 2 << 20]),
+        st.sampled_from(["", "never", "advise", "within_size", "always"]),
+    ),
+    one(host.core_finding, st.integers(1, 8), st.none() | st.floats(0.1, 8)),
+    one(host.open_files_finding, st.none() | st.integers(0, 1 << 20)),
+    one(
+        host.locked_memory_finding,
+        st.none() | sizes,
+        may_lock=st.booleans(),
+        rdma_devices=st.sampled_from([(), ("mlx5_0",)]),
+    ),
+    one(host.file_size_finding, st.none() | sizes),
+    one(
+        host.reading_finding,
+        errors,
+        ptrace_scope=st.none() | st.integers(0, 3),
+        may_trace=st.booleans(),
+    ),
+    one(
+        nixl.installed_finding,
+        errors,
+        st.builds(NixlList, st.sampled_from(["", "1.5.1"]), backends),
+        st.sampled_from(["", "1.23.0"]),
+    ),
+    one(nixl.backends_finding, backends, st.sampled_from([(), ("cma", "tcp")])),
+    st.builds(nixl.read_findings, reads),
+    one(cuda.no_gpu_finding, st.sampled_from(["", "2.13.0"])),
+    one(
+        cuda.gpus_finding,
+        gpus,
+        errors,
+        num_devices=st.integers(1, 2),
+        driver=st.sampled_from(["", "570.86.15"]),
+        torch_version=st.sampled_from(["", "2.13.0"]),
+    ),
+    one(cuda.ipc_finding, errors),
+    one(
+        cuda.allocator_finding,
+        st.sampled_from(["", "expandable_segments:True", "max_split_size_mb:64"]),
+    ),
+    st.builds(lambda agent: agent_findings([agent], available_bytes=GIB), agents),
+]

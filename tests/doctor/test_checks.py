@@ -1,7 +1,7 @@
-"""What is said of machines: the check of each family on good ones, bad ones and drawn ones."""
+"""What is said of machines: the findings of each family on good ones, bad ones and drawn ones."""
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -9,41 +9,47 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from kvbus.doctor.check.agents import AgentFacts, Bind, check_agents
-from kvbus.doctor.check.cuda import check_cuda
-from kvbus.doctor.check.host import check_limits, check_memory, check_processes
-from kvbus.doctor.check.nixl import ReadFacts, UcxChoice, check_nixl, check_reads
-from kvbus.doctor.check.versions import check_versions
+from kvbus.doctor.agents import AgentFacts, Bind, agent_findings
+from kvbus.doctor.cuda import allocator_finding, gpus_finding, ipc_finding, no_gpu_finding
 from kvbus.doctor.finding import Finding, Severity
+from kvbus.doctor.host import (
+    core_finding,
+    file_size_finding,
+    folder_finding,
+    huge_page_finding,
+    locked_memory_finding,
+    open_files_finding,
+    reading_finding,
+    room_finding,
+    segment_finding,
+)
+from kvbus.doctor.nixl import (
+    ReadFacts,
+    UcxChoice,
+    backends_finding,
+    installed_finding,
+    read_findings,
+)
+from kvbus.doctor.process import GpuList, NixlList
+from kvbus.doctor.versions import package_findings, python_finding
 from tests.doctor import drawn
 
 MIB, GIB = 1 << 20, 1 << 30
 OK, NOTE, WARNING, ERROR = Severity
 REFUSED = "Operation not permitted"
+GOOD_NIXL = NixlList("1.5.1", {"UCX": ("DRAM_SEG", "VRAM_SEG"), "GDS": ()})
 
 
 def check_one_agent(agent: AgentFacts) -> Iterable[Finding]:
-    return check_agents([agent], available_bytes=GIB)
+    return agent_findings([agent], available_bytes=GIB)
 
 
-CHECKS: list[tuple[Callable[[Any], Iterable[Finding]], st.SearchStrategy[Any]]] = [
-    (check_versions, drawn.version_facts),
-    (check_memory, drawn.memories),
-    (check_limits, drawn.limits),
-    (check_processes, drawn.processes),
-    (check_nixl, drawn.nixls),
-    (check_reads, drawn.reads),
-    (check_cuda, drawn.cudas),
-    (check_one_agent, drawn.agents),
-]
-
-
-@pytest.mark.parametrize(("check", "facts"), CHECKS)
+@pytest.mark.parametrize("findings", drawn.FINDINGS)
 @given(data=st.data())
 def test_whatever_the_machine_complaints_have_a_fix_and_names_are_unique(
-    check: Callable[[Any], Iterable[Finding]], facts: st.SearchStrategy[Any], data: st.DataObject
+    findings: st.SearchStrategy[Iterable[Finding]], data: st.DataObject
 ) -> None:
-    found = list(check(data.draw(facts)))
+    found = list(data.draw(findings))
 
     assert all(one.found for one in found)
     assert all(one.why and one.fix for one in found if one.is_complaint)
@@ -60,28 +66,47 @@ def one_of(found: Iterable[Finding], name: str) -> Finding:
     return next(one for one in found if one.name == name)
 
 
+def room(available_bytes: int) -> Finding:
+    return room_finding(available_bytes, total_bytes=64 * GIB, group_limit_bytes=None)
+
+
+def locked(limit: int | None, may_lock: bool, *rdma_devices: str) -> Finding:
+    return locked_memory_finding(limit, may_lock=may_lock, rdma_devices=rdma_devices)
+
+
+def gpus(seen: GpuList, error: str = "") -> Finding:
+    return gpus_finding(seen, error, num_devices=1, driver="570.86.15", torch_version="2.13.0")
+
+
 @pytest.mark.parametrize(
     "found",
     [
-        check_versions(drawn.GOOD_VERSIONS),
-        check_memory(drawn.GOOD_MEMORY),
-        check_limits(drawn.GOOD_LIMITS),
-        check_processes(drawn.GOOD_PROCESSES),
-        check_nixl(drawn.GOOD_NIXL),
-        check_cuda(drawn.GOOD_CUDA),
+        python_finding("3.11.7", ">=3.11", "Linux 6.1 x86_64"),
+        *package_findings(drawn.REQUIRED, {"nixl": "1.5.1", "torch": "2.13.0+cpu"}),
+        segment_finding(""),
+        room(32 * GIB),
+        folder_finding(32 * GIB, 32 * GIB),
+        huge_page_finding(0, 2 * MIB, "within_size"),
+        core_finding(16, None),
+        open_files_finding(65536),
+        locked(None, False),
+        file_size_finding(None),
+        reading_finding("", ptrace_scope=1, may_trace=False),
+        installed_finding("", GOOD_NIXL, "1.23.0"),
+        backends_finding(GOOD_NIXL.backends, ("cma", "tcp")),
+        gpus(drawn.GPUS),
+        ipc_finding(""),
+        allocator_finding(""),
     ],
 )
-def test_a_good_machine_is_all_right(found: Iterable[Finding]) -> None:
-    assert set(severities(found).values()) == {OK}
+def test_a_good_machine_is_all_right(found: Finding) -> None:
+    assert found.severity is OK
 
 
 def test_a_package_that_is_too_new_or_missing_is_an_error_with_its_command() -> None:
-    facts = replace(drawn.GOOD_VERSIONS, installed={"nixl": "2.0.0"})
-
-    found = list(check_versions(facts))
+    found = list(package_findings(drawn.REQUIRED, {"nixl": "2.0.0"}))
 
     assert severities(found) == {
-        "versions.python": OK,
         "versions.nixl": ERROR,
         "versions.torch": ERROR,
         "versions.packages": OK,
@@ -92,58 +117,52 @@ def test_a_package_that_is_too_new_or_missing_is_an_error_with_its_command() -> 
 
 @pytest.mark.parametrize("torch", ["2.7.0a0+7c8ec84dab.nv25.03", "2.13.0+cpu"])
 def test_builds_of_a_vendor_are_what_is_required(torch: str) -> None:
-    facts = replace(drawn.GOOD_VERSIONS, installed={"nixl": "1.5.1", "torch": torch})
+    found = package_findings(drawn.REQUIRED, {"nixl": "1.5.1", "torch": torch})
 
-    assert set(severities(check_versions(facts)).values()) == {OK}
+    assert severities(found) == {"versions.packages": OK}
 
 
 def test_an_old_python_is_an_error() -> None:
-    found = check_versions(replace(drawn.GOOD_VERSIONS, python="3.10.9"))
-
-    assert severities(found)["versions.python"] is ERROR
+    assert python_finding("3.10.9", ">=3.11", "Linux").severity is ERROR
 
 
 @pytest.mark.parametrize(
-    ("change", "name", "expected"),
+    ("found", "name", "expected"),
     [
-        ({"available_bytes": 2 * GIB}, "memory.room", OK),
-        ({"available_bytes": 2 * GIB - 1}, "memory.room", WARNING),
-        ({"folder_free_bytes": 64 * MIB}, "memory.shared_folder", NOTE),
-        ({"folder_bytes": None, "folder_free_bytes": None}, "memory.shared_folder", NOTE),
-        ({"segment_error": REFUSED}, "memory.segment", ERROR),
-        ({"shmem_huge": "never"}, "memory.huge_pages", NOTE),
-        ({"shmem_huge": "never", "num_free_huge_pages": 1}, "memory.huge_pages", OK),
-        ({"num_cores": 1}, "memory.cores", WARNING),
-        ({"cpu_quota": 1.5}, "memory.cores", WARNING),
-        ({"cpu_quota": 2.0}, "memory.cores", OK),
+        (room(2 * GIB), "memory.room", OK),
+        (room(2 * GIB - 1), "memory.room", WARNING),
+        (folder_finding(32 * GIB, 64 * MIB), "memory.shared_folder", NOTE),
+        (folder_finding(None, None), "memory.shared_folder", NOTE),
+        (segment_finding(REFUSED), "memory.segment", ERROR),
+        (huge_page_finding(0, 2 * MIB, "never"), "memory.huge_pages", NOTE),
+        (huge_page_finding(1, 2 * MIB, "never"), "memory.huge_pages", OK),
+        (core_finding(1, None), "memory.cores", WARNING),
+        (core_finding(16, 1.5), "memory.cores", WARNING),
+        (core_finding(16, 2.0), "memory.cores", OK),
     ],
 )
 def test_memory_is_complained_of_by_what_it_costs(
-    change: dict[str, Any], name: str, expected: Severity
+    found: Finding, name: str, expected: Severity
 ) -> None:
-    found = check_memory(replace(drawn.GOOD_MEMORY, **change))
-
-    assert severities(found)[name] is expected
+    assert (found.name, found.severity) == (name, expected)
 
 
 @pytest.mark.parametrize(
-    ("change", "name", "expected"),
+    ("found", "name", "expected"),
     [
-        ({"open_files": 4096}, "limits.open_files", OK),
-        ({"open_files": 1024}, "limits.open_files", NOTE),
-        ({"open_files": 1023}, "limits.open_files", WARNING),
-        ({"open_files": 63}, "limits.open_files", ERROR),
-        ({"open_files": None}, "limits.open_files", OK),
-        ({"locked_bytes": 8 * MIB}, "limits.locked_memory", OK),
-        ({"file_bytes": GIB}, "limits.file_size", WARNING),
+        (open_files_finding(4096), "limits.open_files", OK),
+        (open_files_finding(1024), "limits.open_files", NOTE),
+        (open_files_finding(1023), "limits.open_files", WARNING),
+        (open_files_finding(63), "limits.open_files", ERROR),
+        (open_files_finding(None), "limits.open_files", OK),
+        (locked(8 * MIB, False), "limits.locked_memory", OK),
+        (file_size_finding(GIB), "limits.file_size", WARNING),
     ],
 )
 def test_limits_are_complained_of_by_what_they_allow(
-    change: dict[str, Any], name: str, expected: Severity
+    found: Finding, name: str, expected: Severity
 ) -> None:
-    found = check_limits(replace(drawn.GOOD_LIMITS, **change))
-
-    assert severities(found)[name] is expected
+    assert (found.name, found.severity) == (name, expected)
 
 
 @pytest.mark.parametrize(
@@ -157,18 +176,12 @@ def test_limits_are_complained_of_by_what_they_allow(
 def test_locked_memory_matters_where_there_is_rdma(
     locked_bytes: int | None, may_lock: bool, expected: Severity
 ) -> None:
-    facts = replace(
-        drawn.GOOD_LIMITS, locked_bytes=locked_bytes, may_lock=may_lock, rdma_devices=("mlx5_0",)
-    )
-
-    assert severities(check_limits(facts))["limits.locked_memory"] is expected
+    assert locked(locked_bytes, may_lock, "mlx5_0").severity is expected
 
 
 @pytest.mark.parametrize(("scope", "told"), [(2, "sysctl"), (1, ""), (None, "")])
 def test_who_may_not_read_others_is_told_whether_yama_is_why(scope: int | None, told: str) -> None:
-    facts = replace(drawn.GOOD_PROCESSES, error=REFUSED, ptrace_scope=scope)
-
-    (found,) = check_processes(facts)
+    found = reading_finding(REFUSED, ptrace_scope=scope, may_trace=False)
 
     assert found.severity is WARNING
     assert found.command.startswith(told)
@@ -176,16 +189,16 @@ def test_who_may_not_read_others_is_told_whether_yama_is_why(scope: int | None, 
 
 
 def test_nixl_that_does_not_load_is_an_error_with_its_reason() -> None:
-    found = list(check_nixl(replace(drawn.GOOD_NIXL, error="No module named 'nixl'")))
+    found = installed_finding("No module named 'nixl'", NixlList("", {}), "")
 
-    assert severities(found) == {"nixl.installed": ERROR}
-    assert "No module named 'nixl'" in found[0].found
+    assert (found.name, found.severity) == ("nixl.installed", ERROR)
+    assert "No module named 'nixl'" in found.found
 
 
 def test_nixl_without_ucx_is_an_error() -> None:
-    found = check_nixl(replace(drawn.GOOD_NIXL, backends={"UCX": (), "POSIX": ("DRAM_SEG",)}))
+    found = installed_finding("", NixlList("1.5.1", {"UCX": (), "POSIX": ("DRAM_SEG",)}), "")
 
-    assert severities(found)["nixl.installed"] is ERROR
+    assert found.severity is ERROR
 
 
 def read(way: UcxChoice, rate: float | None, wire: str = "", tls: str = "") -> ReadFacts:
@@ -198,7 +211,7 @@ TCP = read(UcxChoice.TCP, 1.3e9, "tcp/lo", "tcp")
 
 
 def test_without_rdma_other_machines_are_reached_by_tcp_only() -> None:
-    found = list(check_reads([FAST, TCP]))
+    found = list(read_findings([FAST, TCP]))
 
     assert severities(found) == {
         "nixl.read.configured": OK,
@@ -211,14 +224,14 @@ def test_without_rdma_other_machines_are_reached_by_tcp_only() -> None:
 
 
 def test_with_rdma_that_is_the_way_to_other_machines() -> None:
-    found = check_reads([FAST, TCP, read(UcxChoice.RDMA, 40e9, "rc_mlx5/mlx5_0:1", "ib")])
+    found = read_findings([FAST, TCP, read(UcxChoice.RDMA, 40e9, "rc_mlx5/mlx5_0:1", "ib")])
 
     assert severities(found)["nixl.two_machines"] is OK
 
 
 @pytest.mark.parametrize("wire", ["tcp/lo", "52% on tcp/eth0 and 48% on tcp/lo"])
 def test_agents_of_one_machine_that_read_over_tcp_are_a_limit(wire: str) -> None:
-    found = list(check_reads([read(UcxChoice.CONFIGURED, 1.3e9, wire, "tcp"), TCP]))
+    found = list(read_findings([read(UcxChoice.CONFIGURED, 1.3e9, wire, "tcp"), TCP]))
 
     assert severities(found)["nixl.one_machine"] is WARNING
     assert one_of(found, "nixl.one_machine").command == "unset UCX_TLS"
@@ -233,43 +246,41 @@ def test_a_way_that_fails_is_fatal_only_if_agents_are_told_to_go_it(
 ) -> None:
     others = [one for one in (FAST, TCP) if one.way is not way]
 
-    found = list(check_reads([*others, read(way, None)]))
+    found = list(read_findings([*others, read(way, None)]))
 
     assert one_of(found, f"nixl.read.{way}").severity is expected
     assert "it hung" in one_of(found, f"nixl.read.{way}").found
 
 
 def test_without_tcp_and_rdma_other_machines_are_out_of_reach() -> None:
-    found = check_reads([FAST, read(UcxChoice.TCP, None)])
+    found = read_findings([FAST, read(UcxChoice.TCP, None)])
 
     assert severities(found)["nixl.two_machines"] is WARNING
 
 
 def test_without_any_read_nothing_is_summed_up() -> None:
-    assert set(severities(check_reads([read(UcxChoice.CONFIGURED, None)]))) == {
+    assert set(severities(read_findings([read(UcxChoice.CONFIGURED, None)]))) == {
         "nixl.read.configured"
     }
 
 
-def test_without_a_gpu_there_is_one_note() -> None:
-    (found,) = check_cuda(replace(drawn.GOOD_CUDA, num_devices=0, gpus=()))
+def test_without_a_gpu_there_is_a_note() -> None:
+    found = no_gpu_finding("2.13.0")
 
     assert found.severity is NOTE
     assert "CUDA was not checked" in found.found
 
 
 @pytest.mark.parametrize(
-    ("change", "name"),
+    ("found", "name"),
     [
-        ({"gpus": (), "survey_error": "torch is built without CUDA"}, "cuda.gpus"),
-        ({"ipc_error": "invalid device context"}, "cuda.ipc"),
-        ({"allocator": "a:1, expandable_segments: True"}, "cuda.allocator"),
+        (gpus(GpuList("", ()), "torch is built without CUDA"), "cuda.gpus"),
+        (ipc_finding("invalid device context"), "cuda.ipc"),
+        (allocator_finding("a:1, expandable_segments: True"), "cuda.allocator"),
     ],
 )
-def test_a_gpu_that_cannot_be_shared_is_a_limit(change: dict[str, Any], name: str) -> None:
-    found = check_cuda(replace(drawn.GOOD_CUDA, **change))
-
-    assert severities(found)[name] is WARNING
+def test_a_gpu_that_cannot_be_shared_is_a_limit(found: Finding, name: str) -> None:
+    assert (found.name, found.severity) == (name, WARNING)
 
 
 def agent(name: str = "one", port: int = 7701, **changes: Any) -> AgentFacts:
@@ -286,6 +297,8 @@ def agent(name: str = "one", port: int = 7701, **changes: Any) -> AgentFacts:
         folder=f"/run/kvbus/{name}-{port}",
         folder_error="",
         staging_bytes=128 * MIB,
+        interfaces=("lo",),
+        interfaces_error="",
     )
     return replace(made, **changes)
 
@@ -307,18 +320,26 @@ def test_ports_that_the_very_agent_has_are_none() -> None:
     assert severities(found) == {
         "agents.one.ports": NOTE,
         "agents.one.runtime_dir": OK,
+        "agents.one.interfaces": OK,
         "agents.staging": OK,
     }
 
 
+def test_an_agent_whose_data_plane_nobody_fenced_is_an_error() -> None:
+    found = check_one_agent(agent(interfaces=(), interfaces_error="'data_interfaces': needed"))
+
+    fence = one_of(list(found), "agents.one.interfaces")
+    assert (fence.severity, fence.found) == (ERROR, "'data_interfaces': needed")
+
+
 def test_agents_cannot_have_one_address_or_one_name_or_one_folder() -> None:
-    same_port = check_agents([agent("one"), agent("two")], available_bytes=GIB)
-    same_name = check_agents([agent("one"), agent("one", port=7702)], available_bytes=GIB)
-    same_folder = check_agents(
+    same_port = agent_findings([agent("one"), agent("two")], available_bytes=GIB)
+    same_name = agent_findings([agent("one"), agent("one", port=7702)], available_bytes=GIB)
+    same_folder = agent_findings(
         [agent("one", folder="/run/a"), agent("two", port=7702, folder="/run/a")],
         available_bytes=GIB,
     )
-    any_port = check_agents([agent("one", 0), agent("two", 0)], available_bytes=GIB)
+    any_port = agent_findings([agent("one", 0), agent("two", 0)], available_bytes=GIB)
 
     assert one_of(same_port, "agents.clash").values == {"wanted_twice": ["127.0.0.1:7701"]}
     assert one_of(same_name, "agents.clash").values == {"wanted_twice": ["one"]}
@@ -329,8 +350,8 @@ def test_agents_cannot_have_one_address_or_one_name_or_one_folder() -> None:
 def test_staging_of_all_must_fit() -> None:
     agents = [agent("one"), agent("two", port=7702)]
 
-    enough = check_agents(agents, available_bytes=256 * MIB)
-    less = check_agents(agents, available_bytes=256 * MIB - 1)
+    enough = agent_findings(agents, available_bytes=256 * MIB)
+    less = agent_findings(agents, available_bytes=256 * MIB - 1)
 
     assert severities(enough)["agents.staging"] is OK
     assert severities(less)["agents.staging"] is ERROR

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from kvbus.doctor.probe.children import Budget, run_alone, run_pair
+from kvbus.doctor.children import Budget, run_alone, run_pair
 
 MODULE = "tests.doctor.processes.misbehaving"
 PLENTY = 30.0
 ENDS_WITHIN_MS = 30_000
 PARENT = f"""
-from kvbus.doctor.probe.children import Budget, run_alone
+from kvbus.doctor.children import Budget, run_alone
 run_alone("{MODULE}", "hang", env={{}}, budget=Budget(60, 60))
 """
 
@@ -86,9 +86,9 @@ def test_a_failure_is_told_in_its_own_words() -> None:
 
 
 def test_a_module_that_is_not_there_is_a_failure_too() -> None:
-    ended = run_alone("kvbus.doctor.probe.nothing", env={}, budget=plenty())
+    ended = run_alone("kvbus.doctor.nothing", env={}, budget=plenty())
 
-    assert "No module named kvbus.doctor.probe.nothing" in ended.failure
+    assert "No module named kvbus.doctor.nothing" in ended.failure
 
 
 def test_of_a_pair_the_target_that_failed_first_is_told() -> None:

@@ -1,6 +1,7 @@
 """What is read out of the words of UCX, NIXL and Python."""
 
-from kvbus.doctor.check.logs import reason_in, ucx_transports_in, ucx_version_in, wire_in
+from kvbus.doctor.children import reason_in
+from kvbus.doctor.nixl import ucx_transports_in, ucx_version_in, wire_in
 
 BEFORE = "[1795253608.408744] [vm:342  :0]   "
 

@@ -7,6 +7,7 @@ import socket
 import stat
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
@@ -14,13 +15,15 @@ import pytest
 
 from kvbus.agent.process.config import AgentConfig, convert_config, load_shared_config
 from kvbus.agent.process.defaults import DECODE_DEFAULTS, PREFILL_DEFAULTS
-from kvbus.doctor.finding import Severity, exit_status_of
-from kvbus.doctor.probe.agents import agent_facts, wanted_agents
-from kvbus.doctor.probe.children import Budget, run_alone
-from kvbus.doctor.probe.host import memory_facts, version_facts
-from kvbus.doctor.probe.process import read_memory
-from kvbus.doctor.probe.trials import PROCESS, nixl_facts, process_facts, read_facts
-from kvbus.doctor.run_checks import Family, run_checks
+from kvbus.doctor.agents import agent_facts, wanted_agents
+from kvbus.doctor.children import PROBE, Budget, run_alone
+from kvbus.doctor.command import Family, run_checks
+from kvbus.doctor.cuda import check_cuda
+from kvbus.doctor.finding import Finding, Severity, exit_status_of
+from kvbus.doctor.host import check_memory, check_processes
+from kvbus.doctor.nixl import check_nixl, measured_reads
+from kvbus.doctor.process import read_memory
+from kvbus.doctor.versions import check_versions
 from kvbus.errors import ConfigError
 from kvbus.spawn import free_port
 from kvbus_decode.config import DecodeConfig
@@ -28,12 +31,17 @@ from kvbus_prefill.config import PrefillConfig
 from tests.agents import AgentProcess
 
 LIMITS = """
-import json, resource, msgspec
+import json, resource
 resource.setrlimit(resource.RLIMIT_NOFILE, (100, 100))
 resource.setrlimit(resource.RLIMIT_MEMLOCK, (8192, 8192))
-from kvbus.doctor.probe.host import limit_facts
-print(json.dumps(msgspec.structs.asdict(limit_facts())))
+from kvbus.doctor.host import check_limits
+print(json.dumps({key: one for found in check_limits() for key, one in found.values.items()}))
 """
+
+
+class Room(msgspec.Struct):
+    available_bytes: int
+    total_bytes: int
 
 
 class NixlBackends(msgspec.Struct):
@@ -56,20 +64,29 @@ def config(tmp_path: Path, **keys: object) -> AgentConfig:
     return convert_config(AgentConfig, fields, source="a test")
 
 
-def test_the_versions_of_this_environment_are_found() -> None:
-    facts = version_facts()
+def by_name(found: Iterable[Finding]) -> dict[str, Finding]:
+    return {one.name: one for one in found}
 
-    assert facts.installed.keys() == {one.name for one in facts.requirements}
-    assert "nixl" in facts.installed
-    assert "pytest" not in facts.installed
+
+def test_the_versions_of_this_environment_are_found() -> None:
+    found = by_name(check_versions())
+
+    assert found.keys() == {"versions.python", "versions.packages"}
+    assert "nixl" in found["versions.packages"].values
+    assert "pytest" not in found["versions.packages"].values
 
 
 def test_memory_of_this_machine_makes_sense() -> None:
-    facts = memory_facts()
+    found = by_name(check_memory())
 
-    assert 0 < facts.available_bytes <= facts.total_bytes
-    assert facts.segment_error == ""
-    assert facts.num_cores >= 1
+    assert found.keys() == {
+        *("memory.segment", "memory.room", "memory.shared_folder"),
+        *("memory.huge_pages", "memory.cores"),
+    }
+    values = msgspec.convert(found["memory.room"].values, Room)
+    assert 0 < values.available_bytes <= values.total_bytes
+    assert found["memory.segment"].severity is Severity.OK
+    assert msgspec.convert(found["memory.cores"].values["num_cores"], int) >= 1
 
 
 def test_limits_are_those_of_the_process() -> None:
@@ -83,10 +100,11 @@ def test_limits_are_those_of_the_process() -> None:
 
 
 def test_processes_are_tried_and_not_guessed() -> None:
-    facts = process_facts(budget())
+    (found,) = check_processes(budget())
 
-    may = facts.may_trace or (facts.ptrace_scope or 0) <= 1
-    assert (facts.error == "") == may
+    scope = msgspec.convert(found.values["ptrace_scope"], int | None)
+    may = found.values["may_trace"] or (scope or 0) <= 1
+    assert (found.severity is Severity.OK) == may
 
 
 def test_memory_that_cannot_be_read_is_an_error_of_the_system() -> None:
@@ -126,19 +144,27 @@ def test_a_transport_that_does_not_work_has_a_reason_and_the_others_go_on(
 
 
 def test_nixl_that_takes_too_long_is_given_up() -> None:
-    found = list(read_facts(Budget(0.2, 0.1), lambda _: None))
+    reads = list(measured_reads(Budget(0.2, 0.1), lambda _: None))
+    (found,) = check_nixl(Budget(0.1, 0.1), lambda _: None)
 
-    assert all("no answer within" in one.error for one in found)
-    assert "no answer within" in nixl_facts(Budget(0.1, 0.1)).error
+    assert all("no answer within" in one.error for one in reads)
+    assert "no answer within" in found.found
 
 
 @pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="this is about machines without a GPU")
 def test_torch_without_a_gpu_says_so_in_the_end() -> None:
-    listed = run_alone(PROCESS, "cuda", "list", env={}, budget=budget())
-    shared = run_alone(PROCESS, "cuda", "target", env={}, budget=budget())
+    listed = run_alone(PROBE, "cuda", "list", env={}, budget=budget())
+    shared = run_alone(PROBE, "cuda", "target", env={}, budget=budget())
 
     assert "CUDA" in listed.failure or "NVIDIA" in listed.failure
     assert "CUDA" in shared.failure or "NVIDIA" in shared.failure
+
+
+@pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="this is about machines without a GPU")
+def test_without_a_gpu_there_is_one_note() -> None:
+    (found,) = check_cuda(budget())
+
+    assert found.severity is Severity.NOTE
 
 
 def test_a_port_that_is_taken_is_found(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from tests.engines import (
     engine,
     failure_of,
     make_spec,
+    pair,
     same,
     works,
 )
@@ -213,3 +214,16 @@ async def test_a_slot_too_small_for_a_token_is_named(shapes):
 
     assert code is ErrorCode.GEOMETRY
     assert "slot_bytes" in message
+
+
+async def test_agents_that_expose_only_their_staging_hand_over_all_the_same():
+    with agents_ended(Agents) as agents:
+        both = [agents.prepare(role, exposure="staging") for role in ("prefill", "decode")]
+        agents.start(*both)
+        prefill, decode = both
+        async with pair(prefill.attach, decode.attach) as (source, target):
+            assert await works(source, target)
+
+        assert prefill.metric("packed_bytes_total") > 0
+        assert decode.logged("handoff.completed", path="packed")
+        agents.check()

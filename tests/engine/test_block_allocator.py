@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbus.engine.bounce.block_allocator import BlockAllocator
+from kvbus.engine.bounce.host_pool import BlockAllocator
 from kvbus.errors import LocalError
 
 

@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbus.engine.bounce.copies import cut_into_copies
+from kvbus.engine.bounce.request_blocks import cut_into_copies
+from kvbus.geometry import BlockTable, GroupSpec
 
 
 @st.composite
@@ -54,12 +55,10 @@ def _cut(case):
     block_size, first_block, device, host, span = case
     return list(
         cut_into_copies(
-            "full",
-            np.array(device, dtype=np.uint32),
+            GroupSpec("full", (0,), block_size, 1, 1, "uint8"),
+            BlockTable.of(device, first_block=first_block),
             np.array(host, dtype=np.uint32),
-            span=span,
-            block_size=block_size,
-            first_block=first_block,
+            span,
         )
     )
 

@@ -61,9 +61,9 @@ async def fail() -> None:
 
 def test_a_call_runs_in_the_sessions_thread_and_gives_what_it_returns_or_raises() -> None:
     with session_thread(Opener()) as thread:
-        assert thread.run(where) == "kvbus-the session"
+        assert thread.start(where).result(WITHIN_S) == "kvbus-the session"
         with pytest.raises(PeerLost):
-            thread.run(fail)
+            thread.start(fail).result(WITHIN_S)
         assert thread.start(where).result(WITHIN_S) == "kvbus-the session"
 
 
@@ -73,7 +73,7 @@ def test_posts_are_made_in_their_order_with_the_session_that_there_is() -> None:
         session = thread.wait_first()
         for number in range(100):
             thread.post(lambda given, number=number: seen.append((number, given)))
-        thread.run(where)
+        thread.start(where).result(WITHIN_S)
 
     assert seen == [(number, session) for number in range(100)]
 
@@ -82,9 +82,9 @@ def test_a_call_that_fails_fails_alone(caplog: pytest.LogCaptureFixture) -> None
     with session_thread(Opener()) as thread:
         thread.post(lambda _: thread.spawn(fail))
         thread.post(lambda _: 1 // 0)
-        thread.run(where)
+        thread.start(where).result(WITHIN_S)
 
-        assert thread.run(where) == "kvbus-the session"
+        assert thread.start(where).result(WITHIN_S) == "kvbus-the session"
     assert GONE.message in caplog.text
     assert "ZeroDivisionError" in caplog.text
 
@@ -125,19 +125,19 @@ def test_who_did_not_ask_for_another_session_keeps_the_reason_and_the_thread() -
         lose(thread)
 
         assert thread.problem is GONE
-        assert thread.run(where) == "kvbus-the session"
+        assert thread.start(where).result(WITHIN_S) == "kvbus-the session"
         assert len(opener.sessions) == 1
 
 
 def test_what_still_runs_at_the_end_fails_and_so_does_what_comes_later() -> None:
     with session_thread(Opener()) as thread:
         runs = thread.start(anyio.sleep_forever)
-        thread.run(where)
+        thread.start(where).result(WITHIN_S)
 
     with pytest.raises(ClosedError):
         runs.result(WITHIN_S)
     with pytest.raises(ClosedError):
-        thread.run(where)
+        thread.start(where).result(WITHIN_S)
 
 
 def test_an_opening_that_hangs_does_not_hold_up_the_end() -> None:

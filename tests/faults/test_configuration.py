@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -137,3 +138,18 @@ def test_an_agent_that_was_killed_is_replaced_where_it_was(fresh):
     assert left_behind
     assert agent.idle()
     assert agent.metric("engines") == 0
+
+
+def test_a_full_disk_is_one_line_and_not_a_success():
+    with Path("/dev/full").open("w") as full:
+        ended_with = subprocess.run(
+            [sys.executable, "-m", "kvbus_decode", "--print-config"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            timeout=50,
+            check=False,
+        )
+
+    assert ended_with.returncode == 1
+    assert ended_with.stderr == "error: cannot write to stdout: No space left on device\n"

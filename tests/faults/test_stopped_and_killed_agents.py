@@ -254,3 +254,18 @@ async def test_everything_that_waits_for_a_killed_agent_is_told(fresh):
             target.decode.fetch(offer.ticket, num_tokens=0, block_ids={"full": []})
 
         assert failed.value.code is ErrorCode.PEER_LOST
+
+
+async def test_a_prefill_agent_that_answers_nothing_is_left_and_found_again(fresh):
+    prefill, decode = fresh.prefill(), fresh.decode(forget_peer_s=2.0)
+    fresh.start(prefill, decode)
+    async with pair(prefill.attach, decode.attach) as (source, target):
+        assert await works(source, target)
+
+        prefill.signal(signal.SIGSTOP)
+        await until(lambda: decode.logged("peer.left", peer=prefill.peer))
+        num_peers = decode.metric("peers")
+        prefill.signal(signal.SIGCONT)
+
+        assert num_peers == 0
+        assert await works(source, target)

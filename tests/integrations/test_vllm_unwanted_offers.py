@@ -5,7 +5,7 @@ import signal
 import pytest
 import torch
 
-from kvbus.integrations.vllm import unwanted_offers
+from kvbus.integrations.vllm import loads
 from kvbus.integrations.vllm.block_tables import NULL_BLOCK
 from kvbus.integrations.vllm.loads import Load
 from tests.agents import Agents, wait_until
@@ -124,7 +124,7 @@ def test_what_a_draining_agent_does_not_release_is_released_by_the_next_one(
 def test_releases_that_wait_for_each_other_are_all_done(
     agents: Agents, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unwanted_offers, "MAX_UNDER_WAY", 1)
+    monkeypatch.setattr(loads, "MAX_UNDER_WAY", 1)
     names = ["r", "s", "t", "u"]
     with both_sides(*agents.all) as (offering, loading):
         handoffs = {name: offering.offered(name) for name in names}

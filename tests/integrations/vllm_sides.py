@@ -1,5 +1,6 @@
 """The connector's threads and real agents, without vLLM: what its scheduler does, by hand."""
 
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -133,8 +134,8 @@ def side_of(
     num_blocks: int = NUM_BLOCKS,
     fetch_timeout_s: float = 30.0,
 ) -> Iterator[Side]:
-    """An engine whose agent has its attach socket at ``path``, there or not."""
-    spec = EngineSpec(name, "model", 1, (GROUP,))
+    """A new engine whose agent has its attach socket at ``path``, there or not."""
+    spec = EngineSpec(f"{name}-{uuid.uuid4().hex}", "model", 1, (GROUP,))
     with memory_of(path, spec, num_blocks) as memory:
         stats = StatsRecorder()
         control = control_link(path, spec, {})

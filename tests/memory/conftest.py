@@ -72,13 +72,13 @@ class RecordedServer:
         with self.stopped:
             await self.server.serve(task_status=task_status)
 
-    def _answer(
+    async def _answer(
         self, _connection: AttachConnection, message: dict[str, Any], fds: list[int]
     ) -> dict[str, Any]:
         self.messages.append((message, len(fds)))
         return {"seen": len(fds)}
 
-    async def _note_closed(self, connection: AttachConnection) -> None:
+    def _note_closed(self, connection: AttachConnection) -> None:
         self.closed.append(connection)
         self.one_closed.set()
 

@@ -44,7 +44,7 @@ async def test_a_message_and_its_descriptors_arrive_together(
 async def test_the_server_knows_who_connected(serving: Serving) -> None:
     peers = []
 
-    def note(connection: Any, message: dict[str, Any], fds: list[int]) -> dict[str, Any]:
+    async def note(connection: Any, message: dict[str, Any], fds: list[int]) -> dict[str, Any]:
         peers.append(connection.peer)
         return {}
 
@@ -99,7 +99,7 @@ async def test_calls_made_at_once_get_each_its_own_answer(serving: Serving) -> N
 async def test_an_error_of_the_handler_reaches_the_caller_and_the_connection_goes_on(
     serving: Serving,
 ) -> None:
-    def refuse(connection: Any, message: dict[str, Any], fds: list[int]) -> dict[str, Any]:
+    async def refuse(connection: Any, message: dict[str, Any], fds: list[int]) -> dict[str, Any]:
         if message:
             raise GeometryError("too wide", width=7)
         return {"fine": True}
@@ -117,7 +117,7 @@ async def test_an_error_of_the_handler_reaches_the_caller_and_the_connection_goe
 async def test_a_bug_in_the_handler_is_an_internal_error_of_that_message_alone(
     serving: Serving, answer: Any
 ) -> None:
-    def fail(connection: Any, message: dict[str, Any], fds: list[int]) -> dict[str, Any]:
+    async def fail(connection: Any, message: dict[str, Any], fds: list[int]) -> dict[str, Any]:
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -182,7 +182,7 @@ async def test_each_engine_that_leaves_is_reported_once(serving: Serving) -> Non
 
 
 async def test_an_engine_that_the_agent_sends_away_is_reported_too(serving: Serving) -> None:
-    def send_away(connection: Any, message: Any, fds: list[int]) -> dict[str, Any]:
+    async def send_away(connection: Any, message: Any, fds: list[int]) -> dict[str, Any]:
         connection.hang_up()
         return {}
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import anyio
 import pytest
 
-from kvbus.memory.attach.channel import Frame, FrameChannel
+from kvbus.memory.attach.channel import FrameChannel, close_fds
 from kvbus.memory.attach.wire import decode_body, encode_frame
 
 pytestmark = pytest.mark.anyio
@@ -26,7 +26,7 @@ async def test_a_message_sent_in_parts_arrives_whole_with_its_descriptors_once(
     narrow_pair: tuple[FrameChannel, FrameChannel], num_open_fds: Callable[[], int]
 ) -> None:
     sender, receiver = narrow_pair
-    frames: list[Frame] = []
+    frames: list[tuple[bytes, list[int]]] = []
     fd = os.eventfd(0)
 
     async def receive_two() -> None:
@@ -37,12 +37,12 @@ async def test_a_message_sent_in_parts_arrives_whole_with_its_descriptors_once(
         tasks.start_soon(receive_two)
         await sender.send(encode_frame(LARGE), [fd, fd])
         await sender.send(encode_frame({}))
-    counts = [len(frame.fds) for frame in frames]
+    counts = [len(fds) for _, fds in frames]
     before = num_open_fds()
-    frames[0].close_fds()
+    close_fds(frames[0][1])
     os.close(fd)
 
-    assert [decode_body(frame.body) for frame in frames] == [LARGE, {}]
+    assert [decode_body(body) for body, _ in frames] == [LARGE, {}]
     assert counts == [2, 0]
     assert num_open_fds() == before - 3
 

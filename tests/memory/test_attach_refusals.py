@@ -209,7 +209,7 @@ async def test_a_client_that_dies_inside_a_message_leaves_nothing(
 async def test_a_client_that_never_reads_or_never_finishes_stops_nobody_else(
     serving: Serving,
 ) -> None:
-    def long_answer(connection: Any, message: Any, fds: list[int]) -> dict[str, Any]:
+    async def long_answer(connection: Any, message: Any, fds: list[int]) -> dict[str, Any]:
         return {"text": "x" * 60_000}
 
     async with serving(on_message=long_answer) as recorded:
@@ -255,7 +255,7 @@ def test_no_bytes_whatever_stop_the_server_or_leak_a_descriptor(
 async def throw_garbage(path: Path, chunks: list[bytes], fds: list[int]) -> int:
     """Serve a client that sends them and one that behaves; return how many ends were reported."""
     ended: list[object] = []
-    server = AttachServer(path, lambda *_: {"fine": 1}, ended.append, frame_timeout_s=2)
+    server = AttachServer(path, answer_fine, ended.append, frame_timeout_s=2)
     async with anyio.create_task_group() as tasks:
         await tasks.start(server.serve)
         with raw(server.path) as connected:
@@ -273,3 +273,7 @@ def pour(connected: socket.socket, chunks: list[bytes], fds: list[int]) -> None:
         for chunk in filter(None, chunks):
             send_with_fds(connected, chunk, fds) if fds else connected.sendall(chunk)
     connected.shutdown(socket.SHUT_WR)
+
+
+async def answer_fine(*_: object) -> dict[str, Any]:
+    return {"fine": 1}

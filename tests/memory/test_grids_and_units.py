@@ -8,7 +8,7 @@ import pytest
 
 from kvbus.geometry import BlockTable, EngineSpec, GroupSpec, KvLayout, Region, lay_out_rank
 from kvbus.memory.grids import Grid, find_grids, map_regions
-from kvbus.memory.units import SlotSteps, cut_into_units, rank_blocks
+from kvbus.memory.units import SlotSteps, cut_into_units
 
 GROUP = GroupSpec("full", tuple(range(6)), 4, 2, 8, "bfloat16")
 ONE_BY_ONE = SlotSteps(block_bytes=32, token_bytes=500, block_size=1, first_block=0)
@@ -61,8 +61,8 @@ def test_layers_next_to_each_other_in_one_segment_are_one_view(segments: str) ->
 
 def _pieces(slot: SlotSteps, start: int, stop: int) -> list[tuple[int, list[int], list[int]]]:
     """Tokens of a unit, and blocks and first tokens of the units; the rank's blocks are of 4."""
-    blocks = rank_blocks(BlockTable.of(range(10, 30)), start, stop, block_size=4, num_blocks=30)
-    units = cut_into_units(blocks, _from(slot, start), start, stop)
+    table = BlockTable.of(range(10, 30))
+    units = cut_into_units(table, _from(slot, start), start, stop, block_size=4)
     return [(one.num_tokens, one.blocks.tolist(), one.tokens.tolist()) for one in units]
 
 

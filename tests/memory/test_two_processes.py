@@ -41,7 +41,9 @@ def attached(serving: Callable[..., Any], child_command: Callable[..., list[str]
     async def attach() -> AsyncIterator[tuple[Any, Engine]]:
         mappings: list[SegmentMapping] = []
 
-        def keep(connection: object, message: dict[str, Any], fds: list[int]) -> dict[str, Any]:
+        async def keep(
+            connection: object, message: dict[str, Any], fds: list[int]
+        ) -> dict[str, Any]:
             mappings.append(SegmentMapping(fds.pop(), size_bytes=message["size_bytes"]))
             return {}
 

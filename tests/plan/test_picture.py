@@ -6,8 +6,7 @@ from xml.etree import ElementTree as ET
 import pytest
 
 from kvbus.plan.picture import COLOURS, GREY, picture
-from kvbus.plan.plan import Plan, PlannedRequest, make_plan
-from kvbus.plan.spec import read_engine
+from kvbus.plan.plan import Plan, PlanOptions, make_plan
 
 SVG = "{http://www.w3.org/2000/svg}"
 SMALL = "kv_heads=8,head=4,layers=4"
@@ -15,8 +14,7 @@ WHITE, DARK = "#ffffff", "#0d1117"
 
 
 def planned(prefill: str, decode: str, num_tokens: int = 40) -> Plan:
-    sides = read_engine("--from", prefill), read_engine("--to", decode)
-    return make_plan(*sides, PlannedRequest(num_tokens))
+    return make_plan(PlanOptions(prefill=prefill, decode=decode, tokens=num_tokens))
 
 
 def drawn(plan: Plan) -> ET.Element:

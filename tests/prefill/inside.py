@@ -23,6 +23,7 @@ from kvbus_prefill.agent import PrefillService
 from kvbus_prefill.config import PrefillConfig
 from tests.agents import until
 from tests.engines import Engine, engine
+from tests.namespaces import EVERYWHERE
 
 WITHIN_S = 30.0
 SETTINGS: dict[str, Any] = {
@@ -106,7 +107,9 @@ async def prefill_agent(folder: Path, **settings: Any) -> AsyncIterator[PrefillA
     try:
         with new_context() as context:
             async with anyio.create_task_group() as tasks:
-                runtime = Runtime(AgentRole.PREFILL, config, boot, transport, tasks, staging)
+                runtime = Runtime(
+                    AgentRole.PREFILL, config, boot, transport, tasks, staging, EVERYWHERE
+                )
                 await runtime.start(context, lambda agent: PrefillService(agent, config))
                 yield PrefillAgent(runtime, config, context)
                 runtime.service.stop()

@@ -69,14 +69,14 @@ async def test_it_is_closed_when_the_engine_ends_and_late_reads_are_not_waited_f
 async def test_it_is_not_closed_under_a_copy(
     folder: Path, gpu: StandIn, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun, may_end, gather = threading.Event(), threading.Event(), packing._timed_gather
+    begun, may_end, gather = threading.Event(), threading.Event(), packing.Packing._gather
 
-    def late_gather(*arguments: object) -> float:
+    def late_gather(*arguments: object) -> None:
         begun.set()
         assert may_end.wait(WITHIN_S)
-        return gather(*arguments)
+        gather(*arguments)
 
-    monkeypatch.setattr(packing, "_timed_gather", late_gather)
+    monkeypatch.setattr(packing.Packing, "_gather", late_gather)
     refusals: list[RequestRefused] = []
     async with (
         prefill_agent(folder, late_read_s=86_400) as agent,

@@ -39,13 +39,13 @@ class HeldUp:
 @pytest.fixture
 def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldUp]:
     """From now on every copy stands still before it begins."""
-    held, gather = HeldUp(), packing._timed_gather
+    held, gather = HeldUp(), packing.Packing._gather
 
-    def late_gather(*arguments: Any) -> float:
+    def late_gather(*arguments: Any) -> None:
         held.stand()
-        return gather(*arguments)
+        gather(*arguments)
 
-    monkeypatch.setattr(packing, "_timed_gather", late_gather)
+    monkeypatch.setattr(packing.Packing, "_gather", late_gather)
     yield held
     held.may_end.set()
 

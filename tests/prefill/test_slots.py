@@ -11,7 +11,7 @@ from kvbus_prefill.slots.table import SlotTable
 
 LIMITS = SlotLimits(num_slots=4, slot_bytes=100, max_gathers=1, max_waiting=4, max_slot_lease_s=8.0)
 WAITING, GATHERING, PACKED = SlotState.WAITING, SlotState.GATHERING, SlotState.PACKED
-ABANDONED, OVER = SlotState.ABANDONED, SlotState.OVER
+ABANDONED, WIPING, OVER = SlotState.ABANDONED, SlotState.WIPING, SlotState.OVER
 ENDS = (ev.LeaseEnded, ev.EngineLost, ev.Stopped)
 
 
@@ -38,20 +38,22 @@ def refused(commands: list[ev.Command]) -> dict[object, ErrorCode]:
 
 
 def test_a_box_has_a_transition_for_every_event_that_can_meet_it() -> None:
-    ended_by = {(s, e) for s in (WAITING, GATHERING, PACKED, ABANDONED) for e in ENDS}
+    ended_by = {(s, e) for s in (WAITING, GATHERING, PACKED, ABANDONED, WIPING) for e in ENDS}
     due = {(s, ev.DeadlinePassed) for s in (WAITING, GATHERING, PACKED)}
-    given = {(s, ev.GivenBack) for s in (WAITING, GATHERING, PACKED, ABANDONED)}
+    given = {(s, ev.GivenBack) for s in (WAITING, GATHERING, PACKED, ABANDONED, WIPING)}
     gathered = {(s, ev.GatherEnded) for s in (GATHERING, ABANDONED)}
+    others = {(WAITING, ev.TurnCame), (WIPING, ev.WipeEnded)}
 
-    assert set(TRANSITIONS) == ended_by | due | given | gathered | {(WAITING, ev.TurnCame)}
+    assert set(TRANSITIONS) == ended_by | due | given | gathered | others
 
 
 def test_only_a_copy_that_ended_frees_the_slot_of_a_copy_that_began() -> None:
     freed = {s for (s, _), t in TRANSITIONS.items() if OVER in t.to and s is not WAITING}
     running = {(s, e) for (s, e), t in TRANSITIONS.items() if OVER in t.to}
 
-    assert freed == {GATHERING, PACKED, ABANDONED}
+    assert freed == {GATHERING, PACKED, ABANDONED, WIPING}
     assert {e for s, e in running if s in (GATHERING, ABANDONED)} == {ev.GatherEnded}
+    assert {e for s, e in running if s is WIPING} == {ev.WipeEnded}
 
 
 def test_a_reader_is_told_of_its_slot_when_the_copy_has_ended_and_not_before() -> None:
@@ -71,6 +73,19 @@ def test_a_copy_that_failed_is_the_failure_of_its_reader_and_frees_the_slot() ->
 
     assert refused(commands) == {"a": ErrorCode.SEGMENT}
     assert table.num_slots_in_use == 0
+
+
+def test_where_slots_are_wiped_the_next_gets_one_when_that_has_ended() -> None:
+    limits = SlotLimits(num_slots=1, slot_bytes=100, wipe=True)
+    table = table_after(asked("a"), asked("b"), ev.GatherEnded(1), limits=limits)
+
+    given = table.handle(ev.GivenBack((1,), "reader"), 1.0)
+    in_use = table.num_slots_in_use
+    wiped = table.handle(ev.WipeEnded(1), 1.0)
+
+    assert given == [ev.StartWipe(1, 0)]
+    assert in_use == 1
+    assert started(wiped) == ["b"]
 
 
 def test_a_slot_that_is_given_back_goes_to_the_next_under_another_id() -> None:

@@ -6,7 +6,7 @@ checks that it was fair.
 
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hypothesis import settings
@@ -24,7 +24,7 @@ LIMITS = SlotLimits(num_slots=5, slot_bytes=100, max_gathers=2, max_waiting=8, m
 MOST_OF_A_LEASE = 2
 LEASES = st.integers(0, 3)
 BACK = st.sampled_from([0, 0, 0, 1, 1, 2, 3, 5, 8])
-HELD = ("gathering", "packed", "abandoned")
+HELD = ("gathering", "packed", "abandoned", "wiping")
 
 
 def rarely(one_in: int) -> Callable[[Any], Any]:
@@ -50,15 +50,20 @@ class Box:
 class SlotInterleavings(StoryMachine):
     """Rules are what readers, threads, leases, engines and the clock can do."""
 
+    limits = LIMITS
+    freed = "over"
+    """What becomes of a box whose slot nobody uses any more."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.table = SlotTable(LIMITS)
+        self.table = SlotTable(self.limits)
         self.now = 0.0
         self.num_events = 0
         self.stopped = False
         self.boxes: dict[int, Box] = {}
         self.answered: dict[int, ErrorCode | None] = {}
         self.slot_ids: set[int] = set()
+        self.wiped: set[int] = set()
         self.overtaken: defaultdict[int, Counter[int]] = defaultdict(Counter)
 
     def tables(self) -> tuple[SlotTable]:
@@ -90,7 +95,7 @@ class SlotInterleavings(StoryMachine):
         expected, box = self.age(), self.boxes[number]
         if box.state == "gathering":
             expected[number] = ErrorCode.TRANSFER_FAILED if fails else None
-        box.state = "packed" if box.state == "gathering" and not fails else "over"
+        box.state = "packed" if box.state == "gathering" and not fails else self.freed
         error = TransferFailed("torn") if fails else None
         self.tell(ev.GatherEnded(box.slot_id, error), expected)
 
@@ -102,7 +107,7 @@ class SlotInterleavings(StoryMachine):
         expected = self.age()
         for box in self.boxes.values():
             if box.slot_id in slot_ids and box.state == "packed" and box.owner == owner:
-                box.state = "over"
+                box.state = self.freed
         self.tell(ev.GivenBack(tuple(slot_ids), f"reader-{owner}"), expected)
 
     @rarely(4)
@@ -110,7 +115,16 @@ class SlotInterleavings(StoryMachine):
     def end_lease(self, lease: int) -> None:
         expected = self.end_boxes(lambda box: box.lease == lease, ErrorCode.STALE)
         self.tell(ev.LeaseEnded(lease), expected)
-        assert all(b.state in ("over", "abandoned") for b in self.live() if b.lease == lease)
+        assert not any(b.state in ("waiting", "gathering", "packed") for b in self.of(lease))
+
+    @precondition(lambda self: self.wiping())
+    @rule(back=BACK)
+    def end_wipe(self, back: int) -> None:
+        wiping = self.wiping()
+        box = self.boxes[wiping[-1 - back % len(wiping)]]
+        expected = self.age()
+        box.state = "over"
+        self.tell(ev.WipeEnded(box.slot_id), expected)
 
     @rarely(7)
     @rule(owner=st.integers(0, 1))
@@ -140,6 +154,12 @@ class SlotInterleavings(StoryMachine):
 
     def live(self) -> list[Box]:
         return [box for box in self.boxes.values() if box.state != "over"]
+
+    def of(self, lease: int) -> list[Box]:
+        return [box for box in self.boxes.values() if box.lease == lease]
+
+    def wiping(self) -> list[int]:
+        return [n for n, box in self.boxes.items() if box.state == "wiping"]
 
     def running(self) -> list[int]:
         return [n for n, box in self.boxes.items() if box.state in ("gathering", "abandoned")]
@@ -179,7 +199,7 @@ class SlotInterleavings(StoryMachine):
                 answers[number] = code
                 box.state = "over" if box.state == "waiting" else "abandoned"
             elif box.state == "packed" and ends(box):
-                box.state = "over"
+                box.state = self.freed
         return answers
 
     # The checks.
@@ -194,6 +214,11 @@ class SlotInterleavings(StoryMachine):
             match command:
                 case ev.StartGather():
                     self.check_turn(command)
+                case ev.StartWipe(slot_id, slot):
+                    (box,) = [b for b in self.boxes.values() if b.slot_id == slot_id]
+                    assert (box.state, box.slot) == ("wiping", slot)
+                    assert slot_id not in self.wiped, "wiped once"
+                    self.wiped.add(slot_id)
                 case ev.ReplyPacked(number, slot_id, slot):
                     answers[number] = None
                     box = self.boxes[number]
@@ -242,7 +267,8 @@ class SlotInterleavings(StoryMachine):
 
     @invariant()
     def whatever_can_end_by_time_will_be_looked_at(self) -> None:
-        ends = [box.ends_at for box in self.live() if box.state != "abandoned"]
+        timed = ("waiting", "gathering", "packed")
+        ends = [box.ends_at for box in self.boxes.values() if box.state in timed]
         assert self.table.next_deadline() == min(ends, default=None)
 
     def teardown(self) -> None:
@@ -251,8 +277,11 @@ class SlotInterleavings(StoryMachine):
             expected = self.end_boxes(lambda box, lease=lease: box.lease == lease, ErrorCode.STALE)
             self.tell(ev.LeaseEnded(lease), expected)
         while running := self.running():
-            self.boxes[running[0]].state = "over"
+            self.boxes[running[0]].state = self.freed
             self.tell(ev.GatherEnded(self.boxes[running[0]].slot_id), {})
+        while wiping := self.wiping():
+            self.end_wipe(0)
+            assert len(self.wiping()) < len(wiping)
 
         assert self.answered.keys() == self.boxes.keys()
         assert self.table.num_slots_in_use == self.table.num_waiting == 0
@@ -262,7 +291,16 @@ class SlotInterleavings(StoryMachine):
         assert table.next_deadline() is None
 
 
+class WipedSlotInterleavings(SlotInterleavings):
+    """The same where slots are zeroed before they are free."""
+
+    limits = replace(LIMITS, wipe=True)
+    freed = "wiping"
+
+
 TestSlotInterleavings = SlotInterleavings.TestCase
+TestWipedSlotInterleavings = WipedSlotInterleavings.TestCase
 TestSlotInterleavings.settings = settings(
-    deadline=None, max_examples=num_examples(300), stateful_step_count=50
+    deadline=None, max_examples=num_examples(200), stateful_step_count=50
 )
+TestWipedSlotInterleavings.settings = TestSlotInterleavings.settings

@@ -10,6 +10,7 @@ from kvbus.protocol.message import Empty
 from kvbus.protocol.peer import HandshakeDone
 from kvbus.protocol.staging import Unpack
 from kvbus.transport import Registration
+from tests.agents import until
 from tests.memories import Memory
 from tests.prefill.inside import SETTINGS, PrefillAgent, prefill_agent
 from tests.prefill.leases import Case, handshake, leased
@@ -32,6 +33,29 @@ async def test_nixl_is_told_of_the_slots_alone(agent: PrefillAgent) -> None:
         assert done.memory.addresses == ({},)
         assert registered_bytes == SETTINGS["staging_bytes"]
         assert torch.equal(case.slot(packed), case.wanted())
+
+
+async def test_an_agent_that_exposes_only_staging_registers_and_keeps_nothing_else(
+    folder: Path,
+) -> None:
+    async with (
+        prefill_agent(folder, exposure="staging") as agent,
+        agent.engine() as source,
+        agent.reader() as reader,
+        leased(agent, source, reader) as case,
+    ):
+        done = await reader.ask(handshake(case), HandshakeDone)
+        packed = await case.packed()
+        registered_bytes = agent.runtime.transport.stats().registered_bytes
+        packed_right = torch.equal(case.slot(packed), case.wanted())
+        unpack = Unpack(agent_boot=agent.boot, slot_ids=(packed.slot_id,))
+        await reader.ask(unpack, Empty)
+        await until(lambda: agent.counts["slots"] == 0)
+
+        assert done.memory.addresses == ({},)
+        assert registered_bytes == SETTINGS["staging_bytes"]
+        assert packed_right
+        assert not case.slot(packed).any()
 
 
 async def test_its_addresses_go_without_waiting_for_late_reads(folder: Path) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvbus.table.diagram import state_diagram, state_sentences
+from docs.diagrams import state_diagram, state_sentences
 
 DOCS = Path(__file__).parents[2] / "docs"
 

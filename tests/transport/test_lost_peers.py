@@ -65,7 +65,7 @@ def test_a_stopped_peer_keeps_an_aborted_read_outstanding_until_it_goes_on(stopp
     outcome = ended.result(20)
 
     assert not was_done
-    assert (during.outstanding_reads, during.reads_aborted) == (1, 0)
+    assert during.outstanding_reads == 1
     assert during.outstanding_handles >= 1
     assert during.outstanding_bytes >= 64 * MIB
     assert outcome.status is ReadStatus.ABORTED

@@ -11,9 +11,9 @@ from typing import Any
 CHUNK_TOKENS = 256
 CHUNKED = ("--max-num-batched-tokens", str(CHUNK_TOKENS))
 SMALLER, LARGER = 32, 64
-OFFER_TTL_S = 20.0
+OFFER_TTL_S = 10.0
 """For tickets that never reach the decode side's engine, as a client hung up too soon."""
-FETCH_TIMEOUT_S = 20.0
+FETCH_TIMEOUT_S = 10.0
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ pytest.importorskip("vllm.v1.attention.backends.mla.cpu_mla")
 
 from kvbus.errors import GeometryError
 from kvbus.geometry import AxisName, GroupSpec, KvPart
-from kvbus.integrations.vllm.probe import PartLayout, probe_layer
+from kvbus.integrations.vllm.probe import LayerProbe, PartLayout
 from tests.vllm.configured import attention, caches, configure, full, latent_attention, layers
 
 B, T, H, D = AxisName.BLOCK, AxisName.TOKEN, AxisName.HEAD, AxisName.DIM
@@ -40,7 +40,8 @@ def on_the_cpu(
 
 def probed(layer: Any, cache: torch.Tensor, group: GroupSpec) -> dict[str, PartLayout]:
     heads = group.num_kv_heads
-    return probe_layer(NAME, layer, cache, group=group, num_heads=heads, dtype=cache.dtype)
+    probe = LayerProbe(NAME, layer, cache, group=group, num_heads=heads, dtype=cache.dtype)
+    return probe.layouts()
 
 
 def writing(write: Write) -> Any:

@@ -16,7 +16,6 @@ from kvbus.geometry import EngineSpec, RankSpec, validate_ranks
 from kvbus.integrations.vllm.description import describe_engine, layer_number
 from kvbus.integrations.vllm.memory_export import SharedRank, share_rank
 from kvbus.memory.mapping import SegmentMapping
-from kvbus.memory.views import mapping_tensor
 from tests.vllm.configured import Configured, attention, caches, configure, full, layers, window
 
 HYBRID = layers(window(48), window(48), full(), window(48), window(48), full())
@@ -63,7 +62,7 @@ def read(
     )
     storage = shared.storages[region.segment_id]
     mapping = SegmentMapping(os.dup(storage.fd), size_bytes=storage.size_bytes)
-    tensor = region_tensor(engine, region, mapping_tensor(mapping))
+    tensor = region_tensor(engine, region, mapping.tensor)
     size = engine.group(region.group).block_size
     rows = tensor[slots // size, 0, 0, slots % size].clone()
     del tensor

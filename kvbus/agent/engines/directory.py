@@ -11,9 +11,9 @@ import structlog
 from anyio.abc import TaskGroup
 
 from kvbus.agent.engines.local_engine import EngineProcess, LocalEngine, engine_lost
-from kvbus.agent.engines.memory_import import MemoryImport
 from kvbus.agent.process.guard import guarded
 from kvbus.agent.process.identity import AgentIdentity
+from kvbus.agent.staging.devices import StagingDevices
 from kvbus.bus import Call, RequestServer
 from kvbus.errors import ErrorCode, KVBusError, LocalError, ProtocolError
 from kvbus.geometry import validate_engine, validate_rank
@@ -21,6 +21,7 @@ from kvbus.memory.attach import AttachConnection
 from kvbus.protocol.attach import Hello, PassCuda, PassSegment
 from kvbus.protocol.engine import AwaitReady, Detach, Register
 from kvbus.protocol.message import Empty, Message, from_body, to_body
+from kvbus.protocol.peer import Status
 from kvbus.transport import Transport
 
 log = structlog.get_logger()
@@ -41,7 +42,7 @@ class EngineDirectory:
         self,
         *,
         transport: Transport,
-        intake: MemoryImport,
+        staging: StagingDevices,
         tasks: TaskGroup,
         on_ready: EngineHook,
         on_lost: EngineHook,
@@ -51,8 +52,7 @@ class EngineDirectory:
         self.engines: dict[str, LocalEngine] = {}
         self.identity: AgentIdentity | None = None
         self.server: RequestServer | None = None
-        self._transport, self._tasks = transport, tasks
-        self._intake = intake
+        self._transport, self._tasks, self._staging = transport, tasks, staging
         self._on_ready, self._on_lost = on_ready, on_lost
         self._copied, self._quiesce = copied, quiesce
         self._by_connection: dict[AttachConnection, EngineProcess] = {}
@@ -69,10 +69,14 @@ class EngineDirectory:
             return to_body(self._greet(connection, from_body(Hello, body)))
         if op == PassSegment.op:
             segment, process = from_body(PassSegment, body), self._greeted(connection)
-            return to_body(await self._intake.import_segment(process, segment, fds))
+            passed = await process.segments.take(segment, fds, self._staging)
+            if not passed.sealed:
+                segment_id = segment.segment_id
+                log.info("segment.unsealed", engine_id=process.engine_id, segment_id=segment_id)
+            return to_body(passed)
         if op == PassCuda.op:
             cuda, process = from_body(PassCuda, body), self._greeted(connection)
-            return to_body(await self._intake.import_cuda(process, cuda))
+            return to_body(await process.segments.take_cuda(cuda, self._staging))
         raise ProtocolError(f"no attach message '{op}'", code=ErrorCode.UNKNOWN_OP)
 
     def on_attach_closed(self, connection: AttachConnection) -> None:
@@ -88,6 +92,11 @@ class EngineDirectory:
             self._lose(process.engine, meant=process.detaching)
         else:
             self._tasks.start_soon(self._free, [process], None)
+
+    def admit(self, call: Call) -> None:
+        """Who has not said hello on the attach socket may ask for the status, and no more."""
+        if call.op != Status.op:
+            self.process_of(call)
 
     def process_of(self, call: Call) -> EngineProcess:
         """The attached process that asks; raises `LocalError` when there is none."""

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 
 import anyio
 
-from kvbus.agent.staging.devices import HOST
-from kvbus.errors import ErrorCode, KVBusError, LocalError
+from kvbus.agent.staging.devices import HOST, StagingDevices
+from kvbus.errors import ErrorCode, KVBusError, LocalError, ProtocolError
 from kvbus.geometry import AxisName, EngineSpec, RankSpec
 from kvbus.memory.mapping import SegmentMapping
 from kvbus.planning import PlacedRank
-from kvbus.protocol.attach import PassCuda, PassSegment
+from kvbus.protocol.attach import PassCuda, PassSegment, SegmentPassed
+from kvbus.protocol.message import Empty
 from kvbus.transport import Registration, Transport
 
 if TYPE_CHECKING:
@@ -82,20 +83,36 @@ class Segments:
     _device: str | None = None
     _events: dict[bytes, None] = field(default_factory=dict)
 
-    async def add(self, segment: PassSegment, fd: int) -> SegmentMapping:
-        """Map a passed descriptor, in a thread, as reserving its pages can take long."""
+    async def take(
+        self, segment: PassSegment, fds: list[int], staging: StagingDevices
+    ) -> SegmentPassed:
+        """Map the one descriptor of ``fds``, in a thread, as reserving its pages can take long.
+
+        Raises `ProtocolError`, `SegmentError`, `LocalError`, and `ConfigError` for unregistered
+        memory where ``staging`` has no slots.
+        """
+        if len(fds) != 1:
+            raise ProtocolError(f"a segment comes with 1 descriptor, not {len(fds)}")
+        direct = segment.direct and not staging.only
+        if not direct:
+            staging.check_packs()
         self.check_new(segment.segment_id, HOST)
-        size_bytes = segment.size_bytes
+        fd, size_bytes = fds.pop(), segment.size_bytes
         mapping = await anyio.to_thread.run_sync(lambda: SegmentMapping(fd, size_bytes=size_bytes))
         if self.unmapped:
             mapping.unmap()
             raise _ended()
         self._keep(segment.segment_id, mapping, HOST)
-        self.direct &= segment.direct
-        return mapping
+        self.direct &= direct
+        return SegmentPassed(sealed=mapping.sealed)
 
-    async def add_cuda(self, segment: PassCuda) -> None:
-        """Open memory of a GPU, in a thread."""
+    async def take_cuda(self, segment: PassCuda, staging: StagingDevices) -> Empty:
+        """Open memory of a GPU, in a thread, and have slots for that GPU.
+
+        Raises `SegmentError`, `LocalError`, and `ConfigError` without slots.
+        """
+        self.check_new(segment.segment_id, segment.device)
+        await staging.make(segment.device)
         self.check_new(segment.segment_id, segment.device)
         mapping = await anyio.to_thread.run_sync(_open_cuda, segment)
         if self.unmapped:
@@ -105,6 +122,7 @@ class Segments:
         self.direct = False
         if segment.event is not None:
             self._events[segment.event] = None
+        return Empty()
 
     async def register(self, rank: RankSpec, transport: Transport) -> RankMemory:
         """Register every segment of ``rank``, unless one stays unregistered.
@@ -130,7 +148,7 @@ class Segments:
     #     discard   at once: the bytes go, the addresses stay (zeros); live READs hit those
     #     unmap     once no copy runs and no handle is live: deregistered, then the addresses go
     #
-    # `add` and `register` wait in threads, so either may find `unmapped` set when it comes back:
+    # `take` and `register` wait in threads, so either may find `unmapped` set when it comes back:
     # what it made is given back there, as nobody else knows of it.
     def discard(self) -> None:
         """Give the bytes back to the machine now; the addresses stay, as private zeros.

@@ -56,7 +56,7 @@ class Calibration:
 
 def _measure_copies() -> Any:
     from kvbus.memory.copy_rates import measure_copies  # noqa: PLC0415  # imports torch: seconds
-    from kvbus.memory.threads import copy_on_one_thread  # noqa: PLC0415
+    from kvbus.memory.copying import copy_on_one_thread  # noqa: PLC0415
 
     copy_on_one_thread()  # first: what follows gives torch back the threads that it found
     return measure_copies()

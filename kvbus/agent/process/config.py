@@ -52,6 +52,15 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         str,
         Meta(description="Host name that others use; needed when an address above is a wildcard."),
     ] = ""
+    data_interfaces: Annotated[
+        tuple[str, ...],
+        Meta(
+            max_length=64,
+            description="Network interfaces or RDMA devices that KV passes over, such as "
+            '["eth0"] or ["mlx5_0:1"]. Empty: what UCX_NET_DEVICES names, or loopback when the '
+            "addresses above are loopback.",
+        ),
+    ] = ()
     runtime_dir: Annotated[
         str,
         Meta(
@@ -86,6 +95,13 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "off, so that KV of another shape goes in small pieces.",
         ),
     ] = 128 << 20
+    exposure: Annotated[
+        Literal["memory", "staging"],
+        Meta(
+            description="What NIXL is told of: `memory`, the KV caches of engines and the staging "
+            "slots; `staging`, the slots alone, which a prefill agent zeroes after use."
+        ),
+    ] = "memory"
     slot_bytes: Annotated[
         int,
         Meta(
@@ -159,6 +175,11 @@ def advertised(config: AgentConfig, endpoint: str) -> str:
     return f"tcp://{config.advertise_host}:{endpoint.rpartition(':')[2]}"
 
 
+def bind_host(address: str) -> str:
+    """The host of tcp://HOST:PORT, with the brackets of an IPv6 address."""
+    return address.removeprefix("tcp://").rpartition(":")[0]
+
+
 def commented_default(kind: type[AgentConfig], **values: str) -> str:
     """A TOML file with every key, its meaning and its default; ``values`` fill required keys."""
     return "\n".join(_comment_lines(kind, dict(values), prefix="")) + "\n"
@@ -166,7 +187,7 @@ def commented_default(kind: type[AgentConfig], **values: str) -> str:
 
 def _check_address(config: AgentConfig, key: str, source: str) -> None:
     address: str = getattr(config, key)
-    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    host, port = bind_host(address), address.rpartition(":")[2]
     valid = port.isascii() and port.isdigit() and int(port) <= MAX_PORT  # ZeroMQ would wrap it
     if not address.startswith("tcp://") or not host or not valid:
         raise ConfigError(f"{source}: key '{key}': '{address}' is not tcp://HOST:PORT", key=key)
@@ -212,4 +233,6 @@ def _description(hint: Any) -> str:
 def _toml(value: object) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, tuple):
+        return f"[{', '.join(_toml(one) for one in value)}]"
     return f'"{value}"' if isinstance(value, str) else repr(value)

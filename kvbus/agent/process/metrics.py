@@ -3,17 +3,30 @@
 Each agent has a registry of its own, so that a test may run several in one process.
 """
 
+import asyncio
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 
+import anyio
 from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from kvbus.errors import ConfigError
 
+
+@dataclass(frozen=True, slots=True)
+class MetricsPage:
+    """The page while it is served, by a thread of its own; `stop` waits for it."""
+
+    port: int
+    stop: Callable[[], None]
+
+
 STAGE_BUCKETS_S = (
     0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0,
 )  # fmt: skip
+LAG_INTERVAL_S = 0.05
 LAG_BUCKETS_S = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.5, 1.0)
 
 
@@ -48,12 +61,20 @@ class AgentMetrics:
             registry=self.registry,
         )
 
+    async def watch_loop_lag(self) -> None:
+        """Observe how late the event loop is, until cancelled; costs about 0.1 % of a core."""
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + LAG_INTERVAL_S
+            await anyio.sleep_until(due)
+            self.loop_lag_s.observe(max(0.0, loop.time() - due))
+
     def add_readings(self, read: Callable[[], dict[str, float]], meanings: dict[str, str]) -> None:
         """Serve what ``read`` returns at each look; ``meanings`` has a sentence for each name."""
         self.registry.register(_Readings(read, meanings))
 
-    def serve(self, bind: str) -> Callable[[], None]:
-        """Serve the page at ``host:port`` from a thread; returns what stops it.
+    def serve(self, bind: str) -> MetricsPage:
+        """Serve the page at ``host:port``.
 
         Raises `ConfigError` when the address cannot be bound.
         """
@@ -72,4 +93,4 @@ class AgentMetrics:
             server.server_close()
             thread.join()
 
-        return stop
+        return MetricsPage(server.server_port, stop)

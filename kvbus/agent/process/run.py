@@ -11,6 +11,7 @@ import anyio
 import structlog
 
 from kvbus.agent.process.config import AgentConfig
+from kvbus.agent.process.data_plane import choose_interfaces, restrict_ucx
 from kvbus.agent.process.runtime import Runtime, ServiceFactory
 from kvbus.agent.staging.devices import StagingDevices
 from kvbus.bus import new_context
@@ -26,6 +27,8 @@ async def run_agent(
     """Run an agent until SIGTERM or SIGINT; raises `ConfigError` when it cannot start."""
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(_log_loop_failure)
+    interfaces = choose_interfaces(config)
+    restrict_ucx(interfaces)
     transport = Transport(
         f"{config.agent_id}/{boot}",
         limits=TransportLimits(
@@ -44,7 +47,7 @@ async def run_agent(
         ):
             staging = await StagingDevices.open(config, transport)
             async with anyio.create_task_group() as tasks:
-                runtime = Runtime(role, config, boot, transport, tasks, staging)
+                runtime = Runtime(role, config, boot, transport, tasks, staging, interfaces)
                 await runtime.start(context, make_service)
                 _settle_interpreter()
                 await runtime.stop_when_told(signals)

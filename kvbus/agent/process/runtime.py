@@ -15,13 +15,11 @@ from anyio.abc import TaskGroup
 
 from kvbus.agent.engines.directory import EngineDirectory
 from kvbus.agent.engines.local_engine import LocalEngine
-from kvbus.agent.engines.memory_import import MemoryImport
 from kvbus.agent.process.bus_readings import BUS_READINGS, bus_readings
 from kvbus.agent.process.config import AgentConfig, advertised
+from kvbus.agent.process.data_plane import DataPlane
 from kvbus.agent.process.identity import AgentIdentity
-from kvbus.agent.process.loop_lag import watch_loop_lag
-from kvbus.agent.process.metrics import AgentMetrics
-from kvbus.agent.process.refusals import note_refusal
+from kvbus.agent.process.metrics import AgentMetrics, MetricsPage
 from kvbus.agent.process.service import Agent, Service
 from kvbus.agent.staging.devices import StagingDevices
 from kvbus.bus import BusContext, Call, EventPublisher, RequestServer
@@ -57,11 +55,12 @@ class Runtime:
     transport: Transport
     tasks: TaskGroup
     staging: StagingDevices
+    interfaces: tuple[str, ...]
     metrics: AgentMetrics = field(default_factory=AgentMetrics)
     draining: bool = False
     _service: Service | None = None
     _agent: Agent | None = None
-    _stop_metrics: Callable[[], None] | None = None
+    _metrics_page: MetricsPage | None = None
 
     @property
     def service(self) -> Service:
@@ -87,7 +86,7 @@ class Runtime:
         """Bind every socket, then let engines in."""
         engines = EngineDirectory(
             transport=self.transport,
-            intake=MemoryImport(self.staging),
+            staging=self.staging,
             tasks=self.tasks,
             on_ready=self._on_engine_ready,
             on_lost=self._on_engine_lost,
@@ -95,19 +94,20 @@ class Runtime:
             quiesce=self._quiesce,
         )
         attach = await self._listen(engines)
-        sockets = self._bind(context)
+        sockets = self._bind(context, engines)
+        if self.config.metrics_bind:
+            self._metrics_page = self.metrics.serve(self.config.metrics_bind)
         self._agent = self._assemble(context, engines, sockets)
         self._service = make_service(self._agent)
         engines.server, engines.identity = sockets.engine, self._agent.identity
         self._take_requests(sockets)
         for owner in (sockets.engine, sockets.peer, sockets.events):
             self.tasks.start_soon(owner.run)
-        self.tasks.start_soon(watch_loop_lag, self.metrics.loop_lag_s)
+        self.tasks.start_soon(self.metrics.watch_loop_lag)
         self.metrics.add_readings(
             lambda: bus_readings(sockets.engine, sockets.peer, attach), BUS_READINGS
         )
-        if self.config.metrics_bind:
-            self._stop_metrics = self.metrics.serve(self.config.metrics_bind)
+        self.agent.data_plane.check()
         self._log_started()
 
     async def _listen(self, engines: EngineDirectory) -> AttachServer:
@@ -120,11 +120,11 @@ class Runtime:
         await self.tasks.start(attach.serve)
         return attach
 
-    def _bind(self, context: BusContext) -> _Sockets:
+    def _bind(self, context: BusContext, engines: EngineDirectory) -> _Sockets:
         config = self.config
         engine_endpoint = f"ipc://{config.runtime_path}/engine.sock"
         return _Sockets(
-            engine=self._server(context, engine_endpoint, gate=self._require_hello),
+            engine=self._server(context, engine_endpoint, gate=engines.admit),
             peer=self._server(context, config.peer_bind),
             events=EventPublisher(
                 context, config.events_bind, boot=self.boot, heartbeat_s=config.heartbeat_s
@@ -150,7 +150,15 @@ class Runtime:
             tasks=self.tasks,
             loop=asyncio.get_running_loop(),
             staging=self.staging,
+            data_plane=self._data_plane(sockets),
         )
+
+    def _data_plane(self, sockets: _Sockets) -> DataPlane:
+        """The ports that UCX must not have outside of its interfaces; our own are not UCX's."""
+        ports = {_port(sockets.peer.endpoint), _port(sockets.events.endpoint)}
+        if self._metrics_page is not None:
+            ports.add(self._metrics_page.port)
+        return DataPlane(self.interfaces, frozenset(ports))
 
     def _log_started(self) -> None:
         log.info(
@@ -160,6 +168,7 @@ class Runtime:
             peer=self.agent.identity.peer_endpoint,
             events=self.agent.identity.events_endpoint,
             metrics=self.config.metrics_bind,
+            data=self.agent.data_plane.endpoints(),
         )
 
     async def stop_when_told(self, signals: AsyncIterator[signal.Signals]) -> None:
@@ -174,8 +183,8 @@ class Runtime:
             race.cancel_scope.cancel()
         left = {name: count for name, count in self.service.counts().items() if count}
         self.service.stop()
-        if self._stop_metrics is not None:
-            await anyio.to_thread.run_sync(self._stop_metrics)
+        if self._metrics_page is not None:
+            await anyio.to_thread.run_sync(self._metrics_page.stop)
         await self._flush()
         log.info("agent.drained", left=left)
 
@@ -224,15 +233,10 @@ class Runtime:
                 return await engines.on_attach_message(connection, message, fds)
             except KVBusError as error:
                 peer = f"pid {connection.peer.pid}"
-                note_refusal(self.metrics, op=str(message.get("op")), peer=peer, error=error)
+                self._note_refusal(str(message.get("op")), peer, error)
                 raise
 
         return answer
-
-    def _require_hello(self, call: Call) -> None:
-        """Who has not said hello on the attach socket may ask for the status, and no more."""
-        if call.op != Status.op:
-            self.agent.engines.process_of(call)
 
     def _register(self, wanted: Register, call: Call) -> None:
         if self.draining:
@@ -248,6 +252,7 @@ class Runtime:
                 engines={name: engine.ready for name, engine in engines.items()},
                 draining=self.draining,
                 counts=self.service.counts(),
+                data_endpoints=tuple(self.agent.data_plane.endpoints()),
                 story=tuple(self.service.story(asked)),
             )
         )
@@ -270,7 +275,23 @@ class Runtime:
         self.agent.publisher.publish(op, body)
 
     def _on_refusal(self, error: KVBusError, call: Call) -> None:
-        note_refusal(self.metrics, op=call.op, peer=call.session.boot, error=error)
+        self._note_refusal(call.op, call.session.boot, error)
+
+    def _note_refusal(self, op: str, peer: str, error: KVBusError) -> None:
+        """Count and log a refusal; whoever calls this sends it."""
+        self.metrics.refusals.labels(error.code.value).inc()
+        log.warning(
+            "request.refused",
+            op=op,
+            peer_boot=peer,
+            code=error.code.value,
+            reason=error.message,
+            **{f"detail_{name}": value for name, value in error.detail.items()},
+        )
 
     def _on_fault(self, error: Exception, call: Call) -> None:
         log.error("request.failed", op=call.op, peer=call.session.boot, exc_info=error)
+
+
+def _port(endpoint: str) -> int:
+    return int(endpoint.rpartition(":")[2])

@@ -11,6 +11,7 @@ from anyio.abc import TaskGroup
 
 from kvbus.agent.engines.directory import EngineDirectory
 from kvbus.agent.engines.local_engine import LocalEngine
+from kvbus.agent.process.data_plane import DataPlane
 from kvbus.agent.process.identity import AgentIdentity
 from kvbus.agent.process.metrics import AgentMetrics
 from kvbus.agent.staging.devices import StagingDevices
@@ -32,6 +33,7 @@ class Agent:
     tasks: TaskGroup
     loop: asyncio.AbstractEventLoop
     staging: StagingDevices
+    data_plane: DataPlane
 
 
 class Service(Protocol):

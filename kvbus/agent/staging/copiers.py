@@ -7,12 +7,10 @@ must stay until `quiesce` returns.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import partial
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING
 
 import anyio
 import structlog
@@ -26,8 +24,6 @@ if TYPE_CHECKING:
     from kvbus.memory.paged import PagedMemory
 
 log = structlog.get_logger()
-
-T = TypeVar("T")
 
 
 class Copiers:
@@ -55,7 +51,7 @@ class Copiers:
     def prepare(self) -> Future[None]:
         """Have torch imported in a thread, once; done when it is."""
         if self._ready is None:
-            self._ready = self._threads.submit(_nothing)
+            self._ready = self._threads.submit(lambda: None)
         return self._ready
 
     # A copy cannot be stopped, and a thread that copies holds addresses. So who asked hears of its
@@ -65,14 +61,14 @@ class Copiers:
     # waits, by the number of copies that run.
     def start(
         self,
-        copy: Callable[[PagedMemory], T],
-        on_end: Callable[[T | KVBusError], None],
+        copy: Callable[[PagedMemory], None],
+        on_end: Callable[[KVBusError | None], None],
         *,
         engine: LocalEngine,
         memory: RankMemory,
         group: GroupSpec,
     ) -> None:
-        """Have ``copy`` called in a thread; ``on_end`` gets what it returns, or why it failed.
+        """Have ``copy`` called in a thread; ``on_end`` gets why it failed, or None.
 
         That is called in the event loop, once; at once for an engine that is lost.
         """
@@ -81,37 +77,50 @@ class Copiers:
             return
         known = self._paged.get((memory, group.name))
 
-        def in_thread() -> tuple[PagedMemory, T]:
+        def in_thread() -> PagedMemory:
             paged = known or _paged_memory(memory, group)
             if memory.stream is None:
-                return paged, copy(paged)
-            return paged, memory.stream.run(lambda: copy(paged), gone=lambda: engine.lost)
+                copy(paged)
+            else:
+                memory.stream.run(lambda: copy(paged), gone=lambda: engine.lost)
+            return paged
 
-        def end(future: Future[tuple[PagedMemory, T]]) -> None:
+        def end(future: asyncio.Future[PagedMemory]) -> None:
             self._num_running[engine] -= 1
             if not self._num_running[engine]:
                 del self._num_running[engine]
                 self._idle.pop(engine, anyio.Event()).set()
             try:
-                paged, result = future.result()
+                paged = future.result()
             except Exception as error:
                 on_end(_failure(error))
                 return
             if not engine.lost:
                 self._paged[memory, group.name] = paged
-            on_end(result)
+            on_end(None)
 
         self._num_running[engine] += 1
-        self._threads.submit(in_thread).add_done_callback(partial(self._deliver, end))
+        self._loop.run_in_executor(self._threads, in_thread).add_done_callback(end)
+
+    def start_alone(self, job: Callable[[], None], on_end: Callable[[], None]) -> None:
+        """Have ``job``, which touches no engine's memory, called in a thread, then ``on_end``.
+
+        That is called in the event loop, once; a job that fails is logged.
+        """
+
+        def end(future: asyncio.Future[None]) -> None:
+            try:
+                future.result()
+            except Exception as error:
+                _failure(error)
+            on_end()
+
+        self._loop.run_in_executor(self._threads, job).add_done_callback(end)
 
     async def quiesce(self, engine: LocalEngine) -> None:
         """Return when nothing copies from or to the engine's memory any more."""
         if engine in self._num_running:
             await self._idle.setdefault(engine, anyio.Event()).wait()
-
-    def _deliver(self, end: Callable[[Any], None], future: Future[Any]) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
-            self._loop.call_soon_threadsafe(end, future)
 
     def forget(self, engine: LocalEngine) -> None:
         """The engine is lost: keep no tensors of its memory."""
@@ -124,13 +133,9 @@ class Copiers:
 # loop for as long as its largest library takes to load (a third of a second on a quiet machine).
 # So whatever counts seconds of a lease must not start before `ready`.
 def _import_torch() -> None:
-    from kvbus.memory.threads import copy_on_one_thread  # noqa: PLC0415  # imports torch
+    from kvbus.memory.copying import copy_on_one_thread  # noqa: PLC0415  # imports torch
 
     copy_on_one_thread()
-
-
-def _nothing() -> None:
-    """The work that makes the first thread start."""
 
 
 def _failure(error: Exception) -> KVBusError:
@@ -143,7 +148,6 @@ def _failure(error: Exception) -> KVBusError:
 
 def _paged_memory(memory: RankMemory, group: GroupSpec) -> PagedMemory:
     from kvbus.memory.paged import PagedMemory  # noqa: PLC0415  # imports torch: seconds
-    from kvbus.memory.views import mapping_tensor  # noqa: PLC0415
 
-    buffers = {name: mapping_tensor(mapping) for name, mapping in memory.mappings.items()}
+    buffers = {name: mapping.tensor for name, mapping in memory.mappings.items()}
     return PagedMemory(group, memory.rank.regions, buffers)

@@ -15,10 +15,14 @@ HOST = "host"
 class StagingDevices:
     """The slots of an agent, device by device: the host's from the start, a GPU's once it is used.
 
-    All have ``num_slots`` slots of ``slot_bytes``; both are 0 when packing is turned off.
+    All have ``num_slots`` slots of ``slot_bytes``; both are 0 when packing is turned off. With
+    ``only`` they are all that NIXL is told of: the engines' own memory is not registered.
     """
 
-    def __init__(self, transport: Transport, *, num_slots: int, slot_bytes: int) -> None:
+    def __init__(
+        self, transport: Transport, *, num_slots: int, slot_bytes: int, only: bool = False
+    ) -> None:
+        self.only = only
         self.num_slots, self.slot_bytes = num_slots, slot_bytes if num_slots else 0
         self._transport = transport
         self._slots: dict[str, SlotMemory] = {}
@@ -31,7 +35,12 @@ class StagingDevices:
         Raises `SegmentError`.
         """
         num_slots = config.staging_bytes // config.slot_bytes
-        devices = cls(transport, num_slots=num_slots, slot_bytes=config.slot_bytes)
+        devices = cls(
+            transport,
+            num_slots=num_slots,
+            slot_bytes=config.slot_bytes,
+            only=config.exposure == "staging",
+        )
         if num_slots:
             devices._slots[HOST] = await SlotMemory.open(
                 transport, num_slots=num_slots, slot_bytes=config.slot_bytes

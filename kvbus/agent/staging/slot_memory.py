@@ -67,15 +67,21 @@ class SlotMemory:
 
     def address(self, slot: int) -> int:
         """Where slot number ``slot`` begins in this process."""
-        return self._segment.address + self._offset_bytes(slot)
+        if not 0 <= slot < self.num_slots:
+            raise GeometryError(f"slot {slot} of {self.num_slots} slots", slot=slot)
+        return self._segment.address + slot * self.slot_bytes
 
     def tensor(self, slot: int) -> Any:
         """The bytes of slot number ``slot``: a contiguous uint8 torch tensor.
 
         Imports torch, which takes seconds the first time: call it in the thread that copies.
         """
-        offset_bytes = self._offset_bytes(slot)
+        offset_bytes = self.address(slot) - self._segment.address
         return self._segment.tensor[offset_bytes : offset_bytes + self.slot_bytes]
+
+    def wipe(self, slot: int) -> None:
+        """Write zeros over slot number ``slot``; call it in the thread that copies."""
+        self.tensor(slot).zero_()[0].item()  # reading one back waits for a GPU
 
     async def close(self) -> None:
         """Deregister, then give the memory back; nothing may copy into it or out of it any more.
@@ -88,11 +94,6 @@ class SlotMemory:
     def unmap(self) -> None:
         """Give the memory back once the transport, closed without handles left, let go of it."""
         self._segment.close()
-
-    def _offset_bytes(self, slot: int) -> int:
-        if not 0 <= slot < self.num_slots:
-            raise GeometryError(f"slot {slot} of {self.num_slots} slots", slot=slot)
-        return slot * self.slot_bytes
 
 
 def _make(size_bytes: int) -> SharedSegment:

@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
@@ -12,22 +13,41 @@ from kvbus.bench.cases.idle import measure_idle, measure_memory
 from kvbus.bench.cases.load import measure_load
 from kvbus.bench.cases.publishing import measure_chunked, measure_host
 from kvbus.bench.cases.rate import measure_rate
-from kvbus.bench.cases.reshapes import RESHAPES, measure_reshape
-from kvbus.bench.cases.transfers import TRANSFERS, measure_fixed, measure_transfer
-from kvbus.bench.engines import Bench, running_bench
+from kvbus.bench.cases.reshapes import OF_NAIVE, measure_reshape
+from kvbus.bench.cases.transfers import measure_fixed, measure_transfer
+from kvbus.bench.engines import Bench
 from kvbus.bench.figures import CaseName, Figure, Figures, Scale
-from kvbus.bench.processes import agent
+from kvbus.bench.processes import agent, answering
+from kvbus.bench.shapes import (
+    BIG,
+    HND_1,
+    LAYERED,
+    MLA_1,
+    MLA_2,
+    NHD_1,
+    NHD_2,
+    NHD_64,
+    contiguous,
+    scattered,
+)
 from kvbus.errors import KVBusError
 
 Case = Callable[[Bench, Scale], Awaitable[list[Figure]]]
 
 CASES: Mapping[CaseName, Case] = {
-    **{name: partial(measure_transfer, one) for name, one in TRANSFERS.items()},
+    CaseName.CONTIGUOUS_64M: partial(measure_transfer, shape=BIG, num_mib=64, blocks=contiguous),
+    CaseName.CONTIGUOUS_256M: partial(measure_transfer, shape=BIG, num_mib=256, blocks=contiguous),
+    CaseName.SCATTERED_256K: partial(measure_transfer, shape=BIG, num_mib=64, blocks=scattered),
+    CaseName.SCATTERED_16K: partial(measure_transfer, shape=LAYERED, num_mib=64, blocks=scattered),
     CaseName.FIXED: measure_fixed,
     CaseName.LOAD: measure_load,
     CaseName.IDLE: measure_idle,
     CaseName.RATE: measure_rate,
-    **{name: partial(measure_reshape, one) for name, one in RESHAPES.items()},
+    CaseName.TP_1_TO_2: partial(measure_reshape, source=NHD_1, target=NHD_2, of_naive=OF_NAIVE),
+    CaseName.TP_2_TO_1: partial(measure_reshape, source=NHD_2, target=NHD_1),
+    CaseName.HND_TO_NHD: partial(measure_reshape, source=HND_1, target=NHD_1),
+    CaseName.BLOCK_64_TO_16: partial(measure_reshape, source=NHD_64, target=NHD_1),
+    CaseName.MLA: partial(measure_reshape, source=MLA_2, target=MLA_1),
     CaseName.CHUNKED: measure_chunked,
     CaseName.HOST: measure_host,
     CaseName.MEMORY: measure_memory,
@@ -45,7 +65,11 @@ async def _run(names: Sequence[CaseName], scale: Scale, folder: Path, console: C
     measured: dict[CaseName, list[Figure]] = {}
     with agent("prefill", folder) as prefill, agent("decode", folder) as decode:
         try:
-            with running_bench(prefill, decode, folder) as bench:
+            module, path = "kvbus.bench.prefill_engine", str(prefill.attach_path)
+            with ExitStack() as stack:
+                engines = answering("prefill engine", module, path, folder=folder)
+                agents = {"prefill agent": prefill, "decode agent": decode}
+                bench = Bench(agents, stack.enter_context(engines), folder, stack)
                 for name in names:
                     with console.status(f"measuring {name}"):
                         measured[name] = await CASES[name](bench, scale)

@@ -10,7 +10,6 @@ import anyio
 
 from kvbus.bench.engines import Bench
 from kvbus.bench.figures import Figure, Scale, Target
-from kvbus.bench.processes import agent
 from kvbus.bench.shapes import SMALL, TINY_RUNS, contiguous, scattered
 
 CALM_S = 1.0
@@ -39,18 +38,18 @@ async def measure_memory(bench: Bench, scale: Scale) -> list[Figure]:
     num_blocks = scale.count(NUM_DESCRIPTORS // TINY_RUNS.num_layers)
     tables, capacity = scattered(num_blocks, TINY_RUNS), 2 * num_blocks
     num_fetches = scale.count(NUM_FETCHES)
-    with agent("decode", bench.folder, path="direct") as direct:
-        async with (
-            bench.source(TINY_RUNS, capacity) as source,
-            bench.reader(TINY_RUNS, capacity, source, agent=direct) as pair,
-        ):
-            for _ in range(NUM_WARM_UP):
-                await pair.timed(tables)
-            before = _anonymous_bytes(direct.child.pid)
-            for _ in range(num_fetches):
-                await pair.timed(tables)
-            await pair.verify(tables)
-            after = _anonymous_bytes(direct.child.pid)
+    direct = bench.forced_agent("direct")
+    async with (
+        bench.source(TINY_RUNS, capacity) as source,
+        bench.reader(TINY_RUNS, capacity, source, agent=direct) as pair,
+    ):
+        for _ in range(NUM_WARM_UP):
+            await pair.timed(tables)
+        before = _anonymous_bytes(direct.child.pid)
+        for _ in range(num_fetches):
+            await pair.timed(tables)
+        await pair.verify(tables)
+        after = _anonymous_bytes(direct.child.pid)
     return [
         Figure("growth", (after - before) / num_fetches, "bytes a fetch", GROWTH_BYTES),
         Figure("before", before / 1e6, "MB"),

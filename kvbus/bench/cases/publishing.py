@@ -11,7 +11,7 @@ from statistics import median
 import numpy as np
 import torch
 
-from kvbus.bench.caches import block_copy, private_cache
+from kvbus.bench.caches import block_copy, device_blocks
 from kvbus.bench.engines import Bench, EnginePair
 from kvbus.bench.figures import Figure, Scale, Target, milliseconds, speed
 from kvbus.bench.shapes import BIG, BIG_HOST, GROUP, LAYERED, PairedBlocks, scattered
@@ -102,14 +102,13 @@ async def _published_s(pair: EnginePair, tables: PairedBlocks) -> float:
 async def _pass_s(tables: PairedBlocks, direction: Direction) -> float:
     """Seconds of a bare pass over the bytes, between blocks of a device and those of a ring."""
     num_blocks = len(tables.prefill)
-    spec, (rank,) = BIG.spec("device"), BIG.ranks(2 * num_blocks)
-    copy = block_copy([private_cache(spec, rank)])
+    copy = block_copy(device_blocks(BIG, 2 * num_blocks))
     ring = torch.zeros(num_blocks, BIG.block_bytes, dtype=torch.uint8)
     blocks = HostBlocks(
         rank=0,
         group=GROUP,
-        layers=rank.regions[0].layers,
-        parts=rank.regions[0].parts,
+        layers=tuple(range(BIG.num_layers)),
+        parts=BIG.parts,
         ids=tables.prefill.astype(np.uint32),
         slots=(0, BIG.block_size),
     )

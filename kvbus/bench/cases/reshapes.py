@@ -3,61 +3,33 @@
 import time
 from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
-from dataclasses import dataclass
 from functools import partial
 from statistics import median
 
 import numpy as np
 
 from kvbus.bench.engines import Bench, EnginePair
-from kvbus.bench.figures import CaseName, Figure, Scale, Target, milliseconds, speed
-from kvbus.bench.processes import agent, bare_pair
-from kvbus.bench.shapes import (
-    HND_1,
-    MLA_1,
-    MLA_2,
-    NHD_1,
-    NHD_2,
-    NHD_64,
-    Shape,
-    direct_descriptors,
-    scattered_tokens,
-)
+from kvbus.bench.figures import Figure, Scale, Target, milliseconds, speed
+from kvbus.bench.processes import bare_pair
+from kvbus.bench.shapes import Shape, direct_descriptors, scattered_tokens
 from kvbus.bench.stats import in_turn
 
 NUM_BYTES = 64 << 20
 FORCED = ("direct", "packed", "reordered")
-OF_EQUAL = Target(0.4, at_least=True)
 OF_NAIVE = Target(6.0, at_least=True)
+OF_EQUAL = Target(0.4, at_least=True)
 OF_BEST = Target(1 / 1.2, at_least=True)
 
 
-@dataclass(frozen=True, slots=True)
-class Reshape:
-    """Two shapes between which 64 MiB go, in scattered blocks."""
-
-    source: Shape
-    target: Shape
-    of_naive: Target | None = None
-
-
-RESHAPES = {
-    CaseName.TP_1_TO_2: Reshape(NHD_1, NHD_2, OF_NAIVE),
-    CaseName.TP_2_TO_1: Reshape(NHD_2, NHD_1),
-    CaseName.HND_TO_NHD: Reshape(HND_1, NHD_1),
-    CaseName.BLOCK_64_TO_16: Reshape(NHD_64, NHD_1),
-    CaseName.MLA: Reshape(MLA_2, MLA_1),
-}
-
-
-async def measure_reshape(reshape: Reshape, bench: Bench, scale: Scale) -> list[Figure]:
-    """A READ of all runs, each path in turn, and a handoff between equal engines."""
-    source, target = reshape.source, reshape.target
+async def measure_reshape(
+    bench: Bench, scale: Scale, *, source: Shape, target: Shape, of_naive: Target | None = None
+) -> list[Figure]:
+    """Of 64 MiB in scattered blocks: a READ of all runs, each path, a handoff of equal engines."""
     num_tokens = scale.count(NUM_BYTES // target.token_bytes, at_least=source.block_size)
     tables = scattered_tokens(source, target, num_tokens)
     rows, size_bytes = direct_descriptors(source, target, tables)
     with bare_pair(rows, size_bytes, bench.folder) as raw:
-        async with _readers(bench, reshape, tables.capacities) as readers:
+        async with _readers(bench, source, target, capacities=tables.capacities) as readers:
             ways = {"naive": raw.read_s}
             for name, pair in readers.items():
                 blocks = scattered_tokens(pair.source.shape, target, num_tokens)
@@ -72,7 +44,7 @@ async def measure_reshape(reshape: Reshape, bench: Bench, scale: Scale) -> list[
     return [
         Figure("auto of equal shapes", seconds["equal"] / seconds["auto"], target=OF_EQUAL),
         Figure("auto of the best path", best_s / seconds["auto"], target=OF_BEST),
-        Figure("packed of naive", seconds["naive"] / boxed_s, target=reshape.of_naive),
+        Figure("packed of naive", seconds["naive"] / boxed_s, target=of_naive),
         Figure("direct of naive", seconds["naive"] / seconds["direct"]),
         *(speed(f"  {name}", num_bytes, s) for name, s in {**seconds, "memcpy": copy_s}.items()),
         *(milliseconds(f"  {name} p50", s) for name, s in seconds.items()),
@@ -82,18 +54,16 @@ async def measure_reshape(reshape: Reshape, bench: Bench, scale: Scale) -> list[
 
 @asynccontextmanager
 async def _readers(
-    bench: Bench, reshape: Reshape, capacities: tuple[int, int]
+    bench: Bench, source_shape: Shape, target: Shape, *, capacities: tuple[int, int]
 ) -> AsyncIterator[Mapping[str, EnginePair]]:
     """A decode engine for each path, all of one source, and one that is equal to its own source."""
-    target, (num_source, num_target) = reshape.target, capacities
+    num_source, num_target = capacities
     async with AsyncExitStack() as stack:
-        source = await stack.enter_async_context(bench.source(reshape.source, num_source))
+        source = await stack.enter_async_context(bench.source(source_shape, num_source))
         readers = {"equal": await stack.enter_async_context(bench.engines(target, num_target))}
         for path in ("auto", *FORCED):
-            decode = bench.decode_agent
-            if path in FORCED:
-                decode = stack.enter_context(agent("decode", bench.folder, path=path))
-            reader = bench.reader(target, num_target, source, agent=decode)
+            forced = bench.forced_agent(path) if path in FORCED else None
+            reader = bench.reader(target, num_target, source, agent=forced)
             readers[path] = await stack.enter_async_context(reader)
         yield readers
 

@@ -1,22 +1,12 @@
 """Large handoffs in turn with bare NIXL READs of the very same descriptors, and very small ones."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from statistics import median
 
 from kvbus.bench.engines import Bench, TimedFetch
-from kvbus.bench.figures import CaseName, Figure, Scale, Target, milliseconds, speed
+from kvbus.bench.figures import Figure, Scale, Target, milliseconds, speed
 from kvbus.bench.processes import bare_pair
-from kvbus.bench.shapes import (
-    BIG,
-    LAYERED,
-    SMALL,
-    PairedBlocks,
-    Shape,
-    contiguous,
-    direct_descriptors,
-    scattered,
-)
+from kvbus.bench.shapes import SMALL, PairedBlocks, Shape, contiguous, direct_descriptors
 from kvbus.bench.stats import in_turn, median_ratio, quantile
 
 MIB = 1 << 20
@@ -26,27 +16,16 @@ NUM_SMALL = 1000
 STAGES = ("resolving", "claiming", "waiting", "reading", "confirming")
 
 
-@dataclass(frozen=True, slots=True)
-class Transfer:
-    """One size and one kind of block table."""
-
-    shape: Shape
-    num_mib: int
-    tables: Callable[[int, Shape], PairedBlocks]
-
-
-TRANSFERS = {
-    CaseName.CONTIGUOUS_64M: Transfer(BIG, 64, contiguous),
-    CaseName.CONTIGUOUS_256M: Transfer(BIG, 256, contiguous),
-    CaseName.SCATTERED_256K: Transfer(BIG, 64, scattered),
-    CaseName.SCATTERED_16K: Transfer(LAYERED, 64, scattered),
-}
-
-
-async def measure_transfer(transfer: Transfer, bench: Bench, scale: Scale) -> list[Figure]:
+async def measure_transfer(
+    bench: Bench,
+    scale: Scale,
+    *,
+    shape: Shape,
+    num_mib: int,
+    blocks: Callable[[int, Shape], PairedBlocks],
+) -> list[Figure]:
     """In turn, a bare READ and a handoff."""
-    shape = transfer.shape
-    tables = transfer.tables(scale.count(transfer.num_mib * MIB // shape.block_bytes), shape)
+    tables = blocks(scale.count(num_mib * MIB // shape.block_bytes), shape)
     rows, size_bytes = direct_descriptors(shape, shape, tables)
     with bare_pair(rows, size_bytes, bench.folder) as raw:
         async with bench.engines(shape, tables.capacities[0]) as pair:

@@ -6,15 +6,14 @@ to the agent.
 
 import asyncio
 from concurrent.futures import Future
-from typing import Any, Self
+from typing import Self
 
-from kvbus.engine.blocking import BlockingDecode, BlockingPrefill, awaitable, blocking
-from kvbus.engine.bounce.copier import Copier
-from kvbus.engine.bounce.decode import HostDecode
-from kvbus.engine.bounce.fetch import HostFetch
+from kvbus.engine.blocking import BlockingDecode, BlockingPrefill, awaitable, blocking, given
+from kvbus.engine.bounce.buffer import Copier
+from kvbus.engine.bounce.decode import HostDecode, HostFetch
 from kvbus.engine.bounce.host_pool import HostPool
 from kvbus.engine.bounce.prefill import HostOffer, HostPrefill
-from kvbus.engine.bounce.request_blocks import block_arrays
+from kvbus.engine.bounce.request_blocks import block_tables
 from kvbus.engine.bounce.sizing import PIECE_BYTES
 from kvbus.engine.prefill import BlockIds
 from kvbus.protocol.engine import Fetched, Outcome
@@ -44,18 +43,9 @@ class BlockingHostPrefill:
         return self._host
 
     begin = blocking(HostPrefill.begin)
-
-    def offer(self, offer: HostOffer, *, ttl_s: float | None = None) -> dict[str, Any]:
-        """`HostOffer.offer`."""
-        return self.run(lambda: offer.offer(ttl_s=ttl_s))
-
-    def seal(self, offer: HostOffer) -> None:
-        """`HostOffer.seal`."""
-        self.run(offer.seal)
-
-    def abort(self, offer: HostOffer) -> None:
-        """`HostOffer.abort`."""
-        self.run(offer.abort)
+    offer = given(HostOffer.offer)
+    seal = given(HostOffer.seal)
+    abort = given(HostOffer.abort)
 
     def wait_released(self, offer: HostOffer) -> Outcome:
         """`HostOffer.released`; `take_released` does not return this offer any more."""
@@ -67,8 +57,8 @@ class BlockingHostPrefill:
         It cannot be cancelled; `abort` ends it. Saves of one offer follow each other in the order
         of the calls.
         """
-        given = block_arrays(block_ids)
-        return self._session.start(lambda: offer.save(num_tokens, given))
+        copied = {name: table.array() for name, table in block_tables(block_ids).items()}
+        return self._session.start(lambda: offer.save(num_tokens, copied))
 
 
 class BlockingHostDecode:
@@ -124,10 +114,7 @@ class BlockingHostDecode:
             self._open.result()
 
     fetch = blocking(awaitable(HostDecode.fetch))
-
-    def cancel(self, fetch: HostFetch) -> None:
-        """`HostFetch.cancel`."""
-        self.run(fetch.cancel)
+    cancel = given(HostFetch.cancel)
 
     def wait_completed(self, fetch: HostFetch) -> Fetched:
         """`HostFetch.completed`; `take_ended` does not return this fetch any more."""

@@ -1,13 +1,19 @@
-"""A rank's host blocks, in memory that the agent maps, and the calls of the engine's function."""
+"""The host blocks of ranks, in memory that the agent maps, and the calls of the engine's function.
 
-from collections.abc import Callable, Iterable
+Refuses to end before what was started has: a thread that copies cannot be stopped.
+"""
+
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import partial
 
+import anyio
 import torch
 
-from kvbus.engine.bounce.copies import BlockCopy
+from kvbus.engine.bounce.request_blocks import BlockCopy
 from kvbus.engine.region_tensor import region_tensor
+from kvbus.errors import ErrorCode, LocalError
 from kvbus.geometry import EngineSpec, RankSpec
 from kvbus.geometry.blocks import BlockIds
 
@@ -70,3 +76,45 @@ class HostBuffer:
                 )
                 start, end = one.slots
                 copy(blocks, tensor[one.first_host_block : stop, :, :, start:end], direction)
+
+
+Copier = Callable[[Direction, Sequence[BlockCopy]], Awaitable[None]]
+"""Copies on every rank, and returns when all have; raises what a rank's copy raised.
+
+An engine of several processes has one of its own, which has each worker call `HostBuffer.run`.
+It is never cancelled, and must not end while a copy goes on.
+"""
+
+
+class LocalCopier:
+    """For an engine whose ranks are in this process; at most ``num_threads`` copy at once."""
+
+    def __init__(
+        self, buffers: Iterable[HostBuffer], copy: CopyBlocks, *, num_threads: int = 1
+    ) -> None:
+        self._buffers, self._copy = tuple(buffers), copy
+        self._limiter = anyio.CapacityLimiter(num_threads)
+
+    async def __call__(self, direction: Direction, copies: Sequence[BlockCopy]) -> None:
+        """Each rank in a thread of its own, as far as there are threads.
+
+        Raises what a rank's copy raised; as a `LocalError` what is no `Exception`.
+        """
+        failures: list[BaseException] = []
+
+        def run(buffer: HostBuffer) -> None:
+            try:
+                buffer.run(direction, copies, self._copy)
+            except BaseException as error:
+                failures.append(error)
+
+        async with anyio.create_task_group() as tasks:
+            for buffer in self._buffers:
+                tasks.start_soon(
+                    partial(anyio.to_thread.run_sync, run, buffer, limiter=self._limiter)
+                )
+        for failure in failures:
+            if isinstance(failure, Exception):
+                raise failure
+            message = f"the engine's copy function ended with {type(failure).__name__}: {failure}"
+            raise LocalError(message, code=ErrorCode.INTERNAL) from failure

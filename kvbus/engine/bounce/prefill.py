@@ -9,18 +9,14 @@ from typing import Any
 
 import anyio
 
-from kvbus.engine.bounce.buffer import Direction
-from kvbus.engine.bounce.copier import Copier
+from kvbus.engine.bounce.buffer import Copier, Direction
 from kvbus.engine.bounce.host_pool import HostPool
-from kvbus.engine.bounce.request_blocks import (
-    RequestBlocks,
-    block_arrays,
-    blocks_of,
-    check_groups,
-)
+from kvbus.engine.bounce.request_blocks import RequestBlocks, block_tables, blocks_of, check_groups
 from kvbus.engine.bounce.sizing import PIECE_BYTES, piece_tokens
 from kvbus.engine.prefill import BlockIds, Offer, PrefillSession
 from kvbus.errors import ClosedError, GeometryError, KVBusError, LocalError
+from kvbus.geometry import BlockTable
+from kvbus.planning import Spans
 from kvbus.protocol.engine import Outcome
 
 
@@ -56,14 +52,16 @@ class HostPrefill:
         block of the request on. Waits for room for at most ``wait_s``. Raises `LocalError`
         (``busy``) when there is none, and `GeometryError` when there never will be enough.
         """
-        engine, firsts = self.session.engine, dict(first_blocks or {})
-        check_groups(engine, firsts)
+        engine, given = self.session.engine, first_blocks or {}
+        check_groups(engine, given)
+        firsts = {group.name: given.get(group.name, 0) for group in engine.groups}
         wanted = {
-            group.name: blocks_of(group, num_tokens, first=firsts.get(group.name, 0))
+            group.name: blocks_of(group, num_tokens, first=firsts[group.name])
             for group in engine.groups
         }
-        tables = await self.pool.acquire(wanted, wait_s=wait_s)
-        blocks = RequestBlocks(engine, firsts=firsts, host_tables=tables)
+        host_tables = await self.pool.acquire(wanted, wait_s=wait_s)
+        device_tables = {name: BlockTable(b"", first) for name, first in firsts.items()}
+        blocks = RequestBlocks(engine, host_tables, device_tables)
         return HostOffer(self, request_id, num_tokens, blocks)
 
 
@@ -101,18 +99,17 @@ class HostOffer:
         and after `seal`, `RequestRefused` when the offer has ended, and what the engine's copy
         function raised.
         """
-        given = block_arrays(block_ids)
+        given = block_tables(block_ids)
         async with self._saves:
             self._check_open()
             self._check_progress(num_tokens)
             self._blocks.add(num_tokens, given)
-            groups = [self._blocks.engine.group(name) for name, ids in given.items() if len(ids)]
+            groups = self._blocks.engine.groups
+            states = [group.name for group in groups if group.state and given.get(group.name)]
             try:
                 for stop in self._ends_of_pieces(num_tokens):
                     await self._save_piece(stop, states=[])
-                await self._save_piece(
-                    num_tokens, states=[group.name for group in groups if group.state]
-                )
+                await self._save_piece(num_tokens, states=states)
             except BaseException:
                 self._closed = self._closed or "a save of it did not end well"
                 raise
@@ -130,10 +127,10 @@ class HostOffer:
                 offer = await self._host.session.offer(
                     self.request_id,
                     num_tokens=self.num_saved,
-                    block_ids=self._host_blocks(0, self.num_saved),
+                    block_ids=self._blocks.on_host(0, self.num_saved),
                     sealed=False,
                     ttl_s=ttl_s,
-                    first_blocks=self._blocks.firsts,
+                    first_blocks=self._blocks.first_blocks,
                 )
             self._offer = offer
             offer.when_released(self._end)
@@ -187,9 +184,9 @@ class HostOffer:
             self.num_saved = stop
             self._states_at |= dict.fromkeys(states, stop)
             if self._offer is not None:
-                await self._offer.extend(stop, self._host_blocks(start, stop))
+                await self._offer.extend(stop, self._blocks.on_host(start, stop))
 
-    async def _copy(self, spans: Mapping[str, tuple[int, int]]) -> None:
+    async def _copy(self, spans: Spans) -> None:
         """The host blocks are not released while anything is copied into them."""
         self._check_open()
         copies = self._blocks.copies(spans)
@@ -203,9 +200,6 @@ class HostOffer:
             self._is_copying = False
             if self._is_over:
                 self._release()
-
-    def _host_blocks(self, start: int, stop: int) -> dict[str, Any]:
-        return {name: self._blocks.on_host(name, start, stop) for name in self._blocks.host_tables}
 
     def _check_progress(self, num_tokens: int) -> None:
         if not self.num_saved <= num_tokens <= self.num_tokens:

@@ -15,12 +15,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from kvbus.errors import PeerLost
-from kvbus.integrations.proxy.access_log import AccessLog
 from kvbus.integrations.proxy.bodies import ServerRequest, passed_on, refusal
 from kvbus.integrations.proxy.forwarding import Forwarding
 from kvbus.integrations.proxy.options import ProxyOptions
-from kvbus.integrations.proxy.releases import TicketReleases
-from kvbus.integrations.proxy.servers import Role, ServerPool, check_health
+from kvbus.integrations.proxy.servers import check_health
 from kvbus.integrations.proxy.upstream import Upstream
 
 GENERATING = ("/v1/completions", "/v1/chat/completions")
@@ -30,24 +28,13 @@ class Proxy:
     """One proxy; ``asgi`` is what an HTTP server runs."""
 
     def __init__(self, options: ProxyOptions) -> None:
-        self._options = options
-        self._prefill = ServerPool(Role.PREFILL, options.prefill)
-        self._decode = ServerPool(Role.DECODE, options.decode)
-        self._servers = [*self._prefill, *self._decode]
-        self._access_log = AccessLog()
-        self._upstream = Upstream(options)
-        self._releases = TicketReleases(options, self._upstream, self._decode)
-        forwarding = Forwarding(
-            options,
-            self._access_log,
-            self._upstream,
-            prefill=self._prefill,
-            decode=self._decode,
-            releases=self._releases,
-        )
+        self._options, self._upstream = options, Upstream(options)
+        self._pools = self._upstream.prefill, self._upstream.decode
+        self._servers = [server for pool in self._pools for server in pool.servers]
+        self._forwarding = Forwarding(options, self._upstream)
         self.asgi = Starlette(
             routes=[
-                *(Route(path, forwarding, methods=["POST"]) for path in GENERATING),
+                *(Route(path, self._forwarding, methods=["POST"]) for path in GENERATING),
                 Route("/v1/models", self._models),
                 Route("/health", self._show_health),
                 Route("/metrics", self._show_metrics),
@@ -63,9 +50,9 @@ class Proxy:
         async with self._upstream.client, checks, anyio.create_task_group() as tasks:
             await check_health(checks, self._servers)
             tasks.start_soon(self._check_health, checks)
-            self._releases.tasks = tasks
+            self._forwarding.releases.tasks = tasks
             yield
-            self._releases.tasks = None
+            self._forwarding.releases.tasks = None
             tasks.cancel_scope.cancel()
 
     async def _check_health(self, client: httpx.AsyncClient) -> None:
@@ -74,20 +61,21 @@ class Proxy:
             await check_health(client, self._servers)
 
     async def _show_health(self, _: Request) -> Response:
-        ready = self._prefill.any_healthy and self._decode.any_healthy
+        ready = all(pool.any_healthy for pool in self._pools)
         seen: dict[str, object] = {
-            pool.role: {server.url: server.trouble or "healthy" for server in pool}
-            for pool in (self._prefill, self._decode)
+            pool.role: {server.url: server.trouble or "healthy" for server in pool.servers}
+            for pool in self._pools
         }
         return JSONResponse({"ready": ready, **seen}, status_code=200 if ready else 503)
 
     async def _show_metrics(self, _: Request) -> Response:
-        return Response(generate_latest(self._access_log.registry), media_type=CONTENT_TYPE_LATEST)
+        registry = self._forwarding.access_log.registry
+        return Response(generate_latest(registry), media_type=CONTENT_TYPE_LATEST)
 
     async def _models(self, request: Request) -> Response:
         told = refusal(503, "no_decode_server", "no decode server is healthy")
-        asked = ServerRequest.like(request)
-        for server in self._decode.in_turn():
+        asked = ServerRequest(request)
+        for server in self._upstream.decode.in_turn():
             told = refusal(504, "decode_silent", f"{server} does not answer", server)
             try:
                 with anyio.move_on_after(self._options.health_timeout_s):

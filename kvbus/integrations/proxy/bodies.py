@@ -49,25 +49,27 @@ class NotServed(LocalError):
 
 @dataclass
 class ServerRequest:
-    """One request to a server; ``sent`` once the kernel has all of it."""
+    """A client's request as a server gets it; ``sent`` once the kernel has all of it."""
 
-    method: str
-    target: str
-    headers: Headers
+    http: Request
     body: Mapping[str, object] | None = None
     sent: bool = field(default=False, init=False)
 
-    @classmethod
-    def like(cls, request: Request, body: Mapping[str, object] | None = None) -> "ServerRequest":
-        """A client's request, its headers included, with another body."""
-        query = str(request.scope["query_string"], "latin-1")
-        headers = [
-            *((name, value) for name, value in request.headers.raw if name not in NOT_PASSED_ON),
+    @property
+    def target(self) -> str:
+        """The path, and the query."""
+        query = str(self.http.scope["query_string"], "latin-1")
+        return str(self.http.scope["path"]) + f"?{query}" * bool(query)
+
+    @property
+    def headers(self) -> Headers:
+        """The client's, as far as they are passed on, and those of the proxy."""
+        return [
+            *((name, value) for name, value in self.http.headers.raw if name not in NOT_PASSED_ON),
             (b"content-type", b"application/json"),
             (b"accept-encoding", b"identity"),  # the bytes go through as they are
-            (b"x-request-id", request_id_of(request).encode("latin-1")),
+            (b"x-request-id", request_id_of(self.http).encode("latin-1")),
         ]
-        return cls(request.method, request.scope["path"] + f"?{query}" * bool(query), headers, body)
 
     async def trace(self, event: str, _: object) -> None:
         """What httpcore reports of the request's way."""
@@ -88,14 +90,14 @@ class ClientRequest:
         made |= {"max_tokens": 1, "stream": False, TRANSFER_PARAMS: params}
         if "max_completion_tokens" in made:
             made["max_completion_tokens"] = 1
-        return ServerRequest.like(self.http, made)
+        return ServerRequest(self.http, made)
 
     def for_decode(self, params: TransferParams | None) -> ServerRequest:
         """The client's request with ``params``; what it brought under that name is not trusted."""
         made = {key: value for key, value in self.body.items() if key != TRANSFER_PARAMS}
         if params is not None:
             made[TRANSFER_PARAMS] = params
-        return ServerRequest.like(self.http, made)
+        return ServerRequest(self.http, made)
 
 
 async def read_body(request: Request, *, max_bytes: int) -> Mapping[str, Any]:

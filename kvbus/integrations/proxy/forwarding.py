@@ -33,7 +33,7 @@ from kvbus.integrations.proxy.bodies import (
 )
 from kvbus.integrations.proxy.options import IfPrefillFails, ProxyOptions
 from kvbus.integrations.proxy.releases import TicketReleases
-from kvbus.integrations.proxy.servers import Server, ServerPool
+from kvbus.integrations.proxy.servers import Server
 from kvbus.integrations.proxy.upstream import Upstream, translated
 
 ASK_FOR_TICKET: TransferParams = {"do_remote_decode": True}
@@ -49,24 +49,15 @@ class Forwarding:
     no decode server was sent is released.
     """
 
-    def __init__(
-        self,
-        options: ProxyOptions,
-        access_log: AccessLog,
-        upstream: Upstream,
-        *,
-        prefill: ServerPool,
-        decode: ServerPool,
-        releases: TicketReleases,
-    ) -> None:
-        self._options, self._access_log, self._upstream = options, access_log, upstream
-        self._prefill, self._decode, self._releases = prefill, decode, releases
+    def __init__(self, options: ProxyOptions, upstream: Upstream) -> None:
+        self._options, self._upstream = options, upstream
+        self.access_log, self.releases = AccessLog(), TicketReleases(options, upstream)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
         http = Request(scope, receive)
         record = RequestRecord(request_id_of(http), scope["path"])
-        with self._access_log.following(record):
+        with self.access_log.following(record):
             try:
                 request = await self._read(http, record)
             except ClientDisconnect:
@@ -79,7 +70,7 @@ class Forwarding:
 
     async def _read(self, http: Request, record: RequestRecord) -> ClientRequest:
         most = self._options.max_in_flight
-        if self._access_log.num_in_flight > most:
+        if self.access_log.num_in_flight > most:
             record.outcome = RequestEnd.BUSY
             raise NotServed(503, f"{most} requests are in flight: try later", ErrorCode.BUSY)
         body = await read_body(http, max_bytes=self._options.max_body_bytes)
@@ -117,14 +108,14 @@ class Forwarding:
             await self._decoded(request.record, to_decode, send)
         finally:
             if params is not None and not to_decode.sent:
-                self._releases.start(request, params)
+                self.releases.start(request, params)
 
     async def _prefilled(self, request: ClientRequest) -> TransferParams | Response | None:
         """The ticket, None to decode without one, or what the client is told at once."""
         record = request.record
         record.handover = "no_prefill_server"
         failure = refusal(503, "no_prefill_server", "no prefill server is healthy")
-        for server in self._prefill.in_turn():
+        for server in self._upstream.prefill.in_turn():
             record.prefill = server.url
             try:
                 prefilled = await self._ask_for_ticket(server, request)
@@ -163,7 +154,7 @@ class Forwarding:
 
     async def _decoded(self, record: RequestRecord, request: ServerRequest, send: Send) -> None:
         refused = None
-        for server in self._decode.in_turn():
+        for server in self._upstream.decode.in_turn():
             record.decode = server.url
             try:
                 async with self._upstream.streamed(server, request) as response:

@@ -7,7 +7,6 @@ from anyio.abc import TaskGroup
 from kvbus.errors import ErrorCode, PeerLost
 from kvbus.integrations.proxy.bodies import ClientRequest, TransferParams
 from kvbus.integrations.proxy.options import ProxyOptions
-from kvbus.integrations.proxy.servers import ServerPool
 from kvbus.integrations.proxy.upstream import Upstream
 
 log = structlog.get_logger()
@@ -21,8 +20,8 @@ class TicketReleases:
     run in ``tasks`` beside the requests, so many at once and for so long at most.
     """
 
-    def __init__(self, options: ProxyOptions, upstream: Upstream, decode: ServerPool) -> None:
-        self._options, self._upstream, self._decode = options, upstream, decode
+    def __init__(self, options: ProxyOptions, upstream: Upstream) -> None:
+        self._options, self._upstream = options, upstream
         self._num_running = 0
         self.tasks: TaskGroup | None = None
 
@@ -46,7 +45,7 @@ class TicketReleases:
 
     async def _try_servers(self, request: ClientRequest, params: TransferParams) -> str:
         """What went wrong, or nothing."""
-        for server in self._decode.in_turn():
+        for server in self._upstream.decode.in_turn():
             try:
                 response = await self._upstream.whole(server, request.for_one_token(params))
             except PeerLost as error:

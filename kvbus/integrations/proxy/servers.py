@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 
 import anyio
 import httpx
@@ -13,18 +12,11 @@ log = structlog.get_logger()
 NOT_CHECKED = "not checked yet"
 
 
-class Role(StrEnum):
-    """What a server is there for."""
-
-    PREFILL = "prefill"
-    DECODE = "decode"
-
-
 @dataclass(eq=False)
 class Server:
     """One server; ``trouble`` says why it gets no requests, None that it gets them."""
 
-    role: Role
+    role: str
     url: str
     trouble: str | None = NOT_CHECKED
 
@@ -47,18 +39,15 @@ class Server:
 class ServerPool:
     """The servers of one role, in the order in which they were last chosen."""
 
-    def __init__(self, role: Role, urls: Sequence[str]) -> None:
+    def __init__(self, role: str, urls: Sequence[str]) -> None:
         self.role = role
-        self._named = [Server(role, url) for url in urls]
-        self._waiting = list(self._named)
-
-    def __iter__(self) -> Iterator[Server]:
-        return iter(self._named)
+        self.servers = [Server(role, url) for url in urls]
+        self._waiting = list(self.servers)
 
     @property
     def any_healthy(self) -> bool:
         """Whether a request would find a server."""
-        return any(server.trouble is None for server in self._named)
+        return any(server.trouble is None for server in self.servers)
 
     def in_turn(self) -> Iterator[Server]:
         """The healthy servers, each once, the one that waited longest first."""

@@ -15,16 +15,18 @@ import httpx
 from kvbus.errors import ErrorCode, PeerLost
 from kvbus.integrations.proxy.bodies import ServerRequest
 from kvbus.integrations.proxy.options import ProxyOptions
-from kvbus.integrations.proxy.servers import Server
+from kvbus.integrations.proxy.servers import Server, ServerPool
 
 # vLLM closes an idle connection after 5 s; a request sent at that moment would be lost.
 KEEP_IDLE_S = 2.0
 
 
 class Upstream:
-    """The connections to all servers, bounded by what the proxy has in flight."""
+    """All servers, and the connections to them, bounded by what the proxy has in flight."""
 
     def __init__(self, options: ProxyOptions) -> None:
+        self.prefill = ServerPool("prefill", options.prefill)
+        self.decode = ServerPool("decode", options.decode)
         connections = options.max_in_flight + options.max_releases
         self.client = httpx.AsyncClient(
             timeout=httpx.Timeout(None, connect=options.connect_timeout_s),
@@ -45,7 +47,7 @@ class Upstream:
     ) -> AsyncIterator[httpx.Response]:
         """The answer of ``server``, its body still to come; closed at the end of the block."""
         sent = self.client.build_request(
-            request.method,
+            request.http.method,
             server.url + request.target,
             headers=request.headers,
             content=None if request.body is None else json.dumps(request.body).encode(),

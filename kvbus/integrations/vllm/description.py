@@ -3,7 +3,6 @@
 The scheduler's process has no tensors, and must say the same as the workers.
 """
 
-from collections import Counter
 from typing import Any
 
 from vllm.model_executor.models.utils import extract_layer_index
@@ -61,15 +60,12 @@ def group_names(groups: Any) -> list[str]:
     their first layers.
     """
     kinds = [_kind(cache_of(group)) for group in groups]
-    counts = Counter(kinds)
-    ranked = sorted(range(len(kinds)), key=lambda at: min(layer_numbers(groups[at])))
-    seen: Counter[str] = Counter()
-    names = {}
-    for at in ranked:
-        kind = kinds[at]
-        names[at] = kind if counts[kind] == 1 else f"{kind}.{seen[kind]}"
-        seen[kind] += 1
-    return [names[at] for at in range(len(kinds))]
+    firsts = [(min(layer_numbers(group)), at) for at, group in enumerate(groups)]
+    names = []
+    for kind, first in zip(kinds, firsts, strict=True):
+        alike = sorted(one for one, other in zip(firsts, kinds, strict=True) if other == kind)
+        names.append(kind if len(alike) == 1 else f"{kind}.{alike.index(first)}")
+    return names
 
 
 def layer_numbers(group: Any) -> list[int]:

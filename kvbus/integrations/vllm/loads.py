@@ -13,16 +13,19 @@ from functools import partial
 
 from kvbus.engine import DecodeSession, Fetch
 from kvbus.engine.session import ControlSession
-from kvbus.errors import ErrorCode, GeometryError, KVBusError
+from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError
 from kvbus.geometry import EngineSpec
 from kvbus.integrations.vllm.block_tables import Tables, tables_of
 from kvbus.integrations.vllm.sessions import ControlLink
 from kvbus.integrations.vllm.stats import LOADS_FAILED, StatsRecorder
 from kvbus.integrations.vllm.transfer_params import HandoffParams
-from kvbus.integrations.vllm.unwanted_offers import UnwantedOffers
-from kvbus.protocol.engine import Fetched, Outcome
+from kvbus.protocol.engine import Outcome
 
 logger = logging.getLogger("vllm.kvbus")
+
+MAX_WAITING = 1024
+"""Unwanted offers that wait; the first of more are left to expire."""
+MAX_UNDER_WAY = 16
 
 
 @dataclass(slots=True, eq=False)
@@ -56,7 +59,7 @@ class Loads:
     ) -> None:
         self._engine, self._link, self._stats = engine, link, stats
         self._timeout_s = timeout_s
-        self._releases = UnwantedOffers(link)
+        self._unwanted = UnwantedOffers(link)
         self._expected: dict[str, Load] = {}
         self._running: dict[str, Load] = {}
         self._started: list[tuple[str, str]] = []
@@ -81,7 +84,7 @@ class Loads:
         if load is None:
             return
         if num_tokens == 0:
-            self._release(load)
+            self._unwanted.release(load)
             return
         self._running[request_id] = load
         self._started.append((request_id, load.fetch_id))
@@ -97,7 +100,7 @@ class Loads:
         """The request has ended, by whatever reason; a load that runs is cancelled."""
         expected = self._expected.pop(request_id, None)
         if expected is not None:
-            self._release(expected)
+            self._unwanted.release(expected)
         running = self._running.get(request_id)
         if running is not None:
             self._link.post(lambda _: self._cancel(running))
@@ -120,60 +123,49 @@ class Loads:
             self._running.pop(request_id, None)
         return failed, over
 
-    def _release(self, load: Load) -> None:
-        if load.handoff is not None:
-            self._releases.release(load.request_id, load.handoff)
-
     def _begin(self, load: Load, stop: int, tables: Tables, session: ControlSession | None) -> None:
-        if load.handoff is None or load.problem:
-            self._fail(load, ErrorCode.INVALID, load.problem)
-        elif not isinstance(session, DecodeSession):
-            self._fail(load, ErrorCode.PEER_LOST, self._why_not(session))
+        try:
+            fetch = load.fetch = self._fetch(load, stop, tables, session)
+        except KVBusError as error:
+            self._note(load, "requested", error.code, error.message)
+            self._unwanted.release(load)
+            self._over.append(load.request_id)
         else:
-            try:
-                fetch = session.fetch(
-                    load.handoff.ticket,
-                    num_tokens=stop,
-                    block_ids=tables.block_ids,
-                    first_token=load.first_token,
-                    timeout_s=self._timeout_s,
-                    fetch_id=load.fetch_id,
-                )
-            except KVBusError as error:
-                self._fail(load, error.code, error.message)
-            else:
-                load.fetch = fetch
-                fetch.when_ended(partial(self._on_ended, load, fetch))
+            fetch.when_ended(partial(self._on_ended, load, fetch))
 
-    def _why_not(self, session: ControlSession | None) -> str:
-        if session is None:
-            return f"there is no agent: {self._link.problem}"
-        return "the agent beside this vLLM is a prefill agent, a decode agent is needed to load"
+    def _fetch(
+        self, load: Load, stop: int, tables: Tables, session: ControlSession | None
+    ) -> Fetch:
+        if load.handoff is None or load.problem:
+            raise LocalError(load.problem, code=ErrorCode.INVALID)
+        if not isinstance(session, DecodeSession):
+            why = "the agent beside this vLLM is a prefill agent, a decode agent is needed to load"
+            if session is None:
+                why = f"there is no agent: {self._link.problem}"
+            raise LocalError(why, code=ErrorCode.PEER_LOST)
+        return session.fetch(
+            load.handoff.ticket,
+            num_tokens=stop,
+            block_ids=tables.block_ids,
+            first_token=load.first_token,
+            timeout_s=self._timeout_s,
+            fetch_id=load.fetch_id,
+        )
 
     def _on_ended(self, load: Load, fetch: Fetch) -> None:
         notice = fetch.notice
         if notice is not None and notice.outcome is Outcome.COMPLETED:
             self._stats.add_load(notice)
         else:
-            if not load.is_given_up:
-                self._report(load, notice)
-            self._release(load)
+            if not load.is_given_up and notice is not None:
+                self._note(load, notice.stage, notice.code, notice.message)
+            if not load.is_given_up and not fetch.are_blocks_free:
+                logger.warning(
+                    "kvbus: request %s: its blocks stay withheld until no read can reach them",
+                    load.request_id,
+                )
+            self._unwanted.release(load)
         fetch.when_freed(lambda: self._over.append(load.request_id))
-
-    def _report(self, load: Load, notice: Fetched | None) -> None:
-        if notice is not None:
-            self._note(load, notice.stage, notice.code, notice.message)
-        if load.fetch is not None and not load.fetch.are_blocks_free:
-            logger.warning(
-                "kvbus: request %s: its blocks stay withheld until no read can reach them",
-                load.request_id,
-            )
-
-    def _fail(self, load: Load, code: str, message: str) -> None:
-        """Before there was a fetch."""
-        self._note(load, "requested", code, message)
-        self._release(load)
-        self._over.append(load.request_id)
 
     def _note(self, load: Load, stage: str, code: str, message: str) -> None:
         logger.error(
@@ -194,3 +186,60 @@ class Loads:
 
 def _drained(ids: deque[str]) -> tuple[str, ...]:
     return tuple(ids.popleft() for _ in range(len(ids)))
+
+
+class UnwantedOffers:
+    """The offers that one decode engine does not need: their prefill engine gets its blocks early.
+
+    An offer that cannot be released expires by itself. Releases wait while there is no agent, and
+    for each other, so that loads find it free.
+    """
+
+    def __init__(self, link: ControlLink) -> None:
+        self._link = link
+        self._waiting: deque[tuple[str, HandoffParams]] = deque(maxlen=MAX_WAITING)
+        self._num_under_way = 0
+        link.when_open(self._begin)
+
+    def release(self, load: Load) -> None:
+        """The KV of a request is not needed; may be called in any thread."""
+        if load.handoff is not None:
+            self._link.post(partial(self._add, load.request_id, load.handoff))
+
+    def _add(self, request_id: str, handoff: HandoffParams, session: ControlSession | None) -> None:
+        self._waiting.append((request_id, handoff))
+        self._begin(session)
+
+    def _begin(self, session: ControlSession | None) -> None:
+        if not isinstance(session, DecodeSession) or session.lost is not None:
+            return
+        while self._waiting and self._num_under_way < MAX_UNDER_WAY:
+            request_id, handoff = self._waiting.popleft()
+            stop = handoff.remote_num_tokens
+            try:
+                fetch = session.fetch(
+                    handoff.ticket, num_tokens=stop, first_token=stop, block_ids={}
+                )
+            except KVBusError:  # it has no room for a request: with the next release
+                self._waiting.append((request_id, handoff))
+                return
+            self._num_under_way += 1
+            fetch.when_ended(partial(self._on_ended, request_id, handoff, session, fetch))
+
+    def _on_ended(
+        self, request_id: str, handoff: HandoffParams, session: DecodeSession, fetch: Fetch
+    ) -> None:
+        self._num_under_way -= 1
+        notice = fetch.notice
+        if notice is None or notice.stage == "lost" or notice.code == ErrorCode.DRAINING:
+            # the agent is gone, or goes: the next one does it
+            self._waiting.append((request_id, handoff))
+            return
+        if notice.outcome is not Outcome.COMPLETED:
+            logger.info(
+                "kvbus: request %s: its offer, which is not needed, was not released: %s [%s]",
+                request_id,
+                notice.message,
+                notice.code,
+            )
+        self._begin(session)

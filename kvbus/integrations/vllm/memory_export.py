@@ -16,10 +16,11 @@ from kvbus.geometry import (
     RankSpec,
     Region,
     Segment,
+    held_heads,
     validate_rank,
 )
 from kvbus.integrations.vllm.description import layer_number
-from kvbus.integrations.vllm.probe import PartLayout, probe_layer
+from kvbus.integrations.vllm.probe import LayerProbe, PartLayout
 from kvbus.integrations.vllm.refusals import cache_of, require
 
 Storages = dict[str, SharedStorage | CudaStorage]
@@ -102,7 +103,7 @@ def _measure(
         for name in theirs.layer_names:
             layer, cache = modules[name], kv_caches[name]
             _check_blocks(name, layer, cache, num_blocks=kv_cache_config.num_blocks)
-            parts = probe_layer(
+            probe = LayerProbe(
                 name,
                 layer,
                 cache,
@@ -110,7 +111,8 @@ def _measure(
                 num_heads=num_heads,
                 dtype=vllm_config.model_config.dtype,
             )
-            measured.append(_Layer(layer_number(name), group, num_heads, cache, parts))
+            number = layer_number(name)
+            measured.append(_Layer(number, group, num_heads, cache, probe.layouts()))
     return measured
 
 
@@ -144,13 +146,7 @@ def _region(engine: EngineSpec, rank: int, layer: _Layer, part: str, storages: S
         group=group.name,
         layers=(layer.number,),
         parts=(part,),
-        first_head=_first_head(engine, group, rank, layer.num_heads),
+        first_head=held_heads(rank % engine.tp_size, engine.tp_size, group.num_kv_heads).start,
         num_heads=layer.num_heads,
         axes=tuple(sorted(axes, key=lambda axis: -axis.stride_bytes)),
     )
-
-
-def _first_head(engine: EngineSpec, group: GroupSpec, rank: int, num_heads: int) -> int:
-    """As vLLM splits them: where ranks outnumber heads, neighbours hold the same one."""
-    replicas = max(1, engine.tp_size // group.num_kv_heads)
-    return rank % engine.tp_size // replicas * num_heads

@@ -15,7 +15,7 @@ from typing import Any
 
 from kvbus.engine import Offer, PrefillSession
 from kvbus.engine.session import ControlSession
-from kvbus.errors import GeometryError, KVBusError
+from kvbus.errors import KVBusError, LocalError
 from kvbus.geometry import EngineSpec
 from kvbus.integrations.vllm.block_tables import Tables, tables_of
 from kvbus.integrations.vllm.sessions import ControlLink
@@ -89,18 +89,13 @@ class Offers:
         offer = reservation.offer
         try:
             tables = tables_of(self._engine, block_ids, 0, num_tokens)
-        except GeometryError as error:
-            self._say_not_offered(request_id, error.message)
-            offer = None
-        else:
             if offer is None:
-                self._say_not_offered(request_id, self._why_not())
-        if offer is None:
+                raise LocalError(self._why_not())
+        except KVBusError as error:
+            self._say_not_offered(request_id, error.message)
             self._link.post(lambda _: self._abandon(reservation))
             return None
-        self._link.post(
-            lambda _: self._publish(reservation, offer, num_tokens=num_tokens, tables=tables)
-        )
+        self._link.post(lambda _: self._publish(reservation, offer, num_tokens, tables))
         return offer.ticket
 
     def abandon(self, request_id: str) -> None:
@@ -164,20 +159,19 @@ class Offers:
                 self._make(reservation, session)
 
     def _publish(
-        self, reservation: Reservation, offer: Offer, *, num_tokens: int, tables: Tables
+        self, reservation: Reservation, offer: Offer, num_tokens: int, tables: Tables
     ) -> None:
         if reservation.offer is offer:
             reservation.state = State.PUBLISHED
-            self._link.spawn(partial(self._fill, reservation, num_tokens, tables))
+            self._link.spawn(partial(self._fill, reservation, offer, num_tokens, tables))
         else:
             self._abandon(reservation)
             self._say_not_offered(reservation.request_id, "its ticket expired in that moment")
             self._sent.append(reservation.request_id)
 
-    async def _fill(self, reservation: Reservation, num_tokens: int, tables: Tables) -> None:
-        offer = reservation.offer
-        if offer is None:
-            return
+    async def _fill(
+        self, reservation: Reservation, offer: Offer, num_tokens: int, tables: Tables
+    ) -> None:
         try:
             await offer.extend(num_tokens, tables.block_ids, first_blocks=tables.first_blocks)
             await offer.seal()

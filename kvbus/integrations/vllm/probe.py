@@ -32,29 +32,11 @@ class PartLayout:
     strides_bytes: Mapping[AxisName, int]
 
 
-def probe_layer(
-    name: str,
-    layer: Any,
-    cache: torch.Tensor,
-    *,
-    group: GroupSpec,
-    num_heads: int,
-    dtype: torch.dtype,
-) -> dict[str, PartLayout]:
-    """The layout of each part of ``group`` in ``cache``, measured and then checked.
+class LayerProbe:
+    """One layer, and scratch blocks for it to write into, like those of its ``cache``.
 
     ``dtype`` is that of the rows that the model computes, ``num_heads`` those of this rank.
-    Raises `GeometryError` when the layer does not write as any strides would have it.
     """
-    probe = _Probe(name, layer, cache, group=group, num_heads=num_heads, dtype=dtype)
-    with torch.no_grad():
-        layouts = {part: probe.measure(part) for part in group.parts}
-        probe.check(layouts)
-    return layouts
-
-
-class _Probe:
-    """One layer, and scratch blocks for it to write into."""
 
     def __init__(
         self,
@@ -75,7 +57,17 @@ class _Probe:
         }
         self._scratch = self._scratch_like(cache)
 
-    def measure(self, part: str) -> PartLayout:
+    @torch.no_grad()
+    def layouts(self) -> dict[str, PartLayout]:
+        """The layout of each part of the group in the cache, measured and then checked.
+
+        Raises `GeometryError` when the layer does not write as any strides would have it.
+        """
+        layouts = {part: self._measure(part) for part in self._group.parts}
+        self._check(layouts)
+        return layouts
+
+    def _measure(self, part: str) -> PartLayout:
         """Where the first number of ``part`` goes, and how far the next of each axis is."""
         start = self._locate(part, {})
         strides = {
@@ -90,7 +82,7 @@ class _Probe:
             start * itemsize, {axis: stride * itemsize for axis, stride in strides.items()}
         )
 
-    def check(self, layouts: Mapping[str, PartLayout]) -> None:
+    def _check(self, layouts: Mapping[str, PartLayout]) -> None:
         """Raise `GeometryError` unless all rows of all blocks are where ``layouts`` say, alone."""
         rows = {part: self._random_rows(seed) for seed, part in enumerate(layouts)}
         num_slots = NUM_BLOCKS * self._group.block_size
@@ -110,7 +102,8 @@ class _Probe:
     def _locate(self, part: str, at: Mapping[AxisName, int]) -> int:
         """In elements from the first one: where one number of ``part`` is written."""
         index = {axis: at.get(axis, 0) for axis in self._sizes}
-        rows = {one: self._zero_row() for one in self._group.parts}
+        row_shape = (1, self._sizes[AxisName.HEAD], self._sizes[AxisName.DIM])
+        rows = {one: torch.zeros(row_shape, dtype=self._dtype) for one in self._group.parts}
         rows[part][0, index[AxisName.HEAD], index[AxisName.DIM]] = 1
         slot = index[AxisName.BLOCK] * self._group.block_size + index[AxisName.TOKEN]
         self._scratch.zero_()
@@ -167,10 +160,6 @@ class _Probe:
             return self._scratch.as_strided(shape, strides, layout.offset_bytes // itemsize)
         except RuntimeError as error:
             raise self._refusal(f"the strides of '{part}' leave the cache") from error
-
-    def _zero_row(self) -> torch.Tensor:
-        shape = (1, self._sizes[AxisName.HEAD], self._sizes[AxisName.DIM])
-        return torch.zeros(shape, dtype=self._dtype)
 
     def _random_rows(self, seed: int) -> torch.Tensor:
         """Small whole numbers, which every dtype of KV holds as they are; none of them 0."""

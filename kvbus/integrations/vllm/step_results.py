@@ -1,6 +1,15 @@
-"""What the scheduler's side tells the workers in each step, by pickle: ids only."""
+"""What the scheduler's side tells the workers in each step, by pickle: ids only.
 
+A worker hears of loads itself, too, so that vLLM learns of them a step earlier.
+"""
+
+from collections import deque
 from dataclasses import dataclass
+
+from kvbus.protocol.engine import Fetched, Outcome
+
+MOST_UNMATCHED = 1024
+"""Notices that are kept until the scheduler's side names their fetch; most came too late for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,3 +34,45 @@ class WorkerPlace:
 
     rank: int
     peer_endpoint: str
+
+
+class EarlyCompletions:
+    """Pairs what the agent says of fetches with what the scheduler's side says of requests.
+
+    Each load is reported once, whichever way was faster; failures come from the scheduler's side
+    alone.
+    """
+
+    def __init__(self) -> None:
+        self._told: deque[str] = deque()
+        self._unmatched: dict[str, None] = {}
+        self._fetch_ids: dict[str, str] = {}
+        self._reported: set[str] = set()
+
+    def tell(self, fetched: Fetched) -> None:
+        """In the link's thread: a fetch has ended."""
+        if fetched.outcome is Outcome.COMPLETED:
+            self._told.append(fetched.fetch_id)
+
+    def take(self, results: StepResults) -> StepResults:
+        """What vLLM is to hear in this step, given what the scheduler's side says in it."""
+        self._fetch_ids.update(results.started)
+        early = self._take_early() if self._told or results.started else []
+        received = [each for each in results.received if each not in self._reported]
+        failed = tuple(each for each in results.failed if each not in self._reported)
+        for request_id in results.received:
+            self._reported.discard(request_id)
+            self._fetch_ids.pop(request_id, None)
+        return StepResults(sent=results.sent, received=(*received, *early), failed=failed)
+
+    def _take_early(self) -> list[str]:
+        """The requests whose fetch was completed; the scheduler's side will say so again."""
+        while self._told:
+            self._unmatched[self._told.popleft()] = None
+        early = [each for each, fetch in self._fetch_ids.items() if fetch in self._unmatched]
+        for request_id in early:
+            del self._unmatched[self._fetch_ids.pop(request_id)]
+            self._reported.add(request_id)
+        while len(self._unmatched) > MOST_UNMATCHED:
+            del self._unmatched[next(iter(self._unmatched))]
+        return early

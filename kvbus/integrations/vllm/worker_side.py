@@ -8,11 +8,10 @@ from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
 from kvbus.geometry import EngineSpec
-from kvbus.integrations.vllm.early_completions import EarlyCompletions
 from kvbus.integrations.vllm.memory_export import SharedRank, share_rank, worker_rank
 from kvbus.integrations.vllm.options import ConnectorOptions
 from kvbus.integrations.vllm.sessions import CLOSE_WITHIN_S, MemoryLink, memory_link
-from kvbus.integrations.vllm.step_results import NOTHING, StepResults, WorkerPlace
+from kvbus.integrations.vllm.step_results import NOTHING, EarlyCompletions, StepResults, WorkerPlace
 
 logger = logging.getLogger("vllm.kvbus")
 

@@ -24,6 +24,6 @@ Refuses other users (SO_PEERCRED) and anything that is not exactly this format:
 """
 
 from kvbus.memory.attach.client import AttachClient
-from kvbus.memory.attach.server import AttachConnection, AttachCounts, AttachServer, PeerIdentity
+from kvbus.memory.attach.server import AttachConnection, AttachServer
 
-__all__ = ["AttachClient", "AttachConnection", "AttachCounts", "AttachServer", "PeerIdentity"]
+__all__ = ["AttachClient", "AttachConnection", "AttachServer"]

@@ -9,7 +9,6 @@ import array
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 import anyio
 
@@ -20,18 +19,6 @@ _FD_BYTES = array.array("i").itemsize
 _CONTROL_BYTES = socket.CMSG_SPACE(wire.MAX_FDS * _FD_BYTES)
 
 
-@dataclass(slots=True)
-class Frame:
-    """A body and the descriptors that came with it, which are whoever's takes them out of it."""
-
-    body: bytes
-    fds: list[int] = field(default_factory=list)
-
-    def close_fds(self) -> None:
-        """Close what nobody took; idempotent."""
-        close_fds(self.fds)
-
-
 class FrameChannel:
     """Frames over a connected Unix stream socket. One task receives, one at a time sends."""
 
@@ -40,27 +27,26 @@ class FrameChannel:
         self._socket = connected
         self._frame_timeout_s = frame_timeout_s
 
-    async def receive(self) -> Frame:
+    async def receive(self) -> tuple[bytes, list[int]]:
         """Wait for a frame as long as it takes, and for its rest no longer than the deadline.
 
+        Gives the body, and the descriptors that came with it, which are the caller's to close.
         Raises ``anyio.EndOfStream`` when the other side is gone, a frame unfinished or not, and
         ``ProtocolError`` when it broke the format: nothing further can be read then.
         """
         await anyio.wait_readable(self._socket)
-        frame = Frame(b"")
+        fds: list[int] = []
         try:
             with anyio.fail_after(self._frame_timeout_s):
-                await self._receive_into(frame)
-        except TimeoutError as error:
-            frame.close_fds()
+                return await self._receive_body(fds), fds
+        except BaseException as error:
+            close_fds(fds)
+            if not isinstance(error, TimeoutError):
+                raise
             raise ProtocolError(
                 f"an attach message was not finished within {self._frame_timeout_s} s",
                 code=ErrorCode.TIMEOUT,
             ) from error
-        except BaseException:
-            frame.close_fds()
-            raise
-        return frame
 
     async def send(self, frame: bytes, fds: Sequence[int] = ()) -> None:
         """Send a whole frame; interrupted half-way, the channel is useless and hung up.
@@ -100,12 +86,13 @@ class FrameChannel:
     #
     #     [len 4][body ........][len 4][body ...
     #      ^fds of this message  ^fds of the next
-    async def _receive_into(self, frame: Frame) -> None:
-        header = await self._read(wire.LENGTH_BYTES, frame.fds)
-        num_fds = len(frame.fds)
-        frame.body = await self._read(wire.decode_length(header), frame.fds)
-        if len(frame.fds) != num_fds:
+    async def _receive_body(self, fds: list[int]) -> bytes:
+        header = await self._read(wire.LENGTH_BYTES, fds)
+        num_fds = len(fds)
+        body = await self._read(wire.decode_length(header), fds)
+        if len(fds) != num_fds:
             raise ProtocolError("file descriptors must be on the first byte of their message")
+        return body
 
     async def _read(self, num_bytes: int, fds: list[int]) -> bytes:
         read = bytearray()
@@ -137,7 +124,7 @@ class FrameChannel:
 
 
 def close_fds(fds: list[int]) -> None:
-    """Close and forget all."""
+    """Close and forget all; those that were taken out of the list are not in it."""
     while fds:
         os.close(fds.pop())
 

@@ -3,6 +3,7 @@
 Refuses to guess after a broken exchange: a call whose sending is cancelled ends the connection.
 """
 
+import asyncio
 import socket
 from collections import deque
 from collections.abc import Sequence
@@ -22,22 +23,14 @@ from kvbus.errors import (
     SegmentError,
 )
 from kvbus.memory.attach import wire
-from kvbus.memory.attach.channel import FrameChannel
+from kvbus.memory.attach.channel import FrameChannel, close_fds
 from kvbus.memory.attach.path import check_path_length
 
 _MAX_UNANSWERED = 64
 
 
-class _PendingCall:
-    """A place for the reply to one message; stays in line when its caller gives up."""
-
-    def __init__(self) -> None:
-        self.answered = anyio.Event()
-        self.reply: dict[str, Any] | None = None
-
-    def resolve(self, reply: dict[str, Any] | None) -> None:
-        self.reply = reply
-        self.answered.set()
+PendingReply = asyncio.Future[dict[str, Any] | None]
+"""Of one message, None when the agent is gone; stays in line when its caller gives up."""
 
 
 class AttachClient:
@@ -53,7 +46,7 @@ class AttachClient:
         self._channel: FrameChannel | None = None
         self._tasks: TaskGroup | None = None  # made in the event loop, which may not run yet
         self._sending = anyio.Lock()
-        self._pending: deque[_PendingCall] = deque()
+        self._pending: deque[PendingReply] = deque()
         self._unasked_reply: dict[str, Any] | None = None
 
     async def __aenter__(self) -> Self:
@@ -86,12 +79,11 @@ class AttachClient:
         frame = wire.encode_frame(message)
         async with self._sending:
             pending = await self._send(frame, fds)
-        await pending.answered.wait()
-        if pending.reply is None:
+        if (reply := await pending) is None:
             raise PeerLost(f"the agent at {self.path} is gone")
-        return wire.open_reply(pending.reply)
+        return wire.open_reply(reply)
 
-    async def _send(self, frame: bytes, fds: Sequence[int]) -> _PendingCall:
+    async def _send(self, frame: bytes, fds: Sequence[int]) -> PendingReply:
         if self._channel is None:
             raise ClosedError("the attach client is not open")
         if len(self._pending) >= _MAX_UNANSWERED:
@@ -102,13 +94,10 @@ class AttachClient:
             pass  # the receiver resolves it, maybe with the agent's last words
         except OSError as error:
             raise SegmentError(f"cannot pass {len(fds)} descriptors: {error.strerror}") from error
-        return self._enlist()
-
-    def _enlist(self) -> _PendingCall:
-        """Wait in line for a reply; it cannot come first, as nothing was awaited since sending."""
-        pending = _PendingCall()
+        # The reply cannot come first, as nothing was awaited since sending.
+        pending: PendingReply = asyncio.get_running_loop().create_future()
         if self.closed.is_set() or self._unasked_reply is not None:
-            pending.resolve(self._unasked_reply)
+            pending.set_result(self._unasked_reply)
         else:
             self._pending.append(pending)
         return pending
@@ -116,21 +105,21 @@ class AttachClient:
     async def _receive_replies(self, channel: FrameChannel) -> None:
         try:
             while True:
-                frame = await channel.receive()
-                frame.close_fds()
-                self._accept_reply(wire.decode_body(frame.body))
+                body, fds = await channel.receive()
+                close_fds(fds)
+                self._accept_reply(wire.decode_body(body))
         except (anyio.EndOfStream, ProtocolError):  # a broken format is as good as gone
             channel.hang_up()
         finally:
             self.closed.set()
             while self._pending:
-                self._pending.popleft().resolve(None)
+                self._accept_reply(None)
 
-    def _accept_reply(self, reply: dict[str, Any]) -> None:
-        if self._pending:
-            self._pending.popleft().resolve(reply)
-        else:
+    def _accept_reply(self, reply: dict[str, Any] | None) -> None:
+        if not self._pending:
             self._unasked_reply = reply
+        elif not (pending := self._pending.popleft()).done():
+            pending.set_result(reply)
 
 
 def _connect(path: Path) -> socket.socket:

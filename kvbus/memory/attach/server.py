@@ -4,7 +4,6 @@ Refuses other users and more connections than the bound, with an error reply eac
 means is the handler's.
 """
 
-import inspect
 import os
 import socket
 import struct
@@ -20,7 +19,7 @@ from anyio.abc import TaskGroup, TaskStatus
 
 from kvbus.errors import ErrorCode, KVBusError, LocalError, ProtocolError
 from kvbus.memory.attach import wire
-from kvbus.memory.attach.channel import Frame, FrameChannel
+from kvbus.memory.attach.channel import FrameChannel, close_fds
 from kvbus.memory.attach.path import listening_socket
 
 _CREDENTIALS = struct.Struct("iII")
@@ -47,29 +46,26 @@ class AttachCounts:
     num_malformed: int = 0
 
 
-class AttachConnection:
-    """One engine process, from its connect to its end; compares and hashes by identity."""
+class AttachConnection(FrameChannel):
+    """One engine process, from its connect to its end; compares and hashes by identity.
 
-    def __init__(self, channel: FrameChannel, peer: PeerIdentity) -> None:
-        self._channel = channel
-        self.peer = peer
+    Its owner may ``hang_up`` to send the engine away; ``on_closed`` follows.
+    """
 
-    def hang_up(self) -> None:
-        """Send the engine away; ``on_closed`` follows. Idempotent."""
-        self._channel.hang_up()
+    def __init__(self, accepted: socket.socket, *, frame_timeout_s: float) -> None:
+        super().__init__(accepted, frame_timeout_s=frame_timeout_s)
+        credentials = accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        self.peer = PeerIdentity(*_CREDENTIALS.unpack(credentials))
 
 
-Handler = Callable[
-    [AttachConnection, dict[str, Any], list[int]], dict[str, Any] | Awaitable[dict[str, Any]]
-]
-ClosedHandler = Callable[[AttachConnection], Awaitable[None] | None]
+Handler = Callable[[AttachConnection, dict[str, Any], list[int]], Awaitable[dict[str, Any]]]
 
 
 class AttachServer:
     """Listens at ``path`` while ``serve`` runs.
 
-    ``on_message(connection, message, fds)`` returns what ``ok`` holds, now or awaited, or raises a
-    ``KVBusError`` that becomes the error reply. It owns the descriptors that it takes out of the
+    ``on_message(connection, message, fds)`` returns what ``ok`` holds, or raises a ``KVBusError``
+    that becomes the error reply. It owns the descriptors that it takes out of the
     list (``fds.pop()``); those that are left in it are closed after the reply is made. Messages of
     one connection are handled one after the other, those of several at the same time.
     ``on_closed(connection)`` is called once for each accepted connection, however it ends: the
@@ -80,7 +76,7 @@ class AttachServer:
         self,
         path: str | Path,
         on_message: Handler,
-        on_closed: ClosedHandler,
+        on_closed: Callable[[AttachConnection], object],
         *,
         allowed_uids: Collection[int] | None = None,
         max_connections: int = 64,
@@ -113,14 +109,13 @@ class AttachServer:
             log.warning("attach.accept_failed", error=str(error))
             await anyio.sleep(_ACCEPT_PAUSE_S)
             return
-        peer = _identify(accepted)
-        channel = FrameChannel(accepted, frame_timeout_s=self._frame_timeout_s)
-        if (refusal := self._refusal(peer)) is not None:
-            _turn_away(accepted, refusal)
+        connection = AttachConnection(accepted, frame_timeout_s=self._frame_timeout_s)
+        if (refusal := self._refusal(connection.peer)) is not None:
+            with accepted, suppress(OSError):  # a fresh socket's buffer takes a small frame whole
+                accepted.send(wire.encode_error(refusal))
             return
-        connection = AttachConnection(channel, peer)
         self._connections.add(connection)
-        tasks.start_soon(self._converse, connection, channel)
+        tasks.start_soon(self._converse, connection)
 
     def _refusal(self, peer: PeerIdentity) -> KVBusError | None:
         if peer.uid not in self._allowed_uids:
@@ -143,40 +138,42 @@ class AttachServer:
     # that reads, and a handler that waits delays the news of the end of its own engine only. A
     # broken format, an `OSError` and a stop of the server end in the same `finally`. A child that
     # keeps the engine's socket hides its end; exec closes it, as Python opens sockets so.
-    async def _converse(self, connection: AttachConnection, channel: FrameChannel) -> None:
+    async def _converse(self, connection: AttachConnection) -> None:
         try:
             with suppress(anyio.EndOfStream, OSError):
-                while await self._answer_one(connection, channel):
+                while await self._answer_one(connection):
                     pass
         finally:
-            channel.close()
+            connection.close()
             self._connections.discard(connection)
-            await self._report_closed(connection)
+            try:
+                self._on_closed(connection)
+            except Exception:  # one bad connection fails alone
+                log.exception("attach.farewell_failed", pid=connection.peer.pid)
 
-    async def _answer_one(self, connection: AttachConnection, channel: FrameChannel) -> bool:
+    async def _answer_one(self, connection: AttachConnection) -> bool:
         """Answer the next message; return False when the connection cannot go on."""
         try:
-            frame = await channel.receive()
+            body, fds = await connection.receive()
         except ProtocolError as error:
             self.counts.num_malformed += 1
-            await channel.send(wire.encode_error(error))
+            await connection.send(wire.encode_error(error))
             return False
         try:
-            reply = await self._reply(connection, frame)
+            reply = await self._reply(connection, body, fds)
         finally:
-            frame.close_fds()
-        await channel.send(reply)
+            close_fds(fds)
+        await connection.send(reply)
         return True
 
-    async def _reply(self, connection: AttachConnection, frame: Frame) -> bytes:
+    async def _reply(self, connection: AttachConnection, body: bytes, fds: list[int]) -> bytes:
         try:
-            message = wire.decode_body(frame.body)
+            message = wire.decode_body(body)
         except ProtocolError as error:
             self.counts.num_malformed += 1
             return wire.encode_error(error)
         try:
-            answer = self._on_message(connection, message, frame.fds)
-            answer = await answer if inspect.isawaitable(answer) else answer
+            answer = await self._on_message(connection, message, fds)
         except KVBusError as error:
             return wire.encode_error(error)
         except Exception:  # one bad message fails alone
@@ -189,22 +186,3 @@ class AttachServer:
     def _internal_error(self, connection: AttachConnection) -> bytes:
         log.exception("attach.message_failed", pid=connection.peer.pid)
         return wire.encode_error(KVBusError("the agent failed at this message; see its log"))
-
-    async def _report_closed(self, connection: AttachConnection) -> None:
-        with anyio.CancelScope(shield=True):
-            try:
-                pending = self._on_closed(connection)
-                if pending is not None:
-                    await pending
-            except Exception:  # one bad connection fails alone
-                log.exception("attach.farewell_failed", pid=connection.peer.pid)
-
-
-def _identify(accepted: socket.socket) -> PeerIdentity:
-    credentials = accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-    return PeerIdentity(*_CREDENTIALS.unpack(credentials))
-
-
-def _turn_away(accepted: socket.socket, refusal: KVBusError) -> None:
-    with accepted, suppress(OSError):  # a fresh socket's buffer takes a small frame whole
-        accepted.send(wire.encode_error(refusal))

@@ -6,15 +6,15 @@ import anyio
 import structlog
 
 from kvbus.agent.engines.local_engine import LocalEngine
-from kvbus.agent.process.replies import send_refusal, send_reply
 from kvbus.agent.process.service import Agent
 from kvbus.bus import Call, Handlers
 from kvbus.errors import ErrorCode, KVBusError, LocalError
 from kvbus.protocol.engine import AgentRanks, BlocksFreed, CancelFetch, Fetched, Landed, StartFetch
 from kvbus.protocol.peer import FetchEvent, Status
 from kvbus.protocol.remote_ranks import AbortDelegate, Delegate
+from kvbus.protocol.ticket import Ticket
 from kvbus.table import Driver
-from kvbus_decode.active import ActiveFetch, ActiveFetches
+from kvbus_decode.active import ActiveFetch
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.fetch import events as ev
 from kvbus_decode.fetch.entry import FetchState
@@ -22,13 +22,12 @@ from kvbus_decode.fetch.table import FetchTable
 from kvbus_decode.metrics import READINGS, DecodeMetrics
 from kvbus_decode.peer.lease_client import LeaseClient
 from kvbus_decode.peer.route import Route
-from kvbus_decode.read.chunk import make_chunk
 from kvbus_decode.read.delegate import DelegateServer
 from kvbus_decode.read.events import ChunkEnded
-from kvbus_decode.read.leg import Leg
+from kvbus_decode.read.leg import Leg, Stage
+from kvbus_decode.read.legs import check_tables, make_chunk
 from kvbus_decode.read.reader import Reader
-from kvbus_decode.read.remote_ranks import DelegateJob, delegate_leg
-from kvbus_decode.requests import fetch_event
+from kvbus_decode.read.remote_ranks import DelegateJob
 
 log = structlog.get_logger()
 
@@ -39,19 +38,12 @@ class DecodeService:
     def __init__(self, agent: Agent, config: DecodeConfig) -> None:
         self._agent, self._config = agent, config
         self._table = FetchTable(limits=config.fetch_limits)
-        self._active = ActiveFetches()
-        self._driver: Driver[ev.Event, ev.Command] = Driver(
-            self._table, deadline_passed=ev.DeadlinePassed(), loop=agent.loop
-        )
+        self._driver: Driver[ev.Event] = Driver(self._table, agent.loop)
         self._dispatch = self._driver.dispatch
-        self._leases = leases = LeaseClient(
-            agent, config, self._active, self._dispatch, self._prepare
-        )
+        self._leases = leases = LeaseClient(agent, config, self._dispatch, self._prepare)
         self._reader = Reader(agent, config, leases.peers)
         self._delegates = DelegateServer(agent, leases.peers, leases.routes, self._reader)
-        self._driver.commands = {
-            ev.SendReply: send_reply,
-            ev.Refuse: send_refusal,
+        self._driver.commands |= {
             ev.ResolvePeer: leases.resolve,
             ev.SendClaim: leases.claim,
             ev.SendRenew: leases.renew,
@@ -123,10 +115,28 @@ class DecodeService:
         return self._table.story(fetch_id) + [f"read  {line}" for line in reads]
 
     def _start_fetch(self, fetch: StartFetch, call: Call) -> None:
-        engine, timeout_s = self._agent.engines.engine_of(call), self._config.fetch_timeout_s
-        requested = fetch_event(engine, fetch, timeout_s=timeout_s, reply_to=call)
-        route = self._leases.known_route(requested.ticket, engine)
-        if route is not None and self._is_ready(route, requested):
+        engine, ticket = self._agent.engines.engine_of(call), Ticket.from_json(fetch.ticket)
+        if fetch.first_token > fetch.num_tokens:
+            raise LocalError(
+                f"first_token {fetch.first_token} is behind num_tokens {fetch.num_tokens}",
+                field="first_token",
+            )
+        check_tables(engine, fetch.tables, fetch.first_token, fetch.num_tokens)
+        requested = ev.Requested(
+            fetch_id=fetch.fetch_id,
+            engine_id=engine.engine_id,
+            ticket=ticket,
+            first_token=fetch.first_token,
+            num_tokens=fetch.num_tokens,
+            tables=fetch.tables,
+            timeout_s=fetch.timeout_s or self._config.fetch_timeout_s,
+            has_state=any(group.state for group in engine.spec.groups),
+            zero_tail=fetch.zero_tail,
+            chunk_tokens=fetch.chunk_tokens,
+            reply_to=call,
+        )
+        route = self._leases.routes.find(ticket, engine)
+        if route is not None and self._reader.is_ready(route, requested):
             requested = replace(requested, route=route)
         self._dispatch(requested)
 
@@ -134,17 +144,12 @@ class DecodeService:
         self._agent.engines.engine_of(call)  # refuses who has none
         self._dispatch(ev.CancelRequested(cancel.fetch_id, call))
 
-    def _is_ready(self, route: Route, requested: ev.Requested) -> bool:
-        whole = requested.first_token, requested.num_tokens
-        return self._reader.is_ready(route, whole, zero_tail=requested.zero_tail)
-
     async def _prepare(self, route: Route, requested: ev.Requested) -> None:
-        if not self._is_ready(route, requested):
-            await self._reader.prepare()
+        await self._reader.prepare(route, requested)
 
     def _read_chunk(self, command: ev.ReadChunk) -> None:
         """Read here, and have the agents with other ranks of the engine read."""
-        fetch = self._active.by_id[command.fetch_id]
+        fetch = self._leases.active[command.fetch_id]
         requested, route = fetch.requested, fetch.route
         try:
             if route is None:
@@ -187,7 +192,7 @@ class DecodeService:
             zero_tail=requested.zero_tail,
             timeout_s=max(1e-3, fetch.deadline - self._agent.loop.time()),
         )
-        return delegate_leg(DelegateJob(other, question))
+        return Leg((Stage.DELEGATE,), DelegateJob(other, question))
 
     def _on_chunk_ended(self, ended: ChunkEnded) -> None:
         self._dispatch(ev.ChunkRead(str(ended.key), ended.num_bytes, ended.error, ended.path))
@@ -230,7 +235,7 @@ class DecodeService:
 
     def _notify(self, notice: Landed | Fetched | BlocksFreed) -> None:
         """Tell the engine that asked; one that came back under its id does not know the fetch."""
-        fetch = self._active.by_id.get(notice.fetch_id)
+        fetch = self._leases.active.get(notice.fetch_id)
         if fetch is not None:
             fetch.engine.notify(notice)
 

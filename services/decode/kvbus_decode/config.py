@@ -31,6 +31,13 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
     max_peers: Annotated[
         Bound, Meta(description="Most prefill agents at a time; idle ones make room.")
     ] = 256
+    forget_peer_s: Annotated[
+        Duration,
+        Meta(
+            description="A prefill agent that answers nothing for so long is left; the next fetch "
+            "from it resolves its name and connects anew."
+        ),
+    ] = 60.0
     silence_s: Annotated[
         Duration, Meta(description="Time without heartbeat after which a peer is logged as silent.")
     ] = 5.0

@@ -9,7 +9,6 @@ import anyio
 import structlog
 
 from kvbus.agent.engines.local_engine import LocalEngine
-from kvbus.agent.process.replies import send_refusal, send_reply
 from kvbus.agent.process.service import Agent
 from kvbus.bus import Call, Handlers
 from kvbus.errors import ErrorCode, LocalError
@@ -23,7 +22,7 @@ from kvbus_prefill.gather import Packing
 from kvbus_prefill.handshake import answer_handshake
 from kvbus_prefill.metrics import READINGS, PrefillMetrics
 from kvbus_prefill.offer import events as ev
-from kvbus_prefill.offer.entry import OfferedBox, OfferEntry
+from kvbus_prefill.offer.entry import OfferEntry
 from kvbus_prefill.offer.table import OfferTable
 from kvbus_prefill.requests import check_tables
 
@@ -36,12 +35,8 @@ class PrefillService:
     def __init__(self, agent: Agent, config: PrefillConfig) -> None:
         self._agent, self._config = agent, config
         self._table = OfferTable(limits=config.offer_limits)
-        self._driver: Driver[ev.Event, ev.Command] = Driver(
-            self._table, deadline_passed=ev.DeadlinePassed(), loop=agent.loop
-        )
-        self._driver.commands = {
-            ev.SendReply: send_reply,
-            ev.Refuse: send_refusal,
+        self._driver: Driver[ev.Event] = Driver(self._table, agent.loop)
+        self._driver.commands |= {
             ev.BeginLease: self._begin_lease,
             ev.EndLease: self._end_lease,
             ev.ReportReleased: self._report_released,
@@ -50,7 +45,7 @@ class PrefillService:
         self._idle = anyio.Event()
         self._tokens: dict[tuple[str, int], ProgressToken] = {}
         self._metrics = PrefillMetrics(agent.metrics)
-        self._packing = Packing(agent, config, self._metrics, check_offer=self._check_offer)
+        self._packing = Packing(agent, config, self._metrics, self._table)
         agent.metrics.add_readings(self._readings, READINGS)
 
     def engine_handlers(self) -> Handlers:
@@ -191,9 +186,6 @@ class PrefillService:
         if offer is not None and offer.opened.engine_id != engine.engine_id:
             raise LocalError("the offer is another engine's", code=ErrorCode.OFFER_UNKNOWN)
         return offer
-
-    def _check_offer(self, box: OfferedBox) -> None:
-        self._table.check_box(box, self._driver.now)
 
     def _publish(self, command: ev.Publish) -> None:
         self._agent.publisher.publish(command.op, command.body)

@@ -54,4 +54,5 @@ class PrefillConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_field
             max_gathers=self.pack_threads + 1,  # one that starts when another ends
             max_waiting=self.max_packs,
             max_slot_lease_s=self.max_lease_s,
+            wipe=self.exposure == "staging",
         )

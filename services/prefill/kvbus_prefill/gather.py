@@ -6,30 +6,31 @@ is the slot table's. The memory of an engine is not given back while a gather re
 
 import asyncio
 import time
-from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from itertools import count
+from typing import TYPE_CHECKING
 
 from msgspec.structs import replace
 
 from kvbus.agent.engines.local_engine import LocalEngine
 from kvbus.agent.process.guard import guarded
-from kvbus.agent.process.replies import send_refusal
 from kvbus.agent.process.service import Agent
 from kvbus.agent.staging.copiers import Copiers
 from kvbus.agent.staging.slot_memory import SlotMemory
 from kvbus.bus import Call, Handlers
-from kvbus.errors import ErrorCode, KVBusError, LocalError
+from kvbus.errors import ErrorCode, LocalError
 from kvbus.protocol.message import Empty
 from kvbus.protocol.remote_ranks import CheckMemory
 from kvbus.protocol.staging import Pack, Packed, Unpack
+from kvbus.table import Driver
 from kvbus_prefill.config import PrefillConfig
 from kvbus_prefill.gather_box import Gather, check_box
 from kvbus_prefill.metrics import PrefillMetrics
 from kvbus_prefill.offer.entry import OfferedBox
+from kvbus_prefill.offer.table import OfferTable
 from kvbus_prefill.progress_lease import ProgressLeases
 from kvbus_prefill.slots import events as ev
-from kvbus_prefill.slots.devices import SlotDevices
+from kvbus_prefill.slots.table import SlotTable
 
 if TYPE_CHECKING:
     from kvbus.memory.paged import PagedMemory
@@ -38,9 +39,9 @@ if TYPE_CHECKING:
 class Packing:
     """The packed path of a prefill agent: its requests, its slots and its gathers.
 
-    ``check_offer`` raises unless an offer that is here has a box, and its lease is live. What an
-    engine offers elsewhere, of which only some ranks are here, is bounded by the
-    leases of the slots alone: its reader confirms where the offer is.
+    Each device has a slot table of its own; their ids are shared. A box of an offer that is here is
+    checked against ``offers``. What an engine offers elsewhere, of which only some ranks are here,
+    is bounded by the leases of the slots alone: its reader confirms where the offer is.
     """
 
     def __init__(
@@ -48,13 +49,13 @@ class Packing:
         agent: Agent,
         config: PrefillConfig,
         metrics: PrefillMetrics,
-        *,
-        check_offer: Callable[[OfferedBox], None],
+        offers: OfferTable,
     ) -> None:
-        self._agent, self._metrics, self._check_offer = agent, metrics, check_offer
-        self._slots = SlotDevices(agent, config, self._commands)
+        self._agent, self._config, self._metrics = agent, config, metrics
+        self._offers = offers
+        self._devices: dict[str, tuple[SlotTable, Driver[ev.Event]]] = {}
+        self._slot_ids = count(1)
         self._copiers = Copiers(agent.loop, num_threads=config.pack_threads)
-        self._late_read_s = config.late_read_s
         self._progress_leases = ProgressLeases(
             agent.transport, agent.loop, max_readers=config.max_offers
         )
@@ -65,11 +66,13 @@ class Packing:
 
     def end_lease(self, offer_id: str, epoch: int) -> None:
         """Nothing that was gathered under this lease is valid any more."""
-        self._slots.end_lease((offer_id, epoch))
+        for table, driver in self._devices.values():
+            if table.live:
+                driver.dispatch(ev.LeaseEnded((offer_id, epoch)))
 
     def end_engine(self, engine: LocalEngine) -> None:
         """Its slots are free, but those that are gathered into."""
-        self._slots.dispatch_all(ev.EngineLost(engine.engine_id))
+        self._dispatch_all(ev.EngineLost(engine.engine_id))
         self._copiers.forget(engine)
 
     async def quiesce(self, engine: LocalEngine) -> None:
@@ -78,30 +81,40 @@ class Packing:
 
     def stop(self) -> None:
         """Refuse what waits."""
-        self._slots.stop()
+        self._dispatch_all(ev.Stopped())
+        for _, driver in self._devices.values():
+            driver.stop()
 
     def counts(self) -> dict[str, int]:
         """Boxes that wait, and slots in use."""
-        return self._slots.counts()
+        tables = [table for table, _ in self._devices.values()]
+        return {
+            "packs": sum(table.num_waiting for table in tables),
+            "slots": sum(table.num_slots_in_use for table in tables),
+        }
+
+    def _dispatch_all(self, event: ev.Event) -> None:
+        for _, driver in list(self._devices.values()):
+            driver.dispatch(event)
 
     def _check(self, check: CheckMemory, call: Call) -> None:
         """A reader is about to read, goes on reading, or has read what is offered elsewhere."""
         self._engine(check.engine_id, check.memory_id)
         reader = call.session.boot, check.offer_id
         if check.progress_s:
-            self._progress_leases.begin(reader, for_s=check.progress_s + self._late_read_s)
+            self._progress_leases.begin(reader, for_s=check.progress_s + self._config.late_read_s)
         else:
             self._progress_leases.end(reader)
         call.reply(Empty())
 
     def _unpack(self, unpack: Unpack, call: Call) -> None:
-        self._slots.dispatch_all(ev.GivenBack(unpack.slot_ids, call.session.boot))
+        self._dispatch_all(ev.GivenBack(unpack.slot_ids, call.session.boot))
         call.reply(Empty())
 
     def _pack(self, pack: Pack, call: Call) -> None:
         reader = call.session.boot
         if pack.done:
-            self._slots.dispatch_all(ev.GivenBack(pack.done, reader))
+            self._dispatch_all(ev.GivenBack(pack.done, reader))
         self._agent.staging.check_packs()
         engine = self._engine(pack.engine_id, pack.memory_id)
         gather = check_box(engine, pack, max_bytes=self._agent.staging.slot_bytes)
@@ -120,8 +133,18 @@ class Packing:
             reply_to=call,
         )
         if offered_here:
-            self._check_offer(_offered_box(pack, gather))
-        self._slots.dispatch(gather.memory.device, wanted)
+            offered = OfferedBox(
+                offer_id=pack.offer_id,
+                epoch=pack.epoch,
+                group=pack.box.group,
+                table=pack.table,
+                stop=pack.box.stop,
+                opaque=bool(gather.group.state),
+            )
+            self._offers.check_box(offered, self._agent.loop.time())
+        device = gather.memory.device
+        _, driver = self._devices.get(device) or self._open(device)
+        driver.dispatch(wanted)
 
     # The first box waits for torch before its offer is asked and a slot is leased: the import can
     # take longer than that lease. The reader counts the slot's lease from when it sent the request,
@@ -152,31 +175,48 @@ class Packing:
             )
         return engine
 
-    def _commands(self, memory: SlotMemory) -> Mapping[type[Any], Callable[[Any], None]]:
-        """What is done for the slots of one memory."""
-        return {
-            ev.StartGather: partial(self._start_gather, memory),
+    def _open(self, device: str) -> tuple[SlotTable, Driver[ev.Event]]:
+        """The table of a device, with what its commands do; raises `LocalError` without slots."""
+        memory = self._agent.staging.at(device)
+        table = SlotTable(self._config.slot_limits(num_slots=memory.num_slots), self._slot_ids)
+        driver: Driver[ev.Event] = Driver(table, self._agent.loop)
+        driver.commands |= {
+            ev.StartGather: partial(self._start_gather, memory, driver),
+            ev.StartWipe: partial(self._start_wipe, memory, driver),
             ev.ReplyPacked: partial(self._reply_packed, memory),
-            ev.Refuse: send_refusal,
         }
+        self._devices[device] = table, driver
+        return table, driver
 
-    def _start_gather(self, memory: SlotMemory, command: ev.StartGather) -> None:
-        gather, slot = command.work, command.slot
+    def _start_gather(
+        self, memory: SlotMemory, driver: Driver[ev.Event], command: ev.StartGather
+    ) -> None:
+        gather, slot_id = command.work, command.slot_id
         if not isinstance(gather, Gather):
             raise TypeError(f"{gather} is nothing to gather")
-
-        def on_end(outcome: float | KVBusError) -> None:
-            error = outcome if isinstance(outcome, KVBusError) else None
-            if not isinstance(outcome, KVBusError):
-                self._metrics.gather_s.observe(outcome)
-            self._slots.dispatch(gather.memory.device, ev.GatherEnded(command.slot_id, error))
-
         self._copiers.start(
-            lambda paged: _timed_gather(paged, gather, memory.tensor(slot)),
-            on_end,
+            partial(self._gather, gather, memory, command.slot),
+            lambda error: driver.dispatch(ev.GatherEnded(slot_id, error)),
             engine=gather.engine,
             memory=gather.memory,
             group=gather.group,
+        )
+
+    def _gather(self, work: Gather, memory: SlotMemory, slot: int, paged: "PagedMemory") -> None:
+        """Copy, in a thread."""
+        from kvbus.memory import copying  # noqa: PLC0415  # imports torch: seconds
+
+        started_at = time.perf_counter()
+        buffer = copying.Slot(memory.tensor(slot), work.order)
+        copying.gather(paged, work.table, work.box, buffer)
+        self._metrics.gather_s.observe(time.perf_counter() - started_at)
+
+    def _start_wipe(
+        self, memory: SlotMemory, driver: Driver[ev.Event], command: ev.StartWipe
+    ) -> None:
+        self._copiers.start_alone(
+            lambda: memory.wipe(command.slot),
+            lambda: driver.dispatch(ev.WipeEnded(command.slot_id)),
         )
 
     def _reply_packed(self, memory: SlotMemory, command: ev.ReplyPacked) -> None:
@@ -191,24 +231,3 @@ class Packing:
                 device=memory.device,
             )
             command.reply_to.reply(packed)
-
-
-def _offered_box(pack: Pack, gather: Gather) -> OfferedBox:
-    """What is asked of the offer table."""
-    return OfferedBox(
-        offer_id=pack.offer_id,
-        epoch=pack.epoch,
-        group=pack.box.group,
-        table=pack.table,
-        stop=pack.box.stop,
-        opaque=bool(gather.group.state),
-    )
-
-
-def _timed_gather(paged: "PagedMemory", work: Gather, buffer: Any) -> float:
-    """Copy, in a thread; returns the seconds that it took."""
-    from kvbus.memory.copying import Slot, gather  # noqa: PLC0415  # imports torch: seconds
-
-    started_at = time.perf_counter()
-    gather(paged, work.table, work.box, Slot(buffer, work.order))
-    return time.perf_counter() - started_at

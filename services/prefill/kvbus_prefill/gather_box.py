@@ -37,7 +37,18 @@ class Gather:
 def check_box(engine: LocalEngine, pack: Pack, *, max_bytes: int) -> Gather:
     """What to copy for ``pack``; raises `GeometryError` for a box that is not there."""
     box, order = pack.box, pack.order
-    memory, group = _rank(engine, pack.rank), _group(engine, box)
+    memory, groups = engine.ranks.get(pack.rank), {one.name: one for one in engine.spec.groups}
+    if memory is None:
+        raise GeometryError(
+            f"rank {pack.rank} of engine '{engine.engine_id}' is not here, but "
+            f"{', '.join(map(str, sorted(engine.ranks)))}",
+            field="rank",
+        )
+    group = groups.get(box.group)
+    if group is None:
+        raise GeometryError(
+            f"no group '{box.group}', the engine has {', '.join(sorted(groups))}", field="group"
+        )
     pack.table.check_covers(box.start, box.stop, group.block_size)
     pack.table.check_ids(memory.num_blocks.get(group.name, 0))
     _check_size(group, box, order, max_bytes)
@@ -51,24 +62,6 @@ def check_box(engine: LocalEngine, pack: Pack, *, max_bytes: int) -> Gather:
         order=order,
         num_bytes=slot_bytes(group, box, order),
     )
-
-
-def _rank(engine: LocalEngine, rank: int) -> RankMemory:
-    memory = engine.ranks.get(rank)
-    if memory is None:
-        here = ", ".join(map(str, sorted(engine.ranks)))
-        raise GeometryError(
-            f"rank {rank} of engine '{engine.engine_id}' is not here, but {here}", field="rank"
-        )
-    return memory
-
-
-def _group(engine: LocalEngine, box: Box) -> GroupSpec:
-    for group in engine.spec.groups:
-        if group.name == box.group:
-            return group
-    names = ", ".join(sorted(group.name for group in engine.spec.groups))
-    raise GeometryError(f"no group '{box.group}', the engine has {names}", field="group")
 
 
 def _check_size(group: GroupSpec, box: Box, order: SlotOrder, max_bytes: int) -> None:

@@ -44,6 +44,7 @@ async def _shake_hands(agent: Agent, config: PrefillConfig, handshake: Handshake
     memory = engine.memory()
     check_compatible(memory.engine, handshake.reader.engine)
     metadata = await _metadata(agent, engine)
+    agent.data_plane.end_if_exposed()
     return HandshakeDone(
         protocol=PROTOCOL_VERSION,
         agent_id=agent.identity.agent_id,

@@ -125,22 +125,18 @@ class FetchEntry:
         Less of it when the engine wants smaller chunks. None though the offer is sealed means that
         everything was read.
         """
-        wanted, chunk_tokens = self.requested.num_tokens, self.requested.chunk_tokens
+        requested = self.requested
+        wanted, chunk_tokens = requested.num_tokens, requested.chunk_tokens
         stop = min(self.num_ready, wanted)
         if chunk_tokens:
             stop = min(stop, (self.read_to // chunk_tokens + 1) * chunk_tokens)
-        if stop <= self.read_to and not (self.sealed and self._lacks_last()):
+        does_more = (requested.has_state or requested.zero_tail) and wanted > requested.first_token
+        lacks_last = self.sealed and does_more and not self.last_was_read
+        if stop <= self.read_to and not lacks_last:
             return None
         last = self.sealed and stop == wanted
         epoch = self.held.epoch if self.held else 0
         return ev.ReadChunk(self.fetch_id, epoch, dict(self.tables), self.read_to, stop, last)
-
-    def _lacks_last(self) -> bool:
-        """Whether something is due that only the last chunk does."""
-        requested = self.requested
-        wants_any = requested.num_tokens > requested.first_token
-        needs_last = requested.has_state or requested.zero_tail
-        return needs_last and wants_any and not self.last_was_read
 
     @property
     def key(self) -> str:
@@ -185,22 +181,15 @@ class FetchEntry:
     def hold(self, sent_at: float, granted: Granted) -> None:
         """Take over what a claim or a renewal granted.
 
-        Raises `RemoteError` when it takes back what an earlier grant said, `LocalError` when the
-        offer will never have the tokens, `GeometryError` when its blocks do not follow.
+        An offer only grows, up to its seal; what was read of it would be of another one. Raises
+        `RemoteError` when it takes back what an earlier grant said, `LocalError` when the offer
+        will never have the tokens, `GeometryError` when its blocks do not follow.
         """
         expires_at = sent_at + granted.lease_s
         before = self.held
         self.held = ReaderLease(granted.epoch, expires_at, sent_at + granted.lease_s / 3)
         if before is not None and before.epoch != granted.epoch:
             raise _taken_back("lease epoch", before.epoch, granted.epoch)
-        self._check_grown(granted)
-        for group, more in granted.tables.items():
-            known = self.tables.get(group)
-            self.tables[group] = more if known is None else known.extended(more)
-        self.num_ready, self.sealed = granted.num_tokens, granted.sealed
-
-    def _check_grown(self, granted: Granted) -> None:
-        """An offer only grows, up to its seal; what was read of it would be of another one."""
         if granted.num_tokens < self.num_ready:
             raise _taken_back("number of tokens", self.num_ready, granted.num_tokens)
         if self.sealed and not granted.sealed:
@@ -212,6 +201,10 @@ class FetchEntry:
         if granted.sealed and self.requested.has_state and granted.num_tokens > wanted:
             message = f"the state is that of token {granted.num_tokens}, not of token {wanted}"
             raise LocalError(message, num_tokens=granted.num_tokens)
+        for group, more in granted.tables.items():
+            known = self.tables.get(group)
+            self.tables[group] = more if known is None else known.extended(more)
+        self.num_ready, self.sealed = granted.num_tokens, granted.sealed
 
     def land(self, ended: ev.ChunkRead) -> None:
         """The chunk is over; its tokens count when all its bytes have landed."""

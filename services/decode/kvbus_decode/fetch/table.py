@@ -25,7 +25,10 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
 
     def _handle(self, event: ev.Event, now: float) -> Commands:
         if isinstance(event, ev.Requested):
-            return self._request(event, now)
+            try:
+                return self._request(event, now)
+            except KVBusError as error:
+                return [ev.Refuse(event.reply_to, error)]
         if isinstance(event, ev.TableEvent):
             self.draining |= isinstance(event, ev.DrainStarted | ev.Stopped)
             return self._apply_all(self._hit_by(event), event, now)
@@ -42,22 +45,7 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
         return sum(len(table) for f in draining for table in f.requested.tables.values())
 
     def _request(self, event: ev.Requested, now: float) -> Commands:
-        try:
-            self._check_admission(event)
-        except KVBusError as error:
-            return [ev.Refuse(event.reply_to, error)]
-        fetch = FetchEntry(event, deadline=now + event.timeout_s, entered_at=now)
-        timeout_s = fetch.request_timeout_s(Context(now, self.limits))
-        reply = ev.SendReply(event.reply_to, Empty())
-        commands: Commands = [reply, ev.ResolvePeer(event.fetch_id, timeout_s, event)]
-        if event.route is not None:  # the peer waits for the claim, the engine not for the reply
-            fetch.state = FetchState.CLAIMING
-            commands = [ev.SendClaim(event.fetch_id, timeout_s, event), reply]
-        fetch.story.note(now, event, fetch.state, commands)
-        self._add(fetch)
-        return commands
-
-    def _check_admission(self, event: ev.Requested) -> None:
+        """Admit a fetch; raises `LocalError`."""
         if self.draining:
             raise LocalError("the agent is draining", code=ErrorCode.DRAINING)
         if self.find(event.fetch_id) is not None:
@@ -72,6 +60,15 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
                 code=ErrorCode.BUSY,
                 max_fetches=self.limits.max_fetches,
             )
+        fetch = FetchEntry(event, deadline=now + event.timeout_s, entered_at=now)
+        timeout_s = fetch.request_timeout_s(Context(now, self.limits))
+        reply = ev.SendReply(event.reply_to, Empty())
+        commands: Commands = [reply, ev.ResolvePeer(event.fetch_id, timeout_s, event)]
+        if event.route is not None:  # the peer waits for the claim, the engine not for the reply
+            fetch.state = FetchState.CLAIMING
+            commands = [ev.SendClaim(event.fetch_id, timeout_s, event), reply]
+        self._add(fetch, event, now, commands)
+        return commands
 
     def _hit_by(self, event: ev.TableEvent) -> list[FetchEntry]:
         match event:

@@ -163,10 +163,11 @@ def _go_on(fetch: FetchEntry, at: Context) -> Commands:
     if fetch.chunk is not None:
         fetch.enter(READING, at.now)
         return [fetch.chunk]
-    if fetch.sealed:
-        return _start_confirm(fetch, at)
-    fetch.enter(WAITING, at.now)
-    return []
+    fetch.enter(CONFIRMING if fetch.sealed else WAITING, at.now)
+    if not fetch.sealed:
+        return []
+    epoch = fetch.held.epoch if fetch.held else 0
+    return [ev.SendConfirm(fetch.fetch_id, epoch, fetch.request_timeout_s(at))]
 
 
 def _renew(fetch: FetchEntry, at: Context) -> Commands:
@@ -177,12 +178,6 @@ def _renew(fetch: FetchEntry, at: Context) -> Commands:
     fetch.hinted = False
     known = {group: len(table) for group, table in fetch.tables.items()}
     return [ev.SendRenew(fetch.fetch_id, fetch.held.epoch, fetch.request_timeout_s(at), known)]
-
-
-def _start_confirm(fetch: FetchEntry, at: Context) -> Commands:
-    fetch.enter(CONFIRMING, at.now)
-    epoch = fetch.held.epoch if fetch.held else 0
-    return [ev.SendConfirm(fetch.fetch_id, epoch, fetch.request_timeout_s(at))]
 
 
 def fail(

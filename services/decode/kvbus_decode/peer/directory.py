@@ -10,8 +10,9 @@ import anyio
 import structlog
 
 from kvbus.agent.process.service import Agent
-from kvbus.bus import EventListener, EventSubscriber, RequestClient
-from kvbus.errors import ErrorCode, LocalError
+from kvbus.bus import EventListener, EventSubscriber, OnReply, RequestClient, new_boot_id
+from kvbus.errors import ErrorCode, KVBusError, LocalError
+from kvbus.protocol.message import R, Request
 from kvbus_decode.config import DecodeConfig
 
 log = structlog.get_logger()
@@ -35,6 +36,13 @@ class Peer:
     events_endpoint: str = ""
     num_users: int = 0
 
+    def ask(self, message: Request[R], timeout_s: float, on_reply: OnReply[R]) -> None:
+        """Send a request; what keeps it from being sent goes to ``on_reply`` as well."""
+        try:
+            self.client.send(message, timeout_s=timeout_s, on_reply=on_reply)
+        except KVBusError as error:
+            on_reply(error)
+
 
 PeerBoot = Callable[[Peer, str], None]
 PeerDropped = Callable[[Peer], None]
@@ -44,7 +52,7 @@ class PeerDirectory:
     """All peers; who uses one holds it from `acquire` to `release`.
 
     ``on_boot`` is told a peer's boot id when it is known and when it changes, ``on_dropped`` of a
-    peer that made room, ``listener`` gets the events.
+    peer that made room or answered nothing for long, ``listener`` gets the events.
     """
 
     def __init__(
@@ -68,6 +76,7 @@ class PeerDirectory:
             on_fault=_log_fault,
         )
         agent.tasks.start_soon(self._subscriber.run)
+        agent.tasks.start_soon(self._drop_silent)
 
     def __len__(self) -> int:
         return len(self._peers)
@@ -100,7 +109,7 @@ class PeerDirectory:
         client = RequestClient(
             self._agent.context,
             endpoint,
-            boot=self._agent.identity.boot,
+            boot=new_boot_id(),  # ids start anew: the server must not know them from an earlier one
             on_boot=lambda boot: self._see_boot(endpoint, boot),
             on_fault=_log_fault,
         )
@@ -112,6 +121,16 @@ class PeerDirectory:
         with peer.scope:
             await peer.client.run()
 
+    async def _drop_silent(self) -> None:
+        """Leave peers that nobody uses and that answer nothing: they may have moved."""
+        limit_s = self._config.forget_peer_s
+        while True:
+            await anyio.sleep(limit_s / 4)
+            for peer in list(self._peers.values()):
+                if not peer.num_users and peer.client.silent_s >= limit_s:
+                    log.info("peer.left", peer=peer.endpoint, silent_s=round(peer.client.silent_s))
+                    self._drop(peer)
+
     def _drop_idle(self) -> None:
         idle = next((peer for peer in self._peers.values() if not peer.num_users), None)
         if idle is None:
@@ -119,10 +138,13 @@ class PeerDirectory:
                 f"{len(self._peers)} peers are in use, which is the limit (max_peers)",
                 code=ErrorCode.BUSY,
             )
-        del self._peers[idle.endpoint]
-        self._on_dropped(idle)
-        self._subscriber.remove(idle.events_endpoint)
-        idle.scope.cancel()
+        self._drop(idle)
+
+    def _drop(self, peer: Peer) -> None:
+        del self._peers[peer.endpoint]
+        self._on_dropped(peer)
+        self._subscriber.remove(peer.events_endpoint)
+        peer.scope.cancel()
 
     def _see_boot(self, endpoint: str, boot: str) -> None:
         peer = self._peers.get(endpoint)

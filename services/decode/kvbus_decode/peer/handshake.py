@@ -40,11 +40,6 @@ class RouteKey:
     engine_boot: str
     memory_id: str
 
-    @classmethod
-    def of(cls, ticket: Ticket, engine: LocalEngine) -> "RouteKey":
-        """The key of the route from the ticket's engine into ``engine``."""
-        return cls(ticket.agent_boot, ticket.engine_id, ticket.engine_boot, engine.memory_id)
-
 
 class RouteBook:
     """All routes, and the handshakes under way."""
@@ -57,7 +52,8 @@ class RouteBook:
 
     def find(self, ticket: Ticket, engine: LocalEngine) -> Route | None:
         """The route, if it is known."""
-        return self._routes.get(RouteKey.of(ticket, engine))
+        boots = ticket.agent_boot, ticket.engine_id, ticket.engine_boot
+        return self._routes.get(RouteKey(*boots, engine.memory_id))
 
     async def route(
         self, peer: Peer, ticket: Ticket, engine: LocalEngine, *, timeout_s: float
@@ -66,9 +62,11 @@ class RouteBook:
 
         Fetches that need the same handshake wait for one. Raises `KVBusError`.
         """
-        key = RouteKey.of(ticket, engine)
-        if key in self._routes:
-            return self._routes[key]
+        known = self.find(ticket, engine)
+        if known is not None:
+            return known
+        boots = ticket.agent_boot, ticket.engine_id, ticket.engine_boot
+        key = RouteKey(*boots, engine.memory_id)
         shaking = self._shaking.get(key)
         if shaking is None:
             shaking = self._shaking[key] = self._agent.loop.create_future()
@@ -203,6 +201,7 @@ class RouteBook:
         placed, memory = _placed(done.memory), NixlMemory.of(done)
         live = [source.nixl for source in self._sources() if source.peer is peer]
         await self._nixl.add(peer, memory, live, deadline=deadline)
+        self._agent.data_plane.end_if_exposed()
         return Source(
             peer=peer,
             agent_boot=boot,

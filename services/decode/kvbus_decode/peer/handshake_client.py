@@ -21,7 +21,7 @@ async def ask_handshake(
 ) -> HandshakeDone:
     """The reply; raises `RemoteError`: ``peer_unreachable``, ``stale``, or a refusal."""
     try:
-        reply = await _ask_process(client, ticket, handshake, timeout_s)
+        reply = await _ask(client, handshake, timeout_s, boot=ticket.agent_boot)
     except RequestTimeout as error:
         raise _unreachable(client) from error
     except KVBusError as error:
@@ -41,7 +41,7 @@ async def ask_any_handshake(
     Its refusals name the agent: the ticket does not.
     """
     try:
-        reply = await _ask_any(client, handshake, timeout_s)
+        reply = await _ask(client, handshake, timeout_s)
     except RequestTimeout as error:
         raise _unreachable(client) from error
     except RequestRefused as error:
@@ -50,25 +50,17 @@ async def ask_any_handshake(
     return client.peer_boot or "", reply
 
 
-async def _ask_any(client: RequestClient, handshake: Handshake, timeout_s: float) -> HandshakeDone:
-    """Ask once more when the first answer was also the first sign of a new process."""
-    try:
-        return await client.ask(handshake, timeout_s=timeout_s)
-    except PeerLost:
-        return await client.ask(handshake, timeout_s=timeout_s)
-
-
-async def _ask_process(
-    client: RequestClient, ticket: Ticket, handshake: Handshake, timeout_s: float
+async def _ask(
+    client: RequestClient, handshake: Handshake, timeout_s: float, *, boot: str | None = None
 ) -> HandshakeDone:
-    """Ask once more when the first answer was also the first sign of the ticket's process.
+    """Ask once more when the first answer was also the first sign of a new process, of ``boot``.
 
     A new boot id fails every request that waits, those that the new process got included.
     """
     try:
         return await client.ask(handshake, timeout_s=timeout_s)
     except PeerLost:
-        if client.peer_boot != ticket.agent_boot:
+        if boot not in (None, client.peer_boot):
             raise
     return await client.ask(handshake, timeout_s=timeout_s)
 

@@ -3,21 +3,21 @@
 Every answer goes back to the table as an event, exactly one for each command.
 """
 
+from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from functools import partial
 
 import structlog
 
-from kvbus.agent.engines.local_engine import LocalEngine
 from kvbus.agent.process.guard import guarded
 from kvbus.agent.process.service import Agent
 from kvbus.bus import EventListener
-from kvbus.errors import ErrorCode, KVBusError, LocalError
+from kvbus.errors import ErrorCode, KVBusError
 from kvbus.protocol.envelope import Notice
-from kvbus.protocol.message import Empty, R, Request
+from kvbus.protocol.message import Empty
 from kvbus.protocol.peer import Claim, Confirm, Granted, Release, Renew
 from kvbus.protocol.ticket import Ticket
-from kvbus_decode.active import ActiveFetch, ActiveFetches
+from kvbus_decode.active import ActiveFetch
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.fetch import events as ev
 from kvbus_decode.peer.directory import Peer, PeerDirectory
@@ -32,7 +32,7 @@ WITHOUT_FAULT = (ErrorCode.CANCELLED, ErrorCode.TIMEOUT, ErrorCode.BUSY)
 
 
 class LeaseClient(EventListener):
-    """Requests to prefill agents for the ``active`` fetches; ``dispatch`` takes the answers.
+    """Requests to prefill agents for the fetches under way; ``dispatch`` takes the answers.
 
     ``prepare`` is awaited with a new route before the first claim on it.
     """
@@ -41,13 +41,14 @@ class LeaseClient(EventListener):
         self,
         agent: Agent,
         config: DecodeConfig,
-        active: ActiveFetches,
         dispatch: Callable[[ev.Event], None],
         prepare: Callable[[Route, ev.Requested], Awaitable[None]],
     ) -> None:
         self._agent, self._config, self._dispatch = agent, config, dispatch
         self._prepare = prepare
-        self._active = active
+        self.active: dict[str, ActiveFetch] = {}
+        """The fetches that are under way, by id."""
+        self._by_offer: defaultdict[str, set[str]] = defaultdict(set)
         self.peers = PeerDirectory(
             agent,
             config,
@@ -59,8 +60,14 @@ class LeaseClient(EventListener):
 
     def end(self, fetch_id: str) -> None:
         """Nothing more will be asked for this fetch."""
-        fetch = self._active.end(fetch_id)
-        for peer in fetch.peers if fetch is not None else ():
+        fetch = self.active.pop(fetch_id, None)
+        if fetch is None:
+            return
+        offer_id = fetch.requested.ticket.offer_id
+        self._by_offer[offer_id].discard(fetch_id)
+        if not self._by_offer[offer_id]:
+            del self._by_offer[offer_id]
+        for peer in fetch.peers:
             self.peers.release(peer)
 
     def resolve(self, command: ev.ResolvePeer) -> None:
@@ -76,27 +83,30 @@ class LeaseClient(EventListener):
         """Ask for the lease; for a fetch whose route was known this is the first step."""
         fetch_id, requested = command.fetch_id, command.requested
         ticket, sent_at = requested.ticket, self._agent.loop.time()
-        on_reply = partial(self._on_granted, fetch_id, sent_at, ticket)
         try:
-            fetch = self._active.by_id.get(fetch_id)
+            fetch = self.active.get(fetch_id)
             if fetch is None:
                 fetch = self._begin(requested)
                 self._hold_route(fetch, requested.route)
-            self._hold_progress(fetch, command.timeout_s)
-            message = Claim(
-                agent_boot=ticket.agent_boot,
-                offer_id=ticket.offer_id,
-                reader_id=f"{self._agent.identity.boot}/{fetch_id}",
-                lease_s=self._config.lease_s,
-            )
-            fetch.home.client.send(message, timeout_s=command.timeout_s, on_reply=on_reply)
         except KVBusError as error:
-            on_reply(error)
+            self._dispatch(ev.StepFailed(fetch_id, error))
+            return
+        if fetch.route is not None and fetch.route.others:
+            self._hold_progress(fetch, fetch.route, command.timeout_s)
+        message = Claim(
+            agent_boot=ticket.agent_boot,
+            offer_id=ticket.offer_id,
+            reader_id=f"{self._agent.identity.boot}/{fetch_id}",
+            lease_s=self._config.lease_s,
+        )
+        on_reply = partial(self._on_granted, fetch_id, sent_at, ticket)
+        fetch.home.ask(message, command.timeout_s, on_reply)
 
     def renew(self, command: ev.SendRenew) -> None:
         """Ask for a longer lease, and for what is new."""
-        fetch, sent_at = self._active.by_id[command.fetch_id], self._agent.loop.time()
-        self._hold_progress(fetch, command.timeout_s)
+        fetch, sent_at = self.active[command.fetch_id], self._agent.loop.time()
+        if fetch.route is not None and fetch.route.others:
+            self._hold_progress(fetch, fetch.route, command.timeout_s)
         ticket = fetch.requested.ticket
         message = Renew(
             agent_boot=ticket.agent_boot,
@@ -106,25 +116,31 @@ class LeaseClient(EventListener):
             known_blocks=dict(command.known_blocks),
         )
         on_reply = partial(self._on_granted, command.fetch_id, sent_at, None)
-        self._send(fetch, message, command.timeout_s, on_reply)
+        fetch.home.ask(message, command.timeout_s, on_reply)
 
-    def confirm(self, command: ev.SendConfirm) -> None:
+    def confirm(self, command: ev.SendConfirm, *, others_have: bool = False) -> None:
         """Ask whether what was read is valid: the agents without the lease first, then its home."""
-        fetch = self._active.by_id[command.fetch_id]
-        route = fetch.route
-        if route is None or not route.others:
-            self._confirm(command)
+        fetch = self.active.get(command.fetch_id)
+        if fetch is None:  # it ended while the others were asked
+            return
+        ticket, route = fetch.requested.ticket, fetch.route
+        if route is None or not route.others or others_have:
+            message = Confirm(
+                agent_boot=ticket.agent_boot, offer_id=ticket.offer_id, epoch=command.epoch
+            )
+            on_reply = partial(self._on_confirmed, command.fetch_id)
+            fetch.home.ask(message, command.timeout_s, on_reply)
             return
 
         def on_checked(error: KVBusError | None) -> None:
             if error is None:
-                self._confirm(command)
+                self.confirm(command, others_have=True)
                 return
             self.routes.forget(route)
             self._dispatch(ev.StepFailed(command.fetch_id, error))
 
-        offer_id = fetch.requested.ticket.offer_id
-        check_memory(route, route.others, offer_id, timeout_s=command.timeout_s, on_end=on_checked)
+        timeout_s, offer_id = command.timeout_s, ticket.offer_id
+        check_memory(route, route.others, offer_id, timeout_s=timeout_s, on_end=on_checked)
 
     def release(self, command: ev.SendRelease) -> None:
         """Return a lease; when that fails, it ends by itself.
@@ -142,20 +158,20 @@ class LeaseClient(EventListener):
             epoch=command.epoch,
             code=command.code,
         )
-        try:
-            peer.client.send(message, timeout_s=RELEASE_TIMEOUT_S, on_reply=lambda _: None)
-        except LocalError:
-            return
+        peer.ask(message, RELEASE_TIMEOUT_S, lambda _: None)
 
     def on_event(self, endpoint: str, event: Notice) -> None:
         """An offer or lease changed: its fetches ask what is true."""
-        for fetch_id in self._active.of_offer(event.body.get("offer_id")):
+        offer_id = event.body.get("offer_id")
+        known = self._by_offer.get(offer_id, ()) if isinstance(offer_id, str) else ()
+        for fetch_id in list(known):
             self._dispatch(ev.OfferAdvanced(fetch_id))
 
     def on_gap(self, endpoint: str, boot: str, topic: str) -> None:
         """Something of this agent was missed: all of its fetches ask."""
-        for fetch_id in self._active.of_boot(boot):
-            self._dispatch(ev.OfferAdvanced(fetch_id))
+        for fetch_id, fetch in list(self.active.items()):
+            if fetch.requested.ticket.agent_boot == boot:
+                self._dispatch(ev.OfferAdvanced(fetch_id))
 
     def on_silence(self, endpoint: str, boot: str | None) -> None:
         """Said in the log only: deadlines and leases decide."""
@@ -166,10 +182,6 @@ class LeaseClient(EventListener):
         log.info("peer.alive", endpoint=endpoint, peer_boot=boot)
         self.on_gap(endpoint, boot, "")
 
-    def known_route(self, ticket: Ticket, engine: LocalEngine) -> Route | None:
-        """How the ticket's engine is read into ``engine``, if the agents have met."""
-        return self.routes.find(ticket, engine)
-
     def _begin(self, requested: ev.Requested) -> ActiveFetch:
         """The fetch is under way, so its engine will be told; hold its home.
 
@@ -177,7 +189,8 @@ class LeaseClient(EventListener):
         """
         engine = self._agent.engines.engine(requested.engine_id)
         fetch = ActiveFetch(requested, engine, self._agent.loop.time() + requested.timeout_s)
-        self._active.begin(fetch)
+        self.active[fetch.fetch_id] = fetch
+        self._by_offer[requested.ticket.offer_id].add(fetch.fetch_id)
         fetch.peers.append(self.peers.acquire(requested.ticket.endpoint))
         return fetch
 
@@ -186,7 +199,7 @@ class LeaseClient(EventListener):
             ticket, engine = fetch.requested.ticket, fetch.engine
             route = await self.routes.route(fetch.home, ticket, engine, timeout_s=timeout_s)
             await self._prepare(route, fetch.requested)
-            if self._active.by_id.get(fetch.fetch_id) is fetch:  # else it has ended meanwhile
+            if self.active.get(fetch.fetch_id) is fetch:  # else it has ended meanwhile
                 self._hold_route(fetch, route)
                 self._dispatch(ev.PeerReady(fetch.fetch_id))
 
@@ -202,11 +215,8 @@ class LeaseClient(EventListener):
             for source in route.others:
                 fetch.peers.append(self.peers.acquire(source.peer.endpoint))
 
-    def _hold_progress(self, fetch: ActiveFetch, timeout_s: float) -> None:
+    def _hold_progress(self, fetch: ActiveFetch, route: Route, timeout_s: float) -> None:
         """Tell the agents without the lease that they are read as long as it lasts."""
-        route = fetch.route
-        if route is None or not route.others:
-            return
 
         def on_checked(error: KVBusError | None) -> None:
             if error is not None and error.code not in WITHOUT_FAULT:
@@ -223,17 +233,6 @@ class LeaseClient(EventListener):
             progress_s=lease_s,
         )
 
-    def _confirm(self, command: ev.SendConfirm) -> None:
-        fetch = self._active.by_id.get(command.fetch_id)
-        if fetch is None:  # it ended while the others were asked
-            return
-        ticket = fetch.requested.ticket
-        message = Confirm(
-            agent_boot=ticket.agent_boot, offer_id=ticket.offer_id, epoch=command.epoch
-        )
-        on_reply = partial(self._on_confirmed, command.fetch_id)
-        self._send(fetch, message, command.timeout_s, on_reply)
-
     def _on_granted(
         self, fetch_id: str, sent_at: float, claimed: Ticket | None, reply: Granted | KVBusError
     ) -> None:
@@ -249,18 +248,6 @@ class LeaseClient(EventListener):
             self._dispatch(ev.StepFailed(fetch_id, reply))
         else:
             self._dispatch(ev.LeaseConfirmed(fetch_id))
-
-    def _send(
-        self,
-        fetch: ActiveFetch,
-        message: Request[R],
-        timeout_s: float,
-        on_reply: Callable[[R | KVBusError], None],
-    ) -> None:
-        try:
-            fetch.home.client.send(message, timeout_s=timeout_s, on_reply=on_reply)
-        except KVBusError as error:
-            on_reply(error)
 
     def _drop_peer(self, peer: Peer) -> None:
         self.routes.forget_peer(peer)

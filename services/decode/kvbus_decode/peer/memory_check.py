@@ -54,7 +54,4 @@ def check_memory(
             offer_id=offer_id,
             progress_s=progress_s,
         )
-        try:
-            source.peer.client.send(message, timeout_s=timeout_s, on_reply=question.settle)
-        except KVBusError as error:
-            question.settle(error)
+        source.peer.ask(message, timeout_s, question.settle)

@@ -119,13 +119,24 @@ class Route:
         return self._plans[replica_index % self._map.num_choices]
 
     def check_tables(self, tables: Mapping[str, BlockTable], spans: Spans) -> None:
-        """Raise `GeometryError` unless the offer's ``tables`` hold ``spans`` in real blocks."""
+        """Raise `GeometryError` unless the offer's ``tables`` hold ``spans`` in real blocks.
+
+        That no id is there twice has been seen to where the offer was made.
+        """
         for group in self.prefill.groups:
             start, stop = spans[group.name]
             if stop <= start:
                 continue
             table = tables.get(group.name, BlockTable(b""))
-            self._check_ids(group.name, table)
+            largest, num_blocks = int(table.array().max(initial=0)), self._num_blocks[group.name]
+            if largest >= num_blocks:
+                raise GeometryError(
+                    f"the offer names block {largest} of group '{group.name}', the prefill engine "
+                    f"has {num_blocks}",
+                    group=group.name,
+                    block_id=largest,
+                    num_blocks=num_blocks,
+                )
             first, end = table.first_block, table.first_block + len(table)
             if not (first * group.block_size <= start and stop <= end * group.block_size):
                 raise GeometryError(
@@ -140,18 +151,6 @@ class Route:
             position_bytes * (spans[group][1] - spans[group][0])
             for group, position_bytes in self._position_bytes.items()
         )
-
-    def _check_ids(self, group: str, table: BlockTable) -> None:
-        """That no id is there twice has been seen to where the offer was made."""
-        largest, num_blocks = int(table.array().max(initial=0)), self._num_blocks[group]
-        if largest >= num_blocks:
-            raise GeometryError(
-                f"the offer names block {largest} of group '{group}', the prefill engine has "
-                f"{num_blocks}",
-                group=group,
-                block_id=largest,
-                num_blocks=num_blocks,
-            )
 
     def _make_plans(self, replica_index: int) -> list[SourcePlan]:
         by_source: dict[Source, list[Share]] = defaultdict(list)

@@ -21,9 +21,8 @@ from kvbus_decode.peer.handshake import RouteBook
 from kvbus_decode.peer.memory_check import check_memory
 from kvbus_decode.peer.route import Route
 from kvbus_decode.read import events as ev
-from kvbus_decode.read.chunk import Chunk, make_chunk
+from kvbus_decode.read.legs import Chunk, check_tables, make_chunk
 from kvbus_decode.read.reader import Reader
-from kvbus_decode.requests import check_tables
 
 PROGRESS_S = 3.0
 

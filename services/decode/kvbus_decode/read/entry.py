@@ -32,13 +32,17 @@ class ReadEntry:
     story: Story
     state: ReadState = ReadState.READING
     live: dict[Leg, None] = field(default_factory=dict)
-    waiting: deque[Leg] = field(default_factory=deque)
-    last_legs: tuple[Leg, ...] = ()
+    waiting: deque[Leg] = field(init=False)
+    last_legs: tuple[Leg, ...] = field(init=False)
     read_slots: dict[Hashable, list[int]] = field(default_factory=dict)
     num_bytes: int = 0
-    path: str = ""
+    path: str = field(init=False)
     landed_at: float | None = None
     error: KVBusError | None = None
+
+    def __post_init__(self) -> None:
+        self.waiting, self.last_legs = deque(self.wanted.legs), self.wanted.last_legs
+        self.path = self.wanted.path
 
     @property
     def key(self) -> Hashable:
@@ -59,15 +63,6 @@ class ReadEntry:
         if self.wanted.deadline is not None:
             times.append(self.wanted.deadline)
         return min(times, default=None)
-
-    @classmethod
-    def of(cls, wanted: ev.ChunkWanted, now: float, before: "ReadEntry | None") -> "ReadEntry":
-        """A read that has not started; it goes on with the story of the one before it."""
-        for number, leg in enumerate(wanted.legs + wanted.last_legs):
-            leg.number = number
-        story = Story() if before is None else before.story
-        waiting, last_legs = deque(wanted.legs), wanted.last_legs
-        return cls(wanted, now, story, waiting=waiting, last_legs=last_legs, path=wanted.path)
 
     def next_leg(self, most_packed: int) -> Leg | None:
         """The leg to start now, taken from those that wait; ``most_packed`` are live at a time."""
@@ -95,12 +90,6 @@ class ReadEntry:
             return RemoteError(message, code=ErrorCode.TIMEOUT)
         message = "the lease of a staging slot ended before it was read"
         return RemoteError(message, code=ErrorCode.LEASE_EXPIRED)
-
-    def ended(self, now: float) -> ev.ChunkEnded:
-        """What is said of it in the end."""
-        seconds = (now if self.landed_at is None else self.landed_at) - self.started_at
-        path = self.path if self.num_bytes else ""
-        return ev.ChunkEnded(self.key, self.num_bytes, path, seconds, self.error)
 
     def retire(self) -> None:
         """Keep no legs, whose work holds descriptors and memory."""

@@ -25,19 +25,6 @@ class PackClient:
     def ask(self, command: ev.AskPack) -> None:
         """Ask for the box of a leg; what its READs are is found out meanwhile."""
         work: BoxJob = command.leg.work
-        try:
-            self._send(work, command)
-            if not command.leg.needs_slot:
-                work.reads = work.block_reads()
-        except KVBusError as error:
-            self._dispatch(ev.PackFailed(command.key, command.leg, error))
-
-    def release(self, command: ev.ReleaseSlots) -> None:
-        """Give slots back; when that fails they come back by themselves, with their lease."""
-        if isinstance(command.source, Source):
-            self._release(command.source, command.slot_ids)
-
-    def _send(self, work: BoxJob, command: ev.AskPack) -> None:
         chunk, source = work.chunk, work.source
         message = Pack(
             agent_boot=source.agent_boot,
@@ -53,29 +40,29 @@ class PackClient:
             done=command.done,
         )
         timeout_s = max(1e-3, chunk.deadline - self._agent.loop.time())
-        on_reply = partial(self._on_reply, command)
-        source.peer.client.send(message, timeout_s=timeout_s, on_reply=on_reply)
+        source.peer.ask(message, timeout_s, partial(self._on_reply, command))
+        if not command.leg.needs_slot:
+            try:
+                work.reads = work.block_reads()
+            except KVBusError as error:
+                self._dispatch(ev.PackFailed(command.key, command.leg, error))
+
+    def release(self, command: ev.ReleaseSlots) -> None:
+        """Give slots back; when that fails they come back by themselves, with their lease."""
+        source = command.source
+        if isinstance(source, Source):
+            message = Unpack(agent_boot=source.agent_boot, slot_ids=command.slot_ids)
+            source.peer.ask(message, UNPACK_TIMEOUT_S, lambda _: None)
 
     def _on_reply(self, command: ev.AskPack, packed: Packed | KVBusError) -> None:
         leg, work = command.leg, command.leg.work
         if not isinstance(packed, KVBusError) and packed.num_bytes != work.num_bytes:
-            self._release(work.source, (packed.slot_id,))
-            packed = _wrong_size(packed, work)
+            self.release(ev.ReleaseSlots(work.source, (packed.slot_id,)))
+            packed = GeometryError(
+                f"the prefill agent packed {packed.num_bytes} bytes, the box has {work.num_bytes}"
+            )
         if isinstance(packed, KVBusError):
             self._dispatch(ev.PackFailed(command.key, leg, packed))
             return
         work.packed = packed
         self._dispatch(ev.SlotPacked(command.key, leg, packed.slot_id, packed.slot_lease_s))
-
-    def _release(self, source: Source, slot_ids: tuple[int, ...]) -> None:
-        message = Unpack(agent_boot=source.agent_boot, slot_ids=slot_ids)
-        try:
-            source.peer.client.send(message, timeout_s=UNPACK_TIMEOUT_S, on_reply=lambda _: None)
-        except KVBusError:
-            return
-
-
-def _wrong_size(packed: Packed, work: BoxJob) -> GeometryError:
-    return GeometryError(
-        f"the prefill agent packed {packed.num_bytes} bytes, the box has {work.num_bytes}"
-    )

@@ -10,7 +10,6 @@ from kvbus.agent.process.service import Agent
 from kvbus.planning import FetchShape, Path, PeerRates, Spans
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.peer.route import Route
-from kvbus_decode.read.chunk import is_empty
 from kvbus_decode.read.open_paths import no_common_order, open_paths
 
 log = structlog.get_logger()
@@ -56,7 +55,8 @@ class PathChooser:
         `cut_into_boxes` to refuse. Raises `ConfigError` when no path is open.
         """
         paths = self._paths.get(route) or self._open_paths(route)
-        if paths == DIRECT_ONLY or is_empty(spans):
+        is_empty = all(stop <= start for start, stop in spans.values())  # it only zeroes a tail
+        if paths == DIRECT_ONLY or is_empty:
             return PathChoice(paths[0])
         if Path.DIRECT in paths and self._is_plain(route, spans, replica_index):
             return DIRECT

@@ -11,7 +11,6 @@ own; only READs of many descriptors are planned in a thread as well.
 import asyncio
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING
 
 import anyio
 
@@ -20,23 +19,20 @@ from kvbus.agent.process.guard import guarded
 from kvbus.agent.process.service import Agent
 from kvbus.agent.staging.copiers import Copiers
 from kvbus.errors import ErrorCode, KVBusError, LocalError
-from kvbus.planning import Descriptors, Path, chunk_spans, from_slot, whole_slot
+from kvbus.planning import Path, chunk_spans
 from kvbus.table import Driver
-from kvbus.transport import MemoryKind, ReadOutcome, ReadStatus
+from kvbus.transport import ReadOutcome, ReadStatus
 from kvbus_decode.config import DecodeConfig
+from kvbus_decode.fetch.events import Requested
 from kvbus_decode.peer.directory import PeerDirectory
 from kvbus_decode.peer.route import Route
 from kvbus_decode.read import events as ev
-from kvbus_decode.read.chunk import Chunk
 from kvbus_decode.read.leg import Leg
-from kvbus_decode.read.legs import BoxJob, DirectJob, ZeroJob, box_legs, direct_legs, zero_legs
+from kvbus_decode.read.legs import Chunk, DirectJob, Rows, box_legs, direct_legs, zero_legs
 from kvbus_decode.read.pack_client import PackClient
 from kvbus_decode.read.path_choice import PathChoice, PathChooser
 from kvbus_decode.read.remote_ranks import RemoteRanks
 from kvbus_decode.read.table import ReadTable
-
-if TYPE_CHECKING:
-    from kvbus.memory.paged import PagedMemory
 
 MAX_INLINE_DESCRIPTORS = 16_384
 
@@ -51,13 +47,11 @@ class Reader:
         self._copiers = Copiers(agent.loop, num_threads=config.copy_threads)
         self._chooser = PathChooser(agent, config)
         self._table = ReadTable(config.read_limits(num_slots=agent.staging.num_slots))
-        self._driver: Driver[ev.Event, ev.Command] = Driver(
-            self._table, deadline_passed=ev.DeadlinePassed(), loop=agent.loop
-        )
+        self._driver: Driver[ev.Event] = Driver(self._table, agent.loop)
         self._dispatch = self._driver.dispatch
         packs = PackClient(agent, config, self._dispatch)
         remote = RemoteRanks(agent, peers, self._dispatch)
-        self._driver.commands = {
+        self._driver.commands |= {
             ev.AskPack: packs.ask,
             ev.ReleaseSlots: packs.release,
             ev.PostRead: self._post,
@@ -83,15 +77,16 @@ class Reader:
     # comes before the claim of the first fetch that will need it: under the lease, a renewal would
     # be late, and a prefill agent whose lease is over drives no progress, without which a READ
     # over TCP never ends.
-    def is_ready(self, route: Route, whole: tuple[int, int], *, zero_tail: bool) -> bool:
-        """Whether a fetch of tokens [whole) copies nothing here, or its copies could start at once.
+    def is_ready(self, route: Route, requested: Requested) -> bool:
+        """Whether the fetch copies nothing here, or its copies could start at once.
 
         Also when no path can be taken: `start` says why.
         """
         if self._copiers.ready:
             return True
-        if zero_tail:
+        if requested.zero_tail:
             return False
+        whole = requested.first_token, requested.num_tokens
         spans = chunk_spans(route.prefill.groups, whole, whole, last=True)
         try:
             choice = self._chooser.choose(route, spans, replica_index=0)
@@ -99,9 +94,10 @@ class Reader:
             return True
         return choice.path is not Path.PACKED
 
-    async def prepare(self) -> None:
-        """Return when copies start at once."""
-        await asyncio.wrap_future(self._copiers.prepare())
+    async def prepare(self, route: Route, requested: Requested) -> None:
+        """Return when `is_ready` is true of the fetch."""
+        if not self.is_ready(route, requested):
+            await asyncio.wrap_future(self._copiers.prepare())
 
     def start(
         self,
@@ -122,7 +118,8 @@ class Reader:
             if choice.path is Path.DIRECT:
                 legs = direct_legs(chunk)
             else:
-                legs = box_legs(chunk, choice.path, box_bytes=choice.box_bytes)
+                staging, box_bytes = self._agent.staging, choice.box_bytes
+                legs = box_legs(chunk, choice.path, box_bytes=box_bytes, staging=staging)
                 if choice.path is Path.PACKED:
                     self._copiers.prepare()
         except KVBusError as error:
@@ -173,60 +170,38 @@ class Reader:
             # after the confirm has been sent, which is worth more
             self._agent.loop.call_soon(self._chooser.observe, chunk.route, choice, ended.seconds)
 
-    def _post(self, command: ev.PostRead) -> None:
-        """READ; many descriptors are planned in a thread first."""
-        work = command.leg.work
-        if isinstance(work, DirectJob) and work.num_descriptors > MAX_INLINE_DESCRIPTORS:
+    def _post(self, command: ev.PostRead, rows: Rows | None = None) -> None:
+        """READ ``rows``, those of the leg; many descriptors are planned in a thread first."""
+        leg, work = command.leg, command.leg.work
+        is_direct = isinstance(work, DirectJob)
+        if rows is None and is_direct and work.num_descriptors > MAX_INLINE_DESCRIPTORS:
             self._agent.tasks.start_soon(self._plan_aside, command)
             return
         try:
-            rows, *kinds = self._rows(command.leg)
-        except KVBusError as error:
-            self._dispatch(ev.ReadEnded(command.key, command.leg, 0, error))
-        else:
-            self._read(command, rows, *kinds)
-
-    async def _plan_aside(self, command: ev.PostRead) -> None:
-        async def prepare() -> None:
-            rows, *kinds = await anyio.to_thread.run_sync(self._rows, command.leg)
-            self._read(command, rows, *kinds)
-
-        def fail(error: KVBusError) -> None:
-            self._dispatch(ev.ReadEnded(command.key, command.leg, 0, error))
-
-        await guarded(prepare, fail)
-
-    def _rows(self, leg: Leg) -> tuple[Descriptors, MemoryKind, MemoryKind]:
-        """The READs of a leg, and the kinds of memory: ours and theirs."""
-        work = leg.work
-        if isinstance(work, DirectJob):
-            return work.descriptors(), "DRAM", "DRAM"
-        packed = work.packed
-        if work.reads is not None:
-            return from_slot(work.reads, packed.address, packed.device), "DRAM", packed.memory
-        slots = self._agent.staging.at(str(leg.device))
-        ours = slots.address(leg.slot or 0), slots.device
-        rows = whole_slot(ours, (packed.address, packed.device), packed.num_bytes)
-        return rows, slots.memory, packed.memory
-
-    def _read(
-        self, command: ev.PostRead, rows: Descriptors, here: MemoryKind, there: MemoryKind
-    ) -> None:
-        work = command.leg.work
-        if work.aborted or not len(rows.local):
-            self._dispatch(ev.ReadEnded(command.key, command.leg))
-            return
-        try:
+            descriptors, here, there = rows or work.rows(leg.slot)
+            if work.aborted or not len(descriptors.local):
+                self._dispatch(ev.ReadEnded(command.key, leg))
+                return
             work.transfer = self._agent.transport.read(
                 work.source.nixl_agent,
-                rows.local,
-                rows.remote,
+                descriptors.local,
+                descriptors.remote,
                 on_end=partial(self._on_read, command),
                 local_memory=here,
                 remote_memory=there,
             )
-        except LocalError as error:
+        except KVBusError as error:
+            self._dispatch(ev.ReadEnded(command.key, leg, 0, error))
+
+    async def _plan_aside(self, command: ev.PostRead) -> None:
+        async def plan() -> None:
+            leg = command.leg
+            self._post(command, await anyio.to_thread.run_sync(leg.work.rows, leg.slot))
+
+        def fail(error: KVBusError) -> None:
             self._dispatch(ev.ReadEnded(command.key, command.leg, 0, error))
+
+        await guarded(plan, fail)
 
     def _on_read(self, command: ev.PostRead, outcome: ReadOutcome) -> None:
         command.leg.work.transfer = None  # it holds its descriptors
@@ -245,7 +220,7 @@ class Reader:
         """From a slot of ours, or zeros, into the engine's blocks, in a thread."""
         leg, work = command.leg, command.leg.work
         self._copiers.start(
-            self._zero(work) if isinstance(work, ZeroJob) else self._scatter(leg, work),
+            partial(work.copy, leg.slot),
             partial(self._on_copied, command),
             engine=work.chunk.route.engine,
             memory=work.rank,
@@ -254,24 +229,3 @@ class Reader:
 
     def _on_copied(self, command: ev.StartCopy, error: KVBusError | None) -> None:
         self._dispatch(ev.CopyEnded(command.key, command.leg, error))
-
-    def _scatter(self, leg: Leg, work: BoxJob) -> "Callable[[PagedMemory], None]":
-        slots, slot = self._agent.staging.at(str(leg.device)), leg.slot or 0
-        table = work.chunk.target[work.box.group]
-
-        def scatter(memory: "PagedMemory") -> None:
-            from kvbus.memory import copying  # noqa: PLC0415  # imports torch: seconds
-
-            copying.scatter(memory, table, work.box, copying.Slot(slots.tensor(slot), work.order))
-
-        return scatter
-
-    def _zero(self, work: ZeroJob) -> "Callable[[PagedMemory], None]":
-        table = work.chunk.target[work.group.name]
-
-        def zero(memory: "PagedMemory") -> None:
-            from kvbus.memory import copying  # noqa: PLC0415  # imports torch: seconds
-
-            copying.zero_positions(memory, table, *work.span)
-
-        return zero

@@ -1,6 +1,5 @@
 """Asks the agents that have other ranks of our engine to read their part of each chunk."""
 
-import contextlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -12,7 +11,7 @@ from kvbus.protocol.message import Empty
 from kvbus.protocol.remote_ranks import AbortDelegate, Delegate, Delegated
 from kvbus_decode.peer.directory import Peer, PeerDirectory
 from kvbus_decode.read import events as ev
-from kvbus_decode.read.leg import Leg, LegState, Stage
+from kvbus_decode.read.leg import LegState
 
 UNTIL_ENDED_S = 86_400.0
 """The other agent answers when it has ended, and ends by the chunk's own deadline."""
@@ -28,11 +27,6 @@ class DelegateJob:
     peer: Peer | None = None
 
 
-def delegate_leg(work: DelegateJob) -> Leg:
-    """The leg of a chunk that another agent reads."""
-    return Leg((Stage.DELEGATE,), work)
-
-
 class RemoteRanks:
     """The asking side, for the fetches of an engine whose home is here."""
 
@@ -46,10 +40,10 @@ class RemoteRanks:
         work: DelegateJob = command.leg.work
         try:
             work.peer = self._peers.acquire(work.other.endpoint)
-            on_reply = partial(self._on_reply, command)
-            work.peer.client.send(work.question, timeout_s=UNTIL_ENDED_S, on_reply=on_reply)
         except KVBusError as error:
             self._on_reply(command, error)
+        else:
+            work.peer.ask(work.question, UNTIL_ENDED_S, partial(self._on_reply, command))
 
     def abort(self, command: ev.StopDelegate) -> None:
         """Ask it to stop, again and again until it says that it has."""
@@ -60,8 +54,7 @@ class RemoteRanks:
                 self.abort(command)
 
         message = AbortDelegate(fetch_id=work.question.fetch_id)
-        with contextlib.suppress(KVBusError):  # then it stops at the deadline
-            work.peer.client.send(message, timeout_s=ABORT_TIMEOUT_S, on_reply=on_reply)
+        work.peer.ask(message, ABORT_TIMEOUT_S, on_reply)  # else it stops at the deadline
 
     def _on_reply(self, command: ev.AskDelegate, done: Delegated | KVBusError) -> None:
         """It has ended; so it has when it came back as a new process: that writes no more."""

@@ -13,7 +13,7 @@ from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 
 from kvbus.errors import ErrorCode, KVBusError, LocalError
-from kvbus.table import FairPool, Table
+from kvbus.table import FairPool, Story, Table
 from kvbus_decode.read import events as ev
 from kvbus_decode.read.entry import ReadEntry, ReadState
 from kvbus_decode.read.leg import Leg, LegState
@@ -50,6 +50,8 @@ class ReadTable(Table[Hashable, ReadEntry, ReadLimits, ev.Command]):
         return sum(read.wanted.engine == engine for read in self.live.values())
 
     def _handle(self, event: ev.Event, now: float) -> Commands:
+        """A leg that is over wants nothing; but a slot that is packed for it has to go back."""
+        commands: Commands = []
         match event:
             case ev.ChunkWanted():
                 return self._start(event, now)
@@ -61,28 +63,23 @@ class ReadTable(Table[Hashable, ReadEntry, ReadLimits, ev.Command]):
                 self.stopped = True
                 return self._stop_all(self.live.values(), _stopped(), now)
             case ev.DeadlinePassed():
-                return []
-            case _:
-                return self._tell(event, now)
+                pass
+            case _ if read := self._read_of.get(event.leg):
+                commands = self._apply_leg(read, event.leg, event, now) + self._go_on(read, now)
+            case ev.SlotPacked(leg=leg, slot_id=slot_id):
+                commands = [ev.ReleaseSlots(leg.source, (slot_id,))]
+        return commands
 
     def _start(self, wanted: ev.ChunkWanted, now: float) -> Commands:
         if self.stopped or wanted.key in self.live:
             error = _stopped() if self.stopped else LocalError("the read is under way")
             return [ev.ChunkEnded(wanted.key, 0, "", 0.0, error)]
+        for number, leg in enumerate(wanted.legs + wanted.last_legs):
+            leg.number = number
         before = self.retired.pop(wanted.key, None)
-        read = ReadEntry.of(wanted, now, before)
-        self.live[wanted.key] = read
-        read.story.note(now, wanted, read.state, ())
+        read = ReadEntry(wanted, now, Story() if before is None else before.story)
+        self._add(read, wanted, now, ())
         return self._go_on(read, now)
-
-    def _tell(self, event: ev.LegEvent, now: float) -> Commands:
-        """A leg that is over wants nothing; but a slot that is packed for it has to go back."""
-        read = self._read_of.get(event.leg)
-        if read is not None:
-            return self._apply_leg(read, event.leg, event, now) + self._go_on(read, now)
-        if isinstance(event, ev.SlotPacked):
-            return [ev.ReleaseSlots(event.leg.source, (event.slot_id,))]
-        return []
 
     def _lose_engine(self, engine: Hashable, error: KVBusError, now: float) -> Commands:
         """What it has at other agents is not waited for any longer."""
@@ -118,17 +115,14 @@ class ReadTable(Table[Hashable, ReadEntry, ReadLimits, ev.Command]):
         return [c for leg in list(read.live) for c in self._apply_leg(read, leg, event, now)]
 
     def _apply_leg(self, read: ReadEntry, leg: Leg, event: object, now: float) -> Commands:
+        """Apply ``event``, and account what the leg holds.
+
+        That is a place in the queue for a slot of ours, such a slot, one at its holder, its read.
+        """
         before = leg.state
         commands: Commands = TRANSITIONS[before, type(event)].handler(read, leg, event, now)
-        read.story.note(now, event, leg.state, commands, f"leg {leg.number}")
-        self._account(read, leg, before)
-        if read.error is not None:
-            commands += self._stop_legs(read, now)
-        return commands
-
-    def _account(self, read: ReadEntry, leg: Leg, before: LegState) -> None:
-        """What the leg holds: a place in the queue for a slot of ours, the slot, its read."""
         state = leg.state
+        read.story.note(now, event, state, commands, f"leg {leg.number}")
         if before is LegState.WANTED:
             read.live[leg] = None
             self._read_of[leg] = read
@@ -136,25 +130,32 @@ class ReadTable(Table[Hashable, ReadEntry, ReadLimits, ev.Command]):
             self._pools[leg.device].wait(leg.source, leg)
         elif before is LegState.PACKED and leg.slot is None:
             self._pools[leg.device].leave(leg.source, leg)
+        if leg.slot_id is not None and state in (LegState.COPYING, LegState.OVER):
+            read.read_slots.setdefault(leg.source, []).append(leg.slot_id)
+            leg.slot_id = leg.slot_expires_at = None
         if state is LegState.OVER:
             del read.live[leg], self._read_of[leg]
             if leg.slot is not None:
                 self._pools[leg.device].release(leg.slot)
                 leg.slot = None
+        if read.error is not None:
+            commands += self._stop_legs(read, now)
+        return commands
 
     def _go_on(self, read: ReadEntry, now: float) -> Commands:
         """Start what may start, hand out slots of ours, and end what is over."""
         commands: Commands = []
         while leg := read.next_leg(self.limits.legs_in_flight):
             commands += self._apply_leg(read, leg, ev.LegDue(), now)
-        if self._pools:
-            commands += self._grant_slots(now)
+        for pool in self._pools.values():
+            while (granted := pool.acquire()) is not None:
+                leg, slot = granted
+                commands += self._apply_leg(self._read_of[leg], leg, ev.SlotGranted(slot), now)
         if read.read_slots:
             commands += read.release_slots()
-        if read.live or read.waiting:
-            self._deadlines.set(read.key, read.due_at)
-        elif not read.is_over:
+        if not (read.live or read.waiting or read.is_over):
             commands += self._finish(read, now)
+        self._deadlines.set(read.key, read.due_at)
         return commands
 
     def _finish(self, read: ReadEntry, now: float) -> Commands:
@@ -165,19 +166,12 @@ class ReadTable(Table[Hashable, ReadEntry, ReadLimits, ev.Command]):
             read.last_legs = ()
             return self._go_on(read, now)
         read.state = ReadState.OVER
-        ended = read.ended(now)
+        seconds = (now if read.landed_at is None else read.landed_at) - read.started_at
+        path = read.path if read.num_bytes else ""
+        ended = ev.ChunkEnded(read.key, read.num_bytes, path, seconds, read.error)
         read.story.note(now, ended, read.state, ())
         self._retire(read)
         return [ended]
-
-    def _grant_slots(self, now: float) -> Commands:
-        """Slots of ours to the legs of all reads that wait for one and may have it."""
-        commands: Commands = []
-        for pool in self._pools.values():
-            while (granted := pool.acquire()) is not None:
-                leg, slot = granted
-                commands += self._apply_leg(self._read_of[leg], leg, ev.SlotGranted(slot), now)
-        return commands
 
     def _expire(self, now: float) -> Commands:
         commands: Commands = []

@@ -23,34 +23,47 @@ Commands = list[ev.Command]
 def start(read: ReadEntry, leg: Leg, _event: ev.LegDue, now: float) -> Commands:
     """Its first stage."""
     leg.asked_at = now
-    return _begin(read, leg, leg.stages[0])
+    match leg.stages[0]:
+        case Stage.PACK:
+            leg.state = PACKING
+            return [ev.AskPack(read.key, leg, tuple(read.read_slots.pop(leg.source, ())))]
+        case Stage.READ:
+            leg.state = READING
+            return [ev.PostRead(read.key, leg)]
+        case Stage.COPY:
+            leg.state = COPYING
+            return [ev.StartCopy(read.key, leg)]
+        case Stage.DELEGATE:
+            leg.state = DELEGATED
+            return [ev.AskDelegate(read.key, leg)]
 
 
 def take_packed(read: ReadEntry, leg: Leg, event: ev.SlotPacked, _now: float) -> Commands:
     """The box lies at its holder: READ it, into a slot of ours once there is one."""
     leg.slot_id, leg.slot_expires_at = event.slot_id, leg.asked_at + event.slot_lease_s
-    if not leg.needs_slot:
-        return _begin(read, leg, Stage.READ)
-    leg.state = PACKED
-    return []
+    if leg.needs_slot:
+        leg.state = PACKED
+        return []
+    leg.state = READING
+    return [ev.PostRead(read.key, leg)]
 
 
 def read_into_slot(read: ReadEntry, leg: Leg, event: ev.SlotGranted, _now: float) -> Commands:
     """A slot of ours is free."""
-    leg.slot = event.slot
-    return _begin(read, leg, Stage.READ)
+    leg.slot, leg.state = event.slot, READING
+    return [ev.PostRead(read.key, leg)]
 
 
 def land(read: ReadEntry, leg: Leg, event: ev.ReadEnded, _now: float) -> Commands:
     """The READ is terminal; had the lease of its slot ended before, so would the read have."""
     read.num_bytes += event.num_bytes
-    _put_back(read, leg)
     if event.error is not None:
         return _fail(read, leg, event.error)
     if read.error is not None or Stage.COPY not in leg.stages:
         leg.state = OVER
         return []
-    return _begin(read, leg, Stage.COPY)
+    leg.state = COPYING
+    return [ev.StartCopy(read.key, leg)]
 
 
 def end_copy(read: ReadEntry, leg: Leg, event: ev.CopyEnded, _now: float) -> Commands:
@@ -76,9 +89,8 @@ def fail_pack(read: ReadEntry, leg: Leg, event: ev.PackFailed, _now: float) -> C
     return _fail(read, leg, event.error)
 
 
-def drop(read: ReadEntry, leg: Leg, _event: ev.LegStopped, _now: float) -> Commands:
+def drop(_read: ReadEntry, leg: Leg, _event: ev.LegStopped, _now: float) -> Commands:
     """Nothing writes for it, so it is over at once."""
-    _put_back(read, leg)
     leg.state = OVER
     return []
 
@@ -104,34 +116,11 @@ def ignore(_read: ReadEntry, _leg: Leg, _event: Any, _now: float) -> Commands:
     return []
 
 
-def _begin(read: ReadEntry, leg: Leg, stage: Stage) -> Commands:
-    match stage:
-        case Stage.PACK:
-            leg.state = PACKING
-            return [ev.AskPack(read.key, leg, tuple(read.read_slots.pop(leg.source, ())))]
-        case Stage.READ:
-            leg.state = READING
-            return [ev.PostRead(read.key, leg)]
-        case Stage.COPY:
-            leg.state = COPYING
-            return [ev.StartCopy(read.key, leg)]
-        case Stage.DELEGATE:
-            leg.state = DELEGATED
-            return [ev.AskDelegate(read.key, leg)]
-
-
 def _fail(read: ReadEntry, leg: Leg, error: KVBusError) -> Commands:
     """The leg is over, and its read has failed; the first error counts."""
     leg.state = OVER
     read.error = read.error or error
     return []
-
-
-def _put_back(read: ReadEntry, leg: Leg) -> None:
-    """The slot there is not needed any more."""
-    if leg.slot_id is not None:
-        read.read_slots.setdefault(leg.source, []).append(leg.slot_id)
-    leg.slot_id = leg.slot_expires_at = None
 
 
 TRANSITIONS: Mapping[tuple[LegState, type[Any]], Transition[LegState]] = {

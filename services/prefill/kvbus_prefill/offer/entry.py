@@ -135,18 +135,14 @@ class OfferEntry:
                 stop=box.stop,
                 num_tokens=self.num_tokens,
             )
-        self._check_holds(box.group, box.table)
-
-    def _check_holds(self, group: str, table: BlockTable) -> None:
-        """Raise `GeometryError` unless the blocks of ``table`` are the offer's, in its order."""
-        known = self.tables.get(group, BlockTable(b""))
+        table, known = box.table, self.tables.get(box.group, BlockTable(b""))
         skipped = table.first_block - known.first_block
         if skipped < 0 or known.ids[4 * skipped : 4 * skipped + len(table.ids)] != table.ids:
             raise GeometryError(
                 f"blocks {table.first_block} to {table.first_block + len(table)} of group "
-                f"'{group}' are not those of the offer",
+                f"'{box.group}' are not those of the offer",
                 offer_id=self.offer_id,
-                group=group,
+                group=box.group,
             )
 
     def end_lease(self, reason: str) -> list[ev.Command]:
@@ -159,9 +155,9 @@ class OfferEntry:
             ev.Publish(f"lease.{reason}", LeaseEvent(offer_id=self.offer_id, epoch=lease.epoch)),
         ]
 
-    def release(self, outcome: Outcome) -> list[ev.Command]:
-        """End the offer; a live lease is revoked first, so its blocks are nobody else's."""
-        commands = self.end_lease("revoked")
+    def release(self, outcome: Outcome, reason: str = "revoked") -> list[ev.Command]:
+        """End the offer, its live lease first, so that its blocks are nobody else's."""
+        commands = self.end_lease(reason)
         self.state, self.outcome, self.tables = OfferState.RELEASED, outcome, {}
         opened = self.opened
         report = ev.ReportReleased(

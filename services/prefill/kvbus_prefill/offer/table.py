@@ -75,8 +75,7 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         self._requests[event.engine_id, event.request_id] = event.offer_id
         made = OfferMade(offer_id=event.offer_id, ticket=dict(event.ticket))
         commands: Commands = [ev.SendReply(event.reply_to, made), offer.published("offer.opened")]
-        offer.story.note(now, event, offer.state, commands)
-        self._add(offer)
+        self._add(offer, event, now, commands)
         return commands
 
     def _check_admission(self, event: ev.Opened) -> None:

@@ -99,8 +99,7 @@ def renew(offer: OfferEntry, event: ev.Renewed, at: Context) -> Commands:
 def confirm(offer: OfferEntry, event: ev.Confirmed, _: Context) -> Commands:
     """The reader has everything, under a lease that was live all along: the offer is done."""
     offer.live_lease(event.epoch)
-    done = [*offer.end_lease("ended"), *offer.release(Outcome.COMPLETED)]
-    return [ev.SendReply(event.reply_to, Empty()), *done]
+    return [ev.SendReply(event.reply_to, Empty()), *offer.release(Outcome.COMPLETED, "ended")]
 
 
 def refuse_early_confirm(offer: OfferEntry, event: ev.Confirmed, _: Context) -> Commands:

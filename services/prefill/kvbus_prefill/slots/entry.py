@@ -25,17 +25,23 @@ class SlotState(StrEnum):
     ABANDONED = "abandoned"
     """Refused and not wanted any more, but the copy still runs: its slot is not free."""
 
+    WIPING = "wiping"
+    """Nobody reads the slot any more; where slots are wiped, zeros are written over it."""
+
     OVER = "over"
     """The slot, if it had one, is free."""
 
 
 WAITING, GATHERING, PACKED = SlotState.WAITING, SlotState.GATHERING, SlotState.PACKED
-ABANDONED, OVER = SlotState.ABANDONED, SlotState.OVER
+ABANDONED, WIPING, OVER = SlotState.ABANDONED, SlotState.WIPING, SlotState.OVER
 
 
 @dataclass(frozen=True, slots=True)
 class SlotLimits:
-    """Bounds of the table; ``max_gathers`` run at once, ``max_waiting`` wait over all leases."""
+    """Bounds of the table; ``max_gathers`` run at once, ``max_waiting`` wait over all leases.
+
+    ``wipe`` says that a slot is zeroed before it is free.
+    """
 
     num_slots: int = 16
     slot_bytes: int = 8 << 20
@@ -43,6 +49,7 @@ class SlotLimits:
     max_waiting: int = 1024
     max_slot_lease_s: float = 30.0
     max_retired: int = 256
+    wipe: bool = False
 
     @property
     def max_slots_of_a_lease(self) -> int:
@@ -77,8 +84,8 @@ class SlotEntry:
 
     @property
     def due_at(self) -> float | None:
-        """When its lease ends; None while only its copy counts."""
-        return None if self.state is ABANDONED else self.expires_at
+        """When its lease ends; None while only a copy or a wipe counts."""
+        return None if self.state in (ABANDONED, WIPING) else self.expires_at
 
     def retire(self) -> None:
         """Keep neither the memory that it was copied from nor the request."""
@@ -94,12 +101,11 @@ def start(pack: SlotEntry, event: ev.TurnCame, _: Context) -> Commands:
     return [ev.StartGather(pack.slot_id, event.slot, pack.asked.work)]
 
 
-def end_gather(pack: SlotEntry, event: ev.GatherEnded, _: Context) -> Commands:
+def end_gather(pack: SlotEntry, event: ev.GatherEnded, at: Context) -> Commands:
     """The reader may read, or learns why not."""
     if event.error is not None or pack.slot is None:
-        pack.state = OVER
         error = event.error or KVBusError("the box was gathered into no slot")
-        return [ev.Refuse(pack.asked.reply_to, error)]
+        return [ev.Refuse(pack.asked.reply_to, error), *free(pack, event, at)]
     pack.state = PACKED
     asked = pack.asked
     return [
@@ -119,8 +125,17 @@ def abandon(pack: SlotEntry, event: ev.Event, _: Context) -> Commands:
     return [ev.Refuse(pack.asked.reply_to, _reason(pack, event))]
 
 
-def free(pack: SlotEntry, _event: ev.Event, _: Context) -> Commands:
+def free(pack: SlotEntry, _event: ev.Event, at: Context) -> Commands:
     """Nobody writes into the slot, and nothing that is read from it now is valid."""
+    if at.limits.wipe and pack.slot is not None:
+        pack.state = WIPING
+        return [ev.StartWipe(pack.slot_id, pack.slot)]
+    pack.state = OVER
+    return []
+
+
+def end_wipe(pack: SlotEntry, _event: ev.WipeEnded, _: Context) -> Commands:
+    """Nothing is left in the slot."""
     pack.state = OVER
     return []
 
@@ -152,20 +167,25 @@ TRANSITIONS: Mapping[tuple[SlotState, type[ev.Event]], Transition[SlotState]] = 
     (WAITING, ev.EngineLost): Transition(give_up, (OVER,)),
     (WAITING, ev.Stopped): Transition(give_up, (OVER,)),
     (WAITING, ev.DeadlinePassed): Transition(give_up, (OVER,)),
-    (GATHERING, ev.GatherEnded): Transition(end_gather, (PACKED, OVER)),
+    (GATHERING, ev.GatherEnded): Transition(end_gather, (PACKED, WIPING, OVER)),
     (GATHERING, ev.GivenBack): Transition(ignore, (GATHERING,)),
     (GATHERING, ev.LeaseEnded): Transition(abandon, (ABANDONED,)),
     (GATHERING, ev.EngineLost): Transition(abandon, (ABANDONED,)),
     (GATHERING, ev.Stopped): Transition(abandon, (ABANDONED,)),
     (GATHERING, ev.DeadlinePassed): Transition(abandon, (ABANDONED,)),
-    (PACKED, ev.GivenBack): Transition(free, (OVER,)),
-    (PACKED, ev.LeaseEnded): Transition(free, (OVER,)),
-    (PACKED, ev.EngineLost): Transition(free, (OVER,)),
-    (PACKED, ev.Stopped): Transition(free, (OVER,)),
-    (PACKED, ev.DeadlinePassed): Transition(free, (OVER,)),
-    (ABANDONED, ev.GatherEnded): Transition(free, (OVER,)),
+    (PACKED, ev.GivenBack): Transition(free, (WIPING, OVER)),
+    (PACKED, ev.LeaseEnded): Transition(free, (WIPING, OVER)),
+    (PACKED, ev.EngineLost): Transition(free, (WIPING, OVER)),
+    (PACKED, ev.Stopped): Transition(free, (WIPING, OVER)),
+    (PACKED, ev.DeadlinePassed): Transition(free, (WIPING, OVER)),
+    (ABANDONED, ev.GatherEnded): Transition(free, (WIPING, OVER)),
     (ABANDONED, ev.GivenBack): Transition(ignore, (ABANDONED,)),
     (ABANDONED, ev.LeaseEnded): Transition(ignore, (ABANDONED,)),
     (ABANDONED, ev.EngineLost): Transition(ignore, (ABANDONED,)),
     (ABANDONED, ev.Stopped): Transition(ignore, (ABANDONED,)),
+    (WIPING, ev.WipeEnded): Transition(end_wipe, (OVER,)),
+    (WIPING, ev.GivenBack): Transition(ignore, (WIPING,)),
+    (WIPING, ev.LeaseEnded): Transition(ignore, (WIPING,)),
+    (WIPING, ev.EngineLost): Transition(ignore, (WIPING,)),
+    (WIPING, ev.Stopped): Transition(ignore, (WIPING,)),
 }

@@ -23,8 +23,10 @@ __all__ = [
     "ReplyPacked",
     "SlotWanted",
     "StartGather",
+    "StartWipe",
     "Stopped",
     "TurnCame",
+    "WipeEnded",
 ]
 
 
@@ -60,6 +62,13 @@ class GatherEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class WipeEnded:
+    """Zeros are written over what was gathered."""
+
+    slot_id: int
+
+
+@dataclass(frozen=True, slots=True)
 class GivenBack:
     """A reader has read slots, or does not want them any more; ids that it has not do nothing."""
 
@@ -78,6 +87,7 @@ Event = (
     SlotWanted
     | TurnCame
     | GatherEnded
+    | WipeEnded
     | GivenBack
     | LeaseEnded
     | EngineLost
@@ -96,6 +106,14 @@ class StartGather:
 
 
 @dataclass(frozen=True, slots=True)
+class StartWipe:
+    """Write zeros over slot number ``slot``, and tell when that has ended."""
+
+    slot_id: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
 class ReplyPacked:
     """Tell the reader that its box lies in slot number ``slot``."""
 
@@ -106,4 +124,4 @@ class ReplyPacked:
     slot_lease_s: float
 
 
-Command = StartGather | ReplyPacked | Refuse
+Command = StartGather | StartWipe | ReplyPacked | Refuse

@@ -7,9 +7,7 @@ from itertools import count
 from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError
 from kvbus.table import FairPool, Table
 from kvbus_prefill.slots import events as ev
-from kvbus_prefill.slots.entry import TRANSITIONS, Commands, SlotEntry, SlotLimits, SlotState
-
-COPYING = (SlotState.GATHERING, SlotState.ABANDONED)
+from kvbus_prefill.slots.entry import TRANSITIONS, Commands, SlotEntry, SlotLimits
 
 
 class SlotTable(Table[int, SlotEntry, SlotLimits, ev.Command]):
@@ -39,30 +37,26 @@ class SlotTable(Table[int, SlotEntry, SlotLimits, ev.Command]):
 
     @property
     def num_slots_in_use(self) -> int:
-        """Slots that are gathered into, or read, or neither yet free."""
+        """Slots that are gathered into, read, or wiped, or not yet free."""
         return self._pool.num_in_use
 
-    def has_lease(self, lease: Hashable) -> bool:
-        """Whether a box is here for it."""
-        return lease in self._leases
-
-    def handle(self, event: ev.Event, now: float) -> list[ev.Command]:
-        """As every table; slots that came free are given on at the end."""
-        return super().handle(event, now) + self._take_turns(now)
-
     def _handle(self, event: ev.Event, now: float) -> Commands:
-        match event:
-            case ev.SlotWanted():
-                return self._ask(event, now)
-            case ev.DeadlinePassed():
-                return []
-            case _:
-                self.stopped |= isinstance(event, ev.Stopped)
-                return self._apply_all(self._hit_by(event), event, now)
+        """Slots that came free, by this event or by what was due, are given on at the end."""
+        commands: Commands = []
+        if isinstance(event, ev.SlotWanted):
+            try:
+                self._ask(event, now)
+            except KVBusError as error:
+                commands = [ev.Refuse(event.reply_to, error)]
+        elif not isinstance(event, ev.DeadlinePassed):
+            self.stopped |= isinstance(event, ev.Stopped)
+            self._num_copies -= isinstance(event, ev.GatherEnded)
+            commands = self._apply_all(self._hit_by(event), event, now)
+        return commands + self._take_turns(now)
 
     def _hit_by(self, event: ev.Event) -> list[SlotEntry]:
         match event:
-            case ev.GatherEnded(slot_id):
+            case ev.GatherEnded(slot_id) | ev.WipeEnded(slot_id):
                 return [self.live[slot_id]]
             case ev.GivenBack(slot_ids, reader):
                 known = [self.live[i] for i in dict.fromkeys(slot_ids) if i in self.live]
@@ -74,19 +68,8 @@ class SlotTable(Table[int, SlotEntry, SlotLimits, ev.Command]):
             case _:
                 return list(self.live.values())
 
-    def _ask(self, asked: ev.SlotWanted, now: float) -> Commands:
-        try:
-            self._check_admission(asked)
-        except KVBusError as error:
-            return [ev.Refuse(asked.reply_to, error)]
-        slot_lease_s = min(asked.slot_lease_s, self.limits.max_slot_lease_s)
-        box = SlotEntry(next(self._ids), asked, slot_lease_s, expires_at=now + slot_lease_s)
-        self._leases[asked.lease][box.slot_id] = box
-        self._pool.wait(asked.lease, box.slot_id)
-        self._add(box)
-        return []
-
-    def _check_admission(self, asked: ev.SlotWanted) -> None:
+    def _ask(self, asked: ev.SlotWanted, now: float) -> None:
+        """Have a box wait; raises `LocalError` and `GeometryError`."""
         if self.stopped:
             raise LocalError("the agent stops", code=ErrorCode.CLOSED)
         if asked.num_bytes > self.limits.slot_bytes:
@@ -102,6 +85,11 @@ class SlotTable(Table[int, SlotEntry, SlotLimits, ev.Command]):
                 code=ErrorCode.BUSY,
                 max_packs=self.limits.max_waiting,
             )
+        slot_lease_s = min(asked.slot_lease_s, self.limits.max_slot_lease_s)
+        box = SlotEntry(next(self._ids), asked, slot_lease_s, expires_at=now + slot_lease_s)
+        self._leases[asked.lease][box.slot_id] = box
+        self._pool.wait(asked.lease, box.slot_id)
+        self._add(box, asked, now, ())
 
     def _take_turns(self, now: float) -> Commands:
         """Slots to boxes that wait, as long as threads are free to gather into them."""
@@ -110,15 +98,8 @@ class SlotTable(Table[int, SlotEntry, SlotLimits, ev.Command]):
             if (granted := self._pool.acquire()) is None:
                 break
             slot_id, slot = granted
+            self._num_copies += 1
             commands += self._apply(self.live[slot_id], ev.TurnCame(slot), now)
-        return commands
-
-    def _apply(self, entry: SlotEntry, event: object, now: float) -> Commands:
-        before = entry.state
-        commands = super()._apply(entry, event, now)
-        self._num_copies += (entry.state in COPYING) - (before in COPYING)
-        if entry.is_over and before is SlotState.WAITING:
-            self._pool.leave(entry.asked.lease, entry.slot_id)
         return commands
 
     def _retire(self, entry: SlotEntry) -> None:
@@ -126,6 +107,8 @@ class SlotTable(Table[int, SlotEntry, SlotLimits, ev.Command]):
         del self._leases[lease][entry.slot_id]
         if not self._leases[lease]:
             del self._leases[lease]
-        if entry.slot is not None:
+        if entry.slot is None:
+            self._pool.leave(lease, entry.slot_id)
+        else:
             self._pool.release(entry.slot)
         super()._retire(entry)

@@ -14,7 +14,6 @@ import sys
 
 import msgspec
 
-from kvbus.doctor.check.cuda import Gpu
 from kvbus.errors import KVBusError, TransferFailed
 
 LentMemory = tuple[str, bytes, int, int]
@@ -29,6 +28,14 @@ class NixlList(msgspec.Struct, frozen=True):
 
     nixl_version: str
     backends: dict[str, tuple[str, ...]]
+
+
+class Gpu(msgspec.Struct, frozen=True):
+    """One GPU as torch sees it."""
+
+    uuid: str
+    name: str
+    memory_bytes: int
 
 
 class GpuList(msgspec.Struct, frozen=True):
@@ -73,16 +80,16 @@ def try_memory(role: str) -> None:
 
 def try_nixl(role: str) -> None:
     """List the backends, or measure a bare pair."""
-    from kvbus.transport.backends import list_backends  # noqa: PLC0415 - only here it may crash
+    # Imported only here, as it may crash.
     from kvbus.transport.bare_pair import LONG_BYTES, NUM_PLACES, BareAgent  # noqa: PLC0415
-    from kvbus.transport.nixl_agent import NixlAgent  # noqa: PLC0415
+    from kvbus.transport.nixl_agent import NixlAgent, list_backends  # noqa: PLC0415
 
     if role == "list":
         found = list_backends()
         os.environ["UCX_TLS"] = "none-of-these"  # its complaint lists those that it has
         with contextlib.suppress(TransferFailed):
             NixlAgent(f"kvbus-doctor/{os.getpid()}")
-        _print(NixlList(found.nixl_version, found.memory_types))
+        _print(NixlList(*found))
         return
     agent = BareAgent(f"kvbus-doctor-{role}", NUM_PLACES * LONG_BYTES)
     if role == "target":
@@ -97,7 +104,7 @@ def try_cuda(role: str) -> None:
     from kvbus.memory import cuda_survey  # noqa: PLC0415 - torch
 
     if role == "list":
-        gpus = tuple(Gpu(gpu.uuid, gpu.name, gpu.memory_bytes) for gpu in cuda_survey.seen_gpus())
+        gpus = tuple(Gpu(*gpu) for gpu in cuda_survey.seen_gpus())
         _print(GpuList(cuda_survey.cuda_version(), gpus))
     elif role == "target":
         memory = cuda_survey.lent_memory()

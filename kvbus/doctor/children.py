@@ -5,6 +5,7 @@ killed. Only one that the kernel cannot end, as a driver holds it, is left to th
 """
 
 import contextlib
+import re
 import signal
 import subprocess
 import sys
@@ -17,12 +18,15 @@ from typing import TypeVar
 
 import msgspec
 
-from kvbus.doctor.check.logs import reason_in
 from kvbus.spawn import Child, Stream
 
+PROBE = "kvbus.doctor.process"
 GENTLE_END_S = 1.0
 KILLED_END_S = 1.0
 LEAST_S = 0.05
+MAX_REASON_LETTERS = 300
+_UCX_ERROR = re.compile(r"UCX\s+ERROR\s+(.+)")
+_NIXL_ERROR = re.compile(r"^E\d{4} \S+\s+\d+ \S+?:\d+\] (.+)", re.MULTILINE)
 
 T = TypeVar("T")
 
@@ -134,3 +138,12 @@ def _why(status: int, log: str) -> str:
         ending = f"killed by {signal.Signals(-status).name}"
         return f"{ending}: {reason}" if reason else ending
     return reason or f"ended with status {status}"
+
+
+def reason_in(log: str) -> str:
+    """The first error that UCX told, or else NIXL, or else the last line, which is Python's."""
+    for pattern in (_UCX_ERROR, _NIXL_ERROR):
+        if found := pattern.search(log):
+            return found[1].strip()[:MAX_REASON_LETTERS]
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    return lines[-1][:MAX_REASON_LETTERS] if lines else ""

@@ -6,8 +6,12 @@ from dataclasses import dataclass
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbus.integrations.vllm.early_completions import MOST_UNMATCHED, EarlyCompletions
-from kvbus.integrations.vllm.step_results import NOTHING, StepResults
+from kvbus.integrations.vllm.step_results import (
+    MOST_UNMATCHED,
+    NOTHING,
+    EarlyCompletions,
+    StepResults,
+)
 from kvbus.protocol.engine import Fetched, Outcome
 
 

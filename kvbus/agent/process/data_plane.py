@@ -1,0 +1,140 @@
+"""Keeps the TCP ports of UCX to the interfaces that the config names, and looks whether they are.
+
+UCX over TCP never asks whether an address was registered: whoever connects to one of its ports
+reads and writes any memory of this process. Left alone, UCX listens on every interface.
+"""
+
+import ipaddress
+import os
+import socket
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+import structlog
+
+from kvbus.agent.process.config import AgentConfig, bind_host
+from kvbus.errors import ConfigError, KVBusError
+
+UCX_INTERFACES = "UCX_NET_DEVICES"
+"""What UCX reads, as it starts, from the environment: device names with commas between them."""
+
+log = structlog.get_logger()
+
+_RDMA_DEVICES = Path("/sys/class/infiniband")
+_IP_FAMILIES = (socket.AF_INET, socket.AF_INET6)
+
+
+class DataPlaneExposed(KVBusError):
+    """The process listens where the config does not let it."""
+
+
+@dataclass(frozen=True, slots=True)
+class DataPlane:
+    """The interfaces that UCX may use, and the ports of the agent that are not UCX's."""
+
+    interfaces: tuple[str, ...]
+    other_ports: frozenset[int] = frozenset()
+
+    def endpoints(self) -> list[str]:
+        """HOST:PORT of each TCP socket at which UCX listens."""
+        return [f"{host}:{port}" for host, port in self._listening()]
+
+    def check(self) -> None:
+        """Raise `DataPlaneExposed` when UCX listens outside of the interfaces."""
+        allowed = _addresses(self.interfaces)
+        outside = [f"{host}:{port}" for host, port in self._listening() if host not in allowed]
+        if outside:
+            raise DataPlaneExposed(
+                f"UCX listens at {', '.join(outside)}, which data_interfaces = "
+                f"{list(self.interfaces)} does not allow; look at the UCX_ settings of the "
+                "environment",
+                outside=", ".join(outside),
+            )
+
+    def end_if_exposed(self) -> None:
+        """End the process, as `check` fails: it must not serve another request."""
+        try:
+            self.check()
+        except DataPlaneExposed as error:
+            log.critical("data_plane.exposed", reason=error.message)
+            os._exit(1)
+
+    def _listening(self) -> list[tuple[str, int]]:
+        return sorted(
+            (one.laddr.ip, one.laddr.port)
+            for one in psutil.Process().net_connections("tcp")
+            if one.status == psutil.CONN_LISTEN and one.laddr.port not in self.other_ports
+        )
+
+
+def choose_interfaces(config: AgentConfig) -> tuple[str, ...]:
+    """What UCX may use: the config's choice, the environment's, or loopback if the binds are.
+
+    Raises `ConfigError` when other machines reach the agent and nobody has named the interfaces.
+    """
+    named = config.data_interfaces or _from_environment()
+    if named:
+        _require_known(named)
+        return named
+    if all(is_loopback(bind_host(bind)) for bind in (config.peer_bind, config.events_bind)):
+        return _loopback_interfaces()
+    raise ConfigError(
+        "key 'data_interfaces': needed, because peer_bind or events_bind is not loopback: name the "
+        "network interfaces or RDMA devices that KV passes over, and let only agents reach their "
+        "ports (docs/security.md)",
+        key="data_interfaces",
+    )
+
+
+def restrict_ucx(interfaces: Iterable[str]) -> None:
+    """Let UCX use these interfaces only; call it before the first NIXL agent is made."""
+    os.environ[UCX_INTERFACES] = ",".join(interfaces)
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine reaches a socket that is bound to ``host``."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host in ("localhost", *_loopback_interfaces())  # ZeroMQ binds to interfaces too
+
+
+def _from_environment() -> tuple[str, ...]:
+    named = os.environ.get(UCX_INTERFACES, "")
+    return () if named == "all" else tuple(name for name in named.split(",") if name)
+
+
+def _require_known(names: Collection[str]) -> None:
+    known = {*psutil.net_if_addrs(), *_rdma_devices()}
+    unknown = [name for name in names if name.partition(":")[0] not in known]
+    if unknown:
+        raise ConfigError(
+            f"key 'data_interfaces': this machine has no {', '.join(unknown)}; it has "
+            f"{', '.join(sorted(known))}",
+            key="data_interfaces",
+        )
+
+
+def _rdma_devices() -> list[str]:
+    return [one.name for one in _RDMA_DEVICES.iterdir()] if _RDMA_DEVICES.is_dir() else []
+
+
+def _loopback_interfaces() -> tuple[str, ...]:
+    return tuple(
+        name
+        for name, addresses in psutil.net_if_addrs().items()
+        if any(one.family in _IP_FAMILIES and is_loopback(one.address) for one in addresses)
+    )
+
+
+def _addresses(interfaces: Iterable[str]) -> set[str]:
+    """Every IP address of these network interfaces; an RDMA device has none."""
+    of_all = psutil.net_if_addrs()
+    return {
+        one.address.partition("%")[0]
+        for name in interfaces
+        for one in of_all.get(name, ())
+        if one.family in _IP_FAMILIES
+    }

@@ -1,0 +1,258 @@
+"""Says whether agents can have what they want: their ports, folders and staging.
+
+Refuses to listen: a port is bound and let go, so nobody can connect to a probe. A folder that was
+made is removed.
+"""
+
+import contextlib
+import errno
+import os
+import socket
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import anyio
+import msgspec
+import psutil
+
+from kvbus.agent.process.config import AgentConfig, convert_config, load_shared_config
+from kvbus.agent.process.data_plane import choose_interfaces
+from kvbus.agent.process.defaults import DECODE_DEFAULTS, PREFILL_DEFAULTS
+from kvbus.bus import ask_agent
+from kvbus.doctor.finding import ERROR, NOTE, OK, Finding
+from kvbus.errors import ConfigError, KVBusError
+from kvbus.memory.attach.path import check_path_length, prepare_directory
+from kvbus.memory.room import available_bytes
+from kvbus.protocol.peer import Status
+from kvbus.text import bytes_text
+
+ASK_S = 2.0
+
+AgentSource = tuple[str, AgentConfig]
+
+
+class Bind(msgspec.Struct, frozen=True, kw_only=True):
+    """One address of an agent.
+
+    ``error`` is empty when it can be bound; ``held_by`` is the id of the agent that answers there.
+    """
+
+    key: str
+    address: str
+    error: str
+    held_by: str = ""
+
+    @property
+    def host_and_port(self) -> str:
+        """The same for each way to write an address."""
+        return self.address.removeprefix("tcp://")
+
+    @property
+    def port(self) -> str:
+        """ "0" lets the system choose one."""
+        return self.address.rpartition(":")[2]
+
+
+class AgentFacts(msgspec.Struct, frozen=True, kw_only=True):
+    """What one agent wants; ``source`` is its file, or whose defaults these are.
+
+    ``folder_error`` is empty when the runtime folder is there or can be made, with mode 0700, and
+    the path of the socket in it is short enough. ``interfaces`` are those that UCX may use.
+    """
+
+    source: str
+    agent_id: str
+    binds: tuple[Bind, ...]
+    folder: str
+    folder_error: str
+    staging_bytes: int
+    interfaces: tuple[str, ...]
+    interfaces_error: str
+
+    @property
+    def is_running(self) -> bool:
+        """Whether this very agent answers at one of its addresses."""
+        return any(bind.held_by == self.agent_id for bind in self.binds)
+
+
+def wanted_agents(paths: list[Path]) -> list[AgentSource]:
+    """The agents of these files, or of both services' defaults; raises `ConfigError`."""
+    if paths:
+        return [(str(path), load_shared_config(path)) for path in paths]
+    defaults = {"kvbus-prefill": PREFILL_DEFAULTS, "kvbus-decode": DECODE_DEFAULTS}
+    return [
+        (f"the defaults of {name}", convert_config(AgentConfig, dict(keys), source=name))
+        for name, keys in defaults.items()
+    ]
+
+
+def check_agents(agents: Sequence[AgentSource]) -> Iterator[Finding]:
+    """What came of trying what they want."""
+    facts = [agent_facts(*agent) for agent in agents]
+    return agent_findings(facts, available_bytes=available_bytes())
+
+
+def agent_facts(source: str, config: AgentConfig) -> AgentFacts:
+    """What came of trying each of them."""
+    interfaces, interfaces_error = _interfaces(config)
+    keys = [key for key in ("peer_bind", "events_bind", "metrics_bind") if getattr(config, key)]
+    return AgentFacts(
+        source=source,
+        agent_id=config.agent_id,
+        binds=tuple(_bind(key, getattr(config, key)) for key in keys),
+        folder=str(config.runtime_path),
+        folder_error=_folder_error(config),
+        staging_bytes=config.staging_bytes,
+        interfaces=interfaces,
+        interfaces_error=interfaces_error,
+    )
+
+
+def _interfaces(config: AgentConfig) -> tuple[tuple[str, ...], str]:
+    try:
+        return choose_interfaces(config), ""
+    except ConfigError as error:
+        return (), error.message
+
+
+def _bind(key: str, address: str) -> Bind:
+    error = _bind_error(address)
+    is_taken = key == "peer_bind" and error == os.strerror(errno.EADDRINUSE)
+    held_by = anyio.run(_agent_at, address) if is_taken else ""
+    return Bind(key=key, address=address, error=error, held_by=held_by)
+
+
+def _bind_error(address: str) -> str:
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    by_bus = address.startswith("tcp://")  # ZeroMQ: of IPv4, and takes names of interfaces
+    try:
+        host = (_interface_address(host) if by_bus else "") or host or "127.0.0.1"
+        found = socket.getaddrinfo(
+            None if host == "*" else host.strip("[]"),
+            int(port),
+            family=socket.AF_INET if by_bus else socket.AF_UNSPEC,
+            type=socket.SOCK_STREAM,
+            flags=socket.AI_PASSIVE,
+        )
+        family, *_, socket_address = found[0]
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(socket_address)
+    except (OSError, ValueError, OverflowError) as error:
+        return getattr(error, "strerror", "") or str(error)
+    return ""
+
+
+def _interface_address(name: str) -> str:
+    """The IPv4 address of an interface; empty when there is none of this name."""
+    found = psutil.net_if_addrs().get(name, ())
+    return next((one.address for one in found if one.family == socket.AF_INET), "")
+
+
+async def _agent_at(address: str) -> str:
+    """The id of the agent that answers there, empty when none does."""
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    here = "127.0.0.1" if host in ("*", "0.0.0.0") else host  # noqa: S104 - compared
+    try:
+        status = await ask_agent(f"tcp://{here}:{port}", Status(), timeout_s=ASK_S)
+    except KVBusError:
+        return ""
+    return status.agent_id
+
+
+def _folder_error(config: AgentConfig) -> str:
+    try:
+        check_path_length(config.attach_path)
+        with _leaving_nothing(config.runtime_path):
+            prepare_directory(config.runtime_path)
+            if not os.access(config.runtime_path, os.W_OK | os.X_OK):
+                return f"the runtime directory {config.runtime_path} cannot be written to"
+    except ConfigError as error:
+        return error.message
+    return ""
+
+
+@contextlib.contextmanager
+def _leaving_nothing(folder: Path) -> Iterator[None]:
+    """Remove, at the end, the folder and those above it, as far as they were not there before."""
+    new = [path for path in (folder, *folder.parents) if not os.path.lexists(path)]
+    try:
+        yield
+    finally:
+        for path in new:  # the innermost first
+            with contextlib.suppress(OSError):
+                path.rmdir()
+
+
+def agent_findings(agents: Sequence[AgentFacts], *, available_bytes: int) -> Iterator[Finding]:
+    """Each agent's ports and folder, then what they want together."""
+    for agent in agents:
+        yield from _ports(agent)
+        yield Finding(
+            f"agents.{agent.agent_id}.runtime_dir",
+            ERROR if agent.folder_error else OK,
+            agent.folder_error or agent.folder,
+            {"folder": agent.folder, "error": agent.folder_error},
+            why=f"Engines meet their agent in this folder ({agent.source}).",
+            fix="Set runtime_dir to a folder of this user, with mode 0700 and a short path.",
+        )
+        yield Finding(
+            f"agents.{agent.agent_id}.interfaces",
+            ERROR if agent.interfaces_error else OK,
+            agent.interfaces_error or f"UCX listens on {', '.join(agent.interfaces)}",
+            {"interfaces": list(agent.interfaces), "error": agent.interfaces_error},
+            why="Whoever reaches UCX over TCP reads and writes any memory of the agent "
+            f"({agent.source}).",
+            fix="Name the interfaces that only agents reach in data_interfaces.",
+            command="ip -brief address" if agent.interfaces_error else "",
+        )
+    yield from _clashes(agents)
+    wanted_bytes = sum(agent.staging_bytes for agent in agents if not agent.is_running)
+    yield Finding(
+        "agents.staging",
+        OK if wanted_bytes <= available_bytes else ERROR,
+        f"{bytes_text(wanted_bytes)} wanted, {bytes_text(available_bytes)} available",
+        {"wanted_bytes": wanted_bytes, "available_bytes": available_bytes},
+        why="An agent reserves its staging when it starts, and does not start without it.",
+        fix="Make staging_bytes smaller, or free memory.",
+    )
+
+
+def _ports(agent: AgentFacts) -> Iterator[Finding]:
+    name = f"agents.{agent.agent_id}"
+    values = {bind.key: bind.address for bind in agent.binds}
+    if agent.is_running:
+        yield Finding(f"{name}.ports", NOTE, "the agent runs already, and has its ports", values)
+        return
+    taken = [bind for bind in agent.binds if bind.error]
+    for bind in taken:
+        by = f", by the agent '{bind.held_by}'" if bind.held_by else ""
+        yield Finding(
+            f"{name}.{bind.key}",
+            ERROR,
+            f"{bind.address} cannot be bound{by}: {bind.error}",
+            {"address": bind.address, "error": bind.error, "held_by": bind.held_by},
+            why=f"The agent does not start without it ({agent.source}).",
+            fix="End what holds it, or choose another address.",
+            command=f"ss -ltnp 'sport = :{bind.port}'",
+        )
+    if not taken:
+        free = ", ".join(bind.host_and_port for bind in agent.binds)
+        yield Finding(f"{name}.ports", OK, f"free: {free}", values)
+
+
+def _clashes(agents: Sequence[AgentFacts]) -> Iterator[Finding]:
+    binds = [bind for agent in agents for bind in agent.binds if bind.port != "0"]
+    wanted = Counter(bind.host_and_port for bind in binds)
+    wanted += Counter(one for agent in agents for one in (agent.agent_id, agent.folder))
+    twice = [one for one, count in wanted.items() if count > 1]
+    if twice:
+        yield Finding(
+            "agents.clash",
+            ERROR,
+            f"wanted more than once: {', '.join(twice)}",
+            {"wanted_twice": twice},
+            why="Each address, agent_id and runtime_dir can be had once.",
+            fix="Choose another in one of the files.",
+        )

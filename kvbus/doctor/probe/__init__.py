@@ -1,1 +1,0 @@
-"""Collects the facts: from the kernel in this process, what may hang in processes of its own."""

@@ -1,0 +1,124 @@
+"""Whoever connects to UCX over TCP owns the process: it listens on the named interfaces only."""
+
+import subprocess
+import sys
+from typing import Any
+
+import psutil
+import pytest
+
+from kvbus.agent.process.data_plane import choose_interfaces
+from kvbus.errors import ConfigError
+from kvbus_prefill.config import PrefillConfig
+from tests.agents import AgentProcess, Agents
+from tests.namespaces import HAVE_NAMESPACES, hosts, link
+
+UCX_LISTENS_EVERYWHERE = """
+import socket
+from kvbus.agent.process.data_plane import DataPlane
+listener = socket.create_server(("0.0.0.0", 0))
+DataPlane(("lo",)).{method}()
+"""
+MANY_HOSTS = pytest.mark.skipif(not HAVE_NAMESPACES, reason="needs root and iproute2")
+LOOPBACK, WILDCARD = "tcp://127.0.0.1:0", "tcp://0.0.0.0:0"
+
+
+def config(**changes: Any) -> PrefillConfig:
+    binds = {"agent_id": "p", "peer_bind": LOOPBACK, "events_bind": LOOPBACK}
+    return PrefillConfig(**{**binds, **changes})
+
+
+def ports_of(agent: AgentProcess) -> list[int]:
+    said = agent.started
+    endpoints = [said["peer"], said["events"], said["metrics"], *said["data"]]
+    return [int(at.rpartition(":")[2]) for at in endpoints]
+
+
+@pytest.mark.parametrize("bind", [LOOPBACK, "tcp://localhost:0", "tcp://[::1]:0", "tcp://lo:0"])
+def test_binds_of_loopback_keep_ucx_on_loopback(bind, monkeypatch):
+    monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
+
+    assert choose_interfaces(config(peer_bind=bind, events_bind=bind)) == ("lo",)
+
+
+@pytest.mark.parametrize("bind", ["peer_bind", "events_bind"])
+@pytest.mark.parametrize("environment", ["", "all"])
+def test_a_bind_that_others_reach_wants_the_interfaces_named(bind, environment, monkeypatch):
+    monkeypatch.setenv("UCX_NET_DEVICES", environment)
+
+    with pytest.raises(ConfigError, match="'data_interfaces': needed"):
+        choose_interfaces(config(**{bind: WILDCARD}, advertise_host="host"))
+
+
+def test_the_config_names_them_before_the_environment(monkeypatch):
+    here = next(name for name in psutil.net_if_addrs() if name != "lo")
+    monkeypatch.setenv("UCX_NET_DEVICES", f"lo,{here}")
+    exposed = config(peer_bind=WILDCARD, advertise_host="host")
+
+    assert choose_interfaces(exposed) == ("lo", here)
+    assert choose_interfaces(config(data_interfaces=(here,))) == (here,)
+
+
+def test_an_interface_that_is_not_there_is_named():
+    with pytest.raises(ConfigError, match=r"has no eth99, ib_7:1; it has .*lo"):
+        choose_interfaces(config(data_interfaces=("lo", "eth99", "ib_7:1")))
+
+
+@pytest.mark.parametrize("method", ["check", "end_if_exposed"])
+def test_a_process_that_listens_elsewhere_ends(method):
+    ended = subprocess.run(
+        [sys.executable, "-c", UCX_LISTENS_EVERYWHERE.format(method=method)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+    assert ended.returncode == 1
+    assert "UCX listens at 0.0.0.0:" in ended.stdout + ended.stderr
+
+
+def test_an_agent_says_where_ucx_listens(fresh: Agents):
+    agent = fresh.prepare("prefill")
+    fresh.start(agent)
+
+    data = agent.started["data"]
+
+    assert data
+    assert all(at.startswith("127.0.0.1:") for at in data)
+    assert agent.status()["data_endpoints"] == data
+
+
+@MANY_HOSTS
+def test_a_stranger_on_another_host_reaches_no_port_of_a_local_agent(fresh: Agents):
+    with hosts("server", "stranger") as made:
+        server, stranger = made["server"], made["stranger"]
+        link("kv0", one=(server, "10.211.0.1/24"), other=(stranger, "10.211.0.2/24"))
+        agent = fresh.prepare("prefill")
+        agent.runner = server.command
+        fresh.start(agent)
+
+        assert stranger.ports_open_at("10.211.0.1", ports_of(agent)) == []
+        fresh.end()
+
+
+@MANY_HOSTS
+def test_a_network_of_the_agents_keeps_strangers_from_the_data_plane(fresh: Agents):
+    with hosts("server", "client", "agent") as made:
+        server, client, other_agent = made["server"], made["client"], made["agent"]
+        link("front0", one=(server, "10.211.1.1/24"), other=(client, "10.211.1.2/24"))
+        link("kv0", one=(server, "10.211.2.1/24"), other=(other_agent, "10.211.2.2/24"))
+        agent = fresh.prepare(
+            "prefill",
+            peer_bind="tcp://0.0.0.0:7701",
+            events_bind="tcp://0.0.0.0:7702",
+            advertise_host="10.211.1.1",
+            data_interfaces=["kv0"],
+        )
+        agent.runner = server.command
+        fresh.start(agent)
+        (data,) = [int(at.rpartition(":")[2]) for at in agent.started["data"]]
+
+        assert other_agent.ports_open_at("10.211.2.1", [data]) == [data]
+        assert client.ports_open_at("10.211.1.1", [7701, 7702, data]) == [7701, 7702]
+        fresh.end()
