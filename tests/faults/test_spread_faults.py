@@ -122,6 +122,7 @@ async def test_a_prefill_rank_that_leaves_after_the_read_fails_the_fetch(sites, 
         await until(lambda: not readers[1].status()["counts"]["delegated_reads"])
 
         await source.lose(1)
+        await until(lambda: not sites.prefill[1].memory_maps(source.spec.engine_id))
         await offer.seal()
         failure = await failure_of(fetch)
         await offer.withdraw()
