@@ -22,7 +22,8 @@ from kvbus.agent.process.defaults import DECODE_DEFAULTS, PREFILL_DEFAULTS
 from kvbus.bus import ask_agent
 from kvbus.doctor.finding import ERROR, NOTE, OK, Finding
 from kvbus.errors import ConfigError, KVBusError
-from kvbus.memory.attach.path import check_path_length, prepare_directory
+from kvbus.memory.attach.folder import prepare_folder
+from kvbus.memory.attach.path import check_path_length
 from kvbus.memory.room import available_bytes
 from kvbus.protocol.peer import Status
 from kvbus.text import bytes_text
@@ -165,7 +166,7 @@ def _folder_error(config: AgentConfig) -> str:
     try:
         check_path_length(config.attach_path)
         with _leaving_nothing(config.runtime_path):
-            prepare_directory(config.runtime_path)
+            prepare_folder(config.runtime_path)
             if not os.access(config.runtime_path, os.W_OK | os.X_OK):
                 return f"the runtime directory {config.runtime_path} cannot be written to"
     except ConfigError as error:

@@ -15,6 +15,7 @@ from kvbus.bus import RequestClient, new_boot_id, new_context
 from kvbus.errors import ClosedError, KVBusError, LocalError, PeerLost
 from kvbus.geometry import EngineSpec
 from kvbus.memory.attach import AttachClient
+from kvbus.memory.attach.folder import check_folder
 from kvbus.protocol.attach import Hello, Welcome
 from kvbus.protocol.engine import AgentRanks, AgentRole, AwaitReady, Detach, Register
 from kvbus.protocol.envelope import PROTOCOL_VERSION, Notice
@@ -25,6 +26,7 @@ Others = Mapping[str, Iterable[int]] | Iterable[AgentRanks]
 
 GOODBYE_S = 1.0
 ATTACH_RETRY_S = 0.05
+IPC = "ipc://"
 
 T = TypeVar("T")
 
@@ -61,8 +63,9 @@ class SessionOptions(TypedDict, total=False):
 class EngineSession:
     """A session with the agent at ``attach_path``; open within ``async with``.
 
-    Entering raises `PeerLost` when no agent listens there within ``attach_timeout_s``, and
-    `RequestRefused` when it says no. A request is answered within ``request_timeout_s``, or raises
+    Entering raises `PeerLost` when no agent listens there within ``attach_timeout_s``,
+    `RequestRefused` when it says no, and `ConfigError` when it is another user's, or another user
+    could take its place. A request is answered within ``request_timeout_s``, or raises
     `RequestTimeout`. ``lost`` is why the session ended, None while it lives.
     """
 
@@ -210,6 +213,8 @@ class EngineSession:
             raise LocalError(
                 f"the agent at {self._attach.path} is for {welcome.role} engines, not {self.serves}"
             )
+        if welcome.engine_endpoint.startswith(IPC):
+            check_folder(Path(welcome.engine_endpoint.removeprefix(IPC)).parent)
         return welcome
 
     async def _call(self, message: Request[R], fds: tuple[int, ...] = ()) -> R:

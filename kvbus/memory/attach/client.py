@@ -1,6 +1,7 @@
 """Owns the engine's side of the attach socket: requests, their replies in order, the agent's end.
 
-Refuses to guess after a broken exchange: a call whose sending is cancelled ends the connection.
+Refuses an agent of another user, and to guess after a broken exchange: a call whose sending is
+cancelled ends the connection.
 """
 
 import asyncio
@@ -15,6 +16,7 @@ from anyio.abc import TaskGroup
 
 from kvbus.errors import (
     ClosedError,
+    ConfigError,
     ErrorCode,
     LocalError,
     PeerLost,
@@ -24,6 +26,7 @@ from kvbus.errors import (
 )
 from kvbus.memory.attach import wire
 from kvbus.memory.attach.channel import FrameChannel, close_fds
+from kvbus.memory.attach.identity import check_agent
 from kvbus.memory.attach.path import check_path_length
 
 _MAX_UNANSWERED = 64
@@ -37,7 +40,8 @@ class AttachClient:
     """A connection to the agent at ``path``, open within ``async with``.
 
     ``closed`` is set when the agent has gone away or the block was left. Entering raises
-    ``PeerLost`` when no agent listens there and ``RequestRefused`` (busy) when it has a full queue.
+    ``PeerLost`` when no agent listens there, ``RequestRefused`` (busy) when it has a full queue and
+    ``ConfigError`` when who listens is of another user: nothing was sent then.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -134,4 +138,9 @@ def _connect(path: Path) -> socket.socket:
     except OSError as error:
         connected.close()
         raise PeerLost(f"no agent at {path}: {error.strerror}") from error
+    try:
+        check_agent(connected, path)
+    except ConfigError:
+        connected.close()
+        raise
     return connected

@@ -1,7 +1,6 @@
-"""Owns the place of an attach socket in the file system: its directory, its lock, its file.
+"""Owns the place of an attach socket in the file system: its lock, its file.
 
-Refuses a directory that others can enter, a path that Linux cannot hold, and to take the place of
-an agent that lives.
+Refuses a path that Linux cannot hold, and to take the place of an agent that lives.
 """
 
 import fcntl
@@ -13,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from kvbus.errors import ConfigError
+from kvbus.memory.attach.folder import prepare_folder
 
 MAX_PATH_BYTES = 107  # sun_path without its NUL
 _BACKLOG = 64
@@ -26,7 +26,7 @@ def listening_socket(path: Path) -> Iterator[socket.socket]:
     file, which is replaced, from a living one's. Raises ``ConfigError``.
     """
     check_path_length(path)
-    prepare_directory(path.parent)
+    prepare_folder(path.parent)
     with _lock(path), _bind(path) as listener:
         try:
             yield listener
@@ -41,30 +41,6 @@ def check_path_length(path: Path) -> None:
         raise ConfigError(
             f"attach path {path} has {num_bytes} bytes; Linux allows {MAX_PATH_BYTES}: choose a "
             "shorter runtime directory"
-        )
-
-
-def prepare_directory(directory: Path) -> None:
-    """Make the directory with mode 0700, or raise ``ConfigError`` when it is not ours alone."""
-    try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = directory.lstat()
-    except OSError as error:
-        raise ConfigError(
-            f"cannot make the runtime directory {directory}: {error.strerror}"
-        ) from error
-    mode = stat.S_IMODE(status.st_mode)
-    if not stat.S_ISDIR(status.st_mode):
-        raise ConfigError(f"the runtime directory {directory} is a link or not a directory")
-    if status.st_uid != os.geteuid():
-        raise ConfigError(
-            f"the runtime directory {directory} belongs to uid {status.st_uid}, not to us "
-            f"({os.geteuid()})"
-        )
-    if mode & 0o077:
-        raise ConfigError(
-            f"the runtime directory {directory} has mode {mode:04o}: others must not enter it, "
-            "use 0700"
         )
 
 

@@ -6,7 +6,6 @@ means is the handler's.
 
 import os
 import socket
-import struct
 from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,21 +19,12 @@ from anyio.abc import TaskGroup, TaskStatus
 from kvbus.errors import ErrorCode, KVBusError, LocalError, ProtocolError
 from kvbus.memory.attach import wire
 from kvbus.memory.attach.channel import FrameChannel, close_fds
+from kvbus.memory.attach.identity import PeerIdentity
 from kvbus.memory.attach.path import listening_socket
 
-_CREDENTIALS = struct.Struct("iII")
 _ACCEPT_PAUSE_S = 0.1
 
 log = structlog.get_logger()
-
-
-@dataclass(frozen=True, slots=True)
-class PeerIdentity:
-    """Who connected, said by the kernel: the process as it was at that moment."""
-
-    pid: int
-    uid: int
-    gid: int
 
 
 @dataclass(slots=True)
@@ -54,8 +44,7 @@ class AttachConnection(FrameChannel):
 
     def __init__(self, accepted: socket.socket, *, frame_timeout_s: float) -> None:
         super().__init__(accepted, frame_timeout_s=frame_timeout_s)
-        credentials = accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
-        self.peer = PeerIdentity(*_CREDENTIALS.unpack(credentials))
+        self.peer = PeerIdentity.of(accepted)
 
 
 Handler = Callable[[AttachConnection, dict[str, Any], list[int]], Awaitable[dict[str, Any]]]

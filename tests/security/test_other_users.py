@@ -1,0 +1,106 @@
+"""Another user of the machine, who was there first, gets neither agent nor engine memory."""
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from kvbus.engine import MemorySession
+from kvbus.errors import ConfigError
+from tests.agents import WITHIN_S, Agents
+from tests.engines import make_spec
+
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user"),
+]
+SCRIPT = Path(__file__).parent / "processes" / "another_user.py"
+NOBODY = 65534
+
+
+@dataclass
+class Stranger:
+    """The other user's process, and where it listens."""
+
+    process: subprocess.Popen[str]
+    attach: Path
+
+    def heard(self) -> str:
+        """How many bytes and descriptors it was sent, once who connected has left."""
+        return self.process.communicate(timeout=WITHIN_S)[0].strip()
+
+
+@contextmanager
+def stranger_listens(folder: Path) -> Iterator[Stranger]:
+    """Another user makes ``folder`` in a sticky one, and listens there as an agent would."""
+    command = [sys.executable, str(SCRIPT), str(folder), "attach.sock"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "listening\n"
+        try:
+            yield Stranger(process, folder / "attach.sock")
+        finally:
+            process.kill()
+
+
+@pytest.fixture
+def shared_folder() -> Iterator[Path]:
+    """As /tmp: anybody writes, nobody renames what is another's."""
+    with tempfile.TemporaryDirectory(prefix="kv-") as name:
+        Path(name).chmod(0o1777)
+        yield Path(name)
+
+
+async def test_an_engine_passes_no_memory_to_who_listens_in_the_agents_place(shared_folder: Path):
+    with stranger_listens(shared_folder / "kvbus-0") as stranger:
+        session = MemorySession(stranger.attach, make_spec(), rank=0)
+        with pytest.raises(ConfigError, match=f"is of uid {NOBODY}"):
+            await session.__aenter__()
+        heard = stranger.heard()
+
+    assert heard == "0 0"
+
+
+@pytest.mark.parametrize("below", ["agent", "deep/agent"])
+def test_an_agent_does_not_use_a_folder_that_another_user_made_first(
+    fresh: Agents, shared_folder: Path, below: str
+):
+    first = shared_folder / "kvbus-0"
+    with stranger_listens(first):
+        agent = fresh.prepare("prefill", runtime_dir=str(first / below))
+        agent.expected_trouble.add("not json")
+        agent.launch()
+        status = agent.exit_status()
+        said = " ".join(agent.lines())
+
+    assert status == 1
+    assert f"{first} belongs to uid {NOBODY}" in said
+    assert "remove it, or set runtime_dir" in said
+
+
+def test_the_default_folder_is_looked_at_as_well(fresh: Agents, shared_folder: Path):
+    with stranger_listens(shared_folder / f"kvbus-{os.getuid()}"):
+        agent = fresh.prepare(
+            "prefill", runtime_dir="", env={"XDG_RUNTIME_DIR": str(shared_folder)}
+        )
+        agent.expected_trouble.add("not json")
+        agent.launch()
+        status = agent.exit_status()
+
+    assert status == 1
+    assert f"kvbus-{os.getuid()} belongs to uid {NOBODY}" in "\n".join(agent.lines())
+
+
+async def test_an_engine_does_not_use_a_folder_that_others_may_write_into(fresh: Agents):
+    agent = fresh.prepare("prefill")
+    fresh.start(agent)
+    agent.folder.chmod(0o777)
+    session = MemorySession(agent.attach, make_spec(), rank=0)
+    with pytest.raises(ConfigError, match=r"mode 0777.*chmod go-w"):
+        await session.__aenter__()
