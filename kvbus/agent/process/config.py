@@ -64,8 +64,9 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     runtime_dir: Annotated[
         str,
         Meta(
-            description="Folder of the sockets for the local engine, of mode 0700. Empty: "
-            "kvbus-UID/AGENT_ID below XDG_RUNTIME_DIR, or below /tmp."
+            description="Folder of the sockets for the local engine, of mode 0700, below folders "
+            "that only this user and root write into. Empty: kvbus-UID/AGENT_ID below "
+            "XDG_RUNTIME_DIR, or below /tmp."
         ),
     ] = ""
     metrics_bind: Annotated[
