@@ -3,6 +3,7 @@
 Refuses to go back: a message that comes late from a life that ended is told apart from a new one.
 """
 
+import secrets
 import uuid
 from collections import deque
 from enum import Enum, auto
@@ -13,6 +14,16 @@ _MAX_RETIRED = 8
 def new_boot_id() -> str:
     """A fresh boot id; make one for each process start, and for each further client in it."""
     return uuid.uuid4().hex
+
+
+def new_secret() -> str:
+    """What tells a client from others that have heard its boot id."""
+    return secrets.token_hex(16)
+
+
+def first_request_id() -> int:
+    """Where a client begins to count: at random, and an integer for those who have only floats."""
+    return 1 + secrets.randbelow(2**52)
 
 
 class BootChange(Enum):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from kvbus.bus.answers import outcome_of, read_answer
-from kvbus.bus.boot import BootChange, BootWatch
+from kvbus.bus.boot import BootChange, BootWatch, first_request_id, new_secret
 from kvbus.bus.inbox import NoticeInbox
 from kvbus.bus.limits import ClientCounters
 from kvbus.bus.names import NamedConnection
@@ -83,7 +83,7 @@ class RequestClient(SocketActor):
         self._pending: dict[int, _Pending] = {}
         self._own: set[int] = set()
         self._unsent: dict[int, None] = {}
-        self._last_id = 0
+        self._secret, self._last_id = new_secret(), first_request_id()
         self._heard_at = 0.0
         self._acking = False
         socket = open_dealer(context, endpoint, options or SocketOptions())
@@ -148,7 +148,7 @@ class RequestClient(SocketActor):
         if self.closed:
             raise ClosedError("client is closed", endpoint=self.endpoint)
         request_id = self._last_id + 1
-        frame = encode_request(message.op, request_id, self.boot, message)
+        frame = encode_request(message.op, request_id, self.boot, message, secret=self._secret)
         self._last_id = request_id
         now = self.timers.now()
         deadline, retry_s = now + timeout_s, self._retry_s

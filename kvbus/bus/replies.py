@@ -1,36 +1,85 @@
 """The replies that were sent, kept to answer a repeated request without doing it again.
 
-Refuses to grow: the oldest replies of all sessions go first, by number and by bytes, since
-repeats come soon or never.
+Refuses to grow, by number and by bytes. Who has more than an equal share loses its own oldest
+replies first, so that nobody can drive out those of others; repeats come soon or never.
 """
 
 from collections import OrderedDict
+from collections.abc import Hashable
+from dataclasses import dataclass, field
 
-ReplyKey = tuple[str, int]
+from kvbus.bus.sender import Sender
+
+ReplyKey = tuple[Sender, int]
+
+
+@dataclass(slots=True)
+class _Share:
+    """The frames of who shares one part, first in first out."""
+
+    frames: OrderedDict[ReplyKey, bytes] = field(default_factory=OrderedDict)
+    num_bytes: int = 0
 
 
 class ReplyCache:
-    """Frames by (boot, request id), first in first out."""
+    """Frames by sender and request id, in equal shares: see `Sender.share`."""
 
     def __init__(self, *, max_replies: int, max_bytes: int) -> None:
         self._max_replies, self._max_bytes = max_replies, max_bytes
-        self._frames: OrderedDict[ReplyKey, bytes] = OrderedDict()
+        self._shares: dict[Hashable, _Share] = {}
+        self._num_replies = 0
         self.num_bytes = 0
 
     def __len__(self) -> int:
-        return len(self._frames)
+        return self._num_replies
 
     def get(self, key: ReplyKey) -> bytes | None:
         """The frame that answered ``key``, if it is still kept."""
-        return self._frames.get(key)
+        share = self._shares.get(key[0].share)
+        return share.frames.get(key) if share is not None else None
 
     def put(self, key: ReplyKey, frame: bytes) -> list[ReplyKey]:
         """Keep ``frame``; returns the keys whose frames had to go, most often one or none."""
-        self._frames[key] = frame
+        owner = key[0].share
+        share = self._shares.setdefault(owner, _Share())
+        share.frames[key] = frame
+        share.num_bytes += len(frame)
         self.num_bytes += len(frame)
+        self._num_replies += 1
         evicted = []
-        while len(self._frames) > self._max_replies or self.num_bytes > self._max_bytes:
-            oldest, old_frame = self._frames.popitem(last=False)
-            self.num_bytes -= len(old_frame)
-            evicted.append(oldest)
+        while self._num_replies > self._max_replies or self.num_bytes > self._max_bytes:
+            evicted.append(self._evict(self._too_large(owner)))
         return evicted
+
+    def forget(self, key: str) -> None:
+        """Drop all that is kept for the clients of a CURVE key."""
+        share = self._shares.pop(key, None)
+        if share is not None:
+            self.num_bytes -= share.num_bytes
+            self._num_replies -= len(share.frames)
+
+    def _too_large(self, owner: Hashable) -> Hashable:
+        """Whose oldest frame goes: that of ``owner`` if it has an equal share, or of the largest.
+
+        To look at ``owner`` first saves looking at all: whoever fills the cache has its share.
+        """
+        by_number = self._num_replies > self._max_replies
+
+        def size(one: Hashable) -> int:
+            share = self._shares[one]
+            return len(share.frames) if by_number else share.num_bytes
+
+        whole = self._num_replies if by_number else self.num_bytes
+        if owner in self._shares and size(owner) * len(self._shares) >= whole:
+            return owner
+        return max(self._shares, key=size)
+
+    def _evict(self, owner: Hashable) -> ReplyKey:
+        share = self._shares[owner]
+        key, frame = share.frames.popitem(last=False)
+        share.num_bytes -= len(frame)
+        self.num_bytes -= len(frame)
+        self._num_replies -= 1
+        if not share.frames:
+            del self._shares[owner]
+        return key

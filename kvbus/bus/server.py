@@ -5,15 +5,16 @@ an earlier process; each with an error reply. Answers ``ack`` and ``ping`` itsel
 """
 
 import asyncio
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import anyio
 
+from kvbus.bus.admission import SessionTable
 from kvbus.bus.limits import ServerCounters, ServerLimits
 from kvbus.bus.pump import Pump
 from kvbus.bus.replies import ReplyCache
+from kvbus.bus.sender import sender_of
 from kvbus.bus.session import Call, Session
 from kvbus.bus.socket_actor import SocketActor
 from kvbus.bus.sockets import BusContext, SocketOptions, bound_endpoint, open_router
@@ -34,8 +35,8 @@ _GRACE_S = 0.05
 class RequestServer(SocketActor):
     """Calls the request's handler, see `on`, once for each new one, in the event loop's thread.
 
-    A request is known by (boot, id): a repeat gets the kept reply, or is absorbed while the first
-    is in progress. Ids of one boot must rise: one that is older than every kept reply and not
+    A request is known by (sender, id): a repeat gets the kept reply, or is absorbed while the first
+    is in progress. Ids of one sender must rise: one that is older than every kept reply and not
     known any more is ``stale``. A `KVBusError` out of a handler refuses its request. Any other
     exception is answered ``internal``, and then given to ``on_fault``; without one it ends `run`.
     ``on_refusal`` is told of each refused call. ``gate`` may refuse a call before its body is read.
@@ -59,8 +60,7 @@ class RequestServer(SocketActor):
         self.limits, self.counters = limits or ServerLimits(), ServerCounters()
         self._gate, self._on_fault, self._on_refusal = gate, on_fault, on_refusal
         self._routes: dict[str, tuple[type[Request[Any]], Handler]] = {}
-        self._sessions: OrderedDict[str, Session] = OrderedDict()
-        self._forgotten: OrderedDict[str, None] = OrderedDict()
+        self.sessions = SessionTable(self, self.limits)
         self._replies = ReplyCache(
             max_replies=self.limits.max_replies, max_bytes=self.limits.max_reply_bytes
         )
@@ -73,7 +73,7 @@ class RequestServer(SocketActor):
     @property
     def num_unacknowledged(self) -> int:
         """How many notices were not acknowledged yet, of all sessions."""
-        return sum(session.num_unacknowledged for session in self._sessions.values())
+        return sum(session.num_unacknowledged for session in self.sessions)
 
     def on(self, handlers: Handlers) -> None:
         """Have requests of these classes handled; their ops must differ."""
@@ -82,12 +82,7 @@ class RequestServer(SocketActor):
 
     def forget(self, boot: str) -> None:
         """End the session of a process that is gone: for good, later messages are ``stale``."""
-        session = self._sessions.pop(boot, None)
-        if session is not None:
-            session.close()
-        self._forgotten[boot] = None
-        if len(self._forgotten) > self.limits.max_forgotten:
-            self._forgotten.popitem(last=False)
+        self.sessions.end_boot(boot)
 
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
         self.pump.start(loop)
@@ -95,14 +90,14 @@ class RequestServer(SocketActor):
     async def _on_close(self) -> None:
         """Refuse what is pending, and stay until it was read: see `_GRACE_S`."""
         self._closing = True
-        for session in self._sessions.values():
+        for session in self.sessions:
             for call in list(session.pending.values()):
                 call.refuse(_closing_error())
-        if self._sessions:
+        if len(self.sessions):
             await anyio.sleep(_GRACE_S)
 
     def _close(self) -> None:
-        for session in self._sessions.values():
+        for session in self.sessions:
             session.close()
         self.pump.close()
 
@@ -129,15 +124,12 @@ class RequestServer(SocketActor):
             self.counters.replies_dropped += 1
 
     def _on_request(self, identity: bytes, request: RequestFrame) -> None:
-        session = self._sessions.get(request.boot)
-        if session is None:
-            session = self._admit(identity, request)
-            if session is None:
-                return
-        else:
-            self._sessions.move_to_end(request.boot)
-        if session.identity != identity:
-            session.moved(identity)
+        sender = sender_of(request, key="", identity=identity)
+        try:
+            session = self.sessions.enter(sender, identity)
+        except KVBusError as error:
+            self._turn_away(identity, request, error)
+            return
         if request.op == Acknowledge.op:
             self._on_ack(session, request)
         elif request.op == Ping.op:
@@ -145,28 +137,12 @@ class RequestServer(SocketActor):
         elif not self._known(session, request):
             self._begin(session, request)
 
-    def _admit(self, identity: bytes, request: RequestFrame) -> Session | None:
-        if request.boot in self._forgotten:
-            self.counters.stale += 1
-            error = KVBusError("this boot id was ended here", code=ErrorCode.STALE)
-            self._refuse(identity, request.request_id, error)
-            return None
-        if len(self._sessions) >= self.limits.max_sessions and not self._evict():
+    def _turn_away(self, identity: bytes, request: RequestFrame, error: KVBusError) -> None:
+        if error.code is ErrorCode.BUSY:
             self.counters.busy += 1
-            error = KVBusError("too many sessions", code=ErrorCode.BUSY)
-            self._refuse(identity, request.request_id, error)
-            return None
-        session = self._sessions[request.boot] = Session(self, request.boot, identity)
-        return session
-
-    def _evict(self) -> bool:
-        idle = next((s for s in self._sessions.values() if s.idle), None)
-        if idle is None:
-            return False
-        del self._sessions[idle.boot]
-        idle.close()
-        self.counters.sessions_evicted += 1
-        return True
+        else:
+            self.counters.stale += 1
+        self._refuse(identity, request.request_id, error)
 
     def _on_ack(self, session: Session, request: RequestFrame) -> None:
         try:
@@ -188,7 +164,7 @@ class RequestServer(SocketActor):
         if request_id in session.pending:
             self.counters.repeats_absorbed += 1
             return True
-        kept = self._replies.get((session.boot, request_id))
+        kept = self._replies.get((session.sender, request_id))
         if kept is not None:
             self.counters.repeats_answered += 1
             self._post_reply(session.identity, kept)
@@ -281,8 +257,8 @@ class RequestServer(SocketActor):
         return encode_refusal(call.request_id, self.boot, error_body(error))
 
     def _keep(self, session: Session, request_id: int, frame: bytes) -> None:
-        for boot, evicted_id in self._replies.put((session.boot, request_id), frame):
-            owner = self._sessions.get(boot)
+        for sender, evicted_id in self._replies.put((session.sender, request_id), frame):
+            owner = self.sessions.get(sender)
             if owner is not None:
                 owner.evicted_upto = max(owner.evicted_upto, evicted_id)
 

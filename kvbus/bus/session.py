@@ -7,6 +7,7 @@ from typing import Protocol
 
 from kvbus.bus.limits import ServerCounters, ServerLimits
 from kvbus.bus.pump import Pump
+from kvbus.bus.sender import Sender
 from kvbus.bus.timers import Timers
 from kvbus.errors import ClosedError, ErrorCode, KVBusError, LocalError
 from kvbus.protocol.envelope import Body, encode_notice
@@ -51,13 +52,14 @@ class Call:
 
 
 class Session:
-    """The peer with one boot id, over all the connections that it makes.
+    """One sender, over all the connections that it makes.
 
     Set ``pinned`` to keep it while idle; a session that was ever notified is kept anyway.
     """
 
-    def __init__(self, server: ServerView, boot: str, identity: bytes) -> None:
-        self.boot = boot
+    def __init__(self, server: ServerView, sender: Sender, identity: bytes) -> None:
+        self.sender = sender
+        self.boot, self.name = sender.boot, sender.name
         self.identity = identity
         self.pinned = False
         self.closed = False

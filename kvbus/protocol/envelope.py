@@ -5,10 +5,10 @@ a field; each refusal is a `ProtocolError` that keeps the request id where one c
 
 One frame is one message. Four kinds exist, told apart by their keys:
 
-    request   v, op, id, boot, body      asks; gets exactly one reply
-    reply     v, re, boot, ok | error    answers the request with that id
-    notice    v, op, seq, boot, body     agent to engine, unasked; acknowledged by ``ack``
-    event     v, op, seq, boot, body     on PUB, behind a topic frame; a hint, never acknowledged
+    request   v, op, id, boot, secret, body  asks; gets exactly one reply
+    reply     v, re, boot, ok | error        answers the request with that id
+    notice    v, op, seq, boot, body         agent to engine, unasked; acknowledged by ``ack``
+    event     v, op, seq, boot, body         on PUB, behind a topic frame; never acknowledged
 """
 
 from collections.abc import Mapping
@@ -26,17 +26,22 @@ MAX_ID = 2**64 - 1
 
 Body = Mapping[str, Any]
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=64)]
+Secret = Annotated[str, msgspec.Meta(max_length=64)]
 Number = Annotated[int, msgspec.Meta(ge=0)]
 """At most `MAX_ID`: msgpack has no larger one."""
 
 
 class RequestFrame(msgspec.Struct, frozen=True, rename={"request_id": "id"}):
-    """Asks for ``op``; ``request_id`` is unique within the sender's ``boot``."""
+    """Asks for ``op``; ``request_id`` is unique within the sender's ``boot``.
+
+    ``secret`` tells the sender from others that know its boot id; empty, its connection does.
+    """
 
     op: Name
     request_id: Number
     boot: Name
     body: Body
+    secret: Secret = ""
 
 
 class Reply(msgspec.Struct, frozen=True, rename={"request_id": "re"}):
@@ -60,9 +65,12 @@ class Notice(msgspec.Struct, frozen=True):
 Envelope = RequestFrame | Reply | Notice
 
 
-def encode_request(op: str, request_id: int, boot: str, body: Message | Body) -> bytes:
+def encode_request(
+    op: str, request_id: int, boot: str, body: Message | Body, *, secret: str = ""
+) -> bytes:
     """The frame of a request; raises `ProtocolError` when it would be larger than a frame may."""
-    return _pack({"v": PROTOCOL_VERSION, "op": op, "id": request_id, "boot": boot, "body": body})
+    fields = {"v": PROTOCOL_VERSION, "op": op, "id": request_id, "boot": boot, "body": body}
+    return _pack(fields | {"secret": secret} if secret else fields)
 
 
 def encode_reply(request_id: int, boot: str, ok: Message | Body) -> bytes:

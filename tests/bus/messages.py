@@ -41,4 +41,4 @@ def serve(
 
 def session_of(server: RequestServer, boot: str) -> Session | None:
     """The server's session with that peer."""
-    return server._sessions.get(boot)
+    return next((session for session in server.sessions if session.boot == boot), None)

@@ -140,14 +140,14 @@ async def test_a_client_counts_what_it_cannot_read_and_goes_on(
         answered.set()
 
     async with running(client):
-        client.send(Ask(), timeout_s=30, on_reply=on_reply)
+        asked = client.send(Ask(), timeout_s=30, on_reply=on_reply)
         identity, request = await server.frames()
         server.socket.send_multipart([identity, b"\xff\xff"])
         server.socket.send_multipart([identity, b"", b""])
         server.socket.send_multipart([identity, request])
         server.put({"v": 1, "re": 12345, "boot": "server", "ok": {}}, identity)
         hostile = {"code": 7, "message": [], "detail": {"message": 1, "code": "x", "l": []}}
-        server.put({"v": 1, "re": 1, "boot": "server", "error": hostile}, identity)
+        server.put({"v": 1, "re": asked, "boot": "server", "error": hostile}, identity)
         await answered.wait()
 
     assert client.counters.malformed == 3

@@ -112,10 +112,10 @@ async def test_a_notice_out_of_order_waits_for_the_ones_before_it(
     acknowledged = []
 
     async with running(client):
-        client.send(Ask(), timeout_s=30, on_reply=lambda _: None)
+        asked = client.send(Ask(), timeout_s=30, on_reply=lambda _: None)
         identity, _ = await server.frames()
         notice = {"v": 1, "op": "n", "boot": "server"}
-        server.put({"v": 1, "re": 1, "boot": "server", "ok": {}}, identity)
+        server.put({"v": 1, "re": asked, "boot": "server", "ok": {}}, identity)
         for seq in (1, 3, 2, 2, 3):
             server.put(notice | {"seq": seq, "body": {"number": seq}}, identity)
         await received.complete.wait()

@@ -40,9 +40,9 @@ async def test_what_is_pending_fails_when_the_server_comes_back_as_a_new_one(
     outcomes: asyncio.Queue[Any] = asyncio.Queue()
 
     async with running(client):
-        client.send(Ask(number=1), timeout_s=30, on_reply=outcomes.put_nowait)
+        asked = client.send(Ask(number=1), timeout_s=30, on_reply=outcomes.put_nowait)
         identity, _ = await old.frames()
-        old.put({"v": 1, "re": 1, "boot": "old", "ok": {}}, identity)
+        old.put({"v": 1, "re": asked, "boot": "old", "ok": {}}, identity)
         first = await outcomes.get()
         client.send(Ask(number=2), timeout_s=30, on_reply=outcomes.put_nowait)
         await old.frames()
@@ -68,14 +68,14 @@ async def test_a_late_message_of_an_earlier_boot_changes_nothing(
     outcomes: asyncio.Queue[Any] = asyncio.Queue()
 
     async with running(client):
-        client.send(Ask(), timeout_s=30, on_reply=outcomes.put_nowait)
+        asked = client.send(Ask(), timeout_s=30, on_reply=outcomes.put_nowait)
         identity, _ = await server.frames()
-        for boot, reply_id in (("old", 99), ("new", 99), ("old", 1)):
+        for boot, reply_id in (("old", 99), ("new", 99), ("old", asked)):
             server.put({"v": 1, "re": reply_id, "boot": boot, "ok": {}}, identity)
         lost = await outcomes.get()
-        client.send(Ask(), timeout_s=30, on_reply=outcomes.put_nowait)
-        server.put({"v": 1, "re": 2, "boot": "old", "ok": {"text": "old"}}, identity)
-        server.put({"v": 1, "re": 2, "boot": "new", "ok": {"text": "new"}}, identity)
+        asked = client.send(Ask(), timeout_s=30, on_reply=outcomes.put_nowait)
+        server.put({"v": 1, "re": asked, "boot": "old", "ok": {"text": "old"}}, identity)
+        server.put({"v": 1, "re": asked, "boot": "new", "ok": {"text": "new"}}, identity)
         second = await outcomes.get()
 
     assert isinstance(lost, PeerLost)
@@ -138,8 +138,8 @@ async def test_a_reply_that_came_just_before_another_send_is_not_overlooked(
     outcomes: asyncio.Queue[Any] = asyncio.Queue()
 
     async with running(client):
-        for request_id in range(1, 101, 2):
-            client.send(Ask(), timeout_s=60, on_reply=outcomes.put_nowait)
+        for _ in range(50):
+            request_id = client.send(Ask(), timeout_s=60, on_reply=outcomes.put_nowait)
             identity, _ = await server.frames()
             server.put({"v": 1, "re": request_id, "boot": "server", "ok": {}}, identity)
             assert select.select([descriptor], [], [], 10)[0]

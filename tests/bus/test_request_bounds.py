@@ -53,7 +53,7 @@ async def test_a_session_too_many_is_busy_until_another_one_is_idle(
 
     assert refused.value.code is ErrorCode.BUSY
     assert server.counters.sessions_evicted == 1
-    assert len(server._sessions) == 1
+    assert len(server.sessions) == 1
 
 
 async def test_a_pinned_session_is_not_evicted(context, endpoint, running) -> None:
@@ -121,7 +121,8 @@ async def test_a_frame_just_at_the_limit_is_a_message_like_others(
 ) -> None:
     server = serve(context, endpoint, lambda _, call: call.reply(Echoed(number=1)))
     client = RequestClient(context, endpoint, boot="client", retry_s=20)
-    overhead = len(encode_request("ask", 1, "client", Ask(fill=bytes(70_000)))) - 70_000
+    asked = "ask", client._last_id, "client", Ask(fill=bytes(70_000))
+    overhead = len(encode_request(*asked, secret=client._secret)) - 70_000
     room = MAX_FRAME_BYTES - overhead
 
     async with running(server, client):

@@ -5,6 +5,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.agents import Agents, agents_ended
+from tests.bus.conftest import context, endpoint, raw_peer, running
+
+__all__ = ["context", "endpoint", "raw_peer", "running"]
 
 
 @pytest.fixture

@@ -94,15 +94,26 @@ class EngineDirectory:
             self._tasks.start_soon(self._free, [process], None)
 
     def admit(self, call: Call) -> None:
-        """Who has not said hello on the attach socket may ask for the status, and no more."""
+        """Who has not said hello on the attach socket may ask for the status, and no more.
+
+        The first session under a boot id is the process's: nobody else has heard of it by then.
+        """
         if call.op != Status.op:
-            self.process_of(call)
+            process = self.process_of(call)
+            process.session = call.session
+            call.session.pinned = True
 
     def process_of(self, call: Call) -> EngineProcess:
         """The attached process that asks; raises `LocalError` when there is none."""
         process = self._by_boot.get(call.session.boot)
         if process is None:
             raise LocalError("say hello on the attach socket first", code=ErrorCode.NOT_REGISTERED)
+        if process.session not in (None, call.session):
+            raise LocalError(
+                "another connection speaks for this boot id; a sender that connects again must "
+                "show its secret",
+                code=ErrorCode.NOT_REGISTERED,
+            )
         return process
 
     def engine_of(self, call: Call) -> LocalEngine:
@@ -146,8 +157,6 @@ class EngineDirectory:
     def register(self, wanted: Register, call: Call) -> None:
         """Answer once the memory is registered with NIXL."""
         process = self.process_of(call)
-        process.session = call.session
-        call.session.pinned = True
         engine = self._join(process, wanted)
         process.wants_notices = wanted.rank is None or wanted.notices
         if wanted.rank is None:

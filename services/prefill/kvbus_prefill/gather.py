@@ -100,7 +100,7 @@ class Packing:
     def _check(self, check: CheckMemory, call: Call) -> None:
         """A reader is about to read, goes on reading, or has read what is offered elsewhere."""
         self._engine(check.engine_id, check.memory_id)
-        reader = call.session.boot, check.offer_id
+        reader = call.session.name, check.offer_id
         if check.progress_s:
             self._progress_leases.begin(reader, for_s=check.progress_s + self._config.late_read_s)
         else:
@@ -108,11 +108,11 @@ class Packing:
         call.reply(Empty())
 
     def _unpack(self, unpack: Unpack, call: Call) -> None:
-        self._dispatch_all(ev.GivenBack(unpack.slot_ids, call.session.boot))
+        self._dispatch_all(ev.GivenBack(unpack.slot_ids, call.session.name))
         call.reply(Empty())
 
     def _pack(self, pack: Pack, call: Call) -> None:
-        reader = call.session.boot
+        reader = call.session.name
         if pack.done:
             self._dispatch_all(ev.GivenBack(pack.done, reader))
         self._agent.staging.check_packs()

@@ -34,7 +34,7 @@ __all__ = [
 class SlotWanted:
     """A reader wants ``num_bytes`` gathered into a slot; ``work`` is what the agent needs for it.
 
-    ``reader`` is the boot id of the session that asked: only it can give the slot back.
+    ``reader`` is the name of the session that asked: only it can give the slot back.
     """
 
     lease: Hashable

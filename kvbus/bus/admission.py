@@ -1,0 +1,71 @@
+"""The sessions of all senders of one server.
+
+Refuses senders too many while none is idle, and boots that were ended here.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+from kvbus.bus.limits import ServerLimits
+from kvbus.bus.sender import Sender
+from kvbus.bus.session import ServerView, Session
+from kvbus.errors import ErrorCode, KVBusError
+
+
+class SessionTable:
+    """The sessions of a server, the one heard last at the end."""
+
+    def __init__(self, server: ServerView, limits: ServerLimits) -> None:
+        self._server, self._limits = server, limits
+        self._sessions: OrderedDict[Sender, Session] = OrderedDict()
+        self._ended_boots: OrderedDict[str, None] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(list(self._sessions.values()))
+
+    def get(self, sender: Sender) -> Session | None:
+        """The sender's session, if there is one."""
+        return self._sessions.get(sender)
+
+    def enter(self, sender: Sender, identity: bytes) -> Session:
+        """The sender's session, begun if it has none; ``identity`` is its latest connection.
+
+        Raises `KVBusError` with code ``stale`` or ``busy``.
+        """
+        session = self._sessions.get(sender)
+        if session is None:
+            session = self._sessions[sender] = self._begin(sender, identity)
+            return session
+        self._sessions.move_to_end(sender)
+        if session.identity != identity:
+            session.moved(identity)
+        return session
+
+    def end_boot(self, boot: str) -> None:
+        """End the sessions of a process that is gone: for good, later messages are ``stale``."""
+        self._end([sender for sender in self._sessions if sender.boot == boot])
+        self._ended_boots[boot] = None
+        if len(self._ended_boots) > self._limits.max_forgotten:
+            self._ended_boots.popitem(last=False)
+
+    def _end(self, senders: list[Sender]) -> None:
+        for sender in senders:
+            self._sessions.pop(sender).close()
+
+    def _begin(self, sender: Sender, identity: bytes) -> Session:
+        if sender.boot in self._ended_boots:
+            raise KVBusError("this boot id was ended here", code=ErrorCode.STALE)
+        if len(self._sessions) >= self._limits.max_sessions and not self._evict():
+            raise KVBusError("too many sessions", code=ErrorCode.BUSY)
+        return Session(self._server, sender, identity)
+
+    def _evict(self) -> bool:
+        idle = next((who for who, session in self._sessions.items() if session.idle), None)
+        if idle is None:
+            return False
+        self._end([idle])
+        self._server.counters.sessions_evicted += 1
+        return True
