@@ -19,6 +19,7 @@ import msgspec
 
 from kvbus.errors import ErrorCode, ProtocolError
 from kvbus.protocol.message import Message, to_body
+from kvbus.protocol.unpack import readable_id, unpack_map
 
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 16 * 1024 * 1024
@@ -90,7 +91,9 @@ def encode_notice(op: str, seq: int, boot: str, body: Message | Body) -> bytes:
 
 def decode(frame: bytes) -> Envelope:
     """The envelope in ``frame``; raises `ProtocolError` and nothing else, whatever the bytes."""
-    fields = _unpack(frame)
+    if len(frame) > MAX_FRAME_BYTES:
+        raise _too_large(frame)
+    fields = unpack_map(frame)
     kind: type[Envelope] = Notice
     if "re" in fields:
         kind = Reply
@@ -118,18 +121,6 @@ def _pack(fields: dict[str, Any]) -> bytes:
     return frame
 
 
-def _unpack(frame: bytes) -> dict[str, Any]:
-    if len(frame) > MAX_FRAME_BYTES:
-        raise _too_large(frame)
-    try:
-        fields = msgpack.unpackb(frame, raw=False, strict_map_key=True, max_ext_len=0)
-    except Exception as error:  # msgpack documents no closed set; every one means "not a message"
-        raise ProtocolError(f"frame is not msgpack: {type(error).__name__}") from error
-    if not isinstance(fields, dict):
-        raise ProtocolError("frame is not a map")
-    return fields
-
-
 def _too_large(frame: bytes) -> ProtocolError:
     return ProtocolError(
         f"message of {len(frame)} bytes is over the limit of {MAX_FRAME_BYTES}",
@@ -146,7 +137,7 @@ def _refuse_version(fields: dict[str, Any]) -> NoReturn:
     raise ProtocolError(
         f"message speaks version {version}, this side speaks {PROTOCOL_VERSION}",
         code=ErrorCode.UNSUPPORTED_VERSION,
-        request_id=_readable_id(fields),
+        request_id=readable_id(fields),
         theirs=version,
         ours=PROTOCOL_VERSION,
     )
@@ -154,9 +145,4 @@ def _refuse_version(fields: dict[str, Any]) -> NoReturn:
 
 def _wrong(fields: dict[str, Any], field: str, problem: str) -> ProtocolError:
     message = f"field '{field}' of the envelope: {problem}"
-    return ProtocolError(message, request_id=_readable_id(fields), field=field)
-
-
-def _readable_id(fields: dict[str, Any]) -> int | None:
-    request_id = fields.get("id")
-    return request_id if type(request_id) is int and request_id >= 0 else None
+    return ProtocolError(message, request_id=readable_id(fields), field=field)

@@ -212,12 +212,6 @@ def test_deep_nesting_raises_nothing_but_a_protocol_error(nested: bytes, depth: 
     )
 
 
-def test_of_a_key_that_is_there_twice_the_last_value_counts() -> None:
-    frame = b"\x86\xa1v\x01\xa2op\xa1x\xa2id\x01\xa2id\x02\xa4boot\xa1b\xa4body\x80"
-
-    assert decode(frame) == RequestFrame("x", 2, "b", {})
-
-
 @pytest.mark.parametrize("value", [msgpack.ExtType(5, b"xy"), msgpack.Timestamp(1)])
 def test_extension_types_are_refused(value: object) -> None:
     assert refusal_of(REQUEST | {"body": {"x": value}}).code is ErrorCode.MALFORMED

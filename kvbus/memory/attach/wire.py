@@ -9,6 +9,7 @@ import msgpack
 
 from kvbus.errors import ErrorCode, KVBusError, ProtocolError
 from kvbus.protocol.message import error_body, refusal
+from kvbus.protocol.unpack import unpack_map
 
 LENGTH_BYTES = 4
 MAX_BODY_BYTES = 65_536
@@ -36,11 +37,8 @@ def decode_length(header: bytes) -> int:
 
 def decode_body(body: bytes) -> dict[str, Any]:
     """Return the map; ``ProtocolError`` for anything else."""
-    try:
-        message = msgpack.unpackb(body)
-    except (ValueError, TypeError, OverflowError, RecursionError) as error:
-        raise ProtocolError(f"an attach message is not msgpack: {error}") from error
-    if not isinstance(message, dict) or not all(isinstance(key, str) for key in message):
+    message = unpack_map(body)
+    if not all(isinstance(key, str) for key in message):  # bin is a key to msgpack as well
         raise ProtocolError("an attach message must be a map with string keys")
     return message
 
