@@ -1,6 +1,7 @@
 """Moves bytes between agents: the only package that imports nixl."""
 
 from kvbus.transport.delivery import Deliver, OnEnd
+from kvbus.transport.metadata import PeerMetadata
 from kvbus.transport.transport import ProgressToken, Read, Transport
 from kvbus.transport.types import (
     CloseReport,
@@ -17,6 +18,7 @@ __all__ = [
     "Deliver",
     "MemoryKind",
     "OnEnd",
+    "PeerMetadata",
     "ProgressToken",
     "Read",
     "ReadOutcome",

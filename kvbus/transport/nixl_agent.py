@@ -10,6 +10,7 @@ from types import ModuleType
 from typing import Any
 
 from kvbus.errors import KVBusError, PeerLost, SegmentError, TransferFailed
+from kvbus.transport.metadata import PeerMetadata
 from kvbus.transport.slicing import Rows
 from kvbus.transport.types import MemoryKind, Registration
 
@@ -65,6 +66,15 @@ _ERRORS: tuple[type[Exception], ...] = tuple(
     for error in vars(_bindings).values()
     if isinstance(error, type) and issubclass(error, Exception)
 )
+_FROM_BYTES: tuple[type[Exception], ...] = (
+    *_ERRORS,
+    ValueError,
+    LookupError,
+    MemoryError,
+    RuntimeError,
+    TypeError,
+)
+"""What pybind makes of what C++ throws at bytes of a stranger."""
 
 Handle = Any
 """NIXL's transfer handle."""
@@ -112,6 +122,7 @@ class NixlAgent:
         except _ERRORS as error:
             raise TransferFailed(f"no NIXL agent: {error}", nixl=type(error).__name__) from error
         self._descriptors: dict[int, Any] = {}
+        self._contacts: dict[str, bytes] = {}
 
     def register(self, registration: Registration) -> None:
         """Register memory, or raise `SegmentError`."""
@@ -148,12 +159,21 @@ class NixlAgent:
             raise _translated(error, "no metadata") from error
 
     def add_peer(self, metadata: bytes) -> str:
-        """Add a peer, or what is new about one; its name."""
+        """Add a peer, or what is new about one; its name.
+
+        What calls itself by the name of a peer that is here, and is somewhere else, is refused:
+        NIXL would drop that peer, and what is in flight to it.
+        """
+        peer = PeerMetadata.read(metadata)
+        if self._contacts.get(peer.name, peer.contact) != peer.contact:
+            raise TransferFailed("another peer has that name", peer=peer.name)
         try:
-            name = self._agent.add_remote_agent(metadata)
-        except _ERRORS as error:
+            self._agent.add_remote_agent(metadata)
+        except _FROM_BYTES as error:
+            self._contacts.pop(peer.name, None)  # NIXL has forgotten it as well
             raise _translated(error, "the peer's metadata is refused") from error
-        return name.decode() if isinstance(name, bytes) else str(name)
+        self._contacts[peer.name] = peer.contact
+        return peer.name
 
     def remove_peer(self, name: str) -> None:
         """Forget a peer. No handle to it may be outstanding: NIXL would lose sight of it."""
@@ -161,6 +181,7 @@ class NixlAgent:
             self._agent.remove_remote_agent(name)
         except _ERRORS as error:
             raise _translated(error, "the peer cannot be removed", name) from error
+        self._contacts.pop(name, None)
 
     def progress(self) -> None:
         """Drive UCX, as initiator and as target."""

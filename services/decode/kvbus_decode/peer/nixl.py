@@ -13,7 +13,7 @@ import structlog
 
 from kvbus.errors import ErrorCode, KVBusError, LocalError, TransferFailed
 from kvbus.protocol.peer import HandshakeDone
-from kvbus.transport import Transport
+from kvbus.transport import PeerMetadata, Transport
 from kvbus_decode.peer.directory import Extent, Peer
 
 log = structlog.get_logger()
@@ -94,12 +94,13 @@ class NixlPeers:
 
     async def _load(self, peer: Peer, memory: NixlMemory) -> None:
         for blob in memory.metadata:
-            name = await asyncio.wrap_future(self._transport.add_peer(blob))
+            name = PeerMetadata.read(blob).name
             if name != memory.agent:
                 raise LocalError(
                     f"metadata of NIXL agent '{name}' came as that of '{memory.agent}'",
                     code=ErrorCode.INVALID,
                 )
+            await asyncio.wrap_future(self._transport.add_peer(blob))
         peer.nixl_agents.setdefault(memory.agent, set()).update(memory.extents)
 
     async def _remove(self, peer: Peer, name: str, deadline: float) -> None:
