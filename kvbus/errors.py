@@ -32,6 +32,7 @@ class ErrorCode(StrEnum):
     BUSY = "busy"
     DRAINING = "draining"
     STALE = "stale"
+    FORBIDDEN = "forbidden"
     TIMEOUT = "timeout"
     CANCELLED = "cancelled"
     CLOSED = "closed"

@@ -101,6 +101,8 @@ class Router:
 
 
 async def _withdraw(ticket: Ticket) -> None:
-    message = PeerWithdraw(agent_boot=ticket.agent_boot, offer_id=ticket.offer_id)
+    message = PeerWithdraw(
+        agent_boot=ticket.agent_boot, offer_id=ticket.offer_id, secret=ticket.secret
+    )
     with suppress(RequestRefused):  # it has ended already
         await ask_agent(ticket.endpoint, message, timeout_s=ASK_TIMEOUT_S)

@@ -31,10 +31,14 @@ class Outcome(StrEnum):
 
 
 class AgentRanks(msgspec.Struct, frozen=True):
-    """The peer endpoint of another agent, and the ranks of an engine that are attached there."""
+    """The peer endpoint of another agent, and the ranks of an engine that are attached there.
+
+    ``server_key`` is that agent's CURVE key, in Z85; empty when it has none.
+    """
 
     endpoint: Id
     ranks: Ranks
+    server_key: Text = ""
 
 
 class Register(Request[Empty], frozen=True):

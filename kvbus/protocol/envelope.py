@@ -18,7 +18,7 @@ import msgpack
 import msgspec
 
 from kvbus.errors import ErrorCode, ProtocolError
-from kvbus.protocol.message import Message, to_body
+from kvbus.protocol.message import Discreet, Message, to_body
 from kvbus.protocol.unpack import readable_id, unpack_map
 
 PROTOCOL_VERSION = 1
@@ -32,7 +32,7 @@ Number = Annotated[int, msgspec.Meta(ge=0)]
 """At most `MAX_ID`: msgpack has no larger one."""
 
 
-class RequestFrame(msgspec.Struct, frozen=True, rename={"request_id": "id"}):
+class RequestFrame(Discreet, frozen=True, rename={"request_id": "id"}):
     """Asks for ``op``; ``request_id`` is unique within the sender's ``boot``.
 
     ``secret`` tells the sender from others that know its boot id; empty, its connection does.
@@ -45,7 +45,7 @@ class RequestFrame(msgspec.Struct, frozen=True, rename={"request_id": "id"}):
     secret: Secret = ""
 
 
-class Reply(msgspec.Struct, frozen=True, rename={"request_id": "re"}):
+class Reply(Discreet, frozen=True, rename={"request_id": "re"}):
     """The one answer to ``request_id``: ``ok``, or ``error`` with code, message and detail."""
 
     request_id: Number
@@ -54,7 +54,7 @@ class Reply(msgspec.Struct, frozen=True, rename={"request_id": "re"}):
     error: Body | None = None
 
 
-class Notice(msgspec.Struct, frozen=True):
+class Notice(Discreet, frozen=True):
     """Unasked message with a per-boot ``seq``: to an engine, or to all subscribers as an event."""
 
     op: Name

@@ -22,11 +22,29 @@ Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Epoch = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+Secret = Annotated[str, msgspec.Meta(min_length=16, max_length=128)]
+"""The right to something: random, of 128 bits or more; never in an event, a log line or a repr."""
 # An address plus an offset in a segment fits into a signed 64-bit integer.
 Address = Annotated[int, msgspec.Meta(ge=0, le=2**62 - 1)]
 
 
-class Message(msgspec.Struct, frozen=True):
+UNSPOKEN = frozenset({"secret", "token", "access", "signature", "ticket", "body", "ok"})
+"""Fields that are a right, or may hold one: no repr shows them."""
+
+
+class Discreet(msgspec.Struct, frozen=True):
+    """A struct whose repr leaves out what is a right to something."""
+
+    def __repr__(self) -> str:
+        """Field by field, with dots for those of `UNSPOKEN`."""
+        shown = (
+            f"{name}={'...' if name in UNSPOKEN else repr(getattr(self, name))}"
+            for name in self.__struct_fields__
+        )
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
+class Message(Discreet, frozen=True):
     """A body; ``op`` is the name of a request or notice."""
 
     op: ClassVar[str] = ""

@@ -19,6 +19,7 @@ from kvbus.protocol.message import (
     Message,
     Request,
     Seconds,
+    Secret,
     Size,
     Text,
     Tokens,
@@ -60,10 +61,10 @@ class HandshakeDone(Message, frozen=True):
 
 
 class Handshake(Request[HandshakeDone], frozen=True):
-    """A decode agent introduces one of its engines to one prefill engine, both by id and boot id.
+    """A decode agent introduces one of its engines to one prefill engine.
 
     An agent that has only some ranks, and no control session, of the prefill engine is asked with
-    an empty ``engine_boot`` and with ``ranks``, as the engine's home named them.
+    an empty ``engine_instance`` and with ``ranks``, as the engine's home named them.
     Refused with ``incompatible``, the field and both values, when KV of the one cannot be used by
     the other.
     """
@@ -74,7 +75,7 @@ class Handshake(Request[HandshakeDone], frozen=True):
     max_protocol: int
     agent_id: Id
     engine_id: Id
-    engine_boot: Text
+    engine_instance: Text
     reader: EngineMemory
     ranks: Annotated[tuple[Size, ...], msgspec.Meta(max_length=1024)] = ()
 
@@ -83,7 +84,8 @@ class Granted(Message, frozen=True):
     """Reply to `Claim` and `Renew`: the lease and what of the offer is readable.
 
     The lease ends ``lease_s`` after the request was received. ``tables`` hold the blocks from the
-    first one that the reader does not know yet.
+    first one that the reader does not know yet. Everything that is asked under the lease shows its
+    ``token``.
     """
 
     epoch: Epoch
@@ -91,10 +93,11 @@ class Granted(Message, frozen=True):
     num_tokens: Tokens
     sealed: bool
     tables: Tables
+    token: Secret
 
 
 class Claim(Request[Granted], frozen=True):
-    """Asks for the lease of an offer; ``busy`` while another reader has it."""
+    """Asks for the lease of an offer, by its ticket's secret; ``busy`` while another has it."""
 
     op: ClassVar[str] = "claim"
 
@@ -102,6 +105,7 @@ class Claim(Request[Granted], frozen=True):
     offer_id: Id
     reader_id: Id
     lease_s: Seconds
+    secret: Secret
 
 
 class Renew(Request[Granted], frozen=True):
@@ -113,6 +117,7 @@ class Renew(Request[Granted], frozen=True):
     offer_id: Id
     epoch: Epoch
     lease_s: Seconds
+    token: Secret
     known_blocks: dict[str, Size] = msgspec.field(default_factory=dict)
 
 
@@ -127,6 +132,7 @@ class Confirm(Request[Empty], frozen=True):
     agent_boot: Id
     offer_id: Id
     epoch: Epoch
+    token: Secret
 
 
 class Release(Request[Empty], frozen=True):
@@ -137,16 +143,18 @@ class Release(Request[Empty], frozen=True):
     agent_boot: Id
     offer_id: Id
     epoch: Epoch
+    token: Secret
     code: ErrorCode
 
 
 class PeerWithdraw(Request[Empty], frozen=True):
-    """A router ends an offer whose request was aborted before a decode engine took it."""
+    """A router ends an offer whose request was aborted, by its ticket's secret."""
 
     op: ClassVar[str] = "withdraw"
 
     agent_boot: Id
     offer_id: Id
+    secret: Secret
 
 
 class AgentStatus(Message, frozen=True):
@@ -201,7 +209,7 @@ class EngineEvent(Message, frozen=True):
     """Event ``engine.*``: ready or lost."""
 
     engine_id: Id
-    engine_boot: Text = ""
+    engine_instance: Text = ""
 
 
 class Heartbeat(Message, frozen=True):

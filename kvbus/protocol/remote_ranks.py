@@ -8,7 +8,18 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 
 from kvbus.protocol.engine import Ranks, Tables
-from kvbus.protocol.message import Empty, Epoch, Id, Message, Request, Seconds, Size, Text, Tokens
+from kvbus.protocol.message import (
+    Empty,
+    Epoch,
+    Id,
+    Message,
+    Request,
+    Seconds,
+    Secret,
+    Size,
+    Text,
+    Tokens,
+)
 
 AnySeconds = Annotated[float, msgspec.Meta(ge=0, le=86_400)]
 
@@ -53,6 +64,7 @@ class Delegate(Request[Delegated], frozen=True):
     ticket: dict[str, Any]
     memory_ids: Annotated[tuple[Id, ...], msgspec.Meta(min_length=1, max_length=1024)]
     epoch: Epoch
+    token: Secret
     source: Tables
     target: Tables
     first_token: Tokens

@@ -6,7 +6,17 @@ import msgspec
 
 from kvbus.geometry import BlockTable, Box, SlotOrder
 from kvbus.geometry.spec import Index
-from kvbus.protocol.message import Address, Empty, Epoch, Id, Message, Request, Seconds, Size
+from kvbus.protocol.message import (
+    Address,
+    Empty,
+    Epoch,
+    Id,
+    Message,
+    Request,
+    Seconds,
+    Secret,
+    Size,
+)
 
 SlotId = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 SlotIds = Annotated[tuple[SlotId, ...], msgspec.Meta(max_length=1024)]
@@ -47,6 +57,7 @@ class Pack(Request[Packed], frozen=True):
     order: SlotOrder
     table: BlockTable
     slot_lease_s: Seconds
+    token: Secret
     done: SlotIds = ()
 
 

@@ -8,22 +8,27 @@ from typing import Any
 import msgspec
 
 from kvbus.errors import ErrorCode, ProtocolError
-from kvbus.protocol.message import Id, Tokens
+from kvbus.protocol.message import Discreet, Id, Secret, Text, Tokens
 
 TICKET_VERSION = 1
 
 
-class Ticket(msgspec.Struct, frozen=True):
-    """Names one offer of one prefill agent; whoever holds it may claim the offer."""
+class Ticket(Discreet, frozen=True):
+    """Names one offer of one prefill agent; whoever shows its ``secret`` may claim the offer.
+
+    ``server_key`` is the agent's CURVE key, in Z85; empty when it has none.
+    """
 
     agent_id: Id
     agent_boot: Id
     endpoint: Id
     engine_id: Id
-    engine_boot: Id
+    engine_instance: Id
     offer_id: Id
     request_id: Id
     num_tokens: Tokens
+    secret: Secret
+    server_key: Text = ""
     kvbus: int = TICKET_VERSION
 
     def to_json(self) -> dict[str, Any]:

@@ -258,8 +258,8 @@ class HandoffWorld(StoryMachine):
             case dec.Refuse(reply_to=str(fetch_id), error=error):
                 assert error.code is ErrorCode.BUSY, error
                 del self.targets[fetch_id]
-            case dec.SendRelease(ticket, epoch):
-                self.send(ticket, pre.Returned(ticket.offer_id, epoch, 0))
+            case dec.SendRelease(ticket, epoch, token):
+                self.send(ticket, pre.Returned(ticket.offer_id, epoch, token, 0))
             case dec.ResolvePeer() | dec.SendClaim() | dec.SendRenew() | dec.SendConfirm():
                 self.ask(command)
 
@@ -281,13 +281,21 @@ class HandoffWorld(StoryMachine):
             case dec.ResolvePeer():
                 self.wire.append(Answer(number, Message()))
             case dec.SendClaim():
-                claim = pre.Claimed(ticket.offer_id, sent.fetch_id, FETCH_LIMITS.lease_s, number)
+                claim = pre.Claimed(
+                    ticket.offer_id,
+                    ticket.secret,
+                    sent.fetch_id,
+                    FETCH_LIMITS.lease_s,
+                    f"token-{number}",
+                    number,
+                )
                 self.send(ticket, claim)
-            case dec.SendRenew(epoch=epoch, known_blocks=known):
+            case dec.SendRenew(epoch=epoch, token=token, known_blocks=known):
                 lease_s = FETCH_LIMITS.lease_s
-                self.send(ticket, pre.Renewed(ticket.offer_id, epoch, lease_s, known, number))
-            case dec.SendConfirm(epoch=epoch):
-                self.send(ticket, pre.Confirmed(ticket.offer_id, epoch, number))
+                renewed = pre.Renewed(ticket.offer_id, epoch, token, lease_s, known, number)
+                self.send(ticket, renewed)
+            case dec.SendConfirm(epoch=epoch, token=token):
+                self.send(ticket, pre.Confirmed(ticket.offer_id, epoch, token, number))
 
     def send(self, ticket: Ticket, event: pre.RequestEvent) -> None:
         self.wire.append(Request(ticket.agent_boot, event))

@@ -41,7 +41,9 @@ class HandoffInterleavings(HandoffWorld):
     def offer(self, num_tokens: int, sealed: bool, ttl_s: float) -> None:
         number = len(self.sources)
         offer_id = f"offer-{number}"
-        ticket = Ticket("p", self.boot, "tcp://p", "engine-p", "e", offer_id, f"r-{number}", 32)
+        ticket = Ticket(
+            "p", self.boot, "tcp://p", "engine-p", "e", offer_id, f"r-{number}", 32, "secret"
+        )
         source = Source(number, ticket, num_tokens, sealed and num_tokens == NUM_TOKENS)
         self.sources[offer_id] = source
         self.memory |= dict.fromkeys(source.slots(), "not written yet")
@@ -57,6 +59,7 @@ class HandoffInterleavings(HandoffWorld):
                 tables={"full": source.blocks()},
                 sealed=source.sealed,
                 ttl_s=ttl_s,
+                secret=ticket.secret,
                 ticket={},
                 reply_to=None,
             )
@@ -81,7 +84,7 @@ class HandoffInterleavings(HandoffWorld):
     @precondition(lambda self: self.sources)
     @rule(back=st.integers(0, 2))
     def withdraw(self, back: int) -> None:
-        self.tell_prefill(pre.Withdrawn(self.recent_source(back).ticket.offer_id, None))
+        self.tell_prefill(pre.Withdrawn(self.recent_source(back).ticket.offer_id, None, None))
 
     @precondition(
         lambda self: self.sources and sum(t.outcome is None for t in self.targets.values()) < 3

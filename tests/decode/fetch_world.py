@@ -12,7 +12,7 @@ from kvbus_decode.fetch import events as ev
 from kvbus_decode.fetch.entry import FetchLimits, FetchState
 from kvbus_decode.fetch.table import FetchTable
 from kvbus_decode.fetch.transitions import TRANSITIONS
-from tests.decode.watched import Watched, blocks, ticket_of
+from tests.decode.watched import Watched, blocks, ticket_of, token_of
 from tests.stories import StoryMachine
 
 LIMITS = FetchLimits(
@@ -88,7 +88,8 @@ class FetchWorld(StoryMachine):
         if lie == "another epoch":
             self.last_epoch += 1
             watched.superseded.add(granted.epoch)
-            return msgspec.structs.replace(granted, epoch=self.last_epoch)
+            epoch = self.last_epoch
+            return msgspec.structs.replace(granted, epoch=epoch, token=token_of(epoch))
         return granted
 
     def pick(self, back: int) -> str:
@@ -146,10 +147,11 @@ class FetchWorld(StoryMachine):
                 self.seen[fetch_id].is_landed(num_tokens)
             case ev.ReportFetched() as report:
                 self.seen[report.fetch_id].end(report, self.now)
-            case ev.SendRelease(ticket, epoch):
+            case ev.SendRelease(ticket, epoch, token):
                 watched = self.seen[ticket.offer_id]
                 assert not watched.in_flight, "given back under a read"
                 assert epoch in watched.granted - watched.given_back
+                assert token == token_of(epoch)
                 watched.given_back.add(epoch)
             case ev.ReportBlocksFreed(fetch_id, engine_id):
                 watched = self.seen[fetch_id]
@@ -175,6 +177,7 @@ class FetchWorld(StoryMachine):
         assert type(command) not in self.asked_of(command.fetch_id), "asked twice at a time"
         if isinstance(command, ev.SendRenew | ev.SendConfirm):
             assert command.epoch in watched.granted - watched.given_back
+            assert command.token == token_of(command.epoch)
         if isinstance(command, ev.SendClaim | ev.SendRenew):
             self.check_question(command, watched)
         if isinstance(command, ev.SendConfirm):

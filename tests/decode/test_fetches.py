@@ -15,7 +15,7 @@ from kvbus_decode.fetch.table import FetchTable
 from kvbus_decode.fetch.transitions import TRANSITIONS
 
 LIMITS = FetchLimits(max_fetches=2, max_retired=2, request_timeout_s=5.0, busy_retry_s=0.25)
-TICKET = Ticket("p", "boot", "tcp://p", "engine-p", "engine-boot", "o1", "r1", 32)
+TICKET = Ticket("p", "boot", "tcp://p", "engine-p", "engine-boot", "o1", "r1", 32, "secret")
 PER_FETCH = (
     ev.PeerReady,
     ev.LeaseGranted,
@@ -44,7 +44,7 @@ def lease(
     *, sealed: bool = True, epoch: int = 1, first_block: int = 0, num_tokens: int = 32
 ) -> ev.LeaseGranted:
     tables = {"full": BlockTable.of([7], first_block=first_block)}
-    return ev.LeaseGranted("f1", 0.0, Granted(epoch, 9.0, num_tokens, sealed, tables))
+    return ev.LeaseGranted("f1", 0.0, Granted(epoch, 9.0, num_tokens, sealed, tables, "token"))
 
 
 def failed(code: ErrorCode) -> ev.StepFailed:
@@ -241,7 +241,7 @@ def test_a_lease_that_is_granted_after_the_end_is_given_back() -> None:
 
     commands = table.handle(lease(epoch=4), 0.0)
 
-    assert commands == [ev.SendRelease(TICKET, 4, ErrorCode.CANCELLED)]
+    assert commands == [ev.SendRelease(TICKET, 4, "token", ErrorCode.CANCELLED)]
 
 
 def test_blocks_in_the_grant_that_leave_a_gap_fail_the_fetch_and_give_the_lease_back() -> None:
@@ -255,7 +255,7 @@ def test_blocks_in_the_grant_that_leave_a_gap_fail_the_fetch_and_give_the_lease_
 
 def test_an_offer_that_is_sealed_with_too_few_tokens_fails_the_fetch() -> None:
     table = table_after(requested(), READY)
-    short = ev.LeaseGranted("f1", 0.0, Granted(1, 9.0, 16, True, {}))
+    short = ev.LeaseGranted("f1", 0.0, Granted(1, 9.0, 16, True, {}, "token"))
 
     end = report(table.handle(short, 0.0))
 

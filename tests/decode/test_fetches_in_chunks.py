@@ -14,7 +14,7 @@ from kvbus_decode.fetch.entry import FetchLimits, FetchState
 from kvbus_decode.fetch.table import FetchTable
 
 BLOCK_SIZE, NUM_TOKENS = 8, 32
-TICKET = Ticket("p", "boot", "tcp://p", "engine-p", "engine-boot", "o1", "r1", NUM_TOKENS)
+TICKET = Ticket("p", "boot", "tcp://p", "engine-p", "engine-boot", "o1", "r1", NUM_TOKENS, "secret")
 HINT = ev.OfferAdvanced("f1")
 LOST = RemoteError("the fabric failed", code=ErrorCode.TRANSFER_FAILED)
 
@@ -60,7 +60,7 @@ class Prefill:
         """The reply to the claim, or to the renewal that is under way."""
         more = tables(self.known, num_tokens)
         self.known = max(self.known, num_tokens)
-        granted = Granted(epoch, 9.0, num_tokens, sealed, more)
+        granted = Granted(epoch, 9.0, num_tokens, sealed, more, "token")
         return self.tell(ev.LeaseGranted("f1", now, granted), now)
 
     def news(self, num_tokens: int, *, sealed: bool = False, epoch: int = 1) -> list[Any]:
@@ -75,11 +75,11 @@ class Prefill:
 
 
 def chunk(start: int, stop: int, *, last: bool = False, ready: int | None = None) -> ev.ReadChunk:
-    return ev.ReadChunk("f1", 1, tables(0, ready or stop), start, stop, last)
+    return ev.ReadChunk("f1", 1, "token", tables(0, ready or stop), start, stop, last)
 
 
 def confirm() -> ev.SendConfirm:
-    return ev.SendConfirm("f1", 1, 5.0)
+    return ev.SendConfirm("f1", 1, "token", 5.0)
 
 
 def test_what_is_ready_is_read_while_the_rest_is_computed() -> None:

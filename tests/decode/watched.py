@@ -16,6 +16,12 @@ from kvbus_decode.fetch import events as ev
 
 BLOCK_SIZE = 8
 NUM_TOKENS = 32
+SECRET = "secret-of-a-ticket"
+
+
+def token_of(epoch: int) -> str:
+    """Each lease has a token of its own."""
+    return f"token-of-epoch-{epoch}"
 
 
 def num_blocks(num_tokens: int) -> int:
@@ -29,7 +35,9 @@ def blocks(start: int, stop: int) -> BlockTable:
 
 def ticket_of(fetch_id: str, boot: str) -> Ticket:
     """Each fetch has an offer of its own, under its own name."""
-    return Ticket("p", boot, "tcp://p", "engine-p", "e-boot", fetch_id, "request", NUM_TOKENS)
+    return Ticket(
+        "p", boot, "tcp://p", "engine-p", "e-boot", fetch_id, "request", NUM_TOKENS, SECRET
+    )
 
 
 @dataclass
@@ -47,7 +55,7 @@ class Offered:
     def granted(self, epoch: int, known_blocks: int) -> Granted:
         """The reply to a claim or renewal that the prefill agent handles now."""
         more = {"full": blocks(known_blocks, max(known_blocks, num_blocks(self.num_ready)))}
-        return Granted(epoch, 2.0, self.num_ready, self.sealed, more)
+        return Granted(epoch, 2.0, self.num_ready, self.sealed, more, token_of(epoch))
 
 
 @dataclass

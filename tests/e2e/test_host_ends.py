@@ -68,7 +68,9 @@ async def test_blocks_that_are_copied_into_are_kept_though_the_offer_ends(prefil
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(fails_to_save, offer, "its offer has ended")
             await until(lambda: gate.num_begun)
-            by_router = PeerWithdraw(agent_boot=ticket.agent_boot, offer_id=ticket.offer_id)
+            by_router = PeerWithdraw(
+                agent_boot=ticket.agent_boot, offer_id=ticket.offer_id, secret=ticket.secret
+            )
             await ask_agent(ticket.endpoint, by_router, timeout_s=20.0)
             outcome = await offer.released()
             held = source.ring.num_held

@@ -107,6 +107,7 @@ def test_a_body_with_a_wrong_field_is_refused_by_the_field(prefill, op, body):
 
 def test_a_message_for_an_earlier_process_is_stale(prefill):
     body = {"agent_boot": "earlier", "offer_id": "x", "reader_id": "x", "lease_s": 1.0}
+    body["secret"] = 32 * "0"
 
     reply = ask(prefill.peer, "claim", body)
 

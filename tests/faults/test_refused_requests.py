@@ -164,7 +164,9 @@ async def test_an_offer_is_claimed_after_its_end_in_vain(engines, decode):
     [
         ({"offer_id": "no such offer"}, ErrorCode.OFFER_UNKNOWN),
         ({"engine_id": "no such engine"}, ErrorCode.ENGINE_UNKNOWN),
-        ({"engine_boot": "an earlier one"}, ErrorCode.STALE),
+        ({"engine_instance": "an earlier one"}, ErrorCode.STALE),
+        ({"secret": 32 * "0"}, ErrorCode.FORBIDDEN),
+        ({"secret": "short"}, ErrorCode.INVALID),
         ({"agent_boot": "an earlier one"}, ErrorCode.STALE),
         ({"endpoint": "tcp://127.0.0.1:1"}, ErrorCode.PEER_UNREACHABLE),
         ({"endpoint": "no endpoint"}, ErrorCode.CONFIG),
@@ -215,7 +217,7 @@ async def test_a_router_withdraws_an_offer_and_its_waiting_fetch_fails(engines, 
     offer = await source.prefill.offer("r", num_tokens=0, block_ids={"full": []}, sealed=False)
     fetch = target.decode.fetch(offer.ticket, num_tokens=16, block_ids={"full": [1]})
     await until(lambda: prefill.status()["counts"]["leases"] == 1)
-    body = {"agent_boot": offer.ticket["agent_boot"], "offer_id": offer.offer_id}
+    body = {key: offer.ticket[key] for key in ("agent_boot", "offer_id", "secret")}
 
     reply = ask(prefill.peer, "withdraw", body)
     failure = await failure_of(fetch)

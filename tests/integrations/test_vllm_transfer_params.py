@@ -11,7 +11,9 @@ from kvbus.errors import ProtocolError
 from kvbus.integrations.vllm.transfer_params import HandoffParams, prompt_digest, read_params
 from kvbus.protocol.ticket import Ticket
 
-TICKET = Ticket("agent", "boot", "tcp://127.0.0.1:1", "engine", "boot", "offer", "request", 0)
+TICKET = Ticket(
+    "agent", "boot", "tcp://127.0.0.1:1", "engine", "boot", "offer", "request", 0, 32 * "0"
+)
 TOKENS = st.lists(st.integers(0, 2**32 - 1), max_size=50)
 CONDITIONS = st.lists(st.text(st.characters(), max_size=5), max_size=3)
 

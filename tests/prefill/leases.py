@@ -22,6 +22,8 @@ from tests.engines import Engine
 from tests.prefill.inside import PrefillAgent, Reader
 
 NUM_TOKENS = 40
+SECRET = 32 * "0"
+"""Of what has none."""
 TABLE = BlockTable.of([7, 3, 5])
 BOX = Box("full", (0, 1), (KvPart.KEY, KvPart.VALUE), 1, 4, 10, 40)
 
@@ -35,6 +37,8 @@ class Case:
     reader: Reader
     offer_id: str
     epoch: int
+    secret: str = SECRET
+    token: str = SECRET
 
     @property
     def local(self) -> LocalEngine:
@@ -52,6 +56,7 @@ class Case:
             order=canonical_order(),
             table=TABLE,
             slot_lease_s=20.0,
+            token=self.token,
         )
         return msgspec.structs.replace(pack, **changes)
 
@@ -84,7 +89,12 @@ class Case:
         return torch.stack(rows).contiguous().view(torch.uint8).flatten()
 
     async def confirm(self) -> None:
-        confirm = Confirm(agent_boot=self.agent.boot, offer_id=self.offer_id, epoch=self.epoch)
+        confirm = Confirm(
+            agent_boot=self.agent.boot,
+            offer_id=self.offer_id,
+            epoch=self.epoch,
+            token=self.token,
+        )
         await self.reader.ask(confirm, Empty)
 
 
@@ -93,9 +103,17 @@ async def lease(agent: PrefillAgent, source: Engine, reader: Reader) -> tuple[Of
     offer = await source.prefill.offer(
         uuid.uuid4().hex, num_tokens=NUM_TOKENS, block_ids={"full": [7, 3, 5]}
     )
-    claim = Claim(agent_boot=agent.boot, offer_id=offer.offer_id, reader_id="reader", lease_s=20.0)
+    claim = Claim(
+        agent_boot=agent.boot,
+        offer_id=offer.offer_id,
+        reader_id="reader",
+        lease_s=20.0,
+        secret=offer.ticket["secret"],
+    )
     granted = await reader.ask(claim, Granted)
-    return offer, Case(agent, source, reader, offer.offer_id, granted.epoch)
+    return offer, Case(
+        agent, source, reader, offer.offer_id, granted.epoch, offer.ticket["secret"], granted.token
+    )
 
 
 @asynccontextmanager
@@ -113,7 +131,7 @@ def handshake(case: Case, **changes: Any) -> Handshake:
         max_protocol=1,
         agent_id="decode",
         engine_id=case.source.spec.engine_id,
-        engine_boot=case.local.boot,
+        engine_instance=case.local.instance,
         reader=reader,
     )
     return msgspec.structs.replace(shake, **changes)

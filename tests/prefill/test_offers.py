@@ -14,6 +14,7 @@ from kvbus_prefill.offer.entry import OfferedBox, OfferLimits, OfferState
 from kvbus_prefill.offer.table import OfferTable
 from kvbus_prefill.offer.transitions import TRANSITIONS
 
+SECRET, TOKEN = "secret", "token"
 LIMITS = OfferLimits(max_offers=2, max_retired=2, max_lease_s=4.0, max_hold_s=10.0)
 OPEN, SEALED, RELEASED = OfferState.OPEN, OfferState.SEALED, OfferState.RELEASED
 REQUESTS = (
@@ -37,17 +38,18 @@ def opened(offer_id: str = "o1", *, sealed: bool = True, ttl_s: float = 8.0) -> 
         tables={"full": BlockTable.of([3, 4])},
         sealed=sealed,
         ttl_s=ttl_s,
+        secret=SECRET,
         ticket={"offer_id": offer_id},
         reply_to="open",
     )
 
 
 def claimed(reader_id: str = "reader", *, lease_s: float = 2.0) -> ev.Claimed:
-    return ev.Claimed("o1", reader_id, lease_s, "claim")
+    return ev.Claimed("o1", SECRET, reader_id, lease_s, TOKEN, "claim")
 
 
 def renewed(epoch: int, *, lease_s: float = 2.0, known_blocks: int = 0) -> ev.Renewed:
-    return ev.Renewed("o1", epoch, lease_s, {"full": known_blocks}, "renew")
+    return ev.Renewed("o1", epoch, TOKEN, lease_s, {"full": known_blocks}, "renew")
 
 
 def offered_box(
@@ -59,7 +61,7 @@ def offered_box(
     opaque: bool = False,
 ) -> OfferedBox:
     table = BlockTable.of(blocks, first_block=first_block)
-    return OfferedBox("o1", epoch, "full", table, stop, opaque)
+    return OfferedBox("o1", epoch, TOKEN, "full", table, stop, opaque)
 
 
 def refusal_of(table: OfferTable, box: OfferedBox, now: float = 1.0) -> ErrorCode | None:
@@ -114,7 +116,7 @@ def test_a_released_offer_never_comes_back() -> None:
 def test_a_confirm_ends_the_lease_before_the_blocks_are_reported_released() -> None:
     table = table_after(opened(), claimed())
 
-    commands = table.handle(ev.Confirmed("o1", 1, "confirm"), 1.0)
+    commands = table.handle(ev.Confirmed("o1", 1, TOKEN, "confirm"), 1.0)
 
     kinds = [type(c) for c in commands if not isinstance(c, ev.Publish)]
     assert kinds == [ev.SendReply, ev.EndLease, ev.ReportReleased]
@@ -122,7 +124,7 @@ def test_a_confirm_ends_the_lease_before_the_blocks_are_reported_released() -> N
 
 
 def test_a_confirm_whose_reply_was_lost_is_answered_ok_again_and_reports_nothing() -> None:
-    confirm = ev.Confirmed("o1", 1, "confirm")
+    confirm = ev.Confirmed("o1", 1, TOKEN, "confirm")
     table = table_after(opened(), claimed(), confirm)
 
     commands = table.handle(confirm, 1.0)
@@ -134,8 +136,8 @@ def test_a_confirm_whose_reply_was_lost_is_answered_ok_again_and_reports_nothing
     "late",
     [
         renewed,
-        lambda epoch: ev.Confirmed("o1", epoch, "confirm"),
-        lambda epoch: ev.Returned("o1", epoch, "return"),
+        lambda epoch: ev.Confirmed("o1", epoch, TOKEN, "confirm"),
+        lambda epoch: ev.Returned("o1", epoch, TOKEN, "return"),
     ],
     ids=["renew", "confirm", "return"],
 )
@@ -154,9 +156,9 @@ def test_an_old_epoch_is_answered_stale_and_leaves_the_new_lease_alone(
 
 
 def test_an_old_epoch_of_an_offer_that_another_one_completed_is_answered_stale() -> None:
-    table = table_after(opened(), claimed(), claimed(), ev.Confirmed("o1", 2, "confirm"))
+    table = table_after(opened(), claimed(), claimed(), ev.Confirmed("o1", 2, TOKEN, "confirm"))
 
-    commands = table.handle(ev.Confirmed("o1", 1, "confirm"), 1.0)
+    commands = table.handle(ev.Confirmed("o1", 1, TOKEN, "confirm"), 1.0)
 
     assert code_of(commands) is ErrorCode.STALE
 
@@ -166,7 +168,7 @@ def test_a_confirm_that_comes_at_the_end_of_the_lease_is_stale_though_nobody_tol
 ):
     table = table_after(opened(), claimed(lease_s=2.0))
 
-    commands = table.handle(ev.Confirmed("o1", 1, "confirm"), 2.0)
+    commands = table.handle(ev.Confirmed("o1", 1, TOKEN, "confirm"), 2.0)
 
     assert code_of(commands) is ErrorCode.STALE
     assert ev.EndLease("o1", 1, "expired") in commands
@@ -175,7 +177,7 @@ def test_a_confirm_that_comes_at_the_end_of_the_lease_is_stale_though_nobody_tol
 def test_a_confirm_before_the_seal_is_refused_and_the_lease_goes_on() -> None:
     table = table_after(opened(sealed=False), claimed())
 
-    commands = table.handle(ev.Confirmed("o1", 1, "confirm"), 1.0)
+    commands = table.handle(ev.Confirmed("o1", 1, TOKEN, "confirm"), 1.0)
 
     assert code_of(commands) is ErrorCode.OFFER_OPEN
     assert table.num_leases() == 1
@@ -195,7 +197,7 @@ def test_another_reader_is_told_busy_and_when_to_come_again() -> None:
 def test_a_withdrawn_offer_revokes_its_lease_before_it_is_reported_released() -> None:
     table = table_after(opened(), claimed())
 
-    commands = table.handle(ev.Withdrawn("o1", "withdraw"), 1.0)
+    commands = table.handle(ev.Withdrawn("o1", None, "withdraw"), 1.0)
 
     kinds = [type(c) for c in commands if not isinstance(c, ev.Publish)]
     assert kinds == [ev.SendReply, ev.EndLease, ev.ReportReleased]
@@ -292,7 +294,7 @@ def test_a_box_from_before_the_first_block_of_the_offer_is_refused() -> None:
 
 
 def test_a_box_of_an_ended_offer_is_stale() -> None:
-    table = table_after(opened(), claimed(), ev.Confirmed("o1", 1, "confirm"))
+    table = table_after(opened(), claimed(), ev.Confirmed("o1", 1, TOKEN, "confirm"))
 
     assert refusal_of(table, offered_box()) is ErrorCode.STALE
 
@@ -321,7 +323,7 @@ def test_a_request_is_not_offered_twice_until_its_first_offer_is_released() -> N
     table = table_after(opened("o1"))
 
     refused = table.handle(again, 0.0)
-    table.handle(ev.Withdrawn("o1", "withdraw"), 0.0)
+    table.handle(ev.Withdrawn("o1", None, "withdraw"), 0.0)
     accepted = table.handle(again, 0.0)
 
     assert code_of(refused) is ErrorCode.OFFER_EXISTS
@@ -332,7 +334,7 @@ def test_an_agent_that_drains_takes_no_new_offers_and_finishes_the_old_ones() ->
     table = table_after(opened("o1"), claimed(), ev.DrainStarted())
 
     refused = table.handle(opened("o2"), 1.0)
-    confirmed = table.handle(ev.Confirmed("o1", 1, "confirm"), 1.0)
+    confirmed = table.handle(ev.Confirmed("o1", 1, TOKEN, "confirm"), 1.0)
 
     assert code_of(refused) is ErrorCode.DRAINING
     assert outcomes(confirmed) == [Outcome.COMPLETED]
@@ -341,8 +343,8 @@ def test_an_agent_that_drains_takes_no_new_offers_and_finishes_the_old_ones() ->
 @pytest.mark.parametrize(
     ("end", "code"),
     [
-        (ev.Confirmed("o1", 1, "confirm"), ErrorCode.OFFER_COMPLETED),
-        (ev.Withdrawn("o1", "withdraw"), ErrorCode.OFFER_WITHDRAWN),
+        (ev.Confirmed("o1", 1, TOKEN, "confirm"), ErrorCode.OFFER_COMPLETED),
+        (ev.Withdrawn("o1", None, "withdraw"), ErrorCode.OFFER_WITHDRAWN),
         (ev.EngineLost("engine"), ErrorCode.OFFER_WITHDRAWN),
         (ev.Stopped(), ErrorCode.OFFER_WITHDRAWN),
     ],
@@ -355,3 +357,52 @@ def test_a_claim_that_comes_too_late_is_told_what_became_of_the_offer(
     commands = table.handle(claimed(), 1.0)
 
     assert code_of(commands) is code
+
+
+WRONG_RIGHTS = {
+    "claim": ev.Claimed("o1", "wrong", "reader", 2.0, "new", "claim"),
+    "withdraw": ev.Withdrawn("o1", "wrong", "withdraw"),
+    "renew": ev.Renewed("o1", 1, "wrong", 2.0, {}, "renew"),
+    "confirm": ev.Confirmed("o1", 1, "wrong", "confirm"),
+    "return": ev.Returned("o1", 1, "wrong", "return"),
+    "an empty token": ev.Confirmed("o1", 1, "", "confirm"),
+    "no ascii": ev.Confirmed("o1", 1, "t\u00f6ken", "confirm"),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG_RIGHTS.values(), ids=WRONG_RIGHTS)
+@pytest.mark.parametrize("sealed", [True, False], ids=["sealed", "open"])
+def test_who_does_not_show_the_right_is_refused_without_detail_and_changes_nothing(
+    wrong: ev.Event, sealed: bool
+) -> None:
+    table = table_after(opened(sealed=sealed), claimed())
+    before = replace(table.live["o1"], lease=replace(table.live["o1"].lease))
+
+    (refusal,) = table.handle(wrong, 1.0)
+
+    assert isinstance(refusal, ev.Refuse)
+    assert (refusal.error.code, refusal.error.detail) == (ErrorCode.FORBIDDEN, {})
+    assert table.live["o1"] == before
+    assert table.next_deadline() == 2.0
+
+
+@pytest.mark.parametrize("wrong", WRONG_RIGHTS.values(), ids=WRONG_RIGHTS)
+def test_an_offer_that_has_ended_tells_nobody_without_the_right_how(wrong: ev.Event) -> None:
+    table = table_after(opened(), claimed(), ev.Confirmed("o1", 1, TOKEN, "confirm"))
+
+    commands = table.handle(wrong, 1.0)
+
+    assert code_of(commands) is ErrorCode.FORBIDDEN
+
+
+def test_a_box_is_packed_for_nobody_without_the_token() -> None:
+    table = table_after(opened(), claimed())
+
+    assert refusal_of(table, replace(offered_box(), token="wrong")) is ErrorCode.FORBIDDEN
+
+
+def test_an_offer_without_a_lease_has_no_token_that_fits() -> None:
+    table = table_after(opened())
+
+    assert code_of(table.handle(ev.Confirmed("o1", 0, "", "confirm"), 1.0)) is ErrorCode.STALE
+    assert table.live["o1"].outcome is None

@@ -25,6 +25,7 @@ from kvbus_prefill.offer.transitions import TRANSITIONS
 from tests.examples import num_examples
 from tests.stories import StoryMachine
 
+SECRET, TOKEN = "secret", "token"
 LIMITS = OfferLimits(max_offers=3, max_retired=3, max_lease_s=2.0, max_hold_s=3.0)
 ENGINES = st.sampled_from(["engine-a", "engine-b"])
 READERS = st.sampled_from(["reader-a", "reader-a", "reader-b"])
@@ -135,7 +136,16 @@ class OfferInterleavings(StoryMachine):
         tables = {"full": BlockTable.of([1])}
         self.request(
             ev.Opened(
-                offer_id, engine_id, request_id, 16, tables, sealed, ttl_s, {}, self.reply_to()
+                offer_id,
+                engine_id,
+                request_id,
+                16,
+                tables,
+                sealed,
+                ttl_s,
+                SECRET,
+                {},
+                self.reply_to(),
             ),
             code,
         )
@@ -175,7 +185,7 @@ class OfferInterleavings(StoryMachine):
         code = None if offer.outcome and not self.forgotten(offer_id) else self.refusal(offer_id)
         if offer.outcome is None:
             offer.end(Outcome.WITHDRAWN)
-        self.request(ev.Withdrawn(offer_id, self.reply_to()), code)
+        self.request(ev.Withdrawn(offer_id, None, self.reply_to()), code)
 
     @rule(back=ANY_OFFER, reader_id=READERS, lease_s=LEASES)
     def claim(self, back: int, reader_id: str, lease_s: float) -> None:
@@ -188,7 +198,7 @@ class OfferInterleavings(StoryMachine):
             held_until = fresh if offer.lease is None else offer.lease[3]
             offer.epoch, offer.lease = offer.epoch + 1, None
             offer.grant(reader_id, lease_s, self.now, held_until)
-        self.request(ev.Claimed(offer_id, reader_id, lease_s, self.reply_to()), code)
+        self.request(ev.Claimed(offer_id, SECRET, reader_id, lease_s, TOKEN, self.reply_to()), code)
 
     @rule(back=ANY_OFFER, epochs_ago=EPOCHS_AGO, lease_s=LEASES)
     def renew(self, back: int, epochs_ago: int, lease_s: float) -> None:
@@ -198,7 +208,7 @@ class OfferInterleavings(StoryMachine):
         if code is None and offer.lease is not None:
             _, reader_id, _, held_until = offer.lease
             offer.grant(reader_id, lease_s, self.now, held_until)
-        self.request(ev.Renewed(offer_id, epoch, lease_s, {}, self.reply_to()), code)
+        self.request(ev.Renewed(offer_id, epoch, TOKEN, lease_s, {}, self.reply_to()), code)
 
     @rule(back=ANY_OFFER, epochs_ago=EPOCHS_AGO)
     def confirm(self, back: int, epochs_ago: int) -> None:
@@ -212,7 +222,7 @@ class OfferInterleavings(StoryMachine):
             code = ErrorCode.OFFER_OPEN
         elif code is None:
             offer.end(Outcome.COMPLETED)
-        self.request(ev.Confirmed(offer_id, epoch, self.reply_to()), code)
+        self.request(ev.Confirmed(offer_id, epoch, TOKEN, self.reply_to()), code)
 
     @rule(back=ANY_OFFER, epochs_ago=EPOCHS_AGO)
     def give_back(self, back: int, epochs_ago: int) -> None:
@@ -221,7 +231,7 @@ class OfferInterleavings(StoryMachine):
         code = self.stale(offer_id, epoch)
         if code is None:
             offer.lease = None
-        self.request(ev.Returned(offer_id, epoch, self.reply_to()), code)
+        self.request(ev.Returned(offer_id, epoch, TOKEN, self.reply_to()), code)
 
     @rule(back=ANY_OFFER, epochs_ago=EPOCHS_AGO, tokens_past=st.sampled_from([0, 0, 0, 1]))
     def pack(self, back: int, epochs_ago: int, tokens_past: int) -> None:
@@ -233,7 +243,7 @@ class OfferInterleavings(StoryMachine):
         last = offer.num_tokens // 16 - 1
         table = BlockTable.of([9 if last else 1], first_block=last)
         stop, before = offer.num_tokens + tokens_past, copy_of(self.table)
-        box = OfferedBox(offer_id, epoch, "full", table, stop, False)
+        box = OfferedBox(offer_id, epoch, TOKEN, "full", table, stop, False)
         refused: ErrorCode | None = None
         try:
             self.table.check_box(box, self.now)
@@ -244,6 +254,24 @@ class OfferInterleavings(StoryMachine):
         else:
             assert refused == code
         assert (self.table.live, self.table.retired) == (before.live, before.retired)
+
+    @rule(back=ANY_OFFER, kind=st.sampled_from(["claim", "withdraw", "renew", "confirm", "return"]))
+    def forge(self, back: int, kind: str) -> None:
+        """Somebody who knows all that is published, and has no right."""
+        offer_id, offer = self.pick(back)
+        epoch, reply_to = max(offer.epoch, 1), self.reply_to()
+        unknown = self.forgotten(offer_id)
+        code = ErrorCode.OFFER_UNKNOWN if unknown else ErrorCode.FORBIDDEN
+        if not unknown and not offer.epoch and kind in ("renew", "confirm", "return"):
+            code = ErrorCode.STALE
+        forged: dict[str, ev.RequestEvent] = {
+            "claim": ev.Claimed(offer_id, TOKEN, "forger", 1.0, "new", reply_to),
+            "withdraw": ev.Withdrawn(offer_id, TOKEN, reply_to),
+            "renew": ev.Renewed(offer_id, epoch, SECRET, 1.0, {}, reply_to),
+            "confirm": ev.Confirmed(offer_id, epoch, SECRET, reply_to),
+            "return": ev.Returned(offer_id, epoch, SECRET, reply_to),
+        }
+        self.request(forged[kind], code)
 
     @rarely(11)
     @rule(engine_id=ENGINES)

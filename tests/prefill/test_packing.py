@@ -204,7 +204,7 @@ async def test_ranks_whose_home_is_elsewhere_are_packed_under_the_lease_of_the_s
         bits(cache.view(1, KvPart.KEY)).random_(-(2**15), 2**15)
         here = Engine(spec, memory, [cache], NUM_BLOCKS)  # type: ignore[arg-type] # no control
         case = Case(agent, here, reader, "elsewhere", 3)
-        shake = handshake(case, engine_boot="", ranks=(1,))
+        shake = handshake(case, engine_instance="", ranks=(1,))
 
         done = await reader.ask(shake, HandshakeDone)
         box = Box("full", (1,), (KvPart.KEY,), 3, 3, 0, 40)

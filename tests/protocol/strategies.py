@@ -30,7 +30,8 @@ MESSAGES: tuple[type[Message], ...] = tuple(
         )
     )
 )
-TEXT = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)  # as UTF-8 can be
+LETTERS = st.characters(exclude_categories=["Cs"])  # as UTF-8 can be
+TEXT = st.text(LETTERS, max_size=8)
 T = TypeVar("T")
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | TEXT | st.binary(max_size=8),
@@ -55,7 +56,8 @@ def _values(of: types.Type) -> st.SearchStrategy[Any]:  # noqa: PLR0911  one ret
             low, high = _bounds(of, -1e300, 1e300)
             return st.floats(low, high, exclude_min=of.gt is not None)
         case types.StrType():
-            text = TEXT if not of.min_length else TEXT.filter(bool)
+            least = of.min_length or 0
+            text = st.text(LETTERS, min_size=least, max_size=least + 8)
             return text | st.just("x" * (of.max_length or 4096))
         case types.BytesType():
             least = of.min_length or 0

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from kvbus.errors import ErrorCode, GeometryError, ProtocolError, RequestRefused
 from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import AgentRole, Fetched, MakeOffer, Outcome, Register, StartFetch
+from kvbus.protocol.envelope import decode, encode_reply, encode_request
 from kvbus.protocol.message import (
     ErrorBody,
     Message,
@@ -21,6 +22,8 @@ from kvbus.protocol.message import (
 from kvbus.protocol.peer import Claim, EngineMemory, Renew, Status
 from tests.protocol.strategies import MESSAGES, PLAIN, messages, value_or_refusal
 
+RIGHTS = {"secret", "token", "access", "ticket"}
+RIGHT = "b1946ac92492d2347c6235b4d2611184"
 SLOW = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 OFFER: dict[str, Any] = {
     "request_id": "r",
@@ -127,7 +130,7 @@ def test_a_body_nested_deeper_than_the_stack_is_refused_or_taken() -> None:
 
 
 def test_a_whole_second_may_travel_as_an_integer() -> None:
-    claim = {"agent_boot": "b", "offer_id": "o", "reader_id": "r", "lease_s": 5}
+    claim = {"agent_boot": "b", "offer_id": "o", "reader_id": "r", "lease_s": 5, "secret": RIGHT}
 
     assert from_body(Claim, packed(claim)).lease_s == 5.0
 
@@ -207,3 +210,23 @@ def test_outcomes_and_roles_travel_as_their_words() -> None:
 
     assert to_body(fetched)["outcome"] == "failed"
     assert [role.value for role in AgentRole] == ["prefill", "decode"]
+
+
+@pytest.mark.parametrize("kind", [kind for kind in MESSAGES if RIGHTS & {*kind.__struct_fields__}])
+def test_the_repr_of_a_message_has_no_right_to_anything(kind: type[Message]) -> None:
+    rights = dict.fromkeys(RIGHTS & {*kind.__struct_fields__}, RIGHT)
+    others = dict.fromkeys({*kind.__struct_fields__} - rights.keys(), "shown")
+
+    text = repr(kind(**others, **rights))
+
+    assert RIGHT not in text
+    assert text.count("shown") == len(others)
+
+
+def test_the_repr_of_a_frame_has_no_body() -> None:
+    claim = Claim(agent_boot="b", offer_id="o", reader_id="r", lease_s=5.0, secret=RIGHT)
+
+    request = decode(encode_request("claim", 1, "boot", claim))
+    reply = decode(encode_reply(1, "boot", claim))
+
+    assert RIGHT not in f"{request!r} {reply!r} {claim!r}"

@@ -15,9 +15,17 @@ from tests.protocol.strategies import PLAIN, TEXT, value_or_refusal
 
 NAMES = TEXT.filter(bool)
 TICKETS = st.builds(
-    Ticket, *([NAMES] * 7), num_tokens=st.integers(0, 2**31 - 1), kvbus=st.just(TICKET_VERSION)
+    Ticket,
+    *([NAMES] * 7),
+    num_tokens=st.integers(0, 2**31 - 1),
+    secret=NAMES.map(lambda name: 16 * name[:8]),
+    server_key=TEXT,
+    kvbus=st.just(TICKET_VERSION),
 )
-FIELDS = Ticket("agent", "boot", "tcp://h:1", "engine", "boot2", "offer", "request", 9).to_json()
+FIELDS = Ticket(
+    "agent", "boot", "tcp://h:1", "engine", "instance", "offer", "request", 9, 32 * "0"
+).to_json()
+OPTIONAL = {"kvbus", "server_key"}
 REFUSALS = {ErrorCode.INVALID, ErrorCode.UNSUPPORTED_VERSION}
 
 
@@ -57,7 +65,7 @@ def test_any_value_in_any_field_is_taken_as_it_is_or_refused(field: str, value: 
         assert getattr(ticket, field) == value
 
 
-@pytest.mark.parametrize("field", sorted(set(FIELDS) - {"kvbus"}))
+@pytest.mark.parametrize("field", sorted(set(FIELDS) - OPTIONAL))
 def test_a_missing_field_is_refused_by_name(field: str) -> None:
     with pytest.raises(ProtocolError) as refused:
         Ticket.from_json({key: value for key, value in FIELDS.items() if key != field})

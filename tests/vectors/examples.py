@@ -30,6 +30,10 @@ from kvbus.protocol.ticket import Ticket
 PREFILL_BOOT = "0f8fad5bd9cb469fa16570867728950e"
 DECODE_BOOT = "7c9e6679742540de944be07fc1f90ae7"
 ENGINE_BOOT = "16fd2706e8baf433b821a2a3d6a4c1d5"
+INSTANCE = "4f9d2f1c7b6e4a0f9a3c5e8d7b1a2c3d"
+SECRET = "b1946ac92492d2347c6235b4d2611184"
+TOKEN = "591785b794601e212b260e25925636fd"
+SERVER_KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
 MEMORY_ID = "5d41402abc4b2a76b9719d911017c592"
 PREFILL_ENDPOINT = "tcp://10.0.0.1:7501"
 OTHER_ENDPOINT = "tcp://10.0.0.2:7501"
@@ -83,14 +87,16 @@ TICKET = Ticket(
     agent_boot=PREFILL_BOOT,
     endpoint=PREFILL_ENDPOINT,
     engine_id="prefill-0",
-    engine_boot=ENGINE_BOOT,
+    engine_instance=INSTANCE,
     offer_id="offer-1",
     request_id="request-1",
     num_tokens=40,
+    secret=SECRET,
+    server_key=SERVER_KEY,
 ).to_json()
 MEMORY = p.EngineMemory(engine=SPEC, ranks=(RANK,), addresses=({"kv": 0x7F00_0000_0000},))
-OTHERS = (e.AgentRanks(OTHER_ENDPOINT, (1,)),)
-GRANTED = p.Granted(epoch=1, lease_s=10.0, num_tokens=40, sealed=True, tables=TABLES)
+OTHERS = (e.AgentRanks(OTHER_ENDPOINT, (1,), SERVER_KEY),)
+GRANTED = p.Granted(epoch=1, lease_s=10.0, num_tokens=40, sealed=True, tables=TABLES, token=TOKEN)
 
 ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
     "attach": {
@@ -166,7 +172,7 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
                 max_protocol=1,
                 agent_id="decode-agent-0",
                 engine_id="prefill-0",
-                engine_boot=ENGINE_BOOT,
+                engine_instance=INSTANCE,
                 reader=p.EngineMemory(engine=WINDOWED, ranks=(RANK,)),
                 ranks=(0,),
             ),
@@ -184,7 +190,13 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
             ),
         ),
         p.Claim: (
-            p.Claim(agent_boot=PREFILL_BOOT, offer_id="offer-1", reader_id="fetch-1", lease_s=10.0),
+            p.Claim(
+                agent_boot=PREFILL_BOOT,
+                offer_id="offer-1",
+                reader_id="fetch-1",
+                lease_s=10.0,
+                secret=SECRET,
+            ),
             GRANTED,
         ),
         p.Renew: (
@@ -193,18 +205,31 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
                 offer_id="offer-1",
                 epoch=1,
                 lease_s=10.0,
+                token=TOKEN,
                 known_blocks={"full": 3},
             ),
-            p.Granted(epoch=1, lease_s=10.0, num_tokens=50, sealed=True, tables=NEW_TABLES),
+            p.Granted(
+                epoch=1, lease_s=10.0, num_tokens=50, sealed=True, tables=NEW_TABLES, token=TOKEN
+            ),
         ),
-        p.Confirm: (p.Confirm(agent_boot=PREFILL_BOOT, offer_id="offer-1", epoch=1), Empty()),
+        p.Confirm: (
+            p.Confirm(agent_boot=PREFILL_BOOT, offer_id="offer-1", epoch=1, token=TOKEN),
+            Empty(),
+        ),
         p.Release: (
             p.Release(
-                agent_boot=PREFILL_BOOT, offer_id="offer-1", epoch=1, code=ErrorCode.CANCELLED
+                agent_boot=PREFILL_BOOT,
+                offer_id="offer-1",
+                epoch=1,
+                token=TOKEN,
+                code=ErrorCode.CANCELLED,
             ),
             Empty(),
         ),
-        p.PeerWithdraw: (p.PeerWithdraw(agent_boot=PREFILL_BOOT, offer_id="offer-1"), Empty()),
+        p.PeerWithdraw: (
+            p.PeerWithdraw(agent_boot=PREFILL_BOOT, offer_id="offer-1", secret=SECRET),
+            Empty(),
+        ),
         g.Pack: (
             g.Pack(
                 agent_boot=PREFILL_BOOT,
@@ -217,6 +242,7 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
                 order=BY_BLOCK,
                 table=BlockTable.of([300, 70_000], first_block=1),
                 slot_lease_s=10.0,
+                token=TOKEN,
                 done=(16, 17),
             ),
             g.Packed(
@@ -241,6 +267,7 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
                 ticket=TICKET,
                 memory_ids=("memory-0", "memory-1"),
                 epoch=1,
+                token=TOKEN,
                 source=TABLES,
                 target={"full": BlockTable.of([5, 6], first_block=1)},
                 first_token=20,
@@ -290,5 +317,5 @@ EVENTS: dict[type[Message], Message] = {
     p.OfferEvent: p.OfferEvent(offer_id="offer-1", num_tokens=40, outcome="completed"),
     p.LeaseEvent: p.LeaseEvent(offer_id="offer-1", epoch=1),
     p.FetchEvent: p.FetchEvent(fetch_id="fetch-1", request_id="request-1", code="timeout"),
-    p.EngineEvent: p.EngineEvent(engine_id="prefill-0", engine_boot=ENGINE_BOOT),
+    p.EngineEvent: p.EngineEvent(engine_id="prefill-0", engine_instance=INSTANCE),
 }

@@ -14,8 +14,8 @@ ROUTED = ("do_remote_prefill", "do_remote_decode")
 """What vLLM's routers look at; the other keys are the connector's."""
 
 NEEDED = ("ticket", "remote_num_tokens", "prompt_digest")
-VERSION = "kvbus"
-"""Of the ticket; a ticket without it is of the first."""
+OPTIONAL = {"kvbus", "server_key"}
+"""Of the ticket: one without is right, too."""
 
 
 def _with(**fields: Any) -> Callable[[Params], Params]:
@@ -50,7 +50,7 @@ def _of_nixl_connector(_: Params) -> Params:
 def lacking(params: Params) -> list[Params]:
     """The params without one of their keys, or of the ticket's, for each that is needed."""
     ticket = params["ticket"]
-    tickets = [_without(ticket, missing) for missing in ticket if missing != VERSION]
+    tickets = [_without(ticket, missing) for missing in ticket if missing not in OPTIONAL]
     return [
         *(_without(params, missing) for missing in NEEDED),
         *({**params, "ticket": incomplete} for incomplete in tickets),
@@ -66,8 +66,9 @@ WRONG: Mapping[str, Callable[[Params], Params]] = {
     "values of another type": _of_another_type,
     "of vLLM's own connector": _of_nixl_connector,
     "of another engine": _with(engine_id="nobody"),
-    "of an engine that has restarted": _with(engine_boot=uuid.uuid4().hex),
+    "of an engine that has restarted": _with(engine_instance=uuid.uuid4().hex),
     "of an agent that has restarted": _with(agent_boot=uuid.uuid4().hex),
+    "with another secret": _with(secret=uuid.uuid4().hex),
     "of an unknown offer": _with(offer_id=uuid.uuid4().hex),
     "of another version": _with(kvbus=999),
     "of an agent that is not there": _unreachable,

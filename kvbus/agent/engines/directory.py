@@ -4,6 +4,7 @@ Refuses two engines under one id, processes of one engine that disagree about it
 a process that did not attach. An engine is lost as a whole when any of its processes ends.
 """
 
+import uuid
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
@@ -142,10 +143,10 @@ class EngineDirectory:
             raise _not_here(engine_id, ErrorCode.ENGINE_NOT_READY)
         return engine
 
-    def engine(self, engine_id: str, *, boot: str | None = None) -> LocalEngine:
-        """The ready engine with that id, and that boot if given; raises `LocalError` if none."""
+    def engine(self, engine_id: str, *, instance: str | None = None) -> LocalEngine:
+        """The ready engine with that id, and instance if given; raises `LocalError` if none."""
         engine = self.engines.get(engine_id)
-        if engine is not None and engine.ready and boot not in (None, engine.boot):
+        if engine is not None and engine.ready and instance not in (None, engine.instance):
             raise LocalError(
                 f"engine '{engine_id}' came back as a new process", code=ErrorCode.STALE
             )
@@ -191,9 +192,7 @@ class EngineDirectory:
         welcome = self.identity.welcome(hello)
         process = EngineProcess(hello.engine_id, hello.boot, connection)
         self._by_connection[connection] = self._by_boot[hello.boot] = process
-        log.info(
-            "engine.attached", engine_id=hello.engine_id, boot=hello.boot, pid=connection.peer.pid
-        )
+        log.info("engine.attached", engine_id=hello.engine_id, pid=connection.peer.pid)
         return welcome
 
     def _greeted(self, connection: AttachConnection) -> EngineProcess:
@@ -232,6 +231,7 @@ class EngineDirectory:
         engine.check_others(wanted.others)
         engine.check_whole()
         engine.control, engine.others = process, wanted.others
+        engine.instance = uuid.uuid4().hex
         self._add(engine, process)
 
     async def _register_rank(
@@ -262,7 +262,7 @@ class EngineDirectory:
     def _announce(self, engine: LocalEngine) -> None:
         if not engine.ready:
             return
-        log.info("engine.ready", engine_id=engine.engine_id, engine_boot=engine.boot)
+        log.info("engine.ready", engine_id=engine.engine_id, engine_instance=engine.instance)
         self._on_ready(engine)
         waiting, engine.waiting = engine.waiting, []
         for call in waiting:
@@ -274,7 +274,7 @@ class EngineDirectory:
         engine.lost = True
         del self.engines[engine.engine_id]
         event = "engine.detached" if meant else "engine.lost"
-        log.info(event, engine_id=engine.engine_id, engine_boot=engine.boot)
+        log.info(event, engine_id=engine.engine_id, engine_instance=engine.instance)
         for call in engine.waiting:
             call.refuse(engine_lost())
         self._on_lost(engine)

@@ -52,6 +52,11 @@ class LocalEngine:
     ranks: dict[int, RankMemory] = field(default_factory=dict)
     memory_id: str = field(init=False)
     """Stands for the processes that hold the ranks here: a rank that came back is another."""
+    instance: str = ""
+    """Stands for the control process, and may be told to anybody; empty before that came.
+
+    Its boot id may not: on the engine socket that is who it is.
+    """
     processes: set[EngineProcess] = field(default_factory=set)
     waiting: list[Call] = field(default_factory=list)
     lost: bool = False
@@ -64,11 +69,6 @@ class LocalEngine:
     def engine_id(self) -> str:
         """The id that the engine chose."""
         return self.spec.engine_id
-
-    @property
-    def boot(self) -> str:
-        """The boot id of the control process stands for the engine; empty before it came."""
-        return self.control.boot if self.control else ""
 
     def add_rank(self, memory: RankMemory, boot: str) -> None:
         """The process ``boot`` has registered a rank."""

@@ -271,11 +271,12 @@ class Runtime:
         await self.service.quiesce(engine)
 
     def _publish_engine(self, op: str, engine: LocalEngine) -> None:
-        body = EngineEvent(engine_id=engine.engine_id, engine_boot=engine.boot)
+        body = EngineEvent(engine_id=engine.engine_id, engine_instance=engine.instance)
         self.agent.publisher.publish(op, body)
 
     def _on_refusal(self, error: KVBusError, call: Call) -> None:
-        self._note_refusal(call.op, call.session.boot, error)
+        # enough to tell peers apart: all of it is who an engine's session is
+        self._note_refusal(call.op, call.session.boot[:8], error)
 
     def _note_refusal(self, op: str, peer: str, error: KVBusError) -> None:
         """Count and log a refusal; whoever calls this sends it."""
@@ -290,7 +291,7 @@ class Runtime:
         )
 
     def _on_fault(self, error: Exception, call: Call) -> None:
-        log.error("request.failed", op=call.op, peer=call.session.boot, exc_info=error)
+        log.error("request.failed", op=call.op, peer=call.session.boot[:8], exc_info=error)
 
 
 def _port(endpoint: str) -> int:

@@ -3,6 +3,7 @@
 Refuses to hold any state of an offer itself.
 """
 
+import secrets
 import uuid
 
 import anyio
@@ -113,35 +114,52 @@ class PrefillService:
         self._agent.tasks.start_soon(answer_handshake, self._agent, self._config, handshake, call)
 
     def _claim(self, claim: Claim, call: Call) -> None:
-        self._driver.dispatch(ev.Claimed(claim.offer_id, claim.reader_id, claim.lease_s, call))
+        self._driver.dispatch(
+            ev.Claimed(
+                offer_id=claim.offer_id,
+                secret=claim.secret,
+                reader_id=claim.reader_id,
+                lease_s=claim.lease_s,
+                token=_new_secret(),
+                reply_to=call,
+            )
+        )
 
     def _renew(self, renew: Renew, call: Call) -> None:
-        known = renew.known_blocks
-        event = ev.Renewed(renew.offer_id, renew.epoch, renew.lease_s, known, call)
-        self._driver.dispatch(event)
+        self._driver.dispatch(
+            ev.Renewed(
+                offer_id=renew.offer_id,
+                epoch=renew.epoch,
+                token=renew.token,
+                lease_s=renew.lease_s,
+                known_blocks=renew.known_blocks,
+                reply_to=call,
+            )
+        )
 
     def _confirm(self, confirm: Confirm, call: Call) -> None:
-        self._driver.dispatch(ev.Confirmed(confirm.offer_id, confirm.epoch, call))
+        self._driver.dispatch(ev.Confirmed(confirm.offer_id, confirm.epoch, confirm.token, call))
 
     def _release(self, release: Release, call: Call) -> None:
-        self._driver.dispatch(ev.Returned(release.offer_id, release.epoch, call))
+        self._driver.dispatch(ev.Returned(release.offer_id, release.epoch, release.token, call))
 
     def _withdraw_for_router(self, withdraw: PeerWithdraw, call: Call) -> None:
-        self._driver.dispatch(ev.Withdrawn(withdraw.offer_id, call))
+        self._driver.dispatch(ev.Withdrawn(withdraw.offer_id, withdraw.secret, call))
 
     def _open(self, offer: MakeOffer, call: Call) -> None:
         engine = self._agent.engines.engine_of(call)
         check_tables(engine, offer.tables, offer.num_tokens, sealed=offer.sealed)
-        identity, offer_id = self._agent.identity, uuid.uuid4().hex
+        identity, offer_id, secret = self._agent.identity, uuid.uuid4().hex, _new_secret()
         ticket = Ticket(
             agent_id=identity.agent_id,
             agent_boot=identity.boot,
             endpoint=identity.peer_endpoint,
             engine_id=engine.engine_id,
-            engine_boot=engine.boot,
+            engine_instance=engine.instance,
             offer_id=offer_id,
             request_id=offer.request_id,
             num_tokens=offer.num_tokens,
+            secret=secret,
         )
         self._driver.dispatch(
             ev.Opened(
@@ -152,6 +170,7 @@ class PrefillService:
                 tables=offer.tables,
                 sealed=offer.sealed,
                 ttl_s=offer.ttl_s or self._config.offer_ttl_s,
+                secret=secret,
                 ticket=ticket.to_json(),
                 reply_to=call,
             )
@@ -178,7 +197,7 @@ class PrefillService:
 
     def _withdraw(self, withdraw: WithdrawOffer, call: Call) -> None:
         self._own(self._agent.engines.engine_of(call), withdraw.offer_id)
-        self._driver.dispatch(ev.Withdrawn(withdraw.offer_id, call))
+        self._driver.dispatch(ev.Withdrawn(withdraw.offer_id, None, call))
 
     def _own(self, engine: LocalEngine, offer_id: str) -> OfferEntry | None:
         """The engine's offer, None when there is none; raises `LocalError` for another engine's."""
@@ -242,3 +261,8 @@ class PrefillService:
             "progress_tokens": stats.progress_tokens,
             "registered_bytes": stats.registered_bytes,
         }
+
+
+def _new_secret() -> str:
+    """128 random bits: a right that nobody guesses."""
+    return secrets.token_hex(16)

@@ -136,6 +136,7 @@ class Packing:
             offered = OfferedBox(
                 offer_id=pack.offer_id,
                 epoch=pack.epoch,
+                token=pack.token,
                 group=pack.box.group,
                 table=pack.table,
                 stop=pack.box.stop,

@@ -73,8 +73,8 @@ async def _metadata(agent: Agent, engine: LocalEngine) -> tuple[bytes, ...]:
 def _engine(agent: Agent, handshake: Handshake) -> tuple[LocalEngine, str]:
     """The engine, or those of its ranks that are here, and what its memory is known by."""
     engines = agent.engines
-    if handshake.engine_boot:
-        engine = engines.engine(handshake.engine_id, boot=handshake.engine_boot)
+    if handshake.engine_instance:
+        engine = engines.engine(handshake.engine_id, instance=handshake.engine_instance)
     else:
         engine = engines.part(handshake.engine_id, handshake.ranks)
     return engine, engine.memory_id

@@ -75,6 +75,7 @@ class ReaderLease:
     """The lease as this side sees it: it ends no later here than at the prefill agent."""
 
     epoch: int
+    token: str = field(repr=False)
     expires_at: float
     renew_at: float
     renewing: bool = False
@@ -135,8 +136,15 @@ class FetchEntry:
         if stop <= self.read_to and not lacks_last:
             return None
         last = self.sealed and stop == wanted
-        epoch = self.held.epoch if self.held else 0
-        return ev.ReadChunk(self.fetch_id, epoch, dict(self.tables), self.read_to, stop, last)
+        epoch, token = self.lease
+        return ev.ReadChunk(
+            self.fetch_id, epoch, token, dict(self.tables), self.read_to, stop, last
+        )
+
+    @property
+    def lease(self) -> tuple[int, str]:
+        """The epoch and the token of the lease; 0 and nothing before there is one."""
+        return (self.held.epoch, self.held.token) if self.held else (0, "")
 
     @property
     def key(self) -> str:
@@ -187,7 +195,9 @@ class FetchEntry:
         """
         expires_at = sent_at + granted.lease_s
         before = self.held
-        self.held = ReaderLease(granted.epoch, expires_at, sent_at + granted.lease_s / 3)
+        self.held = ReaderLease(
+            granted.epoch, granted.token, expires_at, sent_at + granted.lease_s / 3
+        )
         if before is not None and before.epoch != granted.epoch:
             raise _taken_back("lease epoch", before.epoch, granted.epoch)
         if granted.num_tokens < self.num_ready:

@@ -5,7 +5,7 @@ to which command. ``reply_to`` is what the agent uses to answer the request that
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvbus.errors import ErrorCode, KVBusError
 from kvbus.geometry import BlockTable
@@ -196,6 +196,7 @@ class SendRenew:
 
     fetch_id: str
     epoch: int
+    token: str = field(repr=False)
     timeout_s: float
     known_blocks: Mapping[str, int]
 
@@ -210,6 +211,7 @@ class ReadChunk:
 
     fetch_id: str
     epoch: int
+    token: str = field(repr=False)
     tables: Mapping[str, BlockTable]
     start: int
     stop: int
@@ -229,6 +231,7 @@ class SendConfirm:
 
     fetch_id: str
     epoch: int
+    token: str = field(repr=False)
     timeout_s: float
 
 
@@ -238,6 +241,7 @@ class SendRelease:
 
     ticket: Ticket
     epoch: int
+    token: str = field(repr=False)
     code: ErrorCode
 
 

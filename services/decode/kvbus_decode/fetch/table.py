@@ -92,5 +92,5 @@ def _answer_forgotten(event: ev.FetchEvent) -> Commands:
             error = LocalError(f"no fetch '{fetch_id}'", code=ErrorCode.FETCH_UNKNOWN)
             return [ev.Refuse(reply_to, error)]
         case ev.LeaseGranted(granted=granted, claimed=Ticket() as ticket):
-            return [ev.SendRelease(ticket, granted.epoch, ErrorCode.CANCELLED)]
+            return [ev.SendRelease(ticket, granted.epoch, granted.token, ErrorCode.CANCELLED)]
     return []

@@ -149,7 +149,8 @@ def release_late_lease(fetch: FetchEntry, event: ev.LeaseGranted, _: Context) ->
     if fetch.held is not None and fetch.held.epoch == event.granted.epoch:
         return []
     code = fetch.error.code if fetch.error else ErrorCode.CANCELLED
-    return [ev.SendRelease(fetch.requested.ticket, event.granted.epoch, code)]
+    granted = event.granted
+    return [ev.SendRelease(fetch.requested.ticket, granted.epoch, granted.token, code)]
 
 
 def ignore(_fetch: FetchEntry, _event: ev.Event, _: Context) -> Commands:
@@ -166,8 +167,7 @@ def _go_on(fetch: FetchEntry, at: Context) -> Commands:
     fetch.enter(CONFIRMING if fetch.sealed else WAITING, at.now)
     if not fetch.sealed:
         return []
-    epoch = fetch.held.epoch if fetch.held else 0
-    return [ev.SendConfirm(fetch.fetch_id, epoch, fetch.request_timeout_s(at))]
+    return [ev.SendConfirm(fetch.fetch_id, *fetch.lease, fetch.request_timeout_s(at))]
 
 
 def _renew(fetch: FetchEntry, at: Context) -> Commands:
@@ -177,7 +177,7 @@ def _renew(fetch: FetchEntry, at: Context) -> Commands:
     fetch.held.renewing = True
     fetch.hinted = False
     known = {group: len(table) for group, table in fetch.tables.items()}
-    return [ev.SendRenew(fetch.fetch_id, fetch.held.epoch, fetch.request_timeout_s(at), known)]
+    return [ev.SendRenew(fetch.fetch_id, *fetch.lease, fetch.request_timeout_s(at), known)]
 
 
 def fail(
@@ -198,7 +198,7 @@ def fail(
 def _release_lease(fetch: FetchEntry) -> Commands:
     if fetch.held is None or fetch.error is None:
         return []
-    return [ev.SendRelease(fetch.requested.ticket, fetch.held.epoch, fetch.error.code)]
+    return [ev.SendRelease(fetch.requested.ticket, *fetch.lease, fetch.error.code)]
 
 
 def _table() -> Mapping[tuple[FetchState, type[ev.Event]], Transition[FetchState]]:

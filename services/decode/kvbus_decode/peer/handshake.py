@@ -37,7 +37,7 @@ class RouteKey:
 
     agent_boot: str
     engine_id: str
-    engine_boot: str
+    engine_instance: str
     memory_id: str
 
 
@@ -52,8 +52,7 @@ class RouteBook:
 
     def find(self, ticket: Ticket, engine: LocalEngine) -> Route | None:
         """The route, if it is known."""
-        boots = ticket.agent_boot, ticket.engine_id, ticket.engine_boot
-        return self._routes.get(RouteKey(*boots, engine.memory_id))
+        return self._routes.get(_key(ticket, engine))
 
     async def route(
         self, peer: Peer, ticket: Ticket, engine: LocalEngine, *, timeout_s: float
@@ -65,8 +64,7 @@ class RouteBook:
         known = self.find(ticket, engine)
         if known is not None:
             return known
-        boots = ticket.agent_boot, ticket.engine_id, ticket.engine_boot
-        key = RouteKey(*boots, engine.memory_id)
+        key = _key(ticket, engine)
         shaking = self._shaking.get(key)
         if shaking is None:
             shaking = self._shaking[key] = self._agent.loop.create_future()
@@ -85,9 +83,11 @@ class RouteBook:
 
     def forget_multi_agent(self, ticket: Ticket) -> None:
         """A fetch of this ticket failed: routes from its engine are of no use if it is spread."""
-        boots = ticket.agent_boot, ticket.engine_boot
+        spread = ticket.agent_boot, ticket.engine_instance
         self._keep_only(
-            lambda key, route: (key.agent_boot, key.engine_boot) != boots or len(route.sources) == 1
+            lambda key, route: (
+                (key.agent_boot, key.engine_instance) != spread or len(route.sources) == 1
+            )
         )
 
     def forget_engine(self, engine: LocalEngine) -> None:
@@ -155,7 +155,7 @@ class RouteBook:
         self, peer: Peer, ticket: Ticket, engine: LocalEngine, timeout_s: float
     ) -> Route:
         deadline = self._agent.loop.time() + timeout_s
-        handshake = self._handshake(engine, ticket.engine_id, ticket.engine_boot)
+        handshake = self._handshake(engine, ticket.engine_id, ticket.engine_instance)
         done = await ask_handshake(peer.client, ticket, handshake, timeout_s=timeout_s)
         check_compatible(done.memory.engine, engine.spec)
         home = await self._source(peer, ticket.agent_boot, done, deadline)
@@ -184,7 +184,7 @@ class RouteBook:
             self._peers.release(peer)
 
     def _handshake(
-        self, engine: LocalEngine, engine_id: str, boot: str, ranks: tuple[int, ...] = ()
+        self, engine: LocalEngine, engine_id: str, instance: str, ranks: tuple[int, ...] = ()
     ) -> Handshake:
         ours = engine.memory()
         return Handshake(
@@ -192,7 +192,7 @@ class RouteBook:
             max_protocol=PROTOCOL_VERSION,
             agent_id=self._agent.identity.agent_id,
             engine_id=engine_id,
-            engine_boot=boot,
+            engine_instance=instance,
             reader=EngineMemory(engine=ours.engine, ranks=ours.ranks),
             ranks=ranks,
         )
@@ -218,10 +218,14 @@ class RouteBook:
             lambda known, other: (
                 other.home.peer is not home
                 or other.prefill.engine_id != engine_id
-                or known.engine_boot == key.engine_boot
+                or known.engine_instance == key.engine_instance
             )
         )
         self._routes[key] = route
+
+
+def _key(ticket: Ticket, engine: LocalEngine) -> RouteKey:
+    return RouteKey(ticket.agent_boot, ticket.engine_id, ticket.engine_instance, engine.memory_id)
 
 
 def _placed(memory: EngineMemory) -> dict[int, PlacedRank]:

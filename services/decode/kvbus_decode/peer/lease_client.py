@@ -98,6 +98,7 @@ class LeaseClient(EventListener):
             offer_id=ticket.offer_id,
             reader_id=f"{self._agent.identity.boot}/{fetch_id}",
             lease_s=self._config.lease_s,
+            secret=ticket.secret,
         )
         on_reply = partial(self._on_granted, fetch_id, sent_at, ticket)
         fetch.home.ask(message, command.timeout_s, on_reply)
@@ -112,6 +113,7 @@ class LeaseClient(EventListener):
             agent_boot=ticket.agent_boot,
             offer_id=ticket.offer_id,
             epoch=command.epoch,
+            token=command.token,
             lease_s=self._config.lease_s,
             known_blocks=dict(command.known_blocks),
         )
@@ -126,7 +128,10 @@ class LeaseClient(EventListener):
         ticket, route = fetch.requested.ticket, fetch.route
         if route is None or not route.others or others_have:
             message = Confirm(
-                agent_boot=ticket.agent_boot, offer_id=ticket.offer_id, epoch=command.epoch
+                agent_boot=ticket.agent_boot,
+                offer_id=ticket.offer_id,
+                epoch=command.epoch,
+                token=command.token,
             )
             on_reply = partial(self._on_confirmed, command.fetch_id)
             fetch.home.ask(message, command.timeout_s, on_reply)
@@ -156,6 +161,7 @@ class LeaseClient(EventListener):
             agent_boot=command.ticket.agent_boot,
             offer_id=command.ticket.offer_id,
             epoch=command.epoch,
+            token=command.token,
             code=command.code,
         )
         peer.ask(message, RELEASE_TIMEOUT_S, lambda _: None)

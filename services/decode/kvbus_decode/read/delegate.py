@@ -122,6 +122,7 @@ class DelegateServer:
             route,
             offer_id=ticket.offer_id,
             epoch=asked.epoch,
+            token=asked.token,
             source=asked.source,
             target=asked.target,
             whole=(asked.first_token, asked.num_tokens),

@@ -6,7 +6,7 @@ moves.
 
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvbus.agent.engines.local_engine import LocalEngine
@@ -74,13 +74,14 @@ class Chunk:
     """Positions by group, from the offer's blocks into the fetch's.
 
     ``replica_index`` chooses among ranks that hold the same. ``tail`` are positions behind the last
-    token that are zeroed after the read. ``epoch`` is that of the lease, ``deadline`` a time of the
-    event loop.
+    token that are zeroed after the read. ``epoch`` and ``token`` are those of the
+    lease, ``deadline`` a time of the event loop.
     """
 
     route: Route
     offer_id: str
     epoch: int
+    token: str = field(repr=False)
     source: Mapping[str, BlockTable]
     target: Mapping[str, BlockTable]
     spans: Spans
@@ -94,6 +95,7 @@ def make_chunk(
     *,
     offer_id: str,
     epoch: int,
+    token: str,
     source: Mapping[str, BlockTable],
     target: Mapping[str, BlockTable],
     whole: tuple[int, int],
@@ -112,7 +114,8 @@ def make_chunk(
     if zero_tail and last:
         groups = route.engine.spec.groups
         tail = tail_spans(groups, whole_spans(groups, *whole))
-    return Chunk(route, offer_id, epoch, source, target, spans, tail, replica_index, deadline)
+    lease, tables, place = (offer_id, epoch, token), (source, target), (replica_index, deadline)
+    return Chunk(route, *lease, *tables, spans, tail, *place)
 
 
 @dataclass(slots=True, eq=False)

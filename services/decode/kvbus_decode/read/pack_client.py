@@ -37,6 +37,7 @@ class PackClient:
             order=work.order,
             table=work.blocks(),
             slot_lease_s=self._config.lease_s,
+            token=chunk.token,
             done=command.done,
         )
         timeout_s = max(1e-3, chunk.deadline - self._agent.loop.time())

@@ -3,6 +3,7 @@
 A lease is not a state of its own: an offer that is open or sealed has one live lease or none.
 """
 
+import hmac
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -54,6 +55,7 @@ class OfferedBox:
 
     offer_id: str
     epoch: int
+    token: str = field(repr=False)
     group: str
     table: BlockTable
     stop: int
@@ -72,7 +74,10 @@ class Lease:
 
 @dataclass(slots=True)
 class OfferEntry:
-    """One offer; ``expires_at`` counts only while there is no lease."""
+    """One offer; ``expires_at`` counts only while there is no lease.
+
+    ``token`` is that of the last lease, whose number is ``epoch``; also once that has ended.
+    """
 
     opened: ev.Opened
     state: OfferState
@@ -81,6 +86,7 @@ class OfferEntry:
     expires_at: float
     opened_at: float = 0.0
     epoch: int = 0
+    token: str = field(default="", repr=False)
     lease: Lease | None = None
     outcome: Outcome | None = None
     story: Story = field(default_factory=Story, compare=False)
@@ -108,6 +114,21 @@ class OfferEntry:
     def retire(self) -> None:
         """Keep no tables, and not the request that is answered."""
         self.opened = replace(self.opened, tables={}, ticket={}, reply_to=None)
+
+    # Who asks must hold the right: the ticket's secret for the offer, the token for the lease. What
+    # is said of an earlier lease is stale whatever it shows, so its token need not be kept.
+    def check_right(self, event: ev.RequestEvent) -> None:
+        """Raise `LocalError` (``forbidden``) when what ``event`` shows is not the right to ask."""
+        match event:
+            case ev.Claimed(secret=secret) | ev.Withdrawn(secret=str(secret)):
+                _check_same(secret, self.opened.secret)
+            case ev.Renewed() | ev.Confirmed() | ev.Returned():
+                self.check_token(event.epoch, event.token)
+
+    def check_token(self, epoch: int, token: str) -> None:
+        """Raise `LocalError` (``forbidden``) when ``token`` is not that of the lease ``epoch``."""
+        if self.token and epoch == self.epoch:
+            _check_same(token, self.token)
 
     def live_lease(self, epoch: int) -> Lease:
         """The lease, if ``epoch`` is its own; raises `LocalError` (``stale``) otherwise."""
@@ -176,3 +197,9 @@ class OfferEntry:
         return ev.Publish(
             op, OfferEvent(offer_id=self.offer_id, num_tokens=self.num_tokens, outcome=outcome)
         )
+
+
+def _check_same(shown: str, right: str) -> None:
+    """In a time that does not tell how much of it is the same."""
+    if not hmac.compare_digest(shown.encode(), right.encode()):
+        raise LocalError("that is not yours to ask", code=ErrorCode.FORBIDDEN)

@@ -6,7 +6,7 @@ command.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from kvbus.geometry import BlockTable
@@ -49,7 +49,10 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """The engine offers the KV of a request; ``ttl_s`` runs while nobody holds a lease."""
+    """The engine offers the KV of a request; ``ttl_s`` runs while nobody holds a lease.
+
+    Whoever claims the offer, or withdraws it from outside, shows its ``secret``.
+    """
 
     offer_id: str
     engine_id: str
@@ -58,7 +61,8 @@ class Opened:
     tables: Mapping[str, BlockTable]
     sealed: bool
     ttl_s: float
-    ticket: Mapping[str, Any]
+    secret: str = field(repr=False)
+    ticket: Mapping[str, Any] = field(repr=False)
     reply_to: object
 
 
@@ -82,19 +86,22 @@ class Sealed:
 
 @dataclass(frozen=True, slots=True)
 class Withdrawn:
-    """The engine or a router ends the offer."""
+    """The engine ends the offer, with None for the ``secret``; or a router, which shows it."""
 
     offer_id: str
+    secret: str | None = field(repr=False)
     reply_to: object
 
 
 @dataclass(frozen=True, slots=True)
 class Claimed:
-    """A reader asks for the lease."""
+    """A reader that shows the offer's ``secret`` asks for the lease, which gets the ``token``."""
 
     offer_id: str
+    secret: str = field(repr=False)
     reader_id: str
     lease_s: float
+    token: str = field(repr=False)
     reply_to: object
 
 
@@ -104,6 +111,7 @@ class Renewed:
 
     offer_id: str
     epoch: int
+    token: str = field(repr=False)
     lease_s: float
     known_blocks: Mapping[str, int]
     reply_to: object
@@ -115,6 +123,7 @@ class Confirmed:
 
     offer_id: str
     epoch: int
+    token: str = field(repr=False)
     reply_to: object
 
 
@@ -124,6 +133,7 @@ class Returned:
 
     offer_id: str
     epoch: int
+    token: str = field(repr=False)
     reply_to: object
 
 

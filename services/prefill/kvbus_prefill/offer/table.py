@@ -29,7 +29,9 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         try:
             if isinstance(event, ev.Opened):
                 return self._open(event, now)
-            return self._apply(self._known(event.offer_id), event, now)
+            offer = self._known(event.offer_id)
+            offer.check_right(event)
+            return self._apply(offer, event, now)
         except KVBusError as error:
             return [ev.Refuse(event.reply_to, error)]
 
@@ -57,6 +59,7 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         been told yet.
         """
         offer = self._known(box.offer_id)
+        offer.check_token(box.epoch, box.token)
         lease = offer.live_lease(box.epoch)
         if lease.expires_at <= now:
             raise LocalError("the lease of the offer ended", code=ErrorCode.STALE)

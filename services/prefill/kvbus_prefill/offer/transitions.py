@@ -79,7 +79,7 @@ def claim(offer: OfferEntry, event: ev.Claimed, at: Context) -> Commands:
             )
         held_until = offer.lease.held_until
         revoked = offer.end_lease("revoked")
-    offer.epoch += 1
+    offer.epoch, offer.token = offer.epoch + 1, event.token
     offer.lease = Lease(offer.epoch, event.reader_id, at.now, held_until)
     return [
         *revoked,
@@ -153,6 +153,7 @@ def _grant(
     lease.expires_at = max(lease.expires_at, wanted)
     return Granted(
         epoch=lease.epoch,
+        token=offer.token,
         lease_s=max(lease.expires_at - at.now, 1e-6),
         num_tokens=offer.num_tokens,
         sealed=offer.state is SEALED,
