@@ -7,6 +7,15 @@ another one.
 from kvbus.bus.ask import ask_agent
 from kvbus.bus.boot import new_boot_id
 from kvbus.bus.client import OnReply, RequestClient
+from kvbus.bus.curve import (
+    ClientCurve,
+    KeyPair,
+    ServerCurve,
+    key_pair_of,
+    new_key_pair,
+    require_key,
+)
+from kvbus.bus.key_check import Applicant, KeyCheck
 from kvbus.bus.limits import ClientCounters, ServerCounters, ServerLimits, SubscriberCounters
 from kvbus.bus.publisher import EventPublisher
 from kvbus.bus.server import Handlers, RequestServer
@@ -15,22 +24,30 @@ from kvbus.bus.sockets import BusContext, SocketOptions, new_context
 from kvbus.bus.subscriber import EventListener, EventSubscriber
 
 __all__ = [
+    "Applicant",
     "BusContext",
     "Call",
     "ClientCounters",
+    "ClientCurve",
     "EventListener",
     "EventPublisher",
     "EventSubscriber",
     "Handlers",
+    "KeyCheck",
+    "KeyPair",
     "OnReply",
     "RequestClient",
     "RequestServer",
     "ServerCounters",
+    "ServerCurve",
     "ServerLimits",
     "Session",
     "SocketOptions",
     "SubscriberCounters",
     "ask_agent",
+    "key_pair_of",
     "new_boot_id",
     "new_context",
+    "new_key_pair",
+    "require_key",
 ]

@@ -51,6 +51,10 @@ class SessionTable:
         if len(self._ended_boots) > self._limits.max_forgotten:
             self._ended_boots.popitem(last=False)
 
+    def end_key(self, key: str) -> None:
+        """End the sessions of a CURVE key."""
+        self._end([sender for sender in self._sessions if sender.key == key])
+
     def _end(self, senders: list[Sender]) -> None:
         for sender in senders:
             self._sessions.pop(sender).close()

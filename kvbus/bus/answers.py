@@ -16,8 +16,10 @@ def read_answer(frames: list[bytes]) -> Reply | Notice:
     return envelope
 
 
-def outcome_of(message: Request[R], reply: Reply) -> R | KVBusError:
+def outcome_of(message: Request[R], reply: Reply | KVBusError) -> R | KVBusError:
     """The typed reply to ``message``, or the error that stands for it."""
+    if isinstance(reply, KVBusError):
+        return reply
     if reply.error is not None:
         return refusal(reply.error)
     try:

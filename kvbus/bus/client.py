@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 from kvbus.bus.answers import outcome_of, read_answer
 from kvbus.bus.boot import BootChange, BootWatch, first_request_id, new_secret
+from kvbus.bus.connection import Connection
 from kvbus.bus.inbox import NoticeInbox
 from kvbus.bus.limits import ClientCounters
-from kvbus.bus.names import NamedConnection
 from kvbus.bus.pump import Pump
 from kvbus.bus.socket_actor import SocketActor
 from kvbus.bus.sockets import BusContext, SocketOptions, open_dealer
@@ -86,8 +86,15 @@ class RequestClient(SocketActor):
         self._secret, self._last_id = new_secret(), first_request_id()
         self._heard_at = 0.0
         self._acking = False
-        socket = open_dealer(context, endpoint, options or SocketOptions())
-        self._name = NamedConnection(socket, endpoint, timers=self.timers, on_error=self._fail_all)
+        socket = open_dealer(context, endpoint, options := options or SocketOptions())
+        self._connection = Connection(
+            socket,
+            endpoint,
+            options=options,
+            timers=self.timers,
+            on_error=self._fail_all,
+            on_failure=self._fail,
+        )
         self._pump = Pump(
             socket,
             on_frames=self._on_frames,
@@ -138,10 +145,13 @@ class RequestClient(SocketActor):
         `RequestRefused` for an error reply, `ProtocolError` for a reply that makes no sense,
         `RequestTimeout` after ``timeout_s``, `PeerLost` when the server came back as a new process,
         `ClosedError` when this client was closed. Raises `LocalError` with code ``busy`` when too
-        many are pending, and `ProtocolError` when the message is too large. Returns the request id.
+        many are pending, and `ProtocolError` when the message is too large. A server that does not
+        take our key is `RemoteError` with code ``forbidden``, either way. Returns the request id.
         """
         if self.num_pending >= self._max_pending:
             raise LocalError("too many requests are pending", code=ErrorCode.BUSY)
+        if self._connection.refusal is not None:
+            raise self._connection.refusal
         return self._send(message, timeout_s, on_reply)
 
     def _send(self, message: Request[R], timeout_s: float, on_reply: OnReply[R]) -> int:
@@ -206,22 +216,19 @@ class RequestClient(SocketActor):
             return
         self._own.discard(request_id)
         try:
-            if isinstance(outcome, Reply):
-                pending.on_reply(outcome_of(pending.message, outcome))
-            else:
-                pending.on_reply(outcome)
+            pending.on_reply(outcome_of(pending.message, outcome))
         except Exception as error:  # the user's callback must not end other requests
             self._on_fault(error)
 
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
         self._pump.start(loop)
-        self._name.start(loop)
+        self._connection.start(loop)
         self._heard_at = loop.time()
         self.timers.at(self._heard_at + self._ping_s, self._keep_alive)
 
     def _close(self) -> None:
         self._fail_all(ClosedError("client was closed", endpoint=self.endpoint))
-        self._name.close()
+        self._connection.close()
         self._pump.close()
 
     def _fail_all(self, error: KVBusError) -> None:

@@ -82,9 +82,9 @@ NAMES = NameCache(look_up)
 
 
 class NamedConnection:
-    """Connects a socket to an endpoint with a name, as soon as the name is resolved.
+    """Connects a socket to an endpoint: with a name, as soon as the name is resolved.
 
-    Where the endpoint has none the socket is connected already, and there is nothing to do.
+    Without one it is connected by `connect`, before anything runs.
     ``on_error`` is told each time that it cannot be: the name server said no, or nothing within
     `ANSWER_WITHIN_S`. It is tried again, ever more slowly, until `close`.
     """
@@ -98,15 +98,22 @@ class NamedConnection:
         on_error: Callable[[KVBusError], None],
         names: NameCache = NAMES,
     ) -> None:
-        self._socket, self._endpoint = socket, endpoint
+        self._socket, self.endpoint = socket, endpoint
         self._timers, self._on_error, self._names = timers, on_error, names
+        self.address = endpoint if is_numeric(endpoint) else ""
+        """Where the socket is connected to, in numbers; empty until the name is resolved."""
         self._retry_s = RETRY_S
         self._attempt = 0
         self._loop: asyncio.AbstractEventLoop | None = None
 
+    def connect(self) -> None:
+        """Connect to an endpoint without a name; raises `ConfigError` and closes the socket."""
+        if self.address:
+            connect(self._socket, self.address)
+
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin to look the name up, if there is one."""
-        if not is_numeric(self._endpoint):
+        if not is_numeric(self.endpoint):
             self._loop = loop
             self._try(0)
 
@@ -128,7 +135,7 @@ class NamedConnection:
                 return
 
         self._timers.at(self._timers.now() + ANSWER_WITHIN_S, self._give_up, attempt)
-        self._names.find(host_of(self._endpoint), deliver)
+        self._names.find(host_of(self.endpoint), deliver)
 
     def _take(self, attempt: int, found: str | OSError) -> None:
         if self._loop is None or attempt != self._attempt:
@@ -138,7 +145,8 @@ class NamedConnection:
             self._fail(found.strerror or str(found))
             return
         self._loop = None
-        connect(self._socket, f"tcp://{found}:{self._endpoint.rpartition(':')[2]}")
+        self.address = f"tcp://{found}:{self.endpoint.rpartition(':')[2]}"
+        connect(self._socket, self.address)
 
     def _give_up(self, attempt: int) -> None:
         if self._loop is not None and attempt == self._attempt:
@@ -150,8 +158,8 @@ class NamedConnection:
         self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
         self._on_error(
             RemoteError(
-                f"cannot resolve the host of {self._endpoint}: {reason}",
+                f"cannot resolve the host of {self.endpoint}: {reason}",
                 code=ErrorCode.PEER_UNREACHABLE,
-                endpoint=self._endpoint,
+                endpoint=self.endpoint,
             )
         )

@@ -8,15 +8,26 @@ import asyncio
 
 from kvbus.bus.pump import Pump
 from kvbus.bus.socket_actor import SocketActor
-from kvbus.bus.sockets import BusContext, SocketOptions, bound_endpoint, open_publisher
-from kvbus.errors import LocalError
+from kvbus.bus.sockets import (
+    BusContext,
+    Socket,
+    SocketOptions,
+    bound_endpoint,
+    open_publisher,
+)
+from kvbus.errors import ConfigError, LocalError
 from kvbus.protocol.envelope import encode_notice
 from kvbus.protocol.message import Message
 from kvbus.protocol.peer import Heartbeat
 
+_BIND_AGAIN_S = 0.02
+
 
 class EventPublisher(SocketActor):
-    """Events of one process to anyone: frames ``[op, event]``, with a seq from 1 for each op."""
+    """Events of one process: frames ``[op, event]``, with a seq from 1 for each op.
+
+    To anyone, or with ``options.curve`` to those whose keys are let in.
+    """
 
     def __init__(
         self,
@@ -33,9 +44,10 @@ class EventPublisher(SocketActor):
         self._seqs: dict[str, int] = {}
         self._num_heartbeats = 0
         self._started_at = 0.0
-        socket = open_publisher(context, endpoint, options or SocketOptions())
+        self._context, self._options = context, options or SocketOptions()
+        socket = open_publisher(context, endpoint, self._options)
         self.endpoint = bound_endpoint(socket)
-        self._pump = Pump(socket, on_frames=lambda _: None, on_failure=self._fail)
+        self._pump: Pump | None = self._pump_of(socket)
 
     def publish(self, op: str, message: Message) -> int:
         """Send an event; returns its seq among the events of this ``op``. Dropped once closed."""
@@ -44,21 +56,49 @@ class EventPublisher(SocketActor):
         seq = self._seqs.get(op, 0) + 1
         frame = encode_notice(op, seq, self.boot, message)
         self._seqs[op] = seq
-        self._pump.send(op.encode(), frame)
+        self._send(op, frame)
         return seq
 
+    def hang_up(self) -> None:
+        """End all connections: who is still let in connects again, and sees a gap."""
+        if self._pump is not None and not self.closed:
+            self._pump.close()
+            self._pump = None
+            self._bind_again(0)
+
+    def _bind_again(self, _: int) -> None:
+        """ZeroMQ gives the address back when it comes to it: until then, try."""
+        if self.closed:
+            return
+        try:
+            socket = open_publisher(self._context, self.endpoint, self._options)
+        except ConfigError:
+            self.timers.at(self.timers.now() + _BIND_AGAIN_S, self._bind_again)
+            return
+        self._pump = self._pump_of(socket)
+        self._pump.start(asyncio.get_running_loop())
+
+    def _pump_of(self, socket: Socket) -> Pump:
+        return Pump(socket, on_frames=lambda _: None, on_failure=self._fail)
+
+    def _send(self, op: str, frame: bytes) -> None:
+        if self._pump is not None:
+            self._pump.send(op.encode(), frame)
+
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._pump.start(loop)
+        if self._pump is not None:
+            self._pump.start(loop)
         self._started_at = loop.time()
         self._beat(0)
 
     def _close(self) -> None:
-        self._pump.close()
+        if self._pump is not None:
+            self._pump.close()
 
     def _beat(self, _: int) -> None:
         now = self.timers.now()
         self._num_heartbeats += 1
         beat = Heartbeat(seqs=self._seqs, uptime_s=now - self._started_at)
         frame = encode_notice(beat.op, self._num_heartbeats, self.boot, beat)
-        self._pump.send(beat.op.encode(), frame)
+        self._send(beat.op, frame)
         self.timers.at(now + self._heartbeat_s, self._beat)

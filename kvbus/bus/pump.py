@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import zmq
 
-from kvbus.bus.sockets import Socket
+from kvbus.bus.sockets import Socket, receive
 
 _BATCH = 64
 _EVENTS, _POLLIN, _POLLOUT = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.POLLOUT)
@@ -34,8 +34,9 @@ class Pump:
         on_failure: Callable[[Exception], None],
         on_writable: Callable[[], None] = _nothing,
         on_drained: Callable[[], None] = _nothing,
+        receive: Callable[[Socket], list[bytes]] = receive,
     ) -> None:
-        self._socket = socket
+        self._socket, self._receive_one = socket, receive
         self._on_frames, self._on_failure = on_frames, on_failure
         self._on_writable, self._on_drained = on_writable, on_drained
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -108,14 +109,14 @@ class Pump:
             self._on_failure(error)
 
     def _receive(self) -> int:
-        socket, on_frames = self._socket, self._on_frames
+        socket, receive, on_frames = self._socket, self._receive_one, self._on_frames
         self._receiving = True
         try:
             for _ in range(_BATCH):
                 events = int(socket.get(_EVENTS))
                 if not events & _POLLIN:
                     return events
-                on_frames(socket.recv_multipart(_NOBLOCK))
+                on_frames(receive(socket))
                 if self._loop is None:  # a callback closed this pump
                     return 0
         finally:

@@ -17,7 +17,14 @@ from kvbus.bus.replies import ReplyCache
 from kvbus.bus.sender import sender_of
 from kvbus.bus.session import Call, Session
 from kvbus.bus.socket_actor import SocketActor
-from kvbus.bus.sockets import BusContext, SocketOptions, bound_endpoint, open_router
+from kvbus.bus.sockets import (
+    BusContext,
+    SocketOptions,
+    bound_endpoint,
+    open_router,
+    receive_from,
+    receive_from_key,
+)
 from kvbus.errors import ErrorCode, KVBusError, LocalError, ProtocolError
 from kvbus.protocol.engine import Acknowledge, Ping
 from kvbus.protocol.envelope import Body, RequestFrame, decode, encode_refusal, encode_reply
@@ -40,6 +47,7 @@ class RequestServer(SocketActor):
     known any more is ``stale``. A `KVBusError` out of a handler refuses its request. Any other
     exception is answered ``internal``, and then given to ``on_fault``; without one it ends `run`.
     ``on_refusal`` is told of each refused call. ``gate`` may refuse a call before its body is read.
+    With ``options.curve`` a session belongs to the key of its connection, too.
     """
 
     def __init__(
@@ -66,9 +74,11 @@ class RequestServer(SocketActor):
         )
         self.num_pending = 0
         self._closing = False
-        socket = open_router(context, endpoint, options or SocketOptions())
+        options = options or SocketOptions()
+        socket = open_router(context, endpoint, options)
         self.endpoint = bound_endpoint(socket)
-        self.pump = Pump(socket, on_frames=self._on_frames, on_failure=self._fail)
+        receive = receive_from if options.curve is None else receive_from_key
+        self.pump = Pump(socket, on_frames=self._on_frames, on_failure=self._fail, receive=receive)
 
     @property
     def num_unacknowledged(self) -> int:
@@ -83,6 +93,16 @@ class RequestServer(SocketActor):
     def forget(self, boot: str) -> None:
         """End the session of a process that is gone: for good, later messages are ``stale``."""
         self.sessions.end_boot(boot)
+
+    def end_key(self, key: str) -> None:
+        """End the sessions of a key that is not trusted any more: what they wait for is refused."""
+        error = KVBusError("this key is not trusted any more", code=ErrorCode.FORBIDDEN)
+        for session in self.sessions:
+            if session.sender.key == key:
+                for call in list(session.pending.values()):
+                    call.refuse(error)
+        self.sessions.end_key(key)
+        self._replies.forget(key)
 
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
         self.pump.start(loop)
@@ -102,14 +122,14 @@ class RequestServer(SocketActor):
         self.pump.close()
 
     def _on_frames(self, frames: list[bytes]) -> None:
-        identity = frames[0]
+        key, identity = frames[0].decode(), frames[1]
         try:
-            request = _read(frames)
+            request = _read(frames[2:])
         except ProtocolError as error:
             self.counters.malformed += 1
             self._refuse(identity, error.request_id or 0, error)
             return
-        self._on_request(identity, request)
+        self._on_request(identity, request, key)
 
     def _refuse(self, identity: bytes, request_id: int, error: KVBusError) -> bytes:
         """Answer without a call; returns the frame."""
@@ -123,8 +143,8 @@ class RequestServer(SocketActor):
         else:
             self.counters.replies_dropped += 1
 
-    def _on_request(self, identity: bytes, request: RequestFrame) -> None:
-        sender = sender_of(request, key="", identity=identity)
+    def _on_request(self, identity: bytes, request: RequestFrame, key: str) -> None:
+        sender = sender_of(request, key=key, identity=identity)
         try:
             session = self.sessions.enter(sender, identity)
         except KVBusError as error:
@@ -268,9 +288,9 @@ def _closing_error() -> KVBusError:
 
 
 def _read(frames: list[bytes]) -> RequestFrame:
-    if len(frames) != 2:
-        raise ProtocolError(f"message has {len(frames) - 1} frames")
-    envelope = decode(frames[1])
+    if len(frames) != 1:
+        raise ProtocolError(f"message has {len(frames)} frames")
+    envelope = decode(frames[0])
     if not isinstance(envelope, RequestFrame):
         raise ProtocolError("only requests are answered here")
     return envelope

@@ -11,12 +11,14 @@ from typing import Any, TypeAlias
 
 import zmq
 
+from kvbus.bus.curve import ClientCurve, ServerCurve
 from kvbus.errors import ConfigError
 from kvbus.protocol.envelope import MAX_FRAME_BYTES
 
 BusContext: TypeAlias = zmq.Context[Any]
 Socket: TypeAlias = zmq.Socket[bytes]
 
+ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _MAX_PORT = 65_535
 # A frame somewhat over the limit is read and answered; one far over it ends the connection.
 _MAX_MESSAGE_BYTES = MAX_FRAME_BYTES + 64 * 1024
@@ -24,13 +26,17 @@ _MAX_MESSAGE_BYTES = MAX_FRAME_BYTES + 64 * 1024
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SocketOptions:
-    """What may be tuned on a socket; ``hwm`` is in messages, for each peer and direction."""
+    """What may be tuned on a socket; ``hwm`` is in messages, for each peer and direction.
+
+    With ``curve`` it is encrypted, and both sides know each other by their keys.
+    """
 
     hwm: int = 10_000
     linger_s: float = 0.2
     reconnect_s: float = 0.05
     max_reconnect_s: float = 1.0
     keepalive_s: float = 5.0
+    curve: ServerCurve | ClientCurve | None = None
 
 
 def new_context() -> BusContext:
@@ -49,10 +55,10 @@ def open_router(context: BusContext, endpoint: str, options: SocketOptions) -> S
 
 
 def open_dealer(context: BusContext, endpoint: str, options: SocketOptions) -> Socket:
-    """A DEALER for ``endpoint`` that queues only to a connection that exists."""
+    """A DEALER for ``endpoint`` that queues only to a connection that exists; not connected yet."""
     socket = _open(context, zmq.DEALER, options)
     socket.set(zmq.IMMEDIATE, 1)
-    return _connect_numeric(socket, endpoint)
+    return _require_port(socket, endpoint)
 
 
 def open_publisher(context: BusContext, endpoint: str, options: SocketOptions) -> Socket:
@@ -63,11 +69,47 @@ def open_publisher(context: BusContext, endpoint: str, options: SocketOptions) -
 def open_subscriber(
     context: BusContext, endpoint: str, topics: frozenset[str], options: SocketOptions
 ) -> Socket:
-    """A SUB for ``endpoint``, subscribed to ``topics``, or to all when there are none."""
+    """A SUB for ``endpoint``, for ``topics``, or for all when there are none; not connected yet."""
     socket = _open(context, zmq.SUB, options)
     for topic in topics or ("",):
         socket.setsockopt(zmq.SUBSCRIBE, topic.encode())
-    return _connect_numeric(socket, endpoint)
+    return _require_port(socket, endpoint)
+
+
+def open_zap(context: BusContext) -> Socket:
+    """The socket at which libzmq asks whom to let in; one for each context."""
+    socket: Socket = context.socket(zmq.REP)
+    socket.set(zmq.LINGER, 0)
+    return _bind(socket, ZAP_ENDPOINT)
+
+
+def receive(socket: Socket) -> list[bytes]:
+    """The frames of the next message; raises `zmq.Again` when there is none."""
+    return socket.recv_multipart(zmq.NOBLOCK)
+
+
+def receive_from(socket: Socket) -> list[bytes]:
+    """The frames of the next message, behind the key of who sent it: empty, as it has none."""
+    return [b"", *socket.recv_multipart(zmq.NOBLOCK)]
+
+
+def receive_from_key(socket: Socket) -> list[bytes]:
+    """The frames of the next message, behind the key of who sent it.
+
+    A client may choose its routing id, so that only what comes with the message itself will do.
+    """
+    identity = socket.recv(zmq.NOBLOCK, copy=False)
+    frames = [str(identity["User-Id"]).encode(), identity.bytes]
+    while socket.get(zmq.RCVMORE):
+        frames.append(socket.recv(zmq.NOBLOCK))
+    return frames
+
+
+def reconnect(socket: Socket, endpoint: str) -> None:
+    """Connect to a numeric endpoint once more, after a refusal, which ZeroMQ takes as final."""
+    with contextlib.suppress(zmq.ZMQError):  # there is nothing left to disconnect
+        socket.disconnect(endpoint)
+    connect(socket, endpoint)
 
 
 def connect(socket: Socket, endpoint: str) -> None:
@@ -109,7 +151,17 @@ def _open(context: BusContext, kind: int, options: SocketOptions) -> Socket:
     socket.set(zmq.RECONNECT_IVL_MAX, round(options.max_reconnect_s * 1000))
     socket.set(zmq.HEARTBEAT_IVL, round(options.keepalive_s * 1000))
     socket.set(zmq.HEARTBEAT_TIMEOUT, round(options.keepalive_s * 3000))
+    if options.curve is not None:
+        _apply_curve(socket, options.curve)
     return socket
+
+
+def _apply_curve(socket: Socket, curve: ServerCurve | ClientCurve) -> None:
+    try:
+        curve.apply(socket)
+    except ConfigError:
+        socket.close(linger=0)
+        raise
 
 
 def _bind(socket: Socket, endpoint: str) -> Socket:
@@ -119,20 +171,15 @@ def _bind(socket: Socket, endpoint: str) -> Socket:
     return socket
 
 
-def _connect_numeric(socket: Socket, endpoint: str) -> Socket:
-    """Connect, unless the endpoint has a name, which `kvbus.bus.names` resolves first."""
+def _require_port(socket: Socket, endpoint: str) -> Socket:
+    """Close the socket and raise `ConfigError` for a name that has no port."""
     if is_numeric(endpoint):
-        connect(socket, endpoint)
-    else:
-        _require_port(socket, endpoint)
-    return socket
-
-
-def _require_port(socket: Socket, endpoint: str) -> None:
+        return socket
     host, port = host_of(endpoint), endpoint.rpartition(":")[2]
     if not host or not (port.isascii() and port.isdigit() and 0 < int(port) <= _MAX_PORT):
         socket.close(linger=0)
         raise ConfigError(f"cannot connect to {endpoint}: it is not tcp://HOST:PORT")
+    return socket
 
 
 @contextlib.contextmanager

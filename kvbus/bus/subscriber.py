@@ -5,10 +5,12 @@ Refuses to recover: a gap, a new boot or silence is reported, and the user resyn
 
 import asyncio
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 
 from kvbus.bus.boot import BootChange, BootWatch
+from kvbus.bus.connection import Connection
+from kvbus.bus.curve import ClientCurve, KeyPair
 from kvbus.bus.limits import SubscriberCounters
-from kvbus.bus.names import NamedConnection
 from kvbus.bus.pump import Pump
 from kvbus.bus.sequence import TopicSequence
 from kvbus.bus.socket_actor import SocketActor
@@ -41,6 +43,7 @@ class EventListener:
 class EventSubscriber(SocketActor):
     """Events of many publishers, by endpoint; endpoints may come and go at any time.
 
+    ``keys`` are what publishers with a server key know us by; one that refuses them is silent.
     Exceptions out of ``listener`` go to ``on_fault``; without one they end `run`.
     """
 
@@ -54,13 +57,14 @@ class EventSubscriber(SocketActor):
         on_fault: Callable[[Exception], None] | None = None,
         max_endpoints: int = 1024,
         options: SocketOptions | None = None,
+        keys: KeyPair | None = None,
     ) -> None:
         super().__init__()
         self.listener, self.counters = listener, SubscriberCounters()
         self.silence_s = silence_s
         self.topics = frozenset(topics)
         self.on_fault = on_fault or self._fail
-        self._context, self._options = context, options or SocketOptions()
+        self._context, self._options, self._keys = context, options or SocketOptions(), keys
         self._max_endpoints = max_endpoints
         self._feeds: dict[str, _Feed] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -70,7 +74,7 @@ class EventSubscriber(SocketActor):
         """The endpoints that are listened to."""
         return list(self._feeds)
 
-    def add(self, endpoint: str) -> None:
+    def add(self, endpoint: str, *, server_key: str = "") -> None:
         """Listen to ``endpoint``; nothing happens when that is done already.
 
         Raises `ConfigError` for an endpoint that cannot be parsed, `LocalError` with code ``busy``
@@ -80,7 +84,10 @@ class EventSubscriber(SocketActor):
             return
         if len(self._feeds) >= self._max_endpoints:
             raise LocalError("too many endpoints", code=ErrorCode.BUSY, endpoint=endpoint)
-        feed = self._feeds[endpoint] = _Feed(self, self._context, endpoint, self._options)
+        options = self._options
+        if self._keys is not None:
+            options = replace(options, curve=ClientCurve(self._keys, server_key))
+        feed = self._feeds[endpoint] = _Feed(self, self._context, endpoint, options)
         if self._loop is not None:
             feed.start(self._loop)
 
@@ -105,7 +112,7 @@ class EventSubscriber(SocketActor):
 
 
 def _ignore(_: KVBusError) -> None:
-    """A name that cannot be resolved is silence, which is reported."""
+    """A name that cannot be resolved, or a refusal, is silence, which is reported."""
 
 
 class _Feed:
@@ -121,7 +128,14 @@ class _Feed:
         self._silent = self._closed = False
         topics = owner.topics | {Heartbeat.op} if owner.topics else owner.topics
         socket = open_subscriber(context, endpoint, topics, options)
-        self._name = NamedConnection(socket, endpoint, timers=self._timers, on_error=_ignore)
+        self._connection = Connection(
+            socket,
+            endpoint,
+            options=options,
+            timers=self._timers,
+            on_error=_ignore,
+            on_failure=owner.fail,
+        )
         self._pump = Pump(
             socket,
             on_frames=self._on_frames,
@@ -131,12 +145,12 @@ class _Feed:
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         self._heard_at = loop.time()
         self._pump.start(loop)
-        self._name.start(loop)
+        self._connection.start(loop)
         self._timers.at(self._heard_at + self._owner.silence_s, self._on_timer)
 
     def close(self) -> None:
         self._closed = True
-        self._name.close()
+        self._connection.close()
         self._pump.close()
 
     def _on_frames(self, frames: list[bytes]) -> None:

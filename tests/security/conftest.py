@@ -5,9 +5,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.agents import AgentProcess, Agents, agents_ended
-from tests.bus.conftest import context, endpoint, raw_peer, running
+from tests.bus.conftest import context, endpoint, raw_peer, record, running
 
-__all__ = ["context", "endpoint", "raw_peer", "running"]
+__all__ = ["context", "endpoint", "raw_peer", "record", "running"]
 
 
 @pytest.fixture

@@ -1,0 +1,103 @@
+"""The connection of a socket that connects: made, watched, and made again after a refusal.
+
+ZeroMQ takes a refusal as final, and is silent about it. Here it is an error, and is tried again:
+the key may be trusted by then.
+"""
+
+import asyncio
+from collections.abc import Callable
+
+from kvbus.bus.connection_watch import ConnectionEvent, ConnectionWatch
+from kvbus.bus.names import NamedConnection
+from kvbus.bus.sockets import Socket, SocketOptions, reconnect
+from kvbus.bus.timers import Timers
+from kvbus.errors import ConfigError, ErrorCode, KVBusError, RemoteError
+
+RETRY_S, MAX_RETRY_S = 0.5, 10.0
+MAX_BROKEN_OFF = 3
+"""One may be a server that ended just then."""
+
+_FINAL = (ConnectionEvent.REFUSED, ConnectionEvent.MISMATCHED)
+
+
+class Connection:
+    """Connects to ``endpoint``; ``on_error`` is told of each refusal, and of names without address.
+
+    `refusal` is the last refusal, until it is tried again.
+
+    Only TCP is watched. Raises `ConfigError` for an endpoint that is none.
+    """
+
+    def __init__(
+        self,
+        socket: Socket,
+        endpoint: str,
+        *,
+        options: SocketOptions,
+        timers: Timers,
+        on_error: Callable[[KVBusError], None],
+        on_failure: Callable[[Exception], None],
+    ) -> None:
+        self.refusal: RemoteError | None = None
+        self._socket, self._timers, self._on_error = socket, timers, on_error
+        self._named = NamedConnection(socket, endpoint, timers=timers, on_error=on_error)
+        self._retry_s, self._num_broken_off, self._open = RETRY_S, 0, True
+        self._has_keys = options.curve is not None
+        self._watch = (
+            ConnectionWatch(socket, on_event=self._see, on_failure=on_failure)
+            if endpoint.startswith("tcp://")
+            else None
+        )
+        try:
+            self._named.connect()
+        except ConfigError:
+            self.close()
+            raise
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin to look the name up, if there is one, and to watch."""
+        self._named.start(loop)
+        if self._watch is not None:
+            self._watch.start(loop)
+
+    def close(self) -> None:
+        """Connect no more; call it before the socket is closed."""
+        self._named.close()
+        self._open = False
+        if self._watch is not None:
+            self._watch.close()
+
+    def _see(self, event: ConnectionEvent) -> None:
+        if not self._open:
+            return
+        if event is ConnectionEvent.MADE:
+            self._retry_s, self._num_broken_off, self.refusal = RETRY_S, 0, None
+        elif event is ConnectionEvent.BROKEN_OFF and self._has_keys:
+            self._num_broken_off += 1
+            if self._num_broken_off >= MAX_BROKEN_OFF:
+                self._on_error(self._error(event))
+        elif event in _FINAL:
+            self.refusal = self._error(event)
+            self._timers.at(self._timers.now() + self._retry_s, self._try_again)
+            self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
+            self._on_error(self.refusal)
+
+    def _try_again(self, _: int) -> None:
+        if self._open:
+            self.refusal = None
+            reconnect(self._socket, self._named.address)
+
+    def _error(self, event: ConnectionEvent) -> RemoteError:
+        endpoint = self._named.endpoint
+        problem = {
+            ConnectionEvent.REFUSED: "refused our key: it is not among its authorized keys, or not "
+            "with the role that this socket asks for (kvbus keys trust)",
+            ConnectionEvent.MISMATCHED: "uses no keys, but we were given its server key"
+            if self._has_keys
+            else "uses keys: ask it with a key of our own and its server key",
+            ConnectionEvent.BROKEN_OFF: "hangs up on our handshake: it has another server key than "
+            "the one that we know, or it does not run well",
+        }[event]
+        return RemoteError(
+            f"the agent at {endpoint} {problem}", code=ErrorCode.FORBIDDEN, endpoint=endpoint
+        )
