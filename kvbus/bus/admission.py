@@ -55,6 +55,10 @@ class SessionTable:
         """End the sessions of a CURVE key."""
         self._end([sender for sender in self._sessions if sender.key == key])
 
+    def has_ended(self, boot: str) -> bool:
+        """Whether the process with that boot id is gone."""
+        return boot in self._ended_boots
+
     def _end(self, senders: list[Sender]) -> None:
         for sender in senders:
             self._sessions.pop(sender).close()

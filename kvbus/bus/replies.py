@@ -7,22 +7,30 @@ replies first, so that nobody can drive out those of others; repeats come soon o
 from collections import OrderedDict
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvbus.bus.sender import Sender
 
 ReplyKey = tuple[Sender, int]
 
 
+class KeptReply(NamedTuple):
+    """The frame of a reply, and the hash of the request's frame, which a repeat has as well."""
+
+    frame: bytes
+    fingerprint: int
+
+
 @dataclass(slots=True)
 class _Share:
-    """The frames of who shares one part, first in first out."""
+    """The replies to who shares one part, first in first out."""
 
-    frames: OrderedDict[ReplyKey, bytes] = field(default_factory=OrderedDict)
+    kept: OrderedDict[ReplyKey, KeptReply] = field(default_factory=OrderedDict)
     num_bytes: int = 0
 
 
 class ReplyCache:
-    """Frames by sender and request id, in equal shares: see `Sender.share`."""
+    """Replies by sender and request id, in equal shares: see `Sender.share`."""
 
     def __init__(self, *, max_replies: int, max_bytes: int) -> None:
         self._max_replies, self._max_bytes = max_replies, max_bytes
@@ -33,18 +41,18 @@ class ReplyCache:
     def __len__(self) -> int:
         return self._num_replies
 
-    def get(self, key: ReplyKey) -> bytes | None:
-        """The frame that answered ``key``, if it is still kept."""
+    def get(self, key: ReplyKey) -> KeptReply | None:
+        """What answered ``key``, if it is still kept."""
         share = self._shares.get(key[0].share)
-        return share.frames.get(key) if share is not None else None
+        return share.kept.get(key) if share is not None else None
 
-    def put(self, key: ReplyKey, frame: bytes) -> list[ReplyKey]:
-        """Keep ``frame``; returns the keys whose frames had to go, most often one or none."""
+    def put(self, key: ReplyKey, reply: KeptReply) -> list[ReplyKey]:
+        """Keep ``reply``; returns the keys whose replies had to go, most often one or none."""
         owner = key[0].share
         share = self._shares.setdefault(owner, _Share())
-        share.frames[key] = frame
-        share.num_bytes += len(frame)
-        self.num_bytes += len(frame)
+        share.kept[key] = reply
+        share.num_bytes += len(reply.frame)
+        self.num_bytes += len(reply.frame)
         self._num_replies += 1
         evicted = []
         while self._num_replies > self._max_replies or self.num_bytes > self._max_bytes:
@@ -56,7 +64,7 @@ class ReplyCache:
         share = self._shares.pop(key, None)
         if share is not None:
             self.num_bytes -= share.num_bytes
-            self._num_replies -= len(share.frames)
+            self._num_replies -= len(share.kept)
 
     def _too_large(self, owner: Hashable) -> Hashable:
         """Whose oldest frame goes: that of ``owner`` if it has an equal share, or of the largest.
@@ -67,7 +75,7 @@ class ReplyCache:
 
         def size(one: Hashable) -> int:
             share = self._shares[one]
-            return len(share.frames) if by_number else share.num_bytes
+            return len(share.kept) if by_number else share.num_bytes
 
         whole = self._num_replies if by_number else self.num_bytes
         if owner in self._shares and size(owner) * len(self._shares) >= whole:
@@ -76,10 +84,10 @@ class ReplyCache:
 
     def _evict(self, owner: Hashable) -> ReplyKey:
         share = self._shares[owner]
-        key, frame = share.frames.popitem(last=False)
-        share.num_bytes -= len(frame)
-        self.num_bytes -= len(frame)
+        key, reply = share.kept.popitem(last=False)
+        share.num_bytes -= len(reply.frame)
+        self.num_bytes -= len(reply.frame)
         self._num_replies -= 1
-        if not share.frames:
+        if not share.kept:
             del self._shares[owner]
         return key

@@ -13,7 +13,7 @@ import anyio
 from kvbus.bus.admission import SessionTable
 from kvbus.bus.limits import ServerCounters, ServerLimits
 from kvbus.bus.pump import Pump
-from kvbus.bus.replies import ReplyCache
+from kvbus.bus.replies import KeptReply, ReplyCache
 from kvbus.bus.sender import sender_of
 from kvbus.bus.session import Call, Session
 from kvbus.bus.socket_actor import SocketActor
@@ -37,17 +37,19 @@ Handlers = Mapping[type[Request[Any]], Handler]
 # A DEALER that is disconnected drops what it has received but not yet handed out (libzmq 4.3.5,
 # with ZMQ_IMMEDIATE): whoever closes right after a reply takes it back.
 _GRACE_S = 0.05
+CLOSING = KVBusError("the server is closing", code=ErrorCode.CLOSED)
 
 
 class RequestServer(SocketActor):
     """Calls the request's handler, see `on`, once for each new one, in the event loop's thread.
 
     A request is known by (sender, id): a repeat gets the kept reply, or is absorbed while the first
-    is in progress. Ids of one sender must rise: one that is older than every kept reply and not
-    known any more is ``stale``. A `KVBusError` out of a handler refuses its request. Any other
-    exception is answered ``internal``, and then given to ``on_fault``; without one it ends `run`.
-    ``on_refusal`` is told of each refused call. ``gate`` may refuse a call before its body is read.
-    With ``options.curve`` a session belongs to the key of its connection, too.
+    is in progress; another with that id is ``invalid``. Ids of a sender rise: one that is older
+    than every kept reply and not known any more is ``stale``. A `KVBusError` out of a handler
+    refuses its request. Any other exception is answered ``internal``, then given to ``on_fault``;
+    without one it ends `run`. ``on_refusal`` is told of each refused call. ``gate`` may refuse a
+    call before its body is read. With ``options.curve`` a session belongs to the key of its
+    connection, too.
     """
 
     def __init__(
@@ -112,7 +114,7 @@ class RequestServer(SocketActor):
         self._closing = True
         for session in self.sessions:
             for call in list(session.pending.values()):
-                call.refuse(_closing_error())
+                call.refuse(CLOSING)
         if len(self.sessions):
             await anyio.sleep(_GRACE_S)
 
@@ -129,7 +131,7 @@ class RequestServer(SocketActor):
             self.counters.malformed += 1
             self._refuse(identity, error.request_id or 0, error)
             return
-        self._on_request(identity, request, key)
+        self._on_request(identity, request, key=key, fingerprint=hash(frames[2]))
 
     def _refuse(self, identity: bytes, request_id: int, error: KVBusError) -> bytes:
         """Answer without a call; returns the frame."""
@@ -143,7 +145,9 @@ class RequestServer(SocketActor):
         else:
             self.counters.replies_dropped += 1
 
-    def _on_request(self, identity: bytes, request: RequestFrame, key: str) -> None:
+    def _on_request(
+        self, identity: bytes, request: RequestFrame, *, key: str, fingerprint: int
+    ) -> None:
         sender = sender_of(request, key=key, identity=identity)
         try:
             session = self.sessions.enter(sender, identity)
@@ -154,8 +158,8 @@ class RequestServer(SocketActor):
             self._on_ack(session, request)
         elif request.op == Ping.op:
             self._post_ok(session, request)
-        elif not self._known(session, request):
-            self._begin(session, request)
+        elif not self._known(session, request, fingerprint):
+            self._begin(session, request, fingerprint)
 
     def _turn_away(self, identity: bytes, request: RequestFrame, error: KVBusError) -> None:
         if error.code is ErrorCode.BUSY:
@@ -178,36 +182,40 @@ class RequestServer(SocketActor):
     def _post_ok(self, session: Session, request: RequestFrame) -> None:
         self._post_reply(session.identity, encode_reply(request.request_id, self.boot, Empty()))
 
-    def _known(self, session: Session, request: RequestFrame) -> bool:
+    def _known(self, session: Session, request: RequestFrame, fingerprint: int) -> bool:
         """Deal with a repeat; False when the request is a new one."""
         request_id = request.request_id
-        if request_id in session.pending:
-            self.counters.repeats_absorbed += 1
-            return True
+        call = session.pending.get(request_id)
         kept = self._replies.get((session.sender, request_id))
-        if kept is not None:
+        first = call.fingerprint if call is not None else kept.fingerprint if kept else fingerprint
+        if first != fingerprint:
+            error = KVBusError("id was used for another request", code=ErrorCode.INVALID)
+            self._refuse(session.identity, request_id, error)
+        elif call is not None:
+            self.counters.repeats_absorbed += 1
+        elif kept is not None:
             self.counters.repeats_answered += 1
-            self._post_reply(session.identity, kept)
-            return True
-        if request_id <= session.evicted_upto:
+            self._post_reply(session.identity, kept.frame)
+        elif request_id <= session.evicted_upto:
             self.counters.stale += 1
             error = KVBusError("request is older than the kept replies", code=ErrorCode.STALE)
             self._refuse(session.identity, request_id, error)
-            return True
-        return False
+        else:
+            return False
+        return True
 
-    def _begin(self, session: Session, request: RequestFrame) -> None:
+    def _begin(self, session: Session, request: RequestFrame, fingerprint: int) -> None:
         if self._closing:
-            self._refuse(session.identity, request.request_id, _closing_error())
+            self._refuse(session.identity, request.request_id, CLOSING)
             return
         limits, num_pending = self.limits, len(session.pending)
         if self.num_pending >= limits.max_pending or num_pending >= limits.max_session_pending:
             self.counters.busy += 1
             error = KVBusError("too many requests in progress", code=ErrorCode.BUSY)
             frame = self._refuse(session.identity, request.request_id, error)
-            self._keep(session, request.request_id, frame)
+            self._keep(session, request.request_id, KeptReply(frame, fingerprint))
             return
-        call = Call(self, session, request.request_id, request.op)
+        call = Call(self, session, request.request_id, request.op, fingerprint)
         session.pending[request.request_id] = call
         self.num_pending += 1
         self.counters.requests += 1
@@ -264,7 +272,7 @@ class RequestServer(SocketActor):
         if session.pending.pop(call.request_id, None) is not None:
             self.num_pending -= 1
         if not session.closed:
-            self._keep(session, call.request_id, frame)
+            self._keep(session, call.request_id, KeptReply(frame, call.fingerprint))
         self._post_reply(session.identity, frame)
         if fault is not None:
             self._fault(fault, call)
@@ -276,15 +284,11 @@ class RequestServer(SocketActor):
         error = KVBusError(f"reply to '{call.op}' could not be encoded", code=code)
         return encode_refusal(call.request_id, self.boot, error_body(error))
 
-    def _keep(self, session: Session, request_id: int, frame: bytes) -> None:
-        for sender, evicted_id in self._replies.put((session.sender, request_id), frame):
+    def _keep(self, session: Session, request_id: int, kept: KeptReply) -> None:
+        for sender, evicted_id in self._replies.put((session.sender, request_id), kept):
             owner = self.sessions.get(sender)
             if owner is not None:
                 owner.evicted_upto = max(owner.evicted_upto, evicted_id)
-
-
-def _closing_error() -> KVBusError:
-    return KVBusError("the server is closing", code=ErrorCode.CLOSED)
 
 
 def _read(frames: list[bytes]) -> RequestFrame:

@@ -35,11 +35,13 @@ class ServerView(Protocol):
 class Call:
     """One request to be answered exactly once, now or later, from the event loop's thread."""
 
-    __slots__ = ("_server", "answered", "op", "request_id", "session")
+    __slots__ = ("_server", "answered", "fingerprint", "op", "request_id", "session")
 
-    def __init__(self, server: ServerView, session: "Session", request_id: int, op: str) -> None:
+    def __init__(
+        self, server: ServerView, session: "Session", request_id: int, op: str, fingerprint: int
+    ) -> None:
         self._server, self.session = server, session
-        self.request_id, self.op = request_id, op
+        self.request_id, self.op, self.fingerprint = request_id, op, fingerprint
         self.answered = False
 
     def reply(self, message: Message) -> None:

@@ -67,9 +67,15 @@ class Fetch:
         if not self.are_blocks_free:
             raise self._session.lost or KVBusError("nobody says when the blocks are free")
 
-    async def cancel(self) -> None:
-        """Give up; `completed` raises with code ``cancelled``, unless it had ended before."""
-        await self._session.request(CancelFetch(fetch_id=self.fetch_id))
+    async def cancel(self, *, release_offer: bool = False) -> None:
+        """Give up; `completed` raises with code ``cancelled``, unless it had ended before.
+
+        With ``release_offer`` nobody will fetch this ticket any more: the prefill engine gets its
+        blocks back now, and not when the offer expires. Also for a fetch that failed.
+        """
+        await self._session.request(
+            CancelFetch(fetch_id=self.fetch_id, release_offer=release_offer)
+        )
 
     def when_ended(self, call: Callable[[], None]) -> None:
         """Have ``call`` called when the fetch has ended; at once when it has by now.

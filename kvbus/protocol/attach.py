@@ -5,13 +5,21 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 
 from kvbus.protocol.engine import AgentRole
+from kvbus.protocol.envelope import Name
 from kvbus.protocol.message import Empty, Id, Message, Request
 
 CudaHandle = Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
 
 
+FEATURES = ("cuda", "end_codes", "release_offer")
+"""What an agent of this version can do besides the first one; see ``docs/protocol.md``."""
+
+
 class Welcome(Message, frozen=True):
-    """Reply to `Hello`: who the agent is, and where its other sockets are."""
+    """Reply to `Hello`: who the agent is, where its other sockets are, and what it can.
+
+    ``features`` are names: one that an agent does not list it cannot do.
+    """
 
     protocol: int
     agent_id: Id
@@ -20,6 +28,7 @@ class Welcome(Message, frozen=True):
     engine_endpoint: Id
     peer_endpoint: Id
     events_endpoint: Id
+    features: tuple[Id, ...] = ()
 
 
 class Hello(Request[Welcome], frozen=True):
@@ -30,7 +39,7 @@ class Hello(Request[Welcome], frozen=True):
     min_protocol: int
     max_protocol: int
     engine_id: Id
-    boot: Id
+    boot: Name
 
 
 class SegmentPassed(Message, frozen=True):

@@ -111,7 +111,7 @@ class SealOffer(Request[Empty], frozen=True):
 
 
 class WithdrawOffer(Request[Empty], frozen=True):
-    """Ends an offer now; a lease on it is revoked, and its reader fails with ``stale``."""
+    """Ends an offer now; a lease on it is revoked, its reader fails with ``offer_withdrawn``."""
 
     op: ClassVar[str] = "withdraw"
 
@@ -151,11 +151,16 @@ class StartFetch(Request[Empty], frozen=True):
 
 
 class CancelFetch(Request[Empty], frozen=True):
-    """Ends a fetch; its notice says ``cancelled``, or what it became first."""
+    """Ends a fetch; its notice says ``cancelled``, or what it became first.
+
+    With ``release_offer`` nobody will fetch what the ticket names any more: unless the fetch
+    completed, its offer is withdrawn, also when the fetch has ended by now.
+    """
 
     op: ClassVar[str] = "cancel"
 
     fetch_id: Id
+    release_offer: bool = False
 
 
 class StageTimes(msgspec.Struct, frozen=True):

@@ -8,7 +8,6 @@ from typing import Annotated, Any, ClassVar
 
 import msgspec
 
-from kvbus.errors import ErrorCode
 from kvbus.geometry import EngineSpec, RankSpec
 from kvbus.protocol.engine import AgentRanks, AgentRole, Tables
 from kvbus.protocol.message import (
@@ -136,7 +135,10 @@ class Confirm(Request[Empty], frozen=True):
 
 
 class Release(Request[Empty], frozen=True):
-    """Gives a lease back unread, or the read of it abandoned; nothing of it is in flight."""
+    """Gives a lease back unread, or the read of it abandoned; nothing of it is in flight.
+
+    ``code`` is text: a newer reader may have codes that this agent does not know.
+    """
 
     op: ClassVar[str] = "release"
 
@@ -144,7 +146,7 @@ class Release(Request[Empty], frozen=True):
     offer_id: Id
     epoch: Epoch
     token: Secret
-    code: ErrorCode
+    code: Id
 
 
 class PeerWithdraw(Request[Empty], frozen=True):

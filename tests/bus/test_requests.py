@@ -11,6 +11,7 @@ from kvbus.bus import Call, RequestClient
 from kvbus.errors import ErrorCode, KVBusError, LocalError, RequestRefused, RequestTimeout
 from kvbus.protocol.engine import Ping
 from kvbus.protocol.envelope import MAX_FRAME_BYTES
+from tests.bus.conftest import RawPeer
 from tests.bus.messages import Ask, Echoed, echo, serve
 
 pytestmark = pytest.mark.anyio
@@ -97,6 +98,33 @@ async def test_a_repeat_of_a_request_in_progress_is_absorbed(
     assert len(hold.calls) == 1
     assert server.counters.repeats_absorbed == 2
     assert server.counters.repeats_answered == 1
+
+
+async def test_another_request_under_a_used_id_is_invalid_and_not_done(
+    context, endpoint, running, hold, raw_peer
+) -> None:
+    server = serve(context, endpoint, hold)
+    peer = raw_peer(zmq.DEALER, endpoint)
+    ask = {"v": 1, "op": "ask", "id": 5, "boot": "raw", "body": {"number": 1}}
+    others = [ask | {"op": "other"}, ask | {"body": {"number": 2}}]
+
+    async with running(server):
+        peer.put(ask)
+        refused = [await answer(peer, other) for other in others]
+        hold.calls[0].reply(Echoed(number=1))
+        first = await peer.get()
+        refused += [await answer(peer, other) for other in others]
+        repeated = await answer(peer, ask)
+
+    assert [(reply["re"], reply["error"]["code"]) for reply in refused] == [(5, "invalid")] * 4
+    assert repeated == first
+    assert len(hold.calls) == 1
+
+
+async def answer(peer: RawPeer, request: dict[str, Any]) -> Any:
+    """What comes back next."""
+    peer.put(request)
+    return await peer.get()
 
 
 async def test_a_request_without_a_reply_fails_at_its_deadline(

@@ -236,6 +236,30 @@ def test_a_busy_offer_is_claimed_again_after_a_moment_until_the_deadline() -> No
     assert table.next_deadline() is None
 
 
+@pytest.mark.parametrize(
+    "before",
+    [(READY,), (READY, lease()), (failed(ErrorCode.TIMEOUT),), (READY, CANCEL)],
+    ids=["claiming", "reading", "failed", "cancelled"],
+)
+def test_an_engine_that_gives_up_for_good_has_the_offer_withdrawn_once(
+    before: tuple[ev.Event, ...],
+) -> None:
+    table = table_after(requested(), *before)
+
+    commands = table.handle(ev.CancelRequested("f1", "cancel", release_offer=True), 0.0)
+
+    assert [c for c in commands if isinstance(c, ev.SendWithdraw)] == [ev.SendWithdraw(TICKET)]
+    assert kinds(commands).count(ev.SendReply) == 1
+
+
+def test_a_fetch_that_completed_has_no_offer_to_withdraw() -> None:
+    table = table_after(requested(), READY, lease(), READ, CONFIRMED)
+
+    commands = table.handle(ev.CancelRequested("f1", "cancel", release_offer=True), 0.0)
+
+    assert kinds(commands) == [ev.SendReply]
+
+
 def test_a_lease_that_is_granted_after_the_end_is_given_back() -> None:
     table = table_after(requested(), READY, CANCEL)
 

@@ -107,7 +107,7 @@ async def test_a_killed_prefill_engine_fails_its_reader_and_its_memory_is_gone(
         await until(lambda: num_mappings_of(spec.engine_id) == 0)
 
         assert mapped_before
-        assert failure.code in (ErrorCode.STALE, ErrorCode.OFFER_WITHDRAWN)
+        assert failure.code is ErrorCode.ENGINE_LOST
         assert prefill.says("engine.lost", engine_id=spec.engine_id)
         assert prefill.says("offer.released", engine_id=spec.engine_id, outcome="withdrawn")
         async with engine(

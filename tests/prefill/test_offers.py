@@ -132,15 +132,14 @@ def test_a_confirm_whose_reply_was_lost_is_answered_ok_again_and_reports_nothing
     assert [type(c) for c in commands] == [ev.SendReply]
 
 
-@pytest.mark.parametrize(
-    "late",
-    [
-        renewed,
-        lambda epoch: ev.Confirmed("o1", epoch, TOKEN, "confirm"),
-        lambda epoch: ev.Returned("o1", epoch, TOKEN, "return"),
-    ],
-    ids=["renew", "confirm", "return"],
-)
+LATE: dict[str, Callable[[int], ev.Event]] = {
+    "renew": renewed,
+    "confirm": lambda epoch: ev.Confirmed("o1", epoch, TOKEN, "confirm"),
+    "return": lambda epoch: ev.Returned("o1", epoch, TOKEN, "return"),
+}
+
+
+@pytest.mark.parametrize("late", LATE.values(), ids=LATE)
 @pytest.mark.parametrize("sealed", [True, False], ids=["sealed", "open"])
 def test_an_old_epoch_is_answered_stale_and_leaves_the_new_lease_alone(
     late: Callable[[int], ev.Event], sealed: bool
@@ -163,15 +162,45 @@ def test_an_old_epoch_of_an_offer_that_another_one_completed_is_answered_stale()
     assert code_of(commands) is ErrorCode.STALE
 
 
-def test_a_confirm_that_comes_at_the_end_of_the_lease_is_stale_though_nobody_told_the_time() -> (
-    None
-):
+def test_a_confirm_that_comes_at_the_end_of_the_lease_is_late_though_nobody_told_the_time() -> None:
     table = table_after(opened(), claimed(lease_s=2.0))
 
     commands = table.handle(ev.Confirmed("o1", 1, TOKEN, "confirm"), 2.0)
 
-    assert code_of(commands) is ErrorCode.STALE
-    assert ev.EndLease("o1", 1, "expired") in commands
+    assert code_of(commands) is ErrorCode.LEASE_EXPIRED
+    assert ev.EndLease("o1", 1, "expired", ErrorCode.LEASE_EXPIRED) in commands
+
+
+ENDS = {
+    ErrorCode.OFFER_WITHDRAWN: ev.Withdrawn("o1", None, "withdraw"),
+    ErrorCode.ENGINE_LOST: ev.EngineLost("engine"),
+    ErrorCode.DRAINING: ev.Stopped(),
+}
+
+
+@pytest.mark.parametrize("code", ENDS)
+@pytest.mark.parametrize("late", LATE.values(), ids=LATE)
+def test_a_reader_is_told_what_ended_its_lease_and_never_ok(
+    late: Callable[[int], ev.Event], code: ErrorCode
+) -> None:
+    table = table_after(opened(), claimed(), ENDS[code])
+
+    commands = table.handle(late(1), 1.0)
+    claim = table.handle(claimed(), 1.0)
+
+    assert [type(command) for command in commands] == [ev.Refuse]
+    assert code_of(commands) is code
+    assert code_of(claim) is code
+    assert refusal_of(table, offered_box()) is code
+
+
+def test_a_reader_whose_lease_ended_before_its_offer_did_is_told_so() -> None:
+    table = table_after(opened(ttl_s=1.0), claimed(lease_s=2.0))
+
+    table.handle(ev.DeadlinePassed(), 3.0)
+
+    assert code_of(table.handle(renewed(1), 3.0)) is ErrorCode.LEASE_EXPIRED
+    assert code_of(table.handle(claimed(), 3.0)) is ErrorCode.OFFER_EXPIRED
 
 
 def test_a_confirm_before_the_seal_is_refused_and_the_lease_goes_on() -> None:
@@ -201,7 +230,7 @@ def test_a_withdrawn_offer_revokes_its_lease_before_it_is_reported_released() ->
 
     kinds = [type(c) for c in commands if not isinstance(c, ev.Publish)]
     assert kinds == [ev.SendReply, ev.EndLease, ev.ReportReleased]
-    assert ev.EndLease("o1", 1, "revoked") in commands
+    assert ev.EndLease("o1", 1, "revoked", ErrorCode.OFFER_WITHDRAWN) in commands
 
 
 def test_a_lease_outlasts_the_time_to_live_and_the_offer_expires_with_it() -> None:
@@ -265,7 +294,7 @@ def test_a_box_is_refused_as_soon_as_the_lease_is_over_though_nobody_said_so() -
     ends_at = table.live["o1"].lease.expires_at
 
     assert refusal_of(table, offered_box(), ends_at - 0.001) is None
-    assert refusal_of(table, offered_box(), ends_at) is ErrorCode.STALE
+    assert refusal_of(table, offered_box(), ends_at) is ErrorCode.LEASE_EXPIRED
     assert refusal_of(table, offered_box(epoch=2)) is ErrorCode.STALE
 
 
@@ -293,10 +322,11 @@ def test_a_box_from_before_the_first_block_of_the_offer_is_refused() -> None:
     assert refusal_of(table, box) is ErrorCode.GEOMETRY
 
 
-def test_a_box_of_an_ended_offer_is_stale() -> None:
+def test_a_box_of_an_ended_offer_is_refused_with_how_it_ended() -> None:
     table = table_after(opened(), claimed(), ev.Confirmed("o1", 1, TOKEN, "confirm"))
 
-    assert refusal_of(table, offered_box()) is ErrorCode.STALE
+    assert refusal_of(table, offered_box()) is ErrorCode.OFFER_COMPLETED
+    assert refusal_of(table, offered_box(epoch=2)) is ErrorCode.STALE
 
 
 def test_a_state_is_packed_once_the_offer_is_sealed() -> None:
@@ -345,8 +375,8 @@ def test_an_agent_that_drains_takes_no_new_offers_and_finishes_the_old_ones() ->
     [
         (ev.Confirmed("o1", 1, TOKEN, "confirm"), ErrorCode.OFFER_COMPLETED),
         (ev.Withdrawn("o1", None, "withdraw"), ErrorCode.OFFER_WITHDRAWN),
-        (ev.EngineLost("engine"), ErrorCode.OFFER_WITHDRAWN),
-        (ev.Stopped(), ErrorCode.OFFER_WITHDRAWN),
+        (ev.EngineLost("engine"), ErrorCode.ENGINE_LOST),
+        (ev.Stopped(), ErrorCode.DRAINING),
     ],
 )
 def test_a_claim_that_comes_too_late_is_told_what_became_of_the_offer(

@@ -52,17 +52,24 @@ class Expected:
     expires_at: float
     epoch: int = 0
     lease: tuple[int, str, float, float] | None = None
+    lease_end: ErrorCode = ErrorCode.STALE
     outcome: Outcome | None = None
+    ended_by: ErrorCode | None = None
 
     def age(self, now: float) -> None:
         """What time alone does."""
         if self.lease is not None and self.lease[2] <= now:
-            self.lease = None
+            self.end_lease(ErrorCode.LEASE_EXPIRED)
         if self.lease is None and self.expires_at <= now and self.outcome is None:
-            self.outcome = Outcome.EXPIRED
+            self.end(Outcome.EXPIRED, ErrorCode.OFFER_EXPIRED)
 
-    def end(self, outcome: Outcome) -> None:
-        self.lease, self.outcome = None, outcome
+    def end_lease(self, code: ErrorCode) -> None:
+        if self.lease is not None:
+            self.lease, self.lease_end = None, code
+
+    def end(self, outcome: Outcome, code: ErrorCode) -> None:
+        self.end_lease(code)
+        self.outcome, self.ended_by = outcome, code
 
     def grant(self, reader_id: str, lease_s: float, now: float, held_until: float) -> None:
         until = min(now + min(lease_s, LIMITS.max_lease_s), held_until)
@@ -184,7 +191,7 @@ class OfferInterleavings(StoryMachine):
         offer_id, offer = self.pick(back)
         code = None if offer.outcome and not self.forgotten(offer_id) else self.refusal(offer_id)
         if offer.outcome is None:
-            offer.end(Outcome.WITHDRAWN)
+            offer.end(Outcome.WITHDRAWN, ErrorCode.OFFER_WITHDRAWN)
         self.request(ev.Withdrawn(offer_id, None, self.reply_to()), code)
 
     @rule(back=ANY_OFFER, reader_id=READERS, lease_s=LEASES)
@@ -204,7 +211,7 @@ class OfferInterleavings(StoryMachine):
     def renew(self, back: int, epochs_ago: int, lease_s: float) -> None:
         offer_id, offer = self.pick(back)
         epoch = offer.epoch - epochs_ago
-        code = self.stale(offer_id, epoch)
+        code = self.late(offer_id, epoch)
         if code is None and offer.lease is not None:
             _, reader_id, _, held_until = offer.lease
             offer.grant(reader_id, lease_s, self.now, held_until)
@@ -214,30 +221,30 @@ class OfferInterleavings(StoryMachine):
     def confirm(self, back: int, epochs_ago: int) -> None:
         offer_id, offer = self.pick(back)
         epoch = offer.epoch - epochs_ago
-        code = self.stale(offer_id, epoch)
+        code = self.late(offer_id, epoch)
         said_before = offer.outcome is Outcome.COMPLETED and epoch == offer.epoch
         if said_before and not self.forgotten(offer_id):
             code = None
         elif code is None and not offer.sealed:
             code = ErrorCode.OFFER_OPEN
         elif code is None:
-            offer.end(Outcome.COMPLETED)
+            offer.end(Outcome.COMPLETED, ErrorCode.OFFER_COMPLETED)
         self.request(ev.Confirmed(offer_id, epoch, TOKEN, self.reply_to()), code)
 
     @rule(back=ANY_OFFER, epochs_ago=EPOCHS_AGO)
     def give_back(self, back: int, epochs_ago: int) -> None:
         offer_id, offer = self.pick(back)
         epoch = offer.epoch - epochs_ago
-        code = self.stale(offer_id, epoch)
+        code = self.late(offer_id, epoch)
         if code is None:
-            offer.lease = None
+            offer.end_lease(ErrorCode.STALE)
         self.request(ev.Returned(offer_id, epoch, TOKEN, self.reply_to()), code)
 
     @rule(back=ANY_OFFER, epochs_ago=EPOCHS_AGO, tokens_past=st.sampled_from([0, 0, 0, 1]))
     def pack(self, back: int, epochs_ago: int, tokens_past: int) -> None:
         offer_id, offer = self.pick(back)
         epoch = offer.epoch - epochs_ago
-        code = self.stale(offer_id, epoch)
+        code = self.late(offer_id, epoch)
         if code is None and tokens_past:
             code = ErrorCode.GEOMETRY
         last = offer.num_tokens // 16 - 1
@@ -250,7 +257,7 @@ class OfferInterleavings(StoryMachine):
         except KVBusError as error:
             refused = error.code
         if code is ErrorCode.OFFER_UNKNOWN:  # or it will be, once the table is told the time
-            assert refused in (ErrorCode.OFFER_UNKNOWN, ErrorCode.STALE)
+            assert refused is not None
         else:
             assert refused == code
         assert (self.table.live, self.table.retired) == (before.live, before.retired)
@@ -279,7 +286,7 @@ class OfferInterleavings(StoryMachine):
         self.age()
         for offer in self.expected.values():
             if offer.outcome is None and offer.engine_id == engine_id:
-                offer.end(Outcome.WITHDRAWN)
+                offer.end(Outcome.WITHDRAWN, ErrorCode.ENGINE_LOST)
         self.tell(ev.EngineLost(engine_id))
 
     @rarely(37)
@@ -296,7 +303,7 @@ class OfferInterleavings(StoryMachine):
         self.age()
         for offer in self.expected.values():
             if offer.outcome is None:
-                offer.end(Outcome.WITHDRAWN)
+                offer.end(Outcome.WITHDRAWN, ErrorCode.DRAINING)
         self.tell(ev.Stopped())
 
     @rule(elapsed_s=st.sampled_from([0.5, 0.5, 1.0, 1.0, 0.25, 3.0, 20.0]))
@@ -340,18 +347,16 @@ class OfferInterleavings(StoryMachine):
     def refusal(self, offer_id: str) -> ErrorCode | None:
         if self.forgotten(offer_id):
             return ErrorCode.OFFER_UNKNOWN
-        return {
-            None: None,
-            Outcome.COMPLETED: ErrorCode.OFFER_COMPLETED,
-            Outcome.WITHDRAWN: ErrorCode.OFFER_WITHDRAWN,
-            Outcome.EXPIRED: ErrorCode.OFFER_EXPIRED,
-        }[self.expected[offer_id].outcome]
+        return self.expected[offer_id].ended_by
 
-    def stale(self, offer_id: str, epoch: int) -> ErrorCode | None:
+    def late(self, offer_id: str, epoch: int) -> ErrorCode | None:
+        """Why a lease is not live; only that of the latest epoch is told how it ended."""
         if self.forgotten(offer_id):
             return ErrorCode.OFFER_UNKNOWN
-        lease = self.expected[offer_id].lease
-        return None if lease is not None and lease[0] == epoch else ErrorCode.STALE
+        offer = self.expected[offer_id]
+        if offer.epoch != epoch:
+            return ErrorCode.STALE
+        return offer.lease_end if offer.lease is None else None
 
     # The checks.
 

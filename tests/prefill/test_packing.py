@@ -93,7 +93,7 @@ async def test_another_reader_cannot_give_the_slot_back(case: Case) -> None:
     ("changes", "code", "words"),
     [
         ({"agent_boot": "earlier"}, ErrorCode.STALE, "earlier process"),
-        ({"engine_id": "another"}, ErrorCode.STALE, "has ended"),
+        ({"engine_id": "another"}, ErrorCode.ENGINE_LOST, "has ended"),
         ({"memory_id": "earlier"}, ErrorCode.STALE, "other memory"),
         ({"epoch": 2}, ErrorCode.STALE, "not live"),
         ({"offer_id": "another"}, ErrorCode.OFFER_UNKNOWN, "no offer"),
@@ -190,7 +190,7 @@ async def test_a_check_says_whether_the_memory_is_still_that_of_the_handshake(ca
             await case.reader.ask(msgspec.structs.replace(check, **change), Empty)
         codes.append(refused.value.code)
 
-    assert codes == [ErrorCode.STALE] * 3
+    assert codes == [ErrorCode.STALE, ErrorCode.ENGINE_LOST, ErrorCode.STALE]
 
 
 async def test_ranks_whose_home_is_elsewhere_are_packed_under_the_lease_of_the_slot(

@@ -74,7 +74,7 @@ async def test_a_lease_that_ends_while_its_box_is_copied_refuses_it_at_once(
         held_up.may_end.set()
 
     await until(lambda: not case.agent.counts["slots"])
-    assert refusals[0].code is ErrorCode.STALE
+    assert refusals[0].code is ErrorCode.OFFER_COMPLETED
     assert in_use == 1
 
 

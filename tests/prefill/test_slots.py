@@ -135,16 +135,17 @@ def test_a_lease_that_holds_half_of_the_slots_waits_and_others_do_not() -> None:
 def test_the_end_of_a_lease_frees_all_its_slots_and_refuses_what_waits() -> None:
     table = table_after(asked("a1"), ev.GatherEnded(1), asked("a2"), asked("a3"))
 
-    commands = table.handle(ev.LeaseEnded("lease"), 1.0)
+    commands = table.handle(ev.LeaseEnded("lease", ErrorCode.OFFER_WITHDRAWN), 1.0)
 
-    assert refused(commands) == {"a2": ErrorCode.STALE, "a3": ErrorCode.STALE}
+    assert set(refused(commands).values()) == {ErrorCode.OFFER_WITHDRAWN}
+    assert refused(commands).keys() == {"a2", "a3"}
     assert [pack.state for pack in table.live.values()] == [ABANDONED]
 
 
 @pytest.mark.parametrize(
     ("end", "code"),
     [
-        (ev.LeaseEnded("lease"), ErrorCode.STALE),
+        (ev.LeaseEnded("lease", ErrorCode.LEASE_EXPIRED), ErrorCode.LEASE_EXPIRED),
         (ev.EngineLost("engine"), ErrorCode.ENGINE_LOST),
         (ev.Stopped(), ErrorCode.CLOSED),
     ],

@@ -114,7 +114,7 @@ class SlotInterleavings(StoryMachine):
     @rule(lease=LEASES)
     def end_lease(self, lease: int) -> None:
         expected = self.end_boxes(lambda box: box.lease == lease, ErrorCode.STALE)
-        self.tell(ev.LeaseEnded(lease), expected)
+        self.tell(ev.LeaseEnded(lease, ErrorCode.STALE), expected)
         assert not any(b.state in ("waiting", "gathering", "packed") for b in self.of(lease))
 
     @precondition(lambda self: self.wiping())
@@ -275,7 +275,7 @@ class SlotInterleavings(StoryMachine):
         """When every lease and every copy has ended, nothing is left and nobody waits."""
         for lease in range(4):
             expected = self.end_boxes(lambda box, lease=lease: box.lease == lease, ErrorCode.STALE)
-            self.tell(ev.LeaseEnded(lease), expected)
+            self.tell(ev.LeaseEnded(lease, ErrorCode.STALE), expected)
         while running := self.running():
             self.boxes[running[0]].state = self.freed
             self.tell(ev.GatherEnded(self.boxes[running[0]].slot_id), {})

@@ -3,7 +3,6 @@
 Refuses random values and clocks: the same bytes come out on every machine.
 """
 
-from kvbus.errors import ErrorCode
 from kvbus.geometry import (
     Axis,
     AxisName,
@@ -110,6 +109,7 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
                 engine_endpoint="ipc:///run/kvbus/prefill-agent-0.engine",
                 peer_endpoint=PREFILL_ENDPOINT,
                 events_endpoint=EVENTS_ENDPOINT,
+                features=a.FEATURES,
             ),
         ),
         a.PassSegment: (
@@ -163,7 +163,7 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
             ),
             Empty(),
         ),
-        e.CancelFetch: (e.CancelFetch(fetch_id="fetch-1"), Empty()),
+        e.CancelFetch: (e.CancelFetch(fetch_id="fetch-1", release_offer=True), Empty()),
     },
     "peer": {
         p.Handshake: (
@@ -222,7 +222,7 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
                 offer_id="offer-1",
                 epoch=1,
                 token=TOKEN,
-                code=ErrorCode.CANCELLED,
+                code="cancelled",
             ),
             Empty(),
         ),

@@ -90,7 +90,7 @@ def test_an_attach_frame_is_a_length_and_a_typed_message(vector: dict[str, Any])
     message = from_body(KINDS[vector["name"]], body)
 
     assert wire.decode_length(frame[: wire.LENGTH_BYTES]) == len(frame) - wire.LENGTH_BYTES
-    assert to_body(message) == body
+    assert msgpack.packb(to_body(message)) == msgpack.packb(body)
 
 
 def test_every_message_has_a_vector() -> None:

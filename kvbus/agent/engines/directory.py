@@ -189,6 +189,8 @@ class EngineDirectory:
             raise LocalError("the agent is starting", code=ErrorCode.BUSY)
         if connection in self._by_connection or hello.boot in self._by_boot:
             raise LocalError("this boot id has said hello already", code=ErrorCode.ENGINE_CONFLICT)
+        if self.server is not None and self.server.sessions.has_ended(hello.boot):
+            raise LocalError("this boot id was ended here: take a new one", code=ErrorCode.STALE)
         welcome = self.identity.welcome(hello)
         process = EngineProcess(hello.engine_id, hello.boot, connection)
         self._by_connection[connection] = self._by_boot[hello.boot] = process

@@ -6,7 +6,7 @@ Refuses to change: a process that comes back has another boot id and is another 
 from dataclasses import dataclass
 
 from kvbus.errors import ErrorCode, LocalError
-from kvbus.protocol.attach import Hello, Welcome
+from kvbus.protocol.attach import FEATURES, Hello, Welcome
 from kvbus.protocol.engine import AgentRole
 from kvbus.protocol.envelope import PROTOCOL_VERSION
 
@@ -33,6 +33,7 @@ class AgentIdentity:
             engine_endpoint=self.engine_endpoint,
             peer_endpoint=self.peer_endpoint,
             events_endpoint=self.events_endpoint,
+            features=FEATURES,
         )
 
 

@@ -51,6 +51,7 @@ class DecodeService:
             ev.StopRead: self._stop_read,
             ev.SendConfirm: leases.confirm,
             ev.SendRelease: leases.release,
+            ev.SendWithdraw: leases.withdraw,
             ev.ReportLanded: self._report_landed,
             ev.ReportFetched: self._report_fetched,
             ev.ReportBlocksFreed: self._report_blocks_freed,
@@ -142,7 +143,7 @@ class DecodeService:
 
     def _cancel_fetch(self, cancel: CancelFetch, call: Call) -> None:
         self._agent.engines.engine_of(call)  # refuses who has none
-        self._dispatch(ev.CancelRequested(cancel.fetch_id, call))
+        self._dispatch(ev.CancelRequested(cancel.fetch_id, call, cancel.release_offer))
 
     async def _prepare(self, route: Route, requested: ev.Requested) -> None:
         await self._reader.prepare(route, requested)

@@ -218,7 +218,7 @@ class PrefillService:
         """A reader that came to its end needs no progress; a late one, so that it can end."""
         offer_id, epoch, reason = command.offer_id, command.epoch, command.reason
         self._metrics.leases.labels(reason).inc()
-        self._packing.end_lease(offer_id, epoch)
+        self._packing.end_lease(offer_id, epoch, command.code)
         token = self._tokens.pop((offer_id, epoch))
         if reason == "ended":
             token.close()

@@ -64,11 +64,11 @@ class Packing:
         """A reader wants a box, gives slots back, or asks whether the memory is still the same."""
         return {Pack: self._pack, Unpack: self._unpack, CheckMemory: self._check}
 
-    def end_lease(self, offer_id: str, epoch: int) -> None:
-        """Nothing that was gathered under this lease is valid any more."""
+    def end_lease(self, offer_id: str, epoch: int, code: ErrorCode) -> None:
+        """Nothing that was gathered under this lease is valid any more; ``code`` says why."""
         for table, driver in self._devices.values():
             if table.live:
-                driver.dispatch(ev.LeaseEnded((offer_id, epoch)))
+                driver.dispatch(ev.LeaseEnded((offer_id, epoch), code))
 
     def end_engine(self, engine: LocalEngine) -> None:
         """Its slots are free, but those that are gathered into."""
@@ -164,15 +164,21 @@ class Packing:
         await guarded(retry, call.refuse)
 
     def _engine(self, engine_id: str, memory_id: str) -> LocalEngine:
-        """The engine with exactly these processes; raises `LocalError` (``stale``)."""
+        """The engine with exactly these processes; raises `LocalError`."""
         engine = self._agent.engines.engines.get(engine_id)
-        if engine is None or engine.memory_id != memory_id:
+        if engine is None:
             raise LocalError(
-                f"engine '{engine_id}' has ended, or came back with other memory",
+                f"engine '{engine_id}' is not here, or has ended",
+                code=ErrorCode.ENGINE_LOST,
+                engine_id=engine_id,
+            )
+        if engine.memory_id != memory_id:
+            raise LocalError(
+                f"engine '{engine_id}' came back with other memory",
                 code=ErrorCode.STALE,
                 engine_id=engine_id,
                 theirs=memory_id,
-                ours=engine.memory_id if engine else "",
+                ours=engine.memory_id,
             )
         return engine
 

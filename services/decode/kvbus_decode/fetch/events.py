@@ -48,6 +48,7 @@ __all__ = [
     "SendRelease",
     "SendRenew",
     "SendReply",
+    "SendWithdraw",
     "StepFailed",
     "StopRead",
     "Stopped",
@@ -145,10 +146,11 @@ class LeaseConfirmed:
 
 @dataclass(frozen=True, slots=True)
 class CancelRequested:
-    """The engine does not want the KV any more."""
+    """The engine does not want the KV any more; with ``release_offer`` nobody does."""
 
     fetch_id: str
     reply_to: object
+    release_offer: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,6 +248,13 @@ class SendRelease:
 
 
 @dataclass(frozen=True, slots=True)
+class SendWithdraw:
+    """End an offer that nobody will read; the answer does not matter, it ends by itself as well."""
+
+    ticket: Ticket
+
+
+@dataclass(frozen=True, slots=True)
 class ReportLanded:
     """Tell the engine that tokens up to here are in its blocks; not yet that they are valid."""
 
@@ -290,6 +299,7 @@ Command = (
     | StopRead
     | SendConfirm
     | SendRelease
+    | SendWithdraw
     | ReportLanded
     | ReportFetched
     | ReportBlocksFreed

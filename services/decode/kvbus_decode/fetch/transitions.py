@@ -113,6 +113,7 @@ def cancel(fetch: FetchEntry, event: ev.CancelRequested, at: Context) -> Command
     return [
         ev.SendReply(event.reply_to, Empty()),
         *fail(fetch, error, at, ends_as=CANCELLED),
+        *_withdraw(fetch, event),
     ]
 
 
@@ -139,9 +140,9 @@ def finish_draining(fetch: FetchEntry, event: ev.ChunkRead, at: Context) -> Comm
     return [*_release_lease(fetch), freed]
 
 
-def accept_late_cancel(_fetch: FetchEntry, event: ev.CancelRequested, _: Context) -> Commands:
-    """It has ended already; the notice says how."""
-    return [ev.SendReply(event.reply_to, Empty())]
+def accept_late_cancel(fetch: FetchEntry, event: ev.CancelRequested, _: Context) -> Commands:
+    """It has ended already; the notice says how. Its offer may still wait for another reader."""
+    return [ev.SendReply(event.reply_to, Empty()), *_withdraw(fetch, event)]
 
 
 def release_late_lease(fetch: FetchEntry, event: ev.LeaseGranted, _: Context) -> Commands:
@@ -199,6 +200,13 @@ def _release_lease(fetch: FetchEntry) -> Commands:
     if fetch.held is None or fetch.error is None:
         return []
     return [ev.SendRelease(fetch.requested.ticket, *fetch.lease, fetch.error.code)]
+
+
+def _withdraw(fetch: FetchEntry, event: ev.CancelRequested) -> Commands:
+    """A completed fetch has ended its offer by its confirm."""
+    if not event.release_offer or fetch.state is COMPLETED:
+        return []
+    return [ev.SendWithdraw(fetch.requested.ticket)]
 
 
 def _table() -> Mapping[tuple[FetchState, type[ev.Event]], Transition[FetchState]]:

@@ -15,7 +15,7 @@ from kvbus.bus import EventListener
 from kvbus.errors import ErrorCode, KVBusError
 from kvbus.protocol.envelope import Notice
 from kvbus.protocol.message import Empty
-from kvbus.protocol.peer import Claim, Confirm, Granted, Release, Renew
+from kvbus.protocol.peer import Claim, Confirm, Granted, PeerWithdraw, Release, Renew
 from kvbus.protocol.ticket import Ticket
 from kvbus_decode.active import ActiveFetch
 from kvbus_decode.config import DecodeConfig
@@ -162,9 +162,22 @@ class LeaseClient(EventListener):
             offer_id=command.ticket.offer_id,
             epoch=command.epoch,
             token=command.token,
-            code=command.code,
+            code=command.code.value,
         )
         peer.ask(message, RELEASE_TIMEOUT_S, lambda _: None)
+
+    def withdraw(self, command: ev.SendWithdraw) -> None:
+        """End an offer; when that fails, it ends by itself."""
+        ticket = command.ticket
+        try:
+            peer = self.peers.acquire(ticket.endpoint)
+        except KVBusError as error:
+            log.info("offer.kept", offer_id=ticket.offer_id, reason=error.message)
+            return
+        message = PeerWithdraw(
+            agent_boot=ticket.agent_boot, offer_id=ticket.offer_id, secret=ticket.secret
+        )
+        peer.ask(message, RELEASE_TIMEOUT_S, lambda _: self.peers.release(peer))
 
     def on_event(self, endpoint: str, event: Notice) -> None:
         """An offer or lease changed: its fetches ask what is true."""

@@ -77,6 +77,8 @@ class OfferEntry:
     """One offer; ``expires_at`` counts only while there is no lease.
 
     ``token`` is that of the last lease, whose number is ``epoch``; also once that has ended.
+    ``lease_end`` is how the latest lease ended, as a late reader is told; ``ended_by`` how the
+    offer did.
     """
 
     opened: ev.Opened
@@ -88,7 +90,9 @@ class OfferEntry:
     epoch: int = 0
     token: str = field(default="", repr=False)
     lease: Lease | None = None
+    lease_end: ErrorCode = ErrorCode.STALE
     outcome: Outcome | None = None
+    ended_by: ErrorCode = ErrorCode.OFFER_UNKNOWN
     story: Story = field(default_factory=Story, compare=False)
 
     @property
@@ -131,11 +135,14 @@ class OfferEntry:
             _check_same(token, self.token)
 
     def live_lease(self, epoch: int) -> Lease:
-        """The lease, if ``epoch`` is its own; raises `LocalError` (``stale``) otherwise."""
+        """The lease, if ``epoch`` is its own; raises `LocalError` otherwise.
+
+        It says what became of the latest lease, and ``stale`` of those before.
+        """
         if self.lease is None or self.lease.epoch != epoch:
             raise LocalError(
                 f"lease epoch {epoch} is not live",
-                code=ErrorCode.STALE,
+                code=self.lease_end if epoch == self.epoch else ErrorCode.STALE,
                 offer_id=self.offer_id,
                 epoch=epoch,
                 current_epoch=self.epoch,
@@ -166,20 +173,24 @@ class OfferEntry:
                 group=box.group,
             )
 
-    def end_lease(self, reason: str) -> list[ev.Command]:
+    def end_lease(self, reason: str, code: ErrorCode = ErrorCode.STALE) -> list[ev.Command]:
         """End the lease, if there is one, because it was confirmed, returned, revoked or late."""
         lease, self.lease = self.lease, None
         if lease is None:
             return []
+        self.lease_end = code
         return [
-            ev.EndLease(self.offer_id, lease.epoch, reason),
+            ev.EndLease(self.offer_id, lease.epoch, reason, code),
             ev.Publish(f"lease.{reason}", LeaseEvent(offer_id=self.offer_id, epoch=lease.epoch)),
         ]
 
-    def release(self, outcome: Outcome, reason: str = "revoked") -> list[ev.Command]:
+    def release(
+        self, outcome: Outcome, code: ErrorCode, reason: str = "revoked"
+    ) -> list[ev.Command]:
         """End the offer, its live lease first, so that its blocks are nobody else's."""
-        commands = self.end_lease(reason)
+        commands = self.end_lease(reason, code)
         self.state, self.outcome, self.tables = OfferState.RELEASED, outcome, {}
+        self.ended_by = code
         opened = self.opened
         report = ev.ReportReleased(
             opened.engine_id,

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvbus.errors import ErrorCode
 from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import Outcome
 from kvbus.protocol.message import Message
@@ -172,11 +173,15 @@ class BeginLease:
 
 @dataclass(frozen=True, slots=True)
 class EndLease:
-    """The lease is over, for whatever ``reason``: confirmed, returned, expired or revoked."""
+    """The lease is over, for whatever ``reason``: confirmed, returned, expired or revoked.
+
+    ``code`` says it to a reader that still uses it.
+    """
 
     offer_id: str
     epoch: int
     reason: str
+    code: ErrorCode
 
 
 Command = SendReply | Refuse | ReportReleased | Publish | BeginLease | EndLease

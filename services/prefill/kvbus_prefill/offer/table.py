@@ -62,7 +62,7 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         offer.check_token(box.epoch, box.token)
         lease = offer.live_lease(box.epoch)
         if lease.expires_at <= now:
-            raise LocalError("the lease of the offer ended", code=ErrorCode.STALE)
+            raise LocalError("the lease of the offer ended", code=ErrorCode.LEASE_EXPIRED)
         offer.check_box(box)
 
     def _open(self, event: ev.Opened, now: float) -> Commands:

@@ -45,21 +45,27 @@ def seal(offer: OfferEntry, event: ev.Sealed, at: Context) -> Commands:
 
 def withdraw(offer: OfferEntry, event: ev.Withdrawn, _: Context) -> Commands:
     """The request was aborted: revoke the lease, so that its reader fails, and release."""
-    return [ev.SendReply(event.reply_to, Empty()), *offer.release(Outcome.WITHDRAWN)]
+    ended = offer.release(Outcome.WITHDRAWN, ErrorCode.OFFER_WITHDRAWN)
+    return [ev.SendReply(event.reply_to, Empty()), *ended]
 
 
-def end_with_owner(offer: OfferEntry, _event: ev.EngineLost | ev.Stopped, _: Context) -> Commands:
-    """The engine or the agent ends, and the offer with it."""
-    return offer.release(Outcome.WITHDRAWN)
+def end_with_engine(offer: OfferEntry, _event: ev.EngineLost, _: Context) -> Commands:
+    """The engine is gone, and what it offered with it."""
+    return offer.release(Outcome.WITHDRAWN, ErrorCode.ENGINE_LOST)
+
+
+def end_with_agent(offer: OfferEntry, _event: ev.Stopped, _: Context) -> Commands:
+    """The agent ends: who reads is told before it is gone."""
+    return offer.release(Outcome.WITHDRAWN, ErrorCode.DRAINING)
 
 
 def expire(offer: OfferEntry, _event: ev.DeadlinePassed, at: Context) -> Commands:
     """End a lease that was not renewed, then an offer that nobody has read in time."""
     commands: Commands = []
     if offer.lease is not None and offer.lease.expires_at <= at.now:
-        commands += offer.end_lease("expired")
+        commands += offer.end_lease("expired", ErrorCode.LEASE_EXPIRED)
     if offer.lease is None and offer.expires_at <= at.now:
-        commands += offer.release(Outcome.EXPIRED)
+        commands += offer.release(Outcome.EXPIRED, ErrorCode.OFFER_EXPIRED)
     return commands
 
 
@@ -99,7 +105,8 @@ def renew(offer: OfferEntry, event: ev.Renewed, at: Context) -> Commands:
 def confirm(offer: OfferEntry, event: ev.Confirmed, _: Context) -> Commands:
     """The reader has everything, under a lease that was live all along: the offer is done."""
     offer.live_lease(event.epoch)
-    return [ev.SendReply(event.reply_to, Empty()), *offer.release(Outcome.COMPLETED, "ended")]
+    ended = offer.release(Outcome.COMPLETED, ErrorCode.OFFER_COMPLETED, "ended")
+    return [ev.SendReply(event.reply_to, Empty()), *ended]
 
 
 def refuse_early_confirm(offer: OfferEntry, event: ev.Confirmed, _: Context) -> Commands:
@@ -122,14 +129,14 @@ def refuse_sealed(offer: OfferEntry, _event: ev.RequestEvent, _: Context) -> Com
 def refuse_ended(offer: OfferEntry, _event: ev.RequestEvent, _: Context) -> Commands:
     """Says what became of the offer."""
     raise LocalError(
-        f"the offer was {offer.outcome}",
-        code=ENDED_CODES.get(offer.outcome, ErrorCode.OFFER_UNKNOWN),
+        f"the offer is over: {offer.ended_by}",
+        code=offer.ended_by,
         offer_id=offer.offer_id,
     )
 
 
-def refuse_stale(offer: OfferEntry, event: ev.Renewed | ev.Returned, _: Context) -> Commands:
-    """No lease of an ended offer is live."""
+def refuse_late(offer: OfferEntry, event: ev.Renewed | ev.Returned, _: Context) -> Commands:
+    """No lease of an ended offer is live: say how the latest ended."""
     offer.live_lease(event.epoch)
     return []
 
@@ -170,12 +177,6 @@ def _after(table: BlockTable, known_blocks: int) -> BlockTable:
     return BlockTable(ids=table.ids[4 * skipped :], first_block=table.first_block + skipped)
 
 
-ENDED_CODES: Mapping[Outcome | None, ErrorCode] = {
-    Outcome.COMPLETED: ErrorCode.OFFER_COMPLETED,
-    Outcome.WITHDRAWN: ErrorCode.OFFER_WITHDRAWN,
-    Outcome.EXPIRED: ErrorCode.OFFER_EXPIRED,
-}
-
 TRANSITIONS: Mapping[tuple[OfferState, type[ev.Event]], Transition[OfferState]] = {
     (OPEN, ev.Extended): Transition(extend, (OPEN,)),
     (OPEN, ev.Sealed): Transition(seal, (SEALED,)),
@@ -184,8 +185,8 @@ TRANSITIONS: Mapping[tuple[OfferState, type[ev.Event]], Transition[OfferState]] 
     (OPEN, ev.Renewed): Transition(renew, (OPEN,)),
     (OPEN, ev.Confirmed): Transition(refuse_early_confirm, (OPEN,)),
     (OPEN, ev.Returned): Transition(give_back, (OPEN,)),
-    (OPEN, ev.EngineLost): Transition(end_with_owner, (RELEASED,)),
-    (OPEN, ev.Stopped): Transition(end_with_owner, (RELEASED,)),
+    (OPEN, ev.EngineLost): Transition(end_with_engine, (RELEASED,)),
+    (OPEN, ev.Stopped): Transition(end_with_agent, (RELEASED,)),
     (OPEN, ev.DeadlinePassed): Transition(expire, (OPEN, RELEASED)),
     (SEALED, ev.Extended): Transition(refuse_sealed, (SEALED,)),
     (SEALED, ev.Sealed): Transition(refuse_sealed, (SEALED,)),
@@ -194,14 +195,14 @@ TRANSITIONS: Mapping[tuple[OfferState, type[ev.Event]], Transition[OfferState]] 
     (SEALED, ev.Renewed): Transition(renew, (SEALED,)),
     (SEALED, ev.Confirmed): Transition(confirm, (RELEASED,)),
     (SEALED, ev.Returned): Transition(give_back, (SEALED,)),
-    (SEALED, ev.EngineLost): Transition(end_with_owner, (RELEASED,)),
-    (SEALED, ev.Stopped): Transition(end_with_owner, (RELEASED,)),
+    (SEALED, ev.EngineLost): Transition(end_with_engine, (RELEASED,)),
+    (SEALED, ev.Stopped): Transition(end_with_agent, (RELEASED,)),
     (SEALED, ev.DeadlinePassed): Transition(expire, (SEALED, RELEASED)),
     (RELEASED, ev.Extended): Transition(refuse_ended, (RELEASED,)),
     (RELEASED, ev.Sealed): Transition(refuse_ended, (RELEASED,)),
     (RELEASED, ev.Withdrawn): Transition(withdraw_again, (RELEASED,)),
     (RELEASED, ev.Claimed): Transition(refuse_ended, (RELEASED,)),
-    (RELEASED, ev.Renewed): Transition(refuse_stale, (RELEASED,)),
+    (RELEASED, ev.Renewed): Transition(refuse_late, (RELEASED,)),
     (RELEASED, ev.Confirmed): Transition(confirm_again, (RELEASED,)),
-    (RELEASED, ev.Returned): Transition(refuse_stale, (RELEASED,)),
+    (RELEASED, ev.Returned): Transition(refuse_late, (RELEASED,)),
 }

@@ -147,8 +147,8 @@ def ignore(_pack: SlotEntry, _event: ev.Event, _: Context) -> Commands:
 
 def _reason(pack: SlotEntry, event: ev.Event) -> LocalError:
     match event:
-        case ev.LeaseEnded():
-            return LocalError("the lease of the offer ended", code=ErrorCode.STALE)
+        case ev.LeaseEnded(code=code):
+            return LocalError("the lease of the offer ended", code=code)
         case ev.EngineLost():
             return LocalError("a process of the engine ended", code=ErrorCode.ENGINE_LOST)
         case ev.Stopped():

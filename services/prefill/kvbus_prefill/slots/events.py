@@ -8,7 +8,7 @@ A ``lease`` is any key: (offer id, epoch) of an offer here, the reader's own key
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from kvbus.errors import KVBusError
+from kvbus.errors import ErrorCode, KVBusError
 from kvbus.table.events import DeadlinePassed, EngineLost, Refuse, Stopped
 
 __all__ = [
@@ -78,9 +78,13 @@ class GivenBack:
 
 @dataclass(frozen=True, slots=True)
 class LeaseEnded:
-    """The lease of an offer is over: what was gathered under it is not valid any more."""
+    """The lease of an offer is over: what was gathered under it is not valid any more.
+
+    ``code`` says how it ended.
+    """
 
     lease: Hashable
+    code: ErrorCode
 
 
 Event = (

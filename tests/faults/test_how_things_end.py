@@ -1,0 +1,142 @@
+"""What ends a fetch is told by name, and a decode engine that gives up can free the offer."""
+
+import signal
+import uuid
+from typing import Any
+
+import pytest
+
+from kvbus.errors import ErrorCode
+from kvbus.protocol.engine import Outcome
+from tests.agents import until, wait_until
+from tests.engines import failure_of, pair, works
+from tests.faults.test_refused_messages import RawEngine
+from tests.plain_sockets import ask
+
+pytestmark = pytest.mark.anyio
+
+NOTHING = {"num_tokens": 0, "block_ids": {"full": []}}
+ONE_BLOCK = {"num_tokens": 16, "block_ids": {"full": [1]}}
+
+
+@pytest.fixture
+async def engines(prefill, decode):
+    async with pair(prefill.attach, decode.attach) as (source, target):
+        yield source, target
+
+
+async def test_a_decode_engine_that_gives_up_frees_the_offer_that_it_reads(engines, prefill):
+    source, target = engines
+    offer = await source.prefill.offer("r", **NOTHING, sealed=False, ttl_s=600.0)
+    fetch = target.decode.fetch(offer.ticket, **ONE_BLOCK)
+    await until(lambda: prefill.status()["counts"]["leases"] == 1)
+
+    await fetch.cancel(release_offer=True)
+    failure = await failure_of(fetch)
+
+    assert failure.code is ErrorCode.CANCELLED
+    assert await offer.released() is Outcome.WITHDRAWN
+    assert await works(source, target)
+
+
+async def test_a_decode_engine_whose_fetch_failed_frees_the_offer_by_the_fetch(engines):
+    source, target = engines
+    offer = await source.prefill.offer("r", **NOTHING, ttl_s=600.0)
+    fetch = target.decode.fetch(offer.ticket, **ONE_BLOCK)
+    failure = await failure_of(fetch)
+
+    await fetch.cancel(release_offer=True)
+
+    assert failure.code is ErrorCode.INVALID
+    assert await offer.released() is Outcome.WITHDRAWN
+
+
+async def test_a_decode_engine_that_cancels_and_says_no_more_leaves_the_offer(engines, prefill):
+    source, target = engines
+    offer = await source.prefill.offer("r", **NOTHING, sealed=False, ttl_s=600.0)
+    fetch = target.decode.fetch(offer.ticket, **ONE_BLOCK)
+    await until(lambda: prefill.status()["counts"]["leases"] == 1)
+
+    await fetch.cancel()
+    await failure_of(fetch)
+    await until(lambda: prefill.status()["counts"]["leases"] == 0)
+    again = target.decode.fetch(offer.ticket, **NOTHING)
+    await offer.seal()
+    await again.completed()
+
+    assert await offer.released() is Outcome.COMPLETED
+
+
+async def test_a_fetch_whose_prefill_agent_stops_is_told_draining(fresh):
+    prefill, decode = fresh.prefill(drain_timeout_s=0.2), fresh.decode()
+    fresh.start(prefill, decode)
+    async with pair(prefill.attach, decode.attach) as (source, target):
+        offer = await source.prefill.offer("r", **NOTHING, sealed=False)
+        fetch = target.decode.fetch(offer.ticket, **ONE_BLOCK)
+        await until(lambda: prefill.status()["counts"]["leases"] == 1)
+
+        prefill.signal(signal.SIGTERM)
+        failure = await failure_of(fetch)
+
+        assert failure.code is ErrorCode.DRAINING
+        assert await offer.released() is Outcome.WITHDRAWN
+
+
+def test_a_boot_id_that_was_ended_is_stale_when_it_says_hello(prefill):
+    boot = uuid.uuid4().hex
+    first, again = RawEngine(prefill), RawEngine(prefill)
+    first.hello(boot=boot)
+
+    first.socket.close()
+    wait_until(lambda: code_of(again.hello(boot=boot)) != "engine_conflict", "its end is seen")
+
+    assert code_of(again.hello(boot=boot)) == "stale"
+    assert "ok" in again.hello()
+    again.socket.close()
+
+
+def test_a_boot_id_is_as_long_on_the_attach_socket_as_on_the_others(prefill):
+    engine = RawEngine(prefill)
+
+    too_long = engine.hello(boot="b" * 65)
+    longest = engine.hello(boot="b" * 64)
+    engine.socket.close()
+
+    assert code_of(too_long) == "invalid"
+    assert "ok" in longest
+
+
+def test_an_agent_says_at_hello_what_it_can(prefill):
+    engine = RawEngine(prefill)
+
+    features = engine.hello()["ok"]["features"]
+    engine.socket.close()
+
+    assert {"release_offer", "end_codes"} <= set(features)
+
+
+async def test_a_lease_is_given_back_by_a_reader_whose_code_is_new_here(engines, prefill):
+    source, target = engines
+    offer = await source.prefill.offer("r", **NOTHING)
+    claim = {
+        "agent_boot": offer.ticket["agent_boot"],
+        "offer_id": offer.offer_id,
+        "secret": offer.ticket["secret"],
+        "reader_id": "a newer one",
+        "lease_s": 600.0,
+    }
+    granted = ask(prefill.peer, "claim", claim)["ok"]
+    lease = {"epoch": granted["epoch"], "token": granted["token"]}
+    release = {**claim, **lease, "code": "moon_phase"}
+
+    reply = ask(prefill.peer, "release", release)
+    fetch = target.decode.fetch(offer.ticket, **NOTHING)
+
+    assert "ok" in reply
+    await fetch.completed()
+    assert await offer.released() is Outcome.COMPLETED
+
+
+def code_of(reply: dict[str, Any]) -> str:
+    """Why a request was refused, empty when it was not."""
+    return str(reply.get("error", {}).get("code", ""))
