@@ -9,6 +9,7 @@ from typing import Annotated
 import typer
 
 from kvbus.bench.command import bench
+from kvbus.conform.command import conform
 from kvbus.demo.command import demo
 from kvbus.doctor.command import doctor
 from kvbus.plan.command import plan
@@ -21,7 +22,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-for command in (demo, bench, plan, doctor, status):
+for command in (demo, bench, plan, doctor, conform, status):
     app.command()(command)
 
 

@@ -34,6 +34,7 @@ ROOMS = {
     "kvbus/demo": (*PLUMBING, "engine", "spawn", "options", "output"),
     "kvbus/plan": (*PURE, "planning", "text", "options", "output"),
     "kvbus/bench": (*PLUMBING, "engine", "spawn", "text", "output"),
+    "kvbus/conform": (*PURE, "protocol", "output", "spawn"),
     "kvbus/doctor": (*PLUMBING, "agent", "text", "output", "spawn"),
     "services/prefill/kvbus_prefill": (*PLUMBING, "agent"),
     "services/decode/kvbus_decode": (*PLUMBING, "agent"),
@@ -60,7 +61,7 @@ PURE_MODULES = (
 IMPURE = {"zmq", "nixl", "torch", "asyncio", "anyio", "time", "random", "structlog", "socket"}
 
 OWNERS = {
-    "zmq": ("kvbus/bus/",),
+    "zmq": ("kvbus/bus/", "kvbus/conform/"),
     "nixl": ("kvbus/transport/",),
     "torch": (
         "kvbus/memory/",

@@ -23,7 +23,10 @@ class NoticeInbox:
     def accept(self, notice: Notice) -> Iterator[Notice]:
         """Take ``notice``; yields those whose turn has come, each taken for delivered."""
         ahead = notice.seq - self.delivered_upto
-        if ahead <= 0 or notice.seq in self._held:
+        if ahead <= 0:
+            self.num_repeated += 1
+            self.acknowledge_due = True  # it comes again because no acknowledgement has arrived
+        elif notice.seq in self._held:
             self.num_repeated += 1
         elif ahead <= MAX_HELD:
             self._held[notice.seq] = notice

@@ -1,0 +1,267 @@
+"""Plays an agent: its two sockets, what it answers unless it is told otherwise, its notices.
+
+One thread, no event loop: everything happens inside `until`, which scenes call while they wait.
+It speaks the engine socket with raw frames, as what it has to check is whether the engine keeps to
+the page, and not to how this project's own agents happen to read it.
+"""
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import zmq
+
+from kvbus.conform.attach import Connection
+from kvbus.conform.book import Book
+from kvbus.conform.door import Door
+from kvbus.conform.engine_process import EngineProcess
+from kvbus.conform.frames import ReadFrame, read_request
+from kvbus.conform.registering import Answer, Registering, refusal
+from kvbus.conform.sessions import Asked, Session, reply_fields
+from kvbus.conform.wire import write_map
+from kvbus.protocol.engine import AgentRole, AwaitReady, Ping
+from kvbus.protocol.envelope import Body
+from kvbus.protocol.message import Message
+
+TICK_MS = 50
+BACKLOG = 64
+
+
+class PlayedAgent:
+    """An agent of this role at ``folder``; ``held`` are operations that are not answered by itself.
+
+    ``answering`` has what answers each operation.
+    """
+
+    def __init__(self, folder: Path, role: AgentRole, book: Book) -> None:
+        self.attach_path = folder / "attach.sock"
+        self.role, self.book = role, book
+        self.boot = ""
+        self.silent = False
+        self.held: set[str] = set()
+        self.log: list[Asked] = []
+        self.engine: EngineProcess | None = None
+        self._folder, self._num_boots = folder, 0
+        self._context = zmq.Context()
+        self._door = Door(book)
+        self.registering = Registering(self._door, book)
+        self.answering = self.registering.answering
+        self._connections: list[Connection] = []
+
+    def open(self) -> None:
+        """Come up as a new process of the agent."""
+        self._num_boots += 1
+        self.boot = f"{self._num_boots:032x}"
+        self._router = self._context.socket(zmq.ROUTER)
+        self._router.set(zmq.SNDHWM, 0)
+        self._router.set(zmq.RCVHWM, 0)
+        self._router.set(zmq.LINGER, 0)
+        self._router.set(zmq.ROUTER_HANDOVER, 1)
+        endpoint = f"ipc://{self._folder}/engine{self._num_boots}.sock"
+        self._router.bind(endpoint)
+        self._door.welcome = {
+            "protocol": 1,
+            "agent_id": "conform",
+            "agent_boot": self.boot,
+            "role": self.role.value,
+            "engine_endpoint": endpoint,
+            "peer_endpoint": "tcp://127.0.0.1:1",
+            "events_endpoint": "tcp://127.0.0.1:1",
+            "a_later_field": {"of": "a newer agent"},
+        }
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(str(self.attach_path))
+        self.attach_path.chmod(0o600)
+        self._listener.listen(BACKLOG)
+        self._listener.setblocking(False)
+
+    def close(self) -> None:
+        """Go away as a process does that is killed."""
+        self.hang_up()
+        self._listener.close()
+        self.attach_path.unlink()
+        self._router.close()
+
+    def hang_up(self) -> None:
+        """End all attach connections, and so all sessions."""
+        for connection in self._connections:
+            connection.close()
+        self._connections.clear()
+        self._door.sessions.clear()
+        self.registering.memory = None
+
+    def __enter__(self) -> "PlayedAgent":
+        self.open()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+        self._context.term()
+
+    @property
+    def sessions(self) -> list[Session]:
+        """Those of the engine's processes that are attached now."""
+        return list(self._door.sessions.values())
+
+    def until(self, condition: Callable[[], object], within_s: float) -> bool:
+        """Play on until the condition holds; False when it does not in time."""
+        deadline = time.monotonic() + within_s
+        while not condition():
+            if time.monotonic() >= deadline:
+                return False
+            self._step()
+        return True
+
+    def play(self, seconds: float) -> None:
+        """Play on for so long."""
+        self.until(lambda: False, seconds)
+
+    @contextmanager
+    def holding(self, op: str) -> Iterator[None]:
+        """Do not answer this operation within the block."""
+        self.held.add(op)
+        try:
+            yield
+        finally:
+            self.held.discard(op)
+
+    def answer(self, asked: Asked) -> None:
+        """Answer a request that was held, as it would have been."""
+        answer = self.answering[asked.op](asked)
+        if answer is not None:
+            self.reply(asked, answer)
+
+    def refuse(self, asked: Asked, code: str, **detail: str | int | float) -> None:
+        """Answer with an error."""
+        self.reply(asked, refusal(code, f"kvbus conform says {code}", **detail))
+
+    def reply(self, asked: Asked, answer: Answer) -> None:
+        """Send the reply to a request, which repeats of it get as well."""
+        asked.reply = write_map(reply_fields(asked, self.boot, **answer))
+        self._post(asked.session, asked.reply)
+
+    def reply_again(self, asked: Asked) -> None:
+        """Send a reply once more."""
+        if asked.reply is not None:
+            self._post(asked.session, asked.reply)
+
+    def notify(self, op: str, body: Message | Body) -> None:
+        """Send a notice to all sessions that get them, until they acknowledge it."""
+        for session in self.sessions:
+            if session.gets_notices:
+                self.send_notice(session, session.outbox.add(self.boot, op, body))
+
+    def send_notice(self, session: Session, seq: int) -> None:
+        """Send one notice, in its turn or not."""
+        self._post(session, session.outbox.sent(seq))
+
+    def are_acknowledged(self) -> bool:
+        """Whether every notice is."""
+        return not any(session.outbox.pending for session in self.sessions)
+
+    def asked(self, op: str, since: int = 0) -> list[Asked]:
+        """The requests of this operation, those behind the first ``since`` requests of all."""
+        return [asked for asked in self.log[since:] if asked.op == op]
+
+    def _post(self, session: Session, frame: bytes) -> None:
+        if frame and session.identity:
+            self._router.send_multipart([session.identity, frame])
+
+    def _step(self) -> None:
+        poller = zmq.Poller()
+        poller.register(self._router, zmq.POLLIN)
+        poller.register(self._listener, zmq.POLLIN)
+        for connection in self._connections:
+            poller.register(connection.fileno(), zmq.POLLIN)
+        output = self.engine.fileno() if self.engine else None
+        if output is not None:
+            poller.register(output, zmq.POLLIN)
+        ready = dict(poller.poll(TICK_MS))
+        if output in ready and self.engine and not self.engine.on_readable():
+            time.sleep(TICK_MS / 1000)  # at the end of its output it is always readable
+        if self._listener.fileno() in ready:
+            accepted, _ = self._listener.accept()
+            self._connections.append(Connection(accepted, self.book, self._door.answer))
+        for connection in self._connections:
+            if connection.fileno() in ready and not self.silent:
+                connection.on_readable()
+        self._sweep()
+        if self._router in ready:
+            self._drain()
+        self._send_again()
+
+    def _sweep(self) -> None:
+        for connection in self._connections:
+            if connection.closed:
+                self._door.sessions.pop(connection.boot, None)
+        self._connections = [one for one in self._connections if not one.closed]
+
+    def _drain(self) -> None:
+        while True:
+            try:
+                identity, *frames = self._router.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            read = read_request(frames, self.role, self.book)
+            if read is not None:
+                self._on_request(identity, frames[-1], read)
+
+    def _send_again(self) -> None:
+        if self.silent:
+            return
+        for session in self.sessions:
+            for seq in session.outbox.due():
+                self.send_notice(session, seq)
+
+    def _on_request(self, identity: bytes, frame: bytes, read: ReadFrame) -> None:
+        request = read.request
+        session = self._door.sessions.get(request.boot)
+        known = f"`{request.op}` with boot id {request.boot!r}, which is not attached"
+        if session is None:
+            # One that has just ended may still have messages on their way.
+            self.book.expect("frames.boot", self._door.was_used(request.boot), known)
+            answer = refusal("stale", "this boot id has ended")
+            fields = {"v": 1, "re": request.request_id, "boot": self.boot, **answer}
+            self._router.send_multipart([identity, write_map(fields)])
+            return
+        self.book.expect("frames.boot", True, known)
+        session.identity = identity
+        asked = self._take_note(session, frame, read)
+        if asked.reply is not None and not self.silent:
+            self.reply_again(asked)
+        elif read.body is None:
+            self.refuse(asked, "invalid")
+        elif len(asked.times) == 1 and asked.op not in self.held and not self.silent:
+            self.answer(asked)
+            self._answer_ready()
+
+    def _take_note(self, session: Session, frame: bytes, read: ReadFrame) -> Asked:
+        request, now = read.request, time.monotonic()
+        asked = session.asked.get(request.request_id)
+        if asked is not None:
+            same = f"id {request.request_id} came again with other bytes, op `{request.op}`"
+            self.book.expect("requests.same_frame", frame == asked.frame, same)
+            asked.times.append(now)
+            return asked
+        rises = f"id {request.request_id} after {session.last_id}"
+        self.book.expect("requests.ids", request.request_id > session.last_id, rises)
+        session.last_id = max(session.last_id, request.request_id)
+        body = read.body or Ping()
+        asked = Asked(session, request.request_id, request.op, body, frame, [now])
+        session.asked[request.request_id] = asked
+        self.log.append(asked)
+        return asked
+
+    def _answer_ready(self) -> None:
+        for asked in self.log:
+            if asked.op == AwaitReady.op and asked.reply is None and self.registering.is_complete:
+                self.answer(asked)
+
+    def answer_silence(self) -> None:
+        """Go on after a silence: what came meanwhile is answered now."""
+        self.silent = False
+        for asked in self.log:
+            if asked.reply is None and asked.op not in self.held:
+                self.answer(asked)

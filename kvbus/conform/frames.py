@@ -1,0 +1,70 @@
+"""Reads frames of the engine socket and takes note of what is wrong with them."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from kvbus.conform.book import Book
+from kvbus.conform.wire import BadMapError, read_map
+from kvbus.errors import ProtocolError
+from kvbus.protocol.engine import DECODE_REQUESTS, ENGINE_REQUESTS, PREFILL_REQUESTS, AgentRole
+from kvbus.protocol.envelope import RequestFrame, decode
+from kvbus.protocol.message import Message, Request, from_body
+
+KEYS = {"v", "op", "id", "boot", "body"}
+
+
+@dataclass(frozen=True, slots=True)
+class ReadFrame:
+    """A request as it came, and its body if that could be read."""
+
+    request: RequestFrame
+    body: Message | None
+    problem: str
+
+
+def read_request(frames: list[bytes], role: AgentRole, book: Book) -> ReadFrame | None:
+    """The request; None when it has none that could be answered."""
+    if not book.expect("frames.one", len(frames) == 1, f"a message of {len(frames)} frames"):
+        frames = [frame for frame in frames if frame][-1:] or [b""]
+    try:
+        fields = read_map(frames[0])
+    except BadMapError as error:
+        book.expect("frames.maps", False, str(error))
+        return None
+    book.expect("frames.maps", True, "")
+    missing = ", ".join(sorted(KEYS - fields.keys()))
+    try:
+        request = decode(frames[0])
+    except ProtocolError as error:
+        book.expect("frames.envelope", False, f"{_op(fields)}{error.message}")
+        return None
+    if not isinstance(request, RequestFrame):
+        book.expect("frames.envelope", False, f"not a request: it lacks {missing}")
+        return None
+    book.expect("frames.envelope", True, "")
+    return _read_body(request, role, book)
+
+
+def _read_body(request: RequestFrame, role: AgentRole, book: Book) -> ReadFrame:
+    kinds = _kinds(role)
+    if request.op not in kinds:
+        problem = f"a {role} agent knows no `{request.op}`"
+        book.expect("frames.body", False, problem)
+        return ReadFrame(request, None, problem)
+    try:
+        body = from_body(kinds[request.op], request.body)
+    except ProtocolError as error:
+        book.expect("frames.body", False, error.message)
+        return ReadFrame(request, None, error.message)
+    book.expect("frames.body", True, "")
+    return ReadFrame(request, body, "")
+
+
+def _kinds(role: AgentRole) -> dict[str, type[Request[Any]]]:
+    own = PREFILL_REQUESTS if role is AgentRole.PREFILL else DECODE_REQUESTS
+    return {kind.op: kind for kind in (*ENGINE_REQUESTS, *own)}
+
+
+def _op(fields: dict[str, Any]) -> str:
+    op = fields.get("op")
+    return f"`{op}`: " if isinstance(op, str) else ""

@@ -1,0 +1,142 @@
+"""Maps the memory that an engine described, and reads and writes KV in it by token position.
+
+Arrays of KV have the axes
+
+    position, layer, part, head, dim, byte of an element
+
+The known numbers: byte `i` of the row of one head, of one layer, part and position, is
+
+    (101 * NAME + 59 * layer + 37 * part + 7 * position + 23 * head + 3 * i) modulo 251
+
+where NAME is the request's, `part` counts in the group's `parts`, and layers and heads are global.
+"""
+
+import mmap
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbus.geometry import (
+    DTYPE_SIZES_BYTES,
+    AxisName,
+    BlockTable,
+    EngineSpec,
+    GroupSpec,
+    RankSpec,
+    Region,
+)
+
+Bytes = npt.NDArray[np.uint8]
+_ORDER = (
+    AxisName.BLOCK,
+    AxisName.TOKEN,
+    AxisName.LAYER,
+    AxisName.KV,
+    AxisName.HEAD,
+    AxisName.DIM,
+)
+_MODULUS = 251
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """One region of one rank: ``view`` has the axes block, token, layer, part, head, dim, byte."""
+
+    rank: int
+    group: GroupSpec
+    region: Region
+    view: Bytes
+
+    def read(self, table: BlockTable, start: int, stop: int) -> Bytes:
+        """A copy of the KV of these positions."""
+        copied: Bytes = self.view[self._slots(table, start, stop)]
+        return copied
+
+    def write(self, table: BlockTable, start: int, kv: Bytes) -> None:
+        """Write KV from this position on."""
+        self.view[self._slots(table, start, start + len(kv))] = kv
+
+    def numbers(self, name: int, start: int, stop: int) -> Bytes:
+        """The known numbers that the KV of these positions must have."""
+        shape = self.view.shape
+        parts = [self.group.parts.index(part) for part in self.region.parts]
+        row = np.arange(shape[5] * shape[6]).reshape(shape[5:])
+        sums = (
+            101 * name
+            + 7 * np.arange(start, stop)[:, None, None, None, None, None]
+            + 59 * np.array(self.region.layers)[:, None, None, None, None]
+            + 37 * np.array(parts)[:, None, None, None]
+            + 23 * (self.region.first_head + np.arange(shape[4]))[:, None, None]
+            + 3 * row
+        )
+        numbers: Bytes = (sums % _MODULUS).astype(np.uint8)
+        return numbers
+
+    def _slots(self, table: BlockTable, start: int, stop: int) -> tuple[npt.NDArray[np.int64], ...]:
+        positions = np.arange(start, stop)
+        entries = positions // self.group.block_size - table.first_block
+        return table.array().astype(np.int64)[entries], positions % self.group.block_size
+
+
+class EngineMemory:
+    """The memory of all ranks of an engine that can be mapped."""
+
+    def __init__(self, engine: EngineSpec) -> None:
+        self.engine = engine
+        self.places: list[Place] = []
+
+    def add_rank(self, rank: RankSpec, segments: Mapping[str, mmap.mmap]) -> None:
+        """Map the regions of a rank whose description was checked."""
+        for region in rank.regions:
+            if region.segment_id in segments:
+                group = self.engine.group(region.group)
+                view = _view(group, region, segments[region.segment_id])
+                self.places.append(Place(rank.rank, group, region, view))
+
+    def num_blocks(self, group: str) -> int:
+        """Blocks of the cache of a group."""
+        return min(int(place.view.shape[0]) for place in self.places if place.group.name == group)
+
+    def covered(
+        self, tables: Mapping[str, BlockTable], first_token: int, num_tokens: int
+    ) -> Iterator[tuple[Place, BlockTable, int, int]]:
+        """Each place that holds KV of these tokens, with its table and its positions."""
+        for place in self.places:
+            start, stop = place.group.positions(first_token, num_tokens)
+            if stop > start and place.group.name in tables:
+                yield place, tables[place.group.name], start, stop
+
+
+def wrong_numbers(
+    memory: EngineMemory, name: int, tables: Mapping[str, BlockTable], tokens: tuple[int, int]
+) -> str:
+    """The first place where KV of these tokens is not the known numbers; empty when all are."""
+    for place, table, start, stop in memory.covered(tables, *tokens):
+        have, want = place.read(table, start, stop), place.numbers(name, start, stop)
+        if (have != want).any():
+            return where_different(place, have, want, start)
+    return ""
+
+
+def where_different(place: Place, have: Bytes, want: Bytes, start: int) -> str:
+    """The first byte that differs, in words."""
+    differs = np.argwhere(have != want)
+    position, layer, part, head, dim, byte = (int(index) for index in differs[0])
+    is_, be = have[tuple(differs[0])], want[tuple(differs[0])]
+    return (
+        f"rank {place.rank}, group {place.group.name}, layer {place.region.layers[layer]}, "
+        f"{place.region.parts[part]}, position {start + position}, head "
+        f"{place.region.first_head + head}, dim {dim}, byte {byte}: {is_} instead of {be}; "
+        f"{len(differs):,} of {have.size:,} bytes differ"
+    )
+
+
+def _view(group: GroupSpec, region: Region, segment: mmap.mmap) -> Bytes:
+    itemsize = DTYPE_SIZES_BYTES[group.dtype]
+    shape = tuple(region.size(name) for name in _ORDER)
+    strides = tuple(region.stride_bytes(name) for name in _ORDER)
+    base = np.frombuffer(segment, dtype=np.uint8)[region.offset_bytes :]
+    view: Bytes = np.lib.stride_tricks.as_strided(base, (*shape, itemsize), (*strides, 1))
+    return view

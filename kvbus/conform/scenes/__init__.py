@@ -1,0 +1,1 @@
+"""What conform does to an engine: scenes, each with steps that end in expectations."""

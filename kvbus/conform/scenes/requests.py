@@ -1,0 +1,96 @@
+"""Replies that are lost, late, twice, out of order, refused: one job each, of either role."""
+
+import time
+
+from kvbus.conform.desk import Job
+from kvbus.conform.stage import Stage
+
+NUM_TIMES = 4
+RETRY_AFTER_S = 0.5
+CONCURRENT_S = 3.0
+
+
+def lost_reply(stage: Stage) -> None:
+    """No reply comes until the fourth time that it is asked, and then three."""
+    with stage.agent.holding(stage.desk.op):
+        job = stage.desk.begin(20)
+        asked = stage.asked(job)
+        if asked is None:
+            stage.never_asked(job)
+            return
+        stage.wait(lambda: len(asked.times) >= NUM_TIMES)
+    came = f"`{asked.op}` came {len(asked.times)} times in {stage.patience_s:g} s without a reply"
+    stage.book.expect("requests.repeats", len(asked.times) >= NUM_TIMES, came)
+    early = asked.bad_repeat()
+    stage.book.expect("requests.repeats", not early, early)
+    stage.agent.answer(asked)
+    stage.agent.reply_again(asked)
+    stage.agent.reply_again(asked)
+    ended = stage.accepted(job) and stage.over(job)
+    stage.book.expect("requests.late_reply", ended, f"request {job.name} did not go on")
+    again = f"request {job.name} was asked for {len(stage.desk.requests(job))} times"
+    stage.book.expect("requests.late_reply", len(stage.desk.requests(job)) == 1, again)
+
+
+def other_order(stage: Stage) -> None:
+    """Two requests wait at once; the second is answered first, with a refusal."""
+    with stage.agent.holding(stage.desk.op):
+        jobs = [stage.desk.begin(20), stage.desk.begin(30)]
+        stage.agent.until(lambda: all(map(stage.desk.requests, jobs)), CONCURRENT_S)
+        asked = [one for job in jobs for one in stage.desk.requests(job)]
+    if len(asked) < len(jobs):
+        stage.book.untried("requests.order", "the engine has one request at a time")
+    for one in asked[1:]:
+        stage.agent.refuse(one, "draining")
+    for one in asked[:1]:
+        stage.agent.answer(one)
+    first, second = jobs
+    ended = stage.accepted(first) and stage.over(first)
+    seen = f"request {first.name} did not go on, whose reply had more fields"
+    stage.book.expect("requests.unknown_field", ended, seen)
+    if len(asked) == len(jobs):
+        told = stage.wait(lambda: stage.engine.told("refused", second.name))
+        others = stage.engine.told("refused", first.name)
+        seen = "the reply to one of two requests was taken for that of the other"
+        stage.book.expect("requests.order", ended and told and not others, seen)
+
+
+def unknown_code(stage: Stage) -> None:
+    """A refusal that this version does not know ends that request, and no other."""
+    with stage.agent.holding(stage.desk.op):
+        job = stage.desk.begin(20)
+        asked = stage.asked(job)
+    if asked is None:
+        stage.never_asked(job)
+        return
+    stage.agent.refuse(asked, "moon_phase", phase=0.25)
+    told = stage.wait(lambda: stage.engine.told("refused", job.name))
+    stage.book.expect("requests.unknown_code", told, f"no line `refused {job.name} ...`")
+    _goes_on(stage, "requests.unknown_code")
+
+
+def busy(stage: Stage) -> None:
+    """A busy agent is asked again, when it said, with a new id."""
+    with stage.agent.holding(stage.desk.op):
+        job = stage.desk.begin(20)
+        asked = stage.asked(job)
+    if asked is None:
+        stage.never_asked(job)
+        return
+    refused_at = time.monotonic()
+    stage.agent.refuse(asked, "busy", retry_after_s=RETRY_AFTER_S)
+    again = stage.wait(lambda: len(stage.desk.requests(job)) > 1)
+    if not stage.book.expect("requests.busy", again, f"request {job.name} was not asked again"):
+        return
+    pause_s = stage.desk.requests(job)[1].times[0] - refused_at
+    early = f"asked again after {pause_s:.2f} s, `retry_after_s` is {RETRY_AFTER_S:g}"
+    stage.book.expect("requests.busy", pause_s >= RETRY_AFTER_S / 2, early)
+    stage.book.expect("requests.busy", stage.over(job), f"request {job.name} did not go on")
+
+
+def _goes_on(stage: Stage, rule: str) -> Job:
+    """The next request is done as if nothing had been."""
+    job = stage.desk.begin(20)
+    ended = stage.accepted(job) and stage.over(job)
+    stage.book.expect(rule, ended, "the next request did not go on")
+    return job

@@ -1,0 +1,107 @@
+"""Where scenes are played: the agent, the engine, the desk, and how long is waited."""
+
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvbus.conform.agent import PlayedAgent
+from kvbus.conform.book import Book
+from kvbus.conform.desk import Desk, Job
+from kvbus.conform.engine_process import EngineProcess
+from kvbus.conform.fetches import FetchDesk
+from kvbus.conform.offers import OfferDesk
+from kvbus.conform.sessions import Asked
+from kvbus.protocol.engine import AgentRole
+
+START_S = 60.0
+
+
+@dataclass(slots=True)
+class Stage:
+    """``patience_s`` is how long an engine may take to do one thing, ``start_s`` to register."""
+
+    agent: PlayedAgent
+    engine: EngineProcess
+    desk: Desk
+    book: Book
+    patience_s: float
+    start_s: float
+
+    def wait(self, condition: Callable[[], object]) -> bool:
+        """Play until the condition holds, or for as long as the engine may take."""
+        return self.agent.until(condition, self.patience_s)
+
+    def start(self) -> bool:
+        """Start the engine; False when it does not register in time."""
+        self.engine.start()
+        return self.registered()
+
+    def registered(self) -> bool:
+        """Wait until the engine is complete."""
+        registering = self.agent.registering
+        self.agent.until(lambda: registering.is_complete or not self.engine.is_alive, self.start_s)
+        return registering.is_complete
+
+    def asked(self, job: Job) -> Asked | None:
+        """The request of a job, once it came; None when it does not come in time."""
+        self.wait(lambda: self.desk.requests(job))
+        return next(iter(self.desk.requests(job)), None)
+
+    def accepted(self, *jobs: Job) -> bool:
+        """Whether the requests of these jobs come in time, and are answered well."""
+        return self.wait(lambda: all(job.handoff_id for job in jobs))
+
+    def never_asked(self, *jobs: Job) -> None:
+        """Take note that a scene could not be played, as no request came."""
+        names = [job.name for job in jobs if not job.handoff_id]
+        seen = f"no `{self.desk.op}` came for {names} within {self.patience_s:g} s"
+        self.book.expect(f"{self.desk.op}.answered", False, seen)
+
+    def over(self, *jobs: Job) -> bool:
+        """Finish these jobs; whether the engine says in time that they are over, once each."""
+        for job in jobs:
+            self.desk.finish(job)
+        return self.seen_over(*jobs)
+
+    def seen_over(self, *jobs: Job) -> bool:
+        """Whether the engine says in time that these jobs are over."""
+        in_time = self.wait(lambda: all(self.desk.told_over(job) for job in jobs))
+        in_time &= self.wait(self.agent.are_acknowledged)
+        self.book.expect("notices.ack", self.agent.are_acknowledged(), "some were not, in time")
+        missing = [job.name for job in jobs if not self.desk.told_over(job)]
+        word = self.desk.over_word
+        self.book.expect("notices.once", not missing, f"no `{word}` line for {missing}")
+        right = [self.desk.check_told(job) for job in jobs]
+        return in_time and all(right)
+
+    def check_once(self) -> None:
+        """No job was told over twice."""
+        for job in self.desk.jobs.values():
+            told = self.desk.told_over(job)
+            seen = f"`{self.desk.over_word} {job.name}` {len(told)} times"
+            self.book.expect("notices.once", len(told) <= 1, seen)
+
+
+@contextmanager
+def open_stage(
+    role: AgentRole,
+    command: Sequence[str],
+    book: Book,
+    *,
+    log: Path,
+    patience_s: float,
+    start_s: float,
+) -> Iterator[Stage]:
+    """An agent of this role, and the engine that is not started yet."""
+    with tempfile.TemporaryDirectory(prefix="kvbus-conform-") as name:
+        folder = Path(name)
+        with PlayedAgent(folder, role, book) as agent:
+            engine = EngineProcess(command, agent.attach_path, role, log)
+            agent.engine = engine
+            kind = OfferDesk if role is AgentRole.PREFILL else FetchDesk
+            try:
+                yield Stage(agent, engine, kind(agent, engine, book), book, patience_s, start_s)
+            finally:
+                engine.stop()

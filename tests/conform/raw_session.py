@@ -1,0 +1,248 @@
+"""Sessions of a small engine on bare sockets: attach, requests, notices. See `raw_engine`."""
+
+import array
+import os
+import socket
+import struct
+import sys
+import time
+import uuid
+
+import msgpack
+import zmq
+
+FLAW = sys.argv[1] if len(sys.argv) > 1 else ""
+ROLE, ATTACH = os.environ["KVBUS_ROLE"], os.environ["KVBUS_ATTACH"]
+WINDOW, BLOCK, HEADS, DIM, BLOCKS, TP = 24, 16, 4, 8, 24, 2
+GROUPS = [
+    {"name": "full", "layers": [0, 2], "window": None},
+    {"name": "tail", "layers": [1], "window": WINDOW},
+]
+ROW_BYTES, HELD = 2 * DIM, HEADS // TP
+BLOCK_BYTES = 2 * BLOCK * HELD * ROW_BYTES  # parts, tokens, heads
+LAYER_BYTES = BLOCKS * BLOCK_BYTES
+SIZE_BYTES = 3 * LAYER_BYTES
+
+
+def spec():
+    return {
+        "engine_id": "raw",
+        "model": "m",
+        "tp_size": TP,
+        "groups": [
+            {
+                **group,
+                "block_size": BLOCK,
+                "num_kv_heads": HEADS,
+                "head_dim": DIM,
+                "dtype": "bfloat16",
+            }
+            for group in GROUPS
+        ],
+    }
+
+
+def rank_spec(rank):
+    """NHD: block, kv, token, head, dim."""
+    strides = [("block", BLOCKS, BLOCK_BYTES), ("kv", 2, BLOCK_BYTES // 2)]
+    strides += [("token", BLOCK, HELD * ROW_BYTES), ("head", HELD, ROW_BYTES), ("dim", DIM, 2)]
+    if FLAW == "wrong_strides":
+        strides[2:4] = [("token", BLOCK, ROW_BYTES), ("head", HELD, BLOCK * ROW_BYTES)]
+    if FLAW == "overlap":
+        strides[1] = ("kv", 2, ROW_BYTES)
+    axes = [{"name": n, "size": size, "stride_bytes": stride} for n, size, stride in strides]
+    regions = [
+        {
+            "segment_id": "kv",
+            "offset_bytes": layer * LAYER_BYTES,
+            "group": group["name"],
+            "layers": [layer],
+            "parts": ["k", "v"],
+            "first_head": rank * HELD if FLAW != "wrong_heads" else 0,
+            "num_heads": HELD,
+            "axes": axes,
+        }
+        for group in GROUPS
+        for layer in group["layers"]
+    ]
+    segments = [{"segment_id": "kv", "size_bytes": SIZE_BYTES}]
+    return {"rank": rank, "segments": segments, "regions": regions}
+
+
+class Session:
+    """One attach connection and one DEALER."""
+
+    def __init__(self, engine, rank=None, boot=None):
+        self.engine, self.rank = engine, rank
+        self.boot = boot or uuid.uuid4().hex
+        if FLAW == "same_boot":
+            self.boot = "always" + str(rank)
+        self.attach = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.attach.set_inheritable(FLAW == "inherited")
+        self.attach.connect(ATTACH)
+        self.next_id, self.waiting, self.upto, self.agent = 1, {}, 0, None
+        if FLAW == "falling_ids":
+            self.next_id = 1_000_000
+        self.heard = time.monotonic()
+        self.dealer = None
+
+    def call(self, op, body, fd=None):
+        packed = msgpack.packb({"op": op, "body": body} if FLAW != "list" else [op, body])
+        frame = struct.pack("<I", len(packed)) + packed
+        rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))] if fd else []
+        if FLAW == "late_descriptor" and fd:
+            self.attach.sendall(frame[:4])
+            frame = frame[4:]
+        if FLAW == "two_descriptors" and fd:
+            rights[0][2].append(fd)
+        self.attach.sendmsg([frame], rights)
+        length = struct.unpack("<I", self.read(4))[0]
+        reply = msgpack.unpackb(self.read(length))
+        if "error" in reply:
+            sys.exit(f"{op} was refused: {reply['error']}")
+        return reply["ok"]
+
+    def read(self, num_bytes):
+        read = b""
+        while len(read) < num_bytes:
+            chunk = self.attach.recv(num_bytes - len(read))
+            if not chunk:
+                raise ConnectionError
+            read += chunk
+        return read
+
+    def open(self, memory=None):
+        hello = {"min_protocol": 1, "max_protocol": 1, "engine_id": "raw", "boot": self.boot}
+        if FLAW == "number_as_text":
+            hello["min_protocol"] = "1"
+        if FLAW == "no_hello" and memory is not None:
+            self.call("segment", {"segment_id": "kv", "size_bytes": SIZE_BYTES}, memory)
+        welcome = self.call("hello", hello)
+        self.dealer = self.engine.context.socket(zmq.DEALER)
+        self.dealer.set(zmq.LINGER, 0)
+        self.dealer.set(zmq.RCVHWM, 0)
+        self.dealer.connect(welcome["engine_endpoint"])
+        if memory is not None:
+            size = SIZE_BYTES + (4096 if FLAW == "wrong_size" else 0)
+            self.call("segment", {"segment_id": "kv", "size_bytes": size}, memory)
+        body = {"engine": spec()}
+        if self.rank is not None:
+            body["rank"] = rank_spec(self.rank)
+            if FLAW == "two_engines" and self.rank:
+                body["engine"]["model"] = "n"
+        self.ask("register", body)
+
+    def ask(self, op, body, on_reply=None, timeout_s=60.0):
+        envelope = {"v": 1, "op": op, "id": self.next_id, "boot": self.boot, "body": body}
+        if FLAW == "no_version":
+            envelope.pop("v")
+        if FLAW == "other_boot":
+            envelope["boot"] = uuid.uuid4().hex
+        frame = msgpack.packb(envelope)
+        if FLAW == "double_key":
+            frame = bytes([frame[0] + 1]) + frame[1:] + msgpack.packb("v") + msgpack.packb(1)
+        if FLAW == "text_ids" and "tables" in body:
+            for table in body["tables"].values():
+                table["ids"] = table["ids"].decode("latin1")
+            frame = msgpack.packb(envelope)
+        self.next_id += -1 if FLAW == "falling_ids" else 1
+        now = time.monotonic()
+        if on_reply is not None or op == "register":  # ping and ack are not repeated
+            first_s = 0.02 if FLAW == "early_repeats" else 0.25
+            self.waiting[envelope["id"]] = [envelope, frame, now + first_s, first_s, on_reply]
+        self.send(frame)
+
+    def send(self, frame):
+        if FLAW == "delimiter":
+            self.dealer.send(b"", zmq.SNDMORE)
+        self.dealer.send(frame)
+
+    def tick(self):
+        now = time.monotonic()
+        for entry in list(self.waiting.values()):
+            if now >= entry[2] and FLAW != "no_repeats":
+                if FLAW == "changed_repeats":
+                    entry[0]["again"] = True
+                    entry[1] = msgpack.packb(entry[0])
+                if FLAW == "new_ids":
+                    entry[0]["id"], self.next_id = self.next_id, self.next_id + 1
+                    self.waiting[entry[0]["id"]] = entry
+                    entry[1] = msgpack.packb(entry[0])
+                if FLAW == "gives_up" and entry[3] > 0.5:
+                    del self.waiting[entry[0]["id"]]
+                    continue
+                entry[3] = min(2 * entry[3], 2.0)
+                entry[2] = now + entry[3]
+                self.send(entry[1])
+        if now > self.heard + 1.0 and FLAW != "no_ping":
+            self.heard = now
+            self.ask("ping", {})
+
+    def drain(self):
+        acknowledge = False
+        while True:
+            try:
+                message = msgpack.unpackb(self.dealer.recv(zmq.NOBLOCK))
+            except zmq.Again:
+                break
+            self.heard = time.monotonic()
+            if self.agent not in (None, message["boot"]):
+                continue
+            self.agent = message["boot"]
+            if "re" in message:
+                self.on_reply(message)
+            else:
+                acknowledge |= self.on_notice(message)
+        if acknowledge and FLAW != "no_ack":
+            self.ask("ack", {"upto": self.upto, "boot": self.agent})
+
+    def on_reply(self, message):
+        if FLAW == "replies_in_order" and self.waiting:
+            entry = self.waiting.pop(min(self.waiting))
+        else:
+            entry = self.waiting.pop(message["re"], None)
+        if FLAW == "strict_fields" and entry and entry[4] and "a_later_field" in message:
+            sys.exit("a reply with an unknown field")
+        if entry and entry[4]:
+            entry[4](message)
+
+    def on_notice(self, message):
+        op, seq, body = message["op"], message["seq"], message["body"]
+        if FLAW == "notices_repeated" or (FLAW == "notices_as_they_come" and seq > self.upto):
+            self.upto = max(self.upto, seq)
+            self.engine.on_notice(op, body)
+            return True
+        if FLAW == "ack_early":
+            self.ask("ack", {"upto": max(seq, self.upto), "boot": self.agent})
+        if seq == self.upto + 1:
+            if FLAW == "unknown_not_acked" and op not in ("released", "fetched", "blocks_freed"):
+                return False
+            self.upto = seq
+            self.engine.on_notice(op, body)
+        elif FLAW == "repeat_not_acked":
+            return False
+        return seq <= self.upto
+
+    def is_lost(self):
+        try:
+            return self.attach.recv(1, socket.MSG_DONTWAIT) == b""
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+
+    def close(self):
+        self.attach.close()
+        if self.dealer is not None:
+            self.dealer.close()
+
+
+def positions_of(group, start, stop):
+    if group["window"] and FLAW != "no_window":
+        start = max(start, stop - group["window"])
+    return (start, stop) if stop > start else (start, start)
+
+
+def row(name, layer, part, position, head):
+    base = 101 * name + 59 * layer + 37 * part + 7 * position + 23 * head
+    return bytes((base + 3 * i) % 251 for i in range(ROW_BYTES))
