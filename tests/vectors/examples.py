@@ -3,6 +3,8 @@
 Refuses random values and clocks: the same bytes come out on every machine.
 """
 
+import msgspec
+
 from kvbus.geometry import (
     Axis,
     AxisName,
@@ -97,6 +99,29 @@ MEMORY = p.EngineMemory(engine=SPEC, ranks=(RANK,), addresses=({"kv": 0x7F00_000
 OTHERS = (e.AgentRanks(OTHER_ENDPOINT, (1,), SERVER_KEY),)
 GRANTED = p.Granted(epoch=1, lease_s=10.0, num_tokens=40, sealed=True, tables=TABLES, token=TOKEN)
 
+TWO = msgspec.structs.replace(SPEC, engine_id="prefill-1", tp_size=2)
+
+
+def _half(rank: int) -> RankSpec:
+    """One of two heads."""
+    axes = (
+        Axis(AxisName.BLOCK, 128, 8_192),
+        Axis(AxisName.LAYER, 2, 4_096),
+        Axis(AxisName.KV, 2, 2_048),
+        Axis(AxisName.TOKEN, 16, 128),
+        Axis(AxisName.DIM, 64, 2),
+    )
+    region = Region("kv", 0, "full", (0, 1), PARTS, rank, 1, axes)
+    return RankSpec(rank=rank, segments=(Segment("kv", 128 * 8_192),), regions=(region,))
+
+
+TWO_RANKS = {
+    "6f1ed002ab5595859014ebf0951522d9": e.Register(engine=TWO),
+    "25b0a9d4e1c94d6f8a3b7c2d5e6f7081": e.Register(engine=TWO, rank=_half(0)),
+    "a87ff679a2f3e71d9181a67b7542122c": e.Register(engine=TWO, rank=_half(1)),
+}
+"""By boot id: the control session and both ranks of one engine."""
+
 ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
     "attach": {
         a.Hello: (
@@ -129,7 +154,7 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
         ),
     },
     "engine": {
-        e.Register: (e.Register(engine=SPEC, rank=RANK, others=OTHERS), Empty()),
+        e.Register: (e.Register(engine=SPEC, rank=RANK, notices=True), Empty()),
         e.AwaitReady: (e.AwaitReady(), Empty()),
         e.Detach: (e.Detach(), Empty()),
         e.Acknowledge: (e.Acknowledge(upto=3, boot=PREFILL_BOOT), Empty()),
@@ -312,10 +337,22 @@ NOTICES: dict[type[Message], Message] = {
     e.BlocksFreed: e.BlocksFreed(fetch_id="fetch-1"),
 }
 
-EVENTS: dict[type[Message], Message] = {
-    p.Heartbeat: p.Heartbeat(seqs={"offer": 4, "lease": 2}, uptime_s=12.5),
-    p.OfferEvent: p.OfferEvent(offer_id="offer-1", num_tokens=40, outcome="completed"),
-    p.LeaseEvent: p.LeaseEvent(offer_id="offer-1", epoch=1),
-    p.FetchEvent: p.FetchEvent(fetch_id="fetch-1", request_id="request-1", code="timeout"),
-    p.EngineEvent: p.EngineEvent(engine_id="prefill-0", engine_instance=INSTANCE),
+_OPENED = p.OfferEvent(offer_id="offer-1", num_tokens=40)
+_LEASE = p.LeaseEvent(offer_id="offer-1", epoch=1)
+_ENGINE = p.EngineEvent(engine_id="prefill-0", engine_instance=INSTANCE)
+EVENTS: dict[str, Message] = {
+    "heartbeat": p.Heartbeat(seqs={"offer.opened": 4, "lease.granted": 2}, uptime_s=12.5),
+    "offer.opened": _OPENED,
+    "offer.extended": p.OfferEvent(offer_id="offer-1", num_tokens=50),
+    "offer.sealed": p.OfferEvent(offer_id="offer-1", num_tokens=50),
+    "offer.released": p.OfferEvent(offer_id="offer-1", num_tokens=50, outcome="completed"),
+    "lease.granted": _LEASE,
+    "lease.revoked": _LEASE,
+    "lease.expired": _LEASE,
+    "lease.ended": _LEASE,
+    "fetch.completed": p.FetchEvent(fetch_id="fetch-1", request_id="request-1"),
+    "fetch.failed": p.FetchEvent(fetch_id="fetch-1", request_id="request-1", code="timeout"),
+    "fetch.cancelled": p.FetchEvent(fetch_id="fetch-1", request_id="request-1", code="cancelled"),
+    "engine.ready": _ENGINE,
+    "engine.lost": _ENGINE,
 }

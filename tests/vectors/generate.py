@@ -10,7 +10,7 @@ from typing import Any
 
 import msgpack
 
-from kvbus.errors import ErrorCode, SegmentError
+from kvbus.errors import ErrorCode, ProtocolError
 from kvbus.memory.attach import wire
 from kvbus.protocol.envelope import (
     encode_notice,
@@ -20,7 +20,7 @@ from kvbus.protocol.envelope import (
 )
 from kvbus.protocol.message import ErrorBody, Message, to_body
 from kvbus.protocol.peer import EVENTS as EVENT_KINDS
-from tests.vectors import examples
+from tests.vectors import examples, refused_examples
 
 FOLDER = Path(__file__).parent
 Vector = dict[str, Any]
@@ -34,6 +34,7 @@ def files() -> Iterator[tuple[Path, str]]:
         "notices": list(_notices()),
         "events": list(_events()),
         "errors": list(_errors()),
+        "refused": list(_refused()),
     }
     for room, vectors in rooms.items():
         yield FOLDER / f"{room}.json", json.dumps(vectors, indent=1) + "\n"
@@ -47,7 +48,7 @@ def _attach() -> Iterator[Vector]:
         yield _vector(request, "attach", frame, frame[4:], num_fds=num_fds)
         frame = wire.encode_frame({"ok": to_body(reply)})
         yield _vector(reply, "attach", frame, frame[4:], num_fds=0)
-    error = SegmentError("a descriptor is missing", field="fds")
+    error = ProtocolError("a segment comes with one descriptor, this one with 0")
     frame = wire.encode_error(error)
     body = ErrorBody(code=error.code, message=error.message, detail=error.detail)
     yield _vector(body, "attach", frame, frame[4:], num_fds=0)
@@ -61,6 +62,15 @@ def _requests(room: str) -> Iterator[Vector]:
         yield _vector(request, "request", frame, frame)
         frame = encode_reply(number, examples.PREFILL_BOOT, reply)
         yield _vector(reply, "reply", frame, frame, answers=kind.__name__)
+    if room == "engine":
+        yield from _two_ranks()
+
+
+def _two_ranks() -> Iterator[Vector]:
+    """Each session of an engine of two ranks registers under a boot id of its own."""
+    for boot, register in examples.TWO_RANKS.items():
+        frame = encode_request(register.op, 1, boot, register)
+        yield _vector(register, "request", frame, frame)
 
 
 def _notices() -> Iterator[Vector]:
@@ -70,9 +80,10 @@ def _notices() -> Iterator[Vector]:
 
 
 def _events() -> Iterator[Vector]:
-    for seq, (op, kind) in enumerate(EVENT_KINDS.items(), start=1):
-        message = examples.EVENTS[kind]
-        frame = encode_notice(op, seq, examples.PREFILL_BOOT, message)
+    for op in EVENT_KINDS:
+        message = examples.EVENTS[op]
+        boot = examples.DECODE_BOOT if op.startswith("fetch.") else examples.PREFILL_BOOT
+        frame = encode_notice(op, 1, boot, message)
         yield _vector(message, "event", frame, frame, topic=op)
 
 
@@ -80,7 +91,18 @@ def _errors() -> Iterator[Vector]:
     for number, code in enumerate(ErrorCode, start=1):
         message = ErrorBody(code=code, message=f"example of {code}", detail={"field": "x", "n": 1})
         frame = encode_refusal(number, examples.PREFILL_BOOT, message)
-        yield _vector(message, "error", frame, frame)
+        yield _vector(message, "reply", frame, frame)
+
+
+def _refused() -> Iterator[Vector]:
+    for each in refused_examples.refused():
+        yield {
+            "why": each.why,
+            "socket": each.socket,
+            "code": each.code,
+            "before": [frame.hex() for frame in each.before],
+            "frames": [frame.hex() for frame in each.frames],
+        }
 
 
 def _vector(message: Message, kind: str, frame: bytes, body: bytes, **more: object) -> Vector:
