@@ -5,7 +5,7 @@ another one.
 """
 
 from kvbus.bus.ask import ask_agent
-from kvbus.bus.boot import new_boot_id
+from kvbus.bus.boot import new_boot_id, new_secret
 from kvbus.bus.client import OnReply, RequestClient
 from kvbus.bus.curve import (
     ClientCurve,
@@ -49,5 +49,6 @@ __all__ = [
     "new_boot_id",
     "new_context",
     "new_key_pair",
+    "new_secret",
     "require_key",
 ]

@@ -1,5 +1,6 @@
 """The SDK that engines import: sessions with a local agent, async and blocking."""
 
+from kvbus.bus import new_secret
 from kvbus.engine.blocking import BlockingDecode, BlockingMemory, BlockingPrefill
 from kvbus.engine.decode import DecodeSession
 from kvbus.engine.fetch import Fetch
@@ -22,6 +23,7 @@ __all__ = [
     "Offer",
     "PrefillSession",
     "SharedStorage",
+    "new_secret",
     "share_tensor",
     "share_tensors",
 ]

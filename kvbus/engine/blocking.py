@@ -154,10 +154,12 @@ class BlockingMemory(Blocking[MemorySession]):
         rank: int,
         *,
         reconnect: bool = False,
+        access: str | None = None,
         **options: Unpack[SessionOptions],
     ) -> None:
         self._storages = ExitStack()
-        make = partial(MemorySession, attach_path, engine, rank, storages=self._storages, **options)
+        kept = partial(MemorySession, storages=self._storages, access=access)
+        make = partial(kept, attach_path, engine, rank, **options)
         super().__init__(make, reconnect=reconnect)
 
     def __exit__(self, *exc: object) -> None:

@@ -59,6 +59,8 @@ class MemorySession(EngineSession):
     ``on_fetched`` is called for each fetch of the engine that ended, in the session's thread: for
     workers that tell their engine before its control session could. It needs a rank that is
     attached to the engine's home. What this allocates ends with it, or with ``storages``.
+    ``access`` is shown by those who ask about a rank that is not at home: the control session names
+    it (`ControlSession.register`), so all sessions at one agent are given the same. It is a secret.
     """
 
     def __init__(
@@ -69,10 +71,11 @@ class MemorySession(EngineSession):
         *,
         on_fetched: OnFetched | None = None,
         storages: ExitStack | None = None,
+        access: str | None = None,
         **options: Unpack[SessionOptions],
     ) -> None:
         super().__init__(attach_path, engine, **options)
-        self.rank = rank
+        self.rank, self.access = rank, access
         self._on_fetched, self._storages = on_fetched, storages
         self._registered: tuple[RankSpec, Mapping[str, Storage], bool] | None = None
         self._event: CudaEvent | None = None
@@ -129,7 +132,9 @@ class MemorySession(EngineSession):
                 )
                 await self._call(message, (storage.fd,))
         notices = self._on_fetched is not None
-        await self.request(Register(engine=self.engine, rank=rank, notices=notices))
+        await self.request(
+            Register(engine=self.engine, rank=rank, notices=notices, access=self.access)
+        )
         self._registered = rank, storages, direct
 
     async def resume(self, before: Self) -> None:

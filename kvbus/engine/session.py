@@ -245,16 +245,15 @@ class ControlSession(EngineSession):
     others: tuple[AgentRanks, ...] | None = None
     """Ranks that are attached elsewhere; None while the engine is not registered."""
 
-    async def register(self, *, others: Others = ()) -> None:
+    async def register(self, *, others: Others = (), access: str | None = None) -> None:
         """Register this session as the engine's control session.
 
         ``others`` says, for an engine whose ranks are spread over several agents, which ranks are
         attached elsewhere, by the peer endpoint of each agent (``agent.peer_endpoint`` of a memory
-        session there). Ranks that are not named are attached here. Raises `RequestRefused`.
+        session there). Ranks that are not named are attached here. ``access`` is that of their
+        memory sessions; `AgentRanks` name one for each agent. Raises `RequestRefused`.
         """
-        if isinstance(others, Mapping):
-            others = (AgentRanks(endpoint, tuple(ranks)) for endpoint, ranks in others.items())
-        elsewhere = tuple(others)
+        elsewhere = tuple(_agent_ranks(others, access))
         await self.request(Register(engine=self.engine, rank=None, others=elsewhere))
         self.others = elsewhere
 
@@ -263,3 +262,11 @@ class ControlSession(EngineSession):
         if before.others is not None:
             await self.register(others=before.others)
             await self.ready()
+
+
+def _agent_ranks(others: Others, access: str | None) -> Iterable[AgentRanks]:
+    if not isinstance(others, Mapping):
+        return others
+    if others and access is None:
+        raise LocalError("ranks at other agents need the access of their memory sessions")
+    return (AgentRanks(at, tuple(ranks), access or "") for at, ranks in others.items())

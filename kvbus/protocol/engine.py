@@ -7,7 +7,18 @@ import msgspec
 
 from kvbus.geometry import BlockTable, EngineSpec, RankSpec
 from kvbus.geometry.spec import Index
-from kvbus.protocol.message import Empty, Id, Message, Request, Seconds, Size, Text, Tokens
+from kvbus.protocol.message import (
+    Discreet,
+    Empty,
+    Id,
+    Message,
+    Request,
+    Seconds,
+    Secret,
+    Size,
+    Text,
+    Tokens,
+)
 
 Tables = Annotated[dict[Id, BlockTable], msgspec.Meta(max_length=64)]
 Ranks = Annotated[tuple[Index, ...], msgspec.Meta(min_length=1, max_length=1024)]
@@ -30,14 +41,16 @@ class Outcome(StrEnum):
     EXPIRED = "expired"
 
 
-class AgentRanks(msgspec.Struct, frozen=True):
+class AgentRanks(Discreet, frozen=True):
     """The peer endpoint of another agent, and the ranks of an engine that are attached there.
 
+    ``access`` is what their sessions said in `Register`: who shows it there may ask about them.
     ``server_key`` is that agent's CURVE key, in Z85; empty when it has none.
     """
 
     endpoint: Id
     ranks: Ranks
+    access: Secret
     server_key: Text = ""
 
 
@@ -47,6 +60,7 @@ class Register(Request[Empty], frozen=True):
     Every session of an engine states the same ``engine``. The control session names the ranks that
     are attached to ``others``; the agent that it is with is the engine's home. The control session
     gets all notices of the engine, and so does the session of a rank at home with ``notices``.
+    A rank that is not at home is asked about by who shows its ``access``.
     """
 
     op: ClassVar[str] = "register"
@@ -55,6 +69,7 @@ class Register(Request[Empty], frozen=True):
     rank: RankSpec | None = None
     others: Annotated[tuple[AgentRanks, ...], msgspec.Meta(max_length=1024)] = ()
     notices: bool = False
+    access: Secret | None = None
 
 
 class AwaitReady(Request[Empty], frozen=True):

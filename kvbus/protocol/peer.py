@@ -44,7 +44,8 @@ class HandshakeDone(Message, frozen=True):
 
     ``memory_id`` stands for the processes of these ranks. ``others`` are the agents that have the
     rest, each to be shaken hands with. ``slot_bytes`` is the largest box of a `Pack`.
-    ``nixl_metadata`` has one blob for each kind of memory.
+    ``nixl_metadata`` has one blob for each kind of memory. ``access`` is shown in what is
+    asked about these ranks later.
     """
 
     protocol: int
@@ -55,6 +56,7 @@ class HandshakeDone(Message, frozen=True):
     nixl_metadata: Annotated[tuple[bytes, ...], msgspec.Meta(min_length=1, max_length=8)]
     events_endpoint: Id
     max_lease_s: Seconds
+    access: Secret
     slot_bytes: Size = 0
     others: tuple[AgentRanks, ...] = ()
 
@@ -62,8 +64,9 @@ class HandshakeDone(Message, frozen=True):
 class Handshake(Request[HandshakeDone], frozen=True):
     """A decode agent introduces one of its engines to one prefill engine.
 
-    An agent that has only some ranks, and no control session, of the prefill engine is asked with
-    an empty ``engine_instance`` and with ``ranks``, as the engine's home named them.
+    It names the ``engine_instance`` and ``offer_id`` of a ticket of that engine, and shows its
+    ``secret``. An agent that has only some ranks of the prefill engine, and no control session, is
+    asked with ``ranks`` and ``access`` instead, as the engine's home named them.
     Refused with ``incompatible``, the field and both values, when KV of the one cannot be used by
     the other.
     """
@@ -74,9 +77,12 @@ class Handshake(Request[HandshakeDone], frozen=True):
     max_protocol: int
     agent_id: Id
     engine_id: Id
-    engine_instance: Text
     reader: EngineMemory
+    engine_instance: Text = ""
+    offer_id: Text = ""
+    secret: Secret | None = None
     ranks: Annotated[tuple[Size, ...], msgspec.Meta(max_length=1024)] = ()
+    access: Secret | None = None
 
 
 class Granted(Message, frozen=True):

@@ -37,6 +37,7 @@ class CheckMemory(Request[Empty], frozen=True):
     agent_boot: Id
     engine_id: Id
     memory_id: Id
+    access: Secret
     offer_id: Text = ""
     progress_s: AnySeconds = 0.0
 
@@ -52,14 +53,16 @@ class Delegate(Request[Delegated], frozen=True):
     """The home of a decode engine asks an agent with remote ranks to read one chunk into them.
 
     It is answered when nothing of it is in flight any more: it is done, failed or aborted. The home
-    has the lease and confirms. ``memory_ids`` are those of the prefill agents, as the home knows
-    them, the prefill engine's home first: an agent that knows others shakes hands again.
+    has the lease and confirms, and shows the decode engine's ``access``. ``memory_ids`` are those
+    of the prefill agents, as the home knows them, the prefill engine's home first: an agent that
+    knows others shakes hands again.
     """
 
     op: ClassVar[str] = "delegate"
 
     fetch_id: Id
     engine_id: Id
+    access: Secret
     ranks: Ranks
     ticket: dict[str, Any]
     memory_ids: Annotated[tuple[Id, ...], msgspec.Meta(min_length=1, max_length=1024)]
@@ -82,3 +85,4 @@ class AbortDelegate(Request[Empty], frozen=True):
     op: ClassVar[str] = "abort_delegate"
 
     fetch_id: Id
+    access: Secret

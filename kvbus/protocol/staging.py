@@ -58,6 +58,7 @@ class Pack(Request[Packed], frozen=True):
     table: BlockTable
     slot_lease_s: Seconds
     token: Secret
+    access: Secret
     done: SlotIds = ()
 
 

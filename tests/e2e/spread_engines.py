@@ -17,6 +17,7 @@ from tests.engines import NUM_BLOCKS, Engine, check_at_end, make_spec
 from tests.memories import NHD
 from tests.strict_sessions import strict
 
+ACCESS = "access-to-ranks-elsewhere"
 Kind = type[PrefillSession] | type[DecodeSession]
 
 
@@ -36,7 +37,7 @@ class RankSession:
 
     async def run(self, *, task_status: TaskStatus[KvCache] = anyio.TASK_STATUS_IGNORED) -> None:
         """Attach and register, then stay until told to leave; the agent may be gone by then."""
-        async with MemorySession(self.agent.attach, self.spec, self.rank) as memory:
+        async with MemorySession(self.agent.attach, self.spec, self.rank, access=ACCESS) as memory:
             cache = await memory.allocate(
                 self.layout, num_blocks=self.num_blocks, direct=self.direct
             )
@@ -90,7 +91,7 @@ async def spread_engine(
         ]
         caches = [await tasks.start(session.run) for session in sessions]
         control.caches = caches
-        await control.register(others=others_of(agents))
+        await control.register(others=others_of(agents), access=ACCESS)
         await control.ready()
         made = SpreadEngine(spec, control, caches, num_blocks, sessions, tasks)
         if seed:

@@ -10,6 +10,7 @@ from kvbus.engine import BlockingDecode, BlockingMemory, BlockingPrefill, KvCach
 from kvbus.errors import ErrorCode, RequestRefused
 from kvbus.geometry import EngineSpec, GroupSpec, KvPart, StatePart, state_group
 from kvbus.protocol.engine import Outcome
+from tests.e2e.spread_engines import ACCESS
 from tests.engines import FULL, NHD, make_spec
 from tests.strict_sessions import overwrite_once_released
 
@@ -25,7 +26,7 @@ PLACES = [
 
 def filled(attach: Path, spec: EngineSpec, stack: ExitStack, *, rank: int = 0) -> KvCache:
     """The cache of one rank, full of random bytes."""
-    memory = stack.enter_context(BlockingMemory(attach, spec, rank))
+    memory = stack.enter_context(BlockingMemory(attach, spec, rank, access=ACCESS))
     cache = memory.allocate(NHD, num_blocks={"full": 8, "window": 8, "state": 4})
     for layer, part in PLACES:
         view = cache.view(layer, part)
@@ -105,7 +106,7 @@ def test_ranks_elsewhere_that_cannot_be_are_refused_by_name(prefill, others):
     spec = make_spec(tp=2)
     with BlockingPrefill(prefill.attach, spec) as session:
         with pytest.raises(RequestRefused) as refused:
-            session.register(others=others)
+            session.register(others=others, access=ACCESS)
 
         assert refused.value.code is ErrorCode.GEOMETRY
         assert refused.value.detail["field"] == "others"
@@ -115,7 +116,7 @@ def test_a_decode_engine_at_two_agents_gets_the_heads_of_both_ranks(prefill, dec
     theirs, ours = make_spec(), make_spec(tp=2)
     with ExitStack() as stack:
         memories = [
-            stack.enter_context(BlockingMemory(attach, spec, rank))
+            stack.enter_context(BlockingMemory(attach, spec, rank, access=ACCESS))
             for attach, spec, rank in (
                 (prefill.attach, theirs, 0),
                 (decode.attach, ours, 0),
@@ -128,7 +129,8 @@ def test_a_decode_engine_at_two_agents_gets_the_heads_of_both_ranks(prefill, dec
         source = stack.enter_context(BlockingPrefill(prefill.attach, theirs))
         target = stack.enter_context(BlockingDecode(decode.attach, ours))
         source.register()
-        target.register(others={memories[2].session.agent.peer_endpoint: [1]})
+        elsewhere = memories[2].session.agent.peer_endpoint
+        target.register(others={elsewhere: [1]}, access=ACCESS)
         source.ready()
         target.ready()
 

@@ -12,7 +12,7 @@ from kvbus.errors import ErrorCode, RequestRefused
 from kvbus.geometry import GroupSpec, KvLayout
 from kvbus.protocol.engine import AgentRanks, Outcome
 from tests.agents import AgentProcess, Agents, agents_ended, until
-from tests.e2e.spread_engines import spread_engine
+from tests.e2e.spread_engines import ACCESS, spread_engine
 from tests.engines import FULL, NHD, SMALL, failure_of, make_spec, same, works
 from tests.expected import expected_after, num_moved_bytes
 
@@ -269,7 +269,7 @@ ELSEWHERE = "tcp://127.0.0.1:1"
         ({ELSEWHERE: [2]}, "rank 2 of 2 ranks"),
         ({ELSEWHERE: [0]}, "rank 0 is named twice, or at two agents"),
         ({ELSEWHERE: [0, 1]}, "named twice|no rank is at the engine's home"),
-        ([AgentRanks(ELSEWHERE, (1,))] * 2, "named twice"),
+        ([AgentRanks(ELSEWHERE, (1,), ACCESS)] * 2, "named twice"),
     ],
 )
 @pytest.mark.parametrize("kind", ["prefill", "direct"])
@@ -281,7 +281,7 @@ async def test_ranks_that_cannot_be_elsewhere_are_refused_by_name(sites, kind, o
         await rank.allocate(NHD, num_blocks=4)
 
         with pytest.raises(RequestRefused, match=reason) as refused:
-            await control.register(others=others)
+            await control.register(others=others, access=ACCESS)
 
     assert refused.value.code is ErrorCode.GEOMETRY
     assert refused.value.detail == {"field": "others"}
@@ -295,8 +295,8 @@ async def test_all_ranks_elsewhere_and_a_rank_that_was_said_to_be_are_refused_by
         MemorySession(agent.attach, spec, 1) as rank,
     ):
         with pytest.raises(RequestRefused, match="no rank is at the engine's home") as nowhere:
-            await control.register(others={ELSEWHERE: [0, 1]})
-        await control.register(others={ELSEWHERE: [1]})
+            await control.register(others={ELSEWHERE: [0, 1]}, access=ACCESS)
+        await control.register(others={ELSEWHERE: [1]}, access=ACCESS)
         with pytest.raises(RequestRefused, match=f"rank 1 is at {ELSEWHERE}") as elsewhere:
             await rank.allocate(NHD, num_blocks=4)
 
@@ -314,7 +314,7 @@ async def test_an_agent_without_the_ranks_is_named_when_hands_are_shaken(sites, 
         spread_engine(DecodeSession, sites.at("direct", "0")) as target,
     ):
         await rank.allocate(NHD, num_blocks=4)
-        await control.register(others={endpoint: [1]})
+        await control.register(others={endpoint: [1]}, access=ACCESS)
         offer = await control.offer("r", num_tokens=16, block_ids={"full": [3]})
 
         fetch = target.decode.fetch(offer.ticket, num_tokens=16, block_ids={"full": [3]})

@@ -12,6 +12,7 @@ from tests.engine.recording import RecordingDecode, failed
 pytestmark = pytest.mark.anyio
 
 OTHERS = {"tcp://10.0.0.2:7501": (1,)}
+ACCESS = "access-to-ranks-elsewhere"
 GONE = PeerLost("the agent is gone")
 CLOSED = ClosedError("the session was closed")
 
@@ -24,7 +25,7 @@ def anyio_backend() -> str:
 
 async def fetching(others: Any = ()) -> tuple[RecordingDecode, Fetch]:
     session = RecordingDecode()
-    await session.register(others=others)
+    await session.register(others=others, access=ACCESS)
     return session, session.fetch({}, num_tokens=0, block_ids={})
 
 
@@ -84,10 +85,11 @@ async def test_blocks_that_the_home_said_are_free_stay_so_after_its_end(blocks_f
 
 
 @pytest.mark.parametrize(
-    "others", [OTHERS, [AgentRanks("tcp://10.0.0.2:7501", (1,))], {"tcp://10.0.0.2:7501": [1]}]
+    "others",
+    [OTHERS, [AgentRanks("tcp://10.0.0.2:7501", (1,), ACCESS)], {"tcp://10.0.0.2:7501": [1]}],
 )
 async def test_the_other_agents_are_named_when_the_control_session_registers(others: Any) -> None:
     session, _ = await fetching(others)
 
-    assert session.sent[0].others == (AgentRanks("tcp://10.0.0.2:7501", (1,)),)
+    assert session.sent[0].others == (AgentRanks("tcp://10.0.0.2:7501", (1,), ACCESS),)
     assert session.sent[0].rank is None

@@ -57,6 +57,7 @@ class Case:
             table=TABLE,
             slot_lease_s=20.0,
             token=self.token,
+            access=self.local.access,
         )
         return msgspec.structs.replace(pack, **changes)
 
@@ -131,7 +132,9 @@ def handshake(case: Case, **changes: Any) -> Handshake:
         max_protocol=1,
         agent_id="decode",
         engine_id=case.source.spec.engine_id,
-        engine_instance=case.local.instance,
         reader=reader,
+        engine_instance=case.local.instance,
+        offer_id=case.offer_id,
+        secret=case.secret,
     )
     return msgspec.structs.replace(shake, **changes)

@@ -25,7 +25,7 @@ from kvbus.transport import ReadOutcome, ReadStatus, Transport
 from tests.agents import until
 from tests.engines import FULL, NHD, NUM_BLOCKS, Engine, bits, make_spec
 from tests.prefill.inside import PrefillAgent, given_back, prefill_agent
-from tests.prefill.leases import TABLE, Case, handshake, leased
+from tests.prefill.leases import SECRET, TABLE, Case, handshake, leased
 
 pytestmark = pytest.mark.anyio
 
@@ -180,6 +180,7 @@ async def test_a_check_says_whether_the_memory_is_still_that_of_the_handshake(ca
         agent_boot=case.agent.boot,
         engine_id=case.source.spec.engine_id,
         memory_id=case.local.memory_id,
+        access=case.local.access,
     )
     earlier = [{"agent_boot": "earlier"}, {"engine_id": "another"}, {"memory_id": "earlier"}]
 
@@ -197,14 +198,17 @@ async def test_ranks_whose_home_is_elsewhere_are_packed_under_the_lease_of_the_s
     agent: PrefillAgent,
 ) -> None:
     spec = make_spec(tp=2)
-    async with agent.reader() as reader, MemorySession(agent.attach, spec, 1) as memory:
+    async with (
+        agent.reader() as reader,
+        MemorySession(agent.attach, spec, 1, access=SECRET) as memory,
+    ):
         cache = await memory.allocate(NHD, num_blocks=NUM_BLOCKS)
         local = agent.runtime.agent.engines.engines[spec.engine_id]
         processes = list(local.processes)
         bits(cache.view(1, KvPart.KEY)).random_(-(2**15), 2**15)
         here = Engine(spec, memory, [cache], NUM_BLOCKS)  # type: ignore[arg-type] # no control
         case = Case(agent, here, reader, "elsewhere", 3)
-        shake = handshake(case, engine_instance="", ranks=(1,))
+        shake = handshake(case, ranks=(1,), access=SECRET)
 
         done = await reader.ask(shake, HandshakeDone)
         box = Box("full", (1,), (KvPart.KEY,), 3, 3, 0, 40)

@@ -34,6 +34,7 @@ ENGINE_BOOT = "16fd2706e8baf433b821a2a3d6a4c1d5"
 INSTANCE = "4f9d2f1c7b6e4a0f9a3c5e8d7b1a2c3d"
 SECRET = "b1946ac92492d2347c6235b4d2611184"
 TOKEN = "591785b794601e212b260e25925636fd"
+ACCESS = "d41d8cd98f00b204e9800998ecf8427e"
 SERVER_KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
 MEMORY_ID = "5d41402abc4b2a76b9719d911017c592"
 PREFILL_ENDPOINT = "tcp://10.0.0.1:7501"
@@ -96,7 +97,7 @@ TICKET = Ticket(
     server_key=SERVER_KEY,
 ).to_json()
 MEMORY = p.EngineMemory(engine=SPEC, ranks=(RANK,), addresses=({"kv": 0x7F00_0000_0000},))
-OTHERS = (e.AgentRanks(OTHER_ENDPOINT, (1,), SERVER_KEY),)
+OTHERS = (e.AgentRanks(OTHER_ENDPOINT, (1,), ACCESS, SERVER_KEY),)
 GRANTED = p.Granted(epoch=1, lease_s=10.0, num_tokens=40, sealed=True, tables=TABLES, token=TOKEN)
 
 TWO = msgspec.structs.replace(SPEC, engine_id="prefill-1", tp_size=2)
@@ -154,7 +155,7 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
         ),
     },
     "engine": {
-        e.Register: (e.Register(engine=SPEC, rank=RANK, notices=True), Empty()),
+        e.Register: (e.Register(engine=SPEC, rank=RANK, notices=True, access=ACCESS), Empty()),
         e.AwaitReady: (e.AwaitReady(), Empty()),
         e.Detach: (e.Detach(), Empty()),
         e.Acknowledge: (e.Acknowledge(upto=3, boot=PREFILL_BOOT), Empty()),
@@ -197,9 +198,12 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
                 max_protocol=1,
                 agent_id="decode-agent-0",
                 engine_id="prefill-0",
-                engine_instance=INSTANCE,
                 reader=p.EngineMemory(engine=WINDOWED, ranks=(RANK,)),
+                engine_instance=INSTANCE,
+                offer_id="offer-1",
+                secret=SECRET,
                 ranks=(0,),
+                access=ACCESS,
             ),
             p.HandshakeDone(
                 protocol=1,
@@ -210,6 +214,7 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
                 nixl_metadata=(b"\x00nixl\xff", b"\x01nixl\xfe"),
                 events_endpoint=EVENTS_ENDPOINT,
                 max_lease_s=30.0,
+                access=ACCESS,
                 slot_bytes=4 << 20,
                 others=OTHERS,
             ),
@@ -268,6 +273,7 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
                 table=BlockTable.of([300, 70_000], first_block=1),
                 slot_lease_s=10.0,
                 token=TOKEN,
+                access=ACCESS,
                 done=(16, 17),
             ),
             g.Packed(
@@ -281,13 +287,16 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
         ),
         g.Unpack: (g.Unpack(agent_boot=PREFILL_BOOT, slot_ids=(18,)), Empty()),
         s.CheckMemory: (
-            s.CheckMemory(agent_boot=PREFILL_BOOT, engine_id="prefill-0", memory_id=MEMORY_ID),
+            s.CheckMemory(
+                agent_boot=PREFILL_BOOT, engine_id="prefill-0", memory_id=MEMORY_ID, access=ACCESS
+            ),
             Empty(),
         ),
         s.Delegate: (
             s.Delegate(
                 fetch_id="fetch-1",
                 engine_id="decode-0",
+                access=ACCESS,
                 ranks=(1,),
                 ticket=TICKET,
                 memory_ids=("memory-0", "memory-1"),
@@ -305,7 +314,7 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
             ),
             s.Delegated(num_bytes=6_144, path="direct"),
         ),
-        s.AbortDelegate: (s.AbortDelegate(fetch_id="fetch-1"), Empty()),
+        s.AbortDelegate: (s.AbortDelegate(fetch_id="fetch-1", access=ACCESS), Empty()),
         p.Status: (
             p.Status(),
             p.AgentStatus(

@@ -19,9 +19,11 @@ from kvbus.geometry import EngineSpec
 from kvbus.integrations.vllm.options import ConnectorOptions
 from kvbus.integrations.vllm.scheduler_side import SchedulerSide, ranks_elsewhere
 from kvbus.integrations.vllm.step_results import WorkerPlace
+from kvbus.protocol.engine import AgentRanks
 from tests.agents import AgentProcess, Agents, agents_ended, wait_until
 from tests.integrations.vllm_sides import BLOCKS, GROUP, PROMPT_TOKENS, memory_of
 
+ACCESS = 16 * "a"
 PROMPT = list(range(100, 100 + PROMPT_TOKENS))
 WITHIN_S = 30.0
 
@@ -46,7 +48,7 @@ def scheduler_side(agent: AgentProcess, **group: Any) -> Iterator[SchedulerSide]
     spec = EngineSpec(agent.role, "model", 1, (structs.replace(GROUP, **group),))
     with memory_of(agent.attach, spec):
         side = SchedulerSide(ConnectorOptions(str(agent.attach)), spec)
-        side.meet_workers([WorkerPlace(0, agent.peer)])
+        side.meet_workers([WorkerPlace(0, agent.peer, ACCESS)])
         try:
             assert side.wait_up(WITHIN_S)
             yield side
@@ -191,14 +193,20 @@ def test_a_prompt_of_one_token_is_left_whole(agents: Agents) -> None:
 
 
 def test_ranks_are_elsewhere_whose_agent_is_not_that_of_the_first() -> None:
-    workers = [WorkerPlace(rank, f"tcp://10.0.0.{1 + rank // 2}:7711") for rank in range(6)]
+    workers = [
+        WorkerPlace(rank, f"tcp://10.0.0.{1 + rank // 2}:7711", f"{ACCESS}{rank}")
+        for rank in range(6)
+    ]
 
     elsewhere = ranks_elsewhere(workers)
 
-    assert elsewhere == {"tcp://10.0.0.2:7711": (2, 3), "tcp://10.0.0.3:7711": (4, 5)}
+    assert elsewhere == [
+        AgentRanks("tcp://10.0.0.2:7711", (2, 3), f"{ACCESS}2"),
+        AgentRanks("tcp://10.0.0.3:7711", (4, 5), f"{ACCESS}4"),
+    ]
 
 
 def test_ranks_that_met_no_agent_are_not_elsewhere() -> None:
-    workers = [WorkerPlace(0, "tcp://10.0.0.1:7711"), WorkerPlace(1, "")]
+    workers = [WorkerPlace(0, "tcp://10.0.0.1:7711", ACCESS), WorkerPlace(1, "", ACCESS)]
 
-    assert ranks_elsewhere(workers) == {}
+    assert ranks_elsewhere(workers) == []

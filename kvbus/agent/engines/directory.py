@@ -4,14 +4,13 @@ Refuses two engines under one id, processes of one engine that disagree about it
 a process that did not attach. An engine is lost as a whole when any of its processes ends.
 """
 
-import uuid
 from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import structlog
 from anyio.abc import TaskGroup
 
-from kvbus.agent.engines.local_engine import EngineProcess, LocalEngine, engine_lost
+from kvbus.agent.engines.local_engine import EngineProcess, LocalEngine, engine_lost, not_here
 from kvbus.agent.process.guard import guarded
 from kvbus.agent.process.identity import AgentIdentity
 from kvbus.agent.staging.devices import StagingDevices
@@ -134,13 +133,14 @@ class EngineDirectory:
             )
         return engine
 
-    def part(self, engine_id: str, ranks: Iterable[int]) -> LocalEngine:
+    def part(self, engine_id: str, ranks: Iterable[int], *, access: str | None) -> LocalEngine:
         """The engine whose ``ranks`` are here, wherever its home is; raises `LocalError`."""
         engine = self.engines.get(engine_id)
         if engine is None:
-            raise _not_here(engine_id, ErrorCode.ENGINE_UNKNOWN)
+            raise not_here(engine_id, ErrorCode.ENGINE_UNKNOWN)
+        engine.check_access(access)
         if not set(ranks) <= engine.ranks.keys():
-            raise _not_here(engine_id, ErrorCode.ENGINE_NOT_READY)
+            raise not_here(engine_id, ErrorCode.ENGINE_NOT_READY)
         return engine
 
     def engine(self, engine_id: str, *, instance: str | None = None) -> LocalEngine:
@@ -152,7 +152,7 @@ class EngineDirectory:
             )
         if engine is None or not engine.ready:
             code = ErrorCode.ENGINE_UNKNOWN if engine is None else ErrorCode.ENGINE_NOT_READY
-            raise _not_here(engine_id, code)
+            raise not_here(engine_id, code)
         return engine
 
     def register(self, wanted: Register, call: Call) -> None:
@@ -232,8 +232,7 @@ class EngineDirectory:
     ) -> None:
         engine.check_others(wanted.others)
         engine.check_whole()
-        engine.control, engine.others = process, wanted.others
-        engine.instance = uuid.uuid4().hex
+        engine.take_control(process, wanted.others)
         self._add(engine, process)
 
     async def _register_rank(
@@ -249,7 +248,7 @@ class EngineDirectory:
                 raise LocalError("the process ended", code=ErrorCode.ENGINE_LOST)
             joined.check_rank_is_here(memory.rank.rank)
             joined.check_whole(memory.rank)
-            joined.add_rank(memory, process.boot)
+            joined.add_rank(memory, process.boot, wanted.access)
             self._add(joined, process)
             call.reply(Empty())
             self._announce(joined)
@@ -301,7 +300,3 @@ class EngineDirectory:
                 await process.segments.unmap(self._transport)
             except KVBusError as error:
                 log.error("segment.kept", engine_id=process.engine_id, error=error.message)
-
-
-def _not_here(engine_id: str, code: ErrorCode) -> LocalError:
-    return LocalError(f"engine '{engine_id}' is not here", code=code, engine_id=engine_id)

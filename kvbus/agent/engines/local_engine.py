@@ -1,5 +1,6 @@
 """One local engine and its processes, as its agent sees them."""
 
+import uuid
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -8,7 +9,7 @@ from hashlib import blake2b
 import structlog
 
 from kvbus.agent.engines.rank_memory import RankMemory, Segments
-from kvbus.bus import Call, Session
+from kvbus.bus import Call, Session, new_secret
 from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError
 from kvbus.geometry import EngineSpec, RankSpec, validate_ranks
 from kvbus.memory.attach import AttachConnection
@@ -16,6 +17,7 @@ from kvbus.planning import PlacedRank
 from kvbus.protocol.engine import AgentRanks
 from kvbus.protocol.message import Message, to_body
 from kvbus.protocol.peer import EngineMemory
+from kvbus.protocol.rights import check_right
 from kvbus.transport import Registration
 
 log = structlog.get_logger()
@@ -60,6 +62,7 @@ class LocalEngine:
     processes: set[EngineProcess] = field(default_factory=set)
     waiting: list[Call] = field(default_factory=list)
     lost: bool = False
+    _accesses: list[str] = field(default_factory=list, repr=False)
     _rank_boots: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -70,8 +73,25 @@ class LocalEngine:
         """The id that the engine chose."""
         return self.spec.engine_id
 
-    def add_rank(self, memory: RankMemory, boot: str) -> None:
-        """The process ``boot`` has registered a rank."""
+    def take_control(self, process: EngineProcess, others: tuple[AgentRanks, ...]) -> None:
+        """This is the engine's home from now on; every time that is another instance."""
+        self.control, self.others = process, others
+        self.instance = uuid.uuid4().hex
+        self._accesses.append(new_secret())
+
+    @property
+    def access(self) -> str:
+        """What is shown to ask about the memory here; empty while nobody may."""
+        return self._accesses[0] if self._accesses else ""
+
+    def check_access(self, shown: str | None) -> None:
+        """Raise `LocalError` (``forbidden``) unless ``shown`` gives access to the memory here."""
+        check_right(shown, *self._accesses)
+
+    def add_rank(self, memory: RankMemory, boot: str, access: str | None) -> None:
+        """The process ``boot`` has registered a rank; who shows ``access`` may ask about it."""
+        if access is not None:
+            self._accesses.append(access)
         self.ranks[memory.rank.rank] = memory
         self._rank_boots[memory.rank.rank] = boot
         self.memory_id = _memory_id(self._rank_boots)
@@ -172,6 +192,11 @@ class LocalEngine:
 def _memory_id(rank_boots: Mapping[int, str]) -> str:
     boots = "".join(f"{rank}:{boot};" for rank, boot in sorted(rank_boots.items()))
     return blake2b(boots.encode(), digest_size=16).hexdigest()
+
+
+def not_here(engine_id: str, code: ErrorCode) -> LocalError:
+    """Why an engine that is asked for by name cannot be used."""
+    return LocalError(f"engine '{engine_id}' is not here", code=code, engine_id=engine_id)
 
 
 def engine_lost() -> LocalError:

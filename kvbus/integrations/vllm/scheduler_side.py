@@ -21,6 +21,7 @@ from kvbus.integrations.vllm.transfer_params import (
     prompt_digest,
     read_params,
 )
+from kvbus.protocol.engine import AgentRanks
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
@@ -139,14 +140,16 @@ def leave_last_token(request: "Request") -> None:
         request.max_tokens = 1
 
 
-def ranks_elsewhere(workers: Sequence[WorkerPlace]) -> Mapping[str, tuple[int, ...]]:
-    """The ranks whose agent is not that of the first, by its peer endpoint."""
-    elsewhere: dict[str, tuple[int, ...]] = {}
+def ranks_elsewhere(workers: Sequence[WorkerPlace]) -> list[AgentRanks]:
+    """The ranks whose agent is not that of the first; one access to an agent does for all."""
+    elsewhere: dict[str, list[WorkerPlace]] = {}
     for worker in workers:
         if worker.peer_endpoint not in ("", workers[0].peer_endpoint):
-            known = elsewhere.get(worker.peer_endpoint, ())
-            elsewhere[worker.peer_endpoint] = (*known, worker.rank)
-    return elsewhere
+            elsewhere.setdefault(worker.peer_endpoint, []).append(worker)
+    return [
+        AgentRanks(endpoint, tuple(worker.rank for worker in there), there[0].access)
+        for endpoint, there in elsewhere.items()
+    ]
 
 
 def _has_tokens(request: "Request") -> bool:

@@ -1,7 +1,7 @@
 """The sessions of a vLLM with its agent: control in the scheduler's process, memory in workers."""
 
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from kvbus.engine.memory import Storage
 from kvbus.engine.session import ControlSession, EngineSession
 from kvbus.engine.thread import SessionThread
 from kvbus.geometry import EngineSpec, RankSpec
-from kvbus.protocol.engine import AgentRole, Fetched
+from kvbus.protocol.engine import AgentRanks, AgentRole, Fetched
 
 logger = logging.getLogger("vllm.kvbus")
 
@@ -22,7 +22,7 @@ MemoryLink = SessionThread[MemorySession]
 
 
 def control_link(
-    attach_path: Path, engine: EngineSpec, others: Mapping[str, tuple[int, ...]]
+    attach_path: Path, engine: EngineSpec, others: Sequence[AgentRanks]
 ) -> ControlLink:
     """The engine's control session, open whenever all of its ranks are registered.
 
@@ -48,13 +48,19 @@ def memory_link(
     rank: RankSpec,
     storages: Mapping[str, Storage],
     *,
+    access: str,
     on_fetched: Callable[[Fetched], None] | None = None,
 ) -> MemoryLink:
-    """The memory of one rank, registered; ``on_fetched`` is told of every fetch that ended."""
+    """The memory of one rank, registered; ``on_fetched`` is told of every fetch that ended.
+
+    Where it is not at the engine's home, who shows ``access`` may ask about it.
+    """
 
     @asynccontextmanager
     async def opened() -> AsyncIterator[MemorySession]:
-        session = MemorySession(attach_path, engine, rank.rank, on_fetched=on_fetched)
+        session = MemorySession(
+            attach_path, engine, rank.rank, on_fetched=on_fetched, access=access
+        )
         async with session:
             await session.register(rank, storages)
             yield session

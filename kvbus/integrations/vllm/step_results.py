@@ -4,7 +4,7 @@ A worker hears of loads itself, too, so that vLLM learns of them a step earlier.
 """
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from kvbus.protocol.engine import Fetched, Outcome
 
@@ -30,10 +30,14 @@ NOTHING = StepResults()
 
 @dataclass(frozen=True, slots=True)
 class WorkerPlace:
-    """Where a worker's memory is: at the agent of ``peer_endpoint``, empty while there is none."""
+    """Where a worker's memory is: at the agent of ``peer_endpoint``, empty while there is none.
+
+    Who shows ``access`` there may ask about it.
+    """
 
     rank: int
     peer_endpoint: str
+    access: str = field(repr=False)
 
 
 class EarlyCompletions:

@@ -7,6 +7,7 @@ import torch
 from vllm.config import VllmConfig
 from vllm.v1.kv_cache_interface import KVCacheConfig
 
+from kvbus.engine import new_secret
 from kvbus.geometry import EngineSpec
 from kvbus.integrations.vllm.memory_export import SharedRank, share_rank, worker_rank
 from kvbus.integrations.vllm.options import ConnectorOptions
@@ -25,6 +26,7 @@ class WorkerSide:
     def __init__(self, options: ConnectorOptions, engine: EngineSpec) -> None:
         self._options, self._engine = options, engine
         self._rank = 0
+        self._access = new_secret()
         self._early = EarlyCompletions()
         self._shared: SharedRank | None = None
         self._link: MemoryLink | None = None
@@ -38,7 +40,7 @@ class WorkerSide:
         """Where this worker's memory is."""
         session = self._link.session if self._link is not None else None
         endpoint = session.agent.peer_endpoint if session is not None else ""
-        return WorkerPlace(self._rank, endpoint)
+        return WorkerPlace(self._rank, endpoint, self._access)
 
     def register(
         self,
@@ -66,6 +68,7 @@ class WorkerSide:
             shared.rank,
             shared.storages,
             on_fetched=on_fetched,
+            access=self._access,
         )
         if not self._link.wait_open(self._options.attach_timeout_s):
             logger.warning(

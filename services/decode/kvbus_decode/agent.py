@@ -180,6 +180,7 @@ class DecodeService:
         question = Delegate(
             fetch_id=fetch.fetch_id,
             engine_id=fetch.engine.engine_id,
+            access=other.access,
             ranks=other.ranks,
             ticket=requested.ticket.to_json(),
             memory_ids=fetch.route.memory_ids if fetch.route else (),

@@ -3,15 +3,15 @@
 Refuses to hold any state of an offer itself.
 """
 
-import secrets
 import uuid
+from functools import partial
 
 import anyio
 import structlog
 
 from kvbus.agent.engines.local_engine import LocalEngine
 from kvbus.agent.process.service import Agent
-from kvbus.bus import Call, Handlers
+from kvbus.bus import Call, Handlers, new_secret
 from kvbus.errors import ErrorCode, LocalError
 from kvbus.protocol.engine import ExtendOffer, MakeOffer, Released, SealOffer, WithdrawOffer
 from kvbus.protocol.peer import Claim, Confirm, Handshake, PeerWithdraw, Release, Renew, Status
@@ -111,7 +111,8 @@ class PrefillService:
         return self._table.story(asked.offer_id)
 
     def _shake_hands(self, handshake: Handshake, call: Call) -> None:
-        self._agent.tasks.start_soon(answer_handshake, self._agent, self._config, handshake, call)
+        shake = partial(answer_handshake, self._agent, self._config, self._table)
+        self._agent.tasks.start_soon(shake, handshake, call)
 
     def _claim(self, claim: Claim, call: Call) -> None:
         self._driver.dispatch(
@@ -120,7 +121,7 @@ class PrefillService:
                 secret=claim.secret,
                 reader_id=claim.reader_id,
                 lease_s=claim.lease_s,
-                token=_new_secret(),
+                token=new_secret(),
                 reply_to=call,
             )
         )
@@ -149,7 +150,7 @@ class PrefillService:
     def _open(self, offer: MakeOffer, call: Call) -> None:
         engine = self._agent.engines.engine_of(call)
         check_tables(engine, offer.tables, offer.num_tokens, sealed=offer.sealed)
-        identity, offer_id, secret = self._agent.identity, uuid.uuid4().hex, _new_secret()
+        identity, offer_id, secret = self._agent.identity, uuid.uuid4().hex, new_secret()
         ticket = Ticket(
             agent_id=identity.agent_id,
             agent_boot=identity.boot,
@@ -261,8 +262,3 @@ class PrefillService:
             "progress_tokens": stats.progress_tokens,
             "registered_bytes": stats.registered_bytes,
         }
-
-
-def _new_secret() -> str:
-    """128 random bits: a right that nobody guesses."""
-    return secrets.token_hex(16)

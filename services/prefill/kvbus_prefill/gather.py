@@ -99,7 +99,7 @@ class Packing:
 
     def _check(self, check: CheckMemory, call: Call) -> None:
         """A reader is about to read, goes on reading, or has read what is offered elsewhere."""
-        self._engine(check.engine_id, check.memory_id)
+        self._engine(check.engine_id, check.memory_id, check.access)
         reader = call.session.name, check.offer_id
         if check.progress_s:
             self._progress_leases.begin(reader, for_s=check.progress_s + self._config.late_read_s)
@@ -116,7 +116,7 @@ class Packing:
         if pack.done:
             self._dispatch_all(ev.GivenBack(pack.done, reader))
         self._agent.staging.check_packs()
-        engine = self._engine(pack.engine_id, pack.memory_id)
+        engine = self._engine(pack.engine_id, pack.memory_id, pack.access)
         gather = check_box(engine, pack, max_bytes=self._agent.staging.slot_bytes)
         if not self._copiers.ready:
             self._agent.tasks.start_soon(self._pack_when_ready, pack, call)
@@ -163,8 +163,8 @@ class Packing:
 
         await guarded(retry, call.refuse)
 
-    def _engine(self, engine_id: str, memory_id: str) -> LocalEngine:
-        """The engine with exactly these processes; raises `LocalError`."""
+    def _engine(self, engine_id: str, memory_id: str, access: str) -> LocalEngine:
+        """The engine with exactly these processes, for who may read it; raises `LocalError`."""
         engine = self._agent.engines.engines.get(engine_id)
         if engine is None:
             raise LocalError(
@@ -172,6 +172,7 @@ class Packing:
                 code=ErrorCode.ENGINE_LOST,
                 engine_id=engine_id,
             )
+        engine.check_access(access)
         if engine.memory_id != memory_id:
             raise LocalError(
                 f"engine '{engine_id}' came back with other memory",

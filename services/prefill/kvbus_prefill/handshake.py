@@ -1,6 +1,7 @@
 """Answers decode agents that introduce one of their engines to one of ours.
 
-Refuses engines whose KV the other cannot use, with the field and both values.
+Refuses who does not hold a ticket of the engine, without detail, and engines whose KV the other
+cannot use, with the field and both values.
 """
 
 import asyncio
@@ -15,18 +16,20 @@ from kvbus.bus import Call
 from kvbus.planning import check_compatible
 from kvbus.protocol.envelope import PROTOCOL_VERSION
 from kvbus.protocol.peer import Handshake, HandshakeDone
+from kvbus.protocol.rights import check_right
 from kvbus_prefill.config import PrefillConfig
+from kvbus_prefill.offer.table import OfferTable
 
 log = structlog.get_logger()
 
 
 async def answer_handshake(
-    agent: Agent, config: PrefillConfig, handshake: Handshake, call: Call
+    agent: Agent, config: PrefillConfig, offers: OfferTable, handshake: Handshake, call: Call
 ) -> None:
     """Reply with the engine's memory, or refuse."""
 
     async def answer() -> None:
-        done = await _shake_hands(agent, config, handshake)
+        done = await _shake_hands(agent, config, offers, handshake)
         log.info(
             "handshake.done",
             peer=handshake.agent_id,
@@ -38,10 +41,12 @@ async def answer_handshake(
     await guarded(answer, call.refuse)
 
 
-async def _shake_hands(agent: Agent, config: PrefillConfig, handshake: Handshake) -> HandshakeDone:
+async def _shake_hands(
+    agent: Agent, config: PrefillConfig, offers: OfferTable, handshake: Handshake
+) -> HandshakeDone:
     check_protocol(handshake.min_protocol, handshake.max_protocol)
-    engine, memory_id = _engine(agent, handshake)
-    memory = engine.memory()
+    engine = _engine(agent, offers, handshake)
+    memory, memory_id = engine.memory(), engine.memory_id
     check_compatible(memory.engine, handshake.reader.engine)
     metadata = await _metadata(agent, engine)
     agent.data_plane.end_if_exposed()
@@ -55,6 +60,7 @@ async def _shake_hands(agent: Agent, config: PrefillConfig, handshake: Handshake
         events_endpoint=agent.identity.events_endpoint,
         max_lease_s=config.max_lease_s,
         slot_bytes=agent.staging.slot_bytes,
+        access=engine.access,
         others=engine.others,
     )
 
@@ -70,11 +76,14 @@ async def _metadata(agent: Agent, engine: LocalEngine) -> tuple[bytes, ...]:
     return tuple([await asyncio.wrap_future(future) for future in futures])
 
 
-def _engine(agent: Agent, handshake: Handshake) -> tuple[LocalEngine, str]:
-    """The engine, or those of its ranks that are here, and what its memory is known by."""
-    engines = agent.engines
-    if handshake.engine_instance:
-        engine = engines.engine(handshake.engine_id, instance=handshake.engine_instance)
-    else:
-        engine = engines.part(handshake.engine_id, handshake.ranks)
-    return engine, engine.memory_id
+# Who asks holds a ticket of the engine; an agent that has only ranks of it knows no tickets, and is
+# shown what the engine's home hands out for it. Nothing is told, and nothing looked up, before.
+def _engine(agent: Agent, offers: OfferTable, handshake: Handshake) -> LocalEngine:
+    """The engine of the ticket, or those of its ranks that are here; raises `LocalError`."""
+    engines, wanted = agent.engines, handshake.engine_id
+    if handshake.ranks:
+        return engines.part(wanted, handshake.ranks, access=handshake.access)
+    offered = offers.check_reader(handshake.offer_id, handshake.secret)
+    engine = engines.engine(wanted, instance=handshake.engine_instance)
+    check_right(wanted, offered)
+    return engine

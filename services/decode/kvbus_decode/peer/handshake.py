@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import anyio
 import structlog
+from msgspec import structs
 
 from kvbus.agent.engines.local_engine import LocalEngine
 from kvbus.agent.process.guard import guarded
@@ -31,10 +32,27 @@ REASON_GRACE_S = 0.5
 """A handshake that ends in time knows better than who waits for it which agent did not answer."""
 
 
+OF_THE_TICKET = frozenset(
+    {
+        ErrorCode.FORBIDDEN,
+        ErrorCode.OFFER_UNKNOWN,
+        ErrorCode.OFFER_WITHDRAWN,
+        ErrorCode.OFFER_EXPIRED,
+        ErrorCode.OFFER_COMPLETED,
+    }
+)
+"""Why a handshake is refused to one ticket, and may not be to another of the same engine."""
+
+
+class _OtherTicketRefusedError(Exception):
+    """The handshake that was waited for showed a ticket that is no good."""
+
+
 @dataclass(frozen=True, slots=True)
 class RouteKey:
     """What must not have changed for a route to be used again."""
 
+    endpoint: str
     agent_boot: str
     engine_id: str
     engine_instance: str
@@ -59,23 +77,40 @@ class RouteBook:
     ) -> Route:
         """The route for ``ticket`` into ``engine``, by a handshake when it is not known.
 
-        Fetches that need the same handshake wait for one. Raises `KVBusError`.
+        Fetches that need the same handshake wait for one; it is made again for those whose ticket
+        is better than the one that was shown. Raises `KVBusError`.
         """
-        known = self.find(ticket, engine)
-        if known is not None:
-            return known
-        key = _key(ticket, engine)
-        shaking = self._shaking.get(key)
-        if shaking is None:
-            shaking = self._shaking[key] = self._agent.loop.create_future()
-            self._agent.tasks.start_soon(self._shake_hands, key, peer, ticket, engine, timeout_s)
         with anyio.move_on_after(timeout_s + REASON_GRACE_S):
-            return await asyncio.shield(shaking)
+            while True:
+                known = self.find(ticket, engine)
+                if known is not None:
+                    return known
+                try:
+                    return await self._wait_for(peer, ticket, engine, timeout_s)
+                except _OtherTicketRefusedError:
+                    continue
         raise RequestTimeout(
             f"no handshake with {peer.endpoint} within {timeout_s:g} s",
             code=ErrorCode.PEER_UNREACHABLE,
             endpoint=peer.endpoint,
         )
+
+    async def _wait_for(
+        self, peer: Peer, ticket: Ticket, engine: LocalEngine, timeout_s: float
+    ) -> Route:
+        """The route of the handshake under way, or of ours; raises `KVBusError`."""
+        key = _key(ticket, engine)
+        shaking = self._shaking.get(key)
+        is_ours = shaking is None
+        if shaking is None:
+            shaking = self._shaking[key] = self._agent.loop.create_future()
+            self._agent.tasks.start_soon(self._shake_hands, key, peer, ticket, engine, timeout_s)
+        try:
+            return await asyncio.shield(shaking)
+        except KVBusError as error:
+            if is_ours or error.code not in OF_THE_TICKET:
+                raise
+        raise _OtherTicketRefusedError
 
     def forget(self, route: Route) -> None:
         """The route is of no use: the next fetch shakes hands again."""
@@ -155,10 +190,15 @@ class RouteBook:
         self, peer: Peer, ticket: Ticket, engine: LocalEngine, timeout_s: float
     ) -> Route:
         deadline = self._agent.loop.time() + timeout_s
-        handshake = self._handshake(engine, ticket.engine_id, ticket.engine_instance)
+        handshake = structs.replace(
+            self._handshake(engine, ticket.engine_id),
+            engine_instance=ticket.engine_instance,
+            offer_id=ticket.offer_id,
+            secret=ticket.secret,
+        )
         done = await ask_handshake(peer.client, ticket, handshake, timeout_s=timeout_s)
         check_compatible(done.memory.engine, engine.spec)
-        home = await self._source(peer, ticket.agent_boot, done, deadline)
+        home = await self._source(peer, ticket.agent_boot, done, deadline=deadline)
         self._peers.listen(peer, done.events_endpoint)
         others = [await self._meet(other, done, engine, deadline=deadline) for other in done.others]
         sources = home, *others
@@ -170,7 +210,11 @@ class RouteBook:
         """The handshake with an agent that has some ranks of the engine, but not its leases."""
         peer = self._peers.acquire(other.endpoint)
         try:
-            handshake = self._handshake(engine, home.memory.engine.engine_id, "", other.ranks)
+            handshake = structs.replace(
+                self._handshake(engine, home.memory.engine.engine_id),
+                ranks=other.ranks,
+                access=other.access,
+            )
             timeout_s = max(1e-3, deadline - self._agent.loop.time())
             boot, done = await ask_any_handshake(peer.client, handshake, timeout_s=timeout_s)
             if done.memory.engine != home.memory.engine:
@@ -179,25 +223,24 @@ class RouteBook:
                     code=ErrorCode.INCOMPATIBLE,
                     field="engine",
                 )
-            return await self._source(peer, boot, done, deadline)
+            return await self._source(peer, boot, done, deadline=deadline)
         finally:
             self._peers.release(peer)
 
-    def _handshake(
-        self, engine: LocalEngine, engine_id: str, instance: str, ranks: tuple[int, ...] = ()
-    ) -> Handshake:
+    def _handshake(self, engine: LocalEngine, engine_id: str) -> Handshake:
+        """But for the right to it."""
         ours = engine.memory()
         return Handshake(
             min_protocol=PROTOCOL_VERSION,
             max_protocol=PROTOCOL_VERSION,
             agent_id=self._agent.identity.agent_id,
             engine_id=engine_id,
-            engine_instance=instance,
             reader=EngineMemory(engine=ours.engine, ranks=ours.ranks),
-            ranks=ranks,
         )
 
-    async def _source(self, peer: Peer, boot: str, done: HandshakeDone, deadline: float) -> Source:
+    async def _source(
+        self, peer: Peer, boot: str, done: HandshakeDone, *, deadline: float
+    ) -> Source:
         placed, memory = _placed(done.memory), NixlMemory.of(done)
         live = [source.nixl for source in self._sources() if source.peer is peer]
         await self._nixl.add(peer, memory, live, deadline=deadline)
@@ -207,6 +250,7 @@ class RouteBook:
             agent_boot=boot,
             nixl=memory,
             memory_id=done.memory_id,
+            access=done.access,
             slot_bytes=done.slot_bytes,
             ranks=placed,
         )
@@ -225,7 +269,13 @@ class RouteBook:
 
 
 def _key(ticket: Ticket, engine: LocalEngine) -> RouteKey:
-    return RouteKey(ticket.agent_boot, ticket.engine_id, ticket.engine_instance, engine.memory_id)
+    return RouteKey(
+        endpoint=ticket.endpoint,
+        agent_boot=ticket.agent_boot,
+        engine_id=ticket.engine_id,
+        engine_instance=ticket.engine_instance,
+        memory_id=engine.memory_id,
+    )
 
 
 def _placed(memory: EngineMemory) -> dict[int, PlacedRank]:

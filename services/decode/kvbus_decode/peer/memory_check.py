@@ -51,6 +51,7 @@ def check_memory(
             agent_boot=source.agent_boot,
             engine_id=route.prefill.engine_id,
             memory_id=source.memory_id,
+            access=source.access,
             offer_id=offer_id,
             progress_s=progress_s,
         )

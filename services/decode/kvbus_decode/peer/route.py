@@ -5,7 +5,7 @@ Refuses to talk to anybody: a route is made of what handshakes brought.
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import prod
 
 from kvbus.agent.engines.local_engine import LocalEngine
@@ -37,13 +37,15 @@ PER_POSITION = (AxisName.LAYER, AxisName.KV, AxisName.HEAD, AxisName.DIM)
 class Source:
     """One agent that has ranks of the prefill engine, and its memory there.
 
-    ``slot_bytes`` is the largest box that it packs; 0 when it packs none.
+    ``slot_bytes`` is the largest box that it packs; 0 when it packs none. ``access`` is shown in
+    all that is asked about this memory.
     """
 
     peer: Peer
     agent_boot: str
     nixl: NixlMemory
     memory_id: str
+    access: str = field(repr=False)
     slot_bytes: int
     ranks: Mapping[int, PlacedRank]
 

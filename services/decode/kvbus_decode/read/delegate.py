@@ -15,6 +15,7 @@ from kvbus.bus import Call
 from kvbus.errors import ErrorCode, KVBusError, LocalError
 from kvbus.protocol.message import Empty
 from kvbus.protocol.remote_ranks import AbortDelegate, Delegate, Delegated
+from kvbus.protocol.rights import check_right
 from kvbus.protocol.ticket import Ticket
 from kvbus_decode.peer.directory import Peer, PeerDirectory
 from kvbus_decode.peer.handshake import RouteBook
@@ -80,6 +81,7 @@ class DelegateServer:
         """Stop the reading for a fetch; its `Delegate` is answered when that is so."""
         work = self._delegated.get(asked.fetch_id)
         if work is not None:
+            check_right(asked.access, work.asked.access)
             self._stop(work, LocalError("the fetch was aborted", code=ErrorCode.CANCELLED))
         call.reply(Empty())
 
@@ -114,7 +116,7 @@ class DelegateServer:
 
     async def _chunk(self, work: _Delegated) -> Chunk:
         asked, ticket = work.asked, Ticket.from_json(work.asked.ticket)
-        engine = self._agent.engines.part(asked.engine_id, asked.ranks)
+        engine = self._agent.engines.part(asked.engine_id, asked.ranks, access=asked.access)
         work.engine = engine
         check_tables(engine, asked.target, asked.first_token, asked.num_tokens)
         route = await self._route(work, ticket, engine)

@@ -38,6 +38,7 @@ class PackClient:
             table=work.blocks(),
             slot_lease_s=self._config.lease_s,
             token=chunk.token,
+            access=source.access,
             done=command.done,
         )
         timeout_s = max(1e-3, chunk.deadline - self._agent.loop.time())

@@ -53,7 +53,7 @@ class RemoteRanks:
             if isinstance(outcome, RequestTimeout) and leg.state is LegState.DELEGATED:
                 self.abort(command)
 
-        message = AbortDelegate(fetch_id=work.question.fetch_id)
+        message = AbortDelegate(fetch_id=work.question.fetch_id, access=work.other.access)
         work.peer.ask(message, ABORT_TIMEOUT_S, on_reply)  # else it stops at the deadline
 
     def _on_reply(self, command: ev.AskDelegate, done: Delegated | KVBusError) -> None:

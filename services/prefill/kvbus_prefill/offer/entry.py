@@ -3,7 +3,6 @@
 A lease is not a state of its own: an offer that is open or sealed has one live lease or none.
 """
 
-import hmac
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
@@ -11,6 +10,7 @@ from kvbus.errors import ErrorCode, GeometryError, LocalError
 from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import Outcome
 from kvbus.protocol.peer import LeaseEvent, OfferEvent
+from kvbus.protocol.rights import check_right
 from kvbus.table import Context as AnyContext
 from kvbus.table import Story
 from kvbus_prefill.offer import events as ev
@@ -125,14 +125,14 @@ class OfferEntry:
         """Raise `LocalError` (``forbidden``) when what ``event`` shows is not the right to ask."""
         match event:
             case ev.Claimed(secret=secret) | ev.Withdrawn(secret=str(secret)):
-                _check_same(secret, self.opened.secret)
+                check_right(secret, self.opened.secret)
             case ev.Renewed() | ev.Confirmed() | ev.Returned():
                 self.check_token(event.epoch, event.token)
 
     def check_token(self, epoch: int, token: str) -> None:
         """Raise `LocalError` (``forbidden``) when ``token`` is not that of the lease ``epoch``."""
         if self.token and epoch == self.epoch:
-            _check_same(token, self.token)
+            check_right(token, self.token)
 
     def live_lease(self, epoch: int) -> Lease:
         """The lease, if ``epoch`` is its own; raises `LocalError` otherwise.
@@ -208,9 +208,3 @@ class OfferEntry:
         return ev.Publish(
             op, OfferEvent(offer_id=self.offer_id, num_tokens=self.num_tokens, outcome=outcome)
         )
-
-
-def _check_same(shown: str, right: str) -> None:
-    """In a time that does not tell how much of it is the same."""
-    if not hmac.compare_digest(shown.encode(), right.encode()):
-        raise LocalError("that is not yours to ask", code=ErrorCode.FORBIDDEN)

@@ -2,10 +2,11 @@
 
 from kvbus.errors import ErrorCode, KVBusError, LocalError
 from kvbus.protocol.engine import OfferMade
+from kvbus.protocol.rights import check_right
 from kvbus.table import Table
 from kvbus_prefill.offer import events as ev
 from kvbus_prefill.offer.entry import OfferedBox, OfferEntry, OfferLimits, OfferState
-from kvbus_prefill.offer.transitions import TRANSITIONS, Commands
+from kvbus_prefill.offer.transitions import TRANSITIONS, Commands, ended
 
 
 class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
@@ -64,6 +65,14 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         if lease.expires_at <= now:
             raise LocalError("the lease of the offer ended", code=ErrorCode.LEASE_EXPIRED)
         offer.check_box(box)
+
+    def check_reader(self, offer_id: str, secret: str | None) -> str:
+        """The engine of a live offer, for who shows its secret; raises `LocalError`."""
+        offer = self._known(offer_id)
+        check_right(secret, offer.opened.secret)
+        if offer.is_over:
+            raise ended(offer)
+        return offer.opened.engine_id
 
     def _open(self, event: ev.Opened, now: float) -> Commands:
         self._check_admission(event)

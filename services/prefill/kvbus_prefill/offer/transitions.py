@@ -128,7 +128,12 @@ def refuse_sealed(offer: OfferEntry, _event: ev.RequestEvent, _: Context) -> Com
 
 def refuse_ended(offer: OfferEntry, _event: ev.RequestEvent, _: Context) -> Commands:
     """Says what became of the offer."""
-    raise LocalError(
+    raise ended(offer)
+
+
+def ended(offer: OfferEntry) -> LocalError:
+    """What became of an offer that is over."""
+    return LocalError(
         f"the offer is over: {offer.ended_by}",
         code=offer.ended_by,
         offer_id=offer.offer_id,
