@@ -27,6 +27,7 @@ _libc.mmap.argtypes = [
 ]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.sigaction.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
 _libc.fstatfs.argtypes = [ctypes.c_int, ctypes.c_void_p]
 
 
@@ -62,6 +63,12 @@ def file_system_type(fd: int) -> int:
     if _libc.fstatfs(fd, answer) != 0:
         raise _last_error()
     return ctypes.c_long.from_buffer(answer).value
+
+
+def set_signal_action(number: int, new: int, old: int | None) -> None:
+    """Take the ``struct sigaction`` at ``new`` from now on; the one before goes to ``old``."""
+    if _libc.sigaction(number, new, old) != 0:
+        raise _last_error()
 
 
 def _mmap_at(address: int | None, length_bytes: int, flags: int, fd: int) -> int:

@@ -7,14 +7,17 @@ sealed against truncation where the kernel allows that, and its pages are reserv
 import fcntl
 import os
 import stat
+from collections.abc import Callable
+from functools import partial
 
 import numpy as np
 import numpy.typing as npt
 
 from kvbus.errors import ClosedError, SegmentError
 from kvbus.memory import libc
+from kvbus.memory.bus_errors import BusErrors, OnCut
 from kvbus.memory.pages import MappedFile, Pages
-from kvbus.memory.room import check_memory
+from kvbus.memory.room import check_mappings, check_memory
 
 _POPULATE_WITHIN_S = 2.0  # an engine waits for it while it registers
 _MEMORY_FILE_SYSTEMS = {0x01021994: "tmpfs", 0x958458F6: "hugetlbfs"}
@@ -24,8 +27,8 @@ class SegmentMapping(MappedFile):
     """An engine's segment, mapped here; ``discarded`` once its bytes are gone from here.
 
     Takes over ``fd`` and closes it, also when it raises. ``sealed`` is False when the engine can
-    still truncate the file (torch's shared storage cannot be sealed): an engine that does so lets
-    the next access here die of SIGBUS, so an agent may want to refuse such segments. Enters the
+    still truncate the file (torch's shared storage cannot be sealed): then the next access here is
+    SIGBUS, which `survive_cuts` is for. Enters the
     pages into the page table, so that no read has to, for two seconds at most, and takes longer
     when the engine left pages unreserved: an event loop calls it in a thread.
     Raises ``SegmentError``.
@@ -33,8 +36,10 @@ class SegmentMapping(MappedFile):
 
     def __init__(self, fd: int, *, size_bytes: int) -> None:
         self.discarded = False
+        self._unwatch: Callable[[], None] = _nothing
         self.size_bytes = size_bytes
         try:
+            check_mappings()
             self.sealed = _seal_against_shrinking(fd)
             _check_file(fd, size_bytes)
             _reserve_holes(fd, size_bytes)
@@ -48,6 +53,15 @@ class SegmentMapping(MappedFile):
             ) from error
         finally:
             os.close(fd)
+
+    def survive_cuts(self, bus_errors: BusErrors, on_cut: OnCut) -> None:
+        """Have this process live when the engine truncates the file; ``on_cut`` is told of it.
+
+        Zeros take the place of all of the segment then, as after `discard`.
+        """
+        pages = self._mapped()
+        bus_errors.watch(pages.address, pages.length_bytes, on_cut)
+        self._unwatch = partial(bus_errors.unwatch, pages.address)
 
     def view(self) -> npt.NDArray[np.uint8]:
         """As every mapping; none of an engine that is gone."""
@@ -66,10 +80,19 @@ class SegmentMapping(MappedFile):
         if not self.discarded:
             pages.discard()
             self.discarded, self._tensor = True, None
+            self._unwatch()
 
     def unmap(self) -> None:
         """`close`, which no transfer may be in flight for: `discard` is for that."""
         self.close()
+
+    def close(self) -> None:
+        """As every mapping."""
+        super().close()
+        self._unwatch()
+
+
+def _nothing() -> None: ...
 
 
 def _seal_against_shrinking(fd: int) -> bool:

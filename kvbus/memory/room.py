@@ -6,8 +6,9 @@ out-of-memory killer, which may choose any process of the machine.
 
 from pathlib import Path
 
-from kvbus.errors import SegmentError
+from kvbus.errors import ErrorCode, SegmentError
 
+_USABLE_MAPPINGS_PERCENT = 75
 _USABLE_PERCENT = 95  # of the memory that is available: the last of it belongs to the machine
 
 
@@ -20,6 +21,22 @@ def check_memory(size_bytes: int) -> None:
             "available; make the KV cache smaller or free memory",
             size_bytes=size_bytes,
             available_bytes=room_bytes,
+        )
+
+
+def check_mappings() -> None:
+    """Raise ``SegmentError`` (busy) when this process may soon map nothing more.
+
+    Then even memory that a thread or a library needs is refused, and the process ends.
+    """
+    most = int(Path("/proc/sys/vm/max_map_count").read_text(encoding="ascii"))
+    num_mappings = Path("/proc/self/maps").read_bytes().count(b"\n")
+    if num_mappings * 100 > most * _USABLE_MAPPINGS_PERCENT:
+        raise SegmentError(
+            f"this process has {num_mappings} mappings, and the machine allows {most} "
+            "(vm.max_map_count): pass fewer and larger segments, or raise it",
+            code=ErrorCode.BUSY,
+            num_mappings=num_mappings,
         )
 
 

@@ -256,3 +256,13 @@ print("torch" in sys.modules)
     )
 
     assert result.stdout.strip() == "False"
+
+
+def test_a_process_that_may_soon_map_nothing_more_refuses_segments_as_busy(
+    child_command: Callable[..., list[str]],
+) -> None:
+    ended = subprocess.run(
+        child_command("many_mappings"), capture_output=True, text=True, timeout=60, check=True
+    )
+
+    assert ended.stdout == "busy True\n"

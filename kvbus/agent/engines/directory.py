@@ -4,20 +4,23 @@ Refuses two engines under one id, processes of one engine that disagree about it
 a process that did not attach. An engine is lost as a whole when any of its processes ends.
 """
 
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import structlog
 from anyio.abc import TaskGroup
 
 from kvbus.agent.engines.local_engine import EngineProcess, LocalEngine, engine_lost, not_here
+from kvbus.agent.engines.memory_return import MemoryReturn
+from kvbus.agent.engines.segment_intake import SegmentIntake
 from kvbus.agent.process.guard import guarded
 from kvbus.agent.process.identity import AgentIdentity
 from kvbus.agent.staging.devices import StagingDevices
 from kvbus.bus import Call, RequestServer
-from kvbus.errors import ErrorCode, KVBusError, LocalError, ProtocolError
+from kvbus.errors import ErrorCode, LocalError, ProtocolError
 from kvbus.geometry import validate_engine, validate_rank
 from kvbus.memory.attach import AttachConnection
+from kvbus.memory.bus_errors import BusErrors
 from kvbus.protocol.attach import Hello, PassCuda, PassSegment
 from kvbus.protocol.engine import AwaitReady, Detach, Register
 from kvbus.protocol.message import Empty, Message, from_body, to_body
@@ -28,14 +31,12 @@ log = structlog.get_logger()
 
 
 EngineHook = Callable[[LocalEngine], None]
-Quiesce = Callable[[LocalEngine], Awaitable[None]]
 
 
 class EngineDirectory:
     """All local engines; the agent's attach handler, and the handler of registration requests.
 
-    ``on_ready`` and ``on_lost`` are told of engines. ``copied`` returns when no copy can touch the
-    memory of a lost engine any more, ``quiesce`` when no transfer can either.
+    ``on_ready`` and ``on_lost`` are told of engines, ``memory`` takes back what they passed.
     """
 
     def __init__(
@@ -43,18 +44,22 @@ class EngineDirectory:
         *,
         transport: Transport,
         staging: StagingDevices,
+        memory: MemoryReturn,
+        bus_errors: BusErrors,
+        max_process_segments: int,
         tasks: TaskGroup,
         on_ready: EngineHook,
         on_lost: EngineHook,
-        copied: Quiesce,
-        quiesce: Quiesce,
     ) -> None:
         self.engines: dict[str, LocalEngine] = {}
         self.identity: AgentIdentity | None = None
         self.server: RequestServer | None = None
-        self._transport, self._tasks, self._staging = transport, tasks, staging
+        self._transport, self._tasks = transport, tasks
+        self._memory = memory
+        self._intake = SegmentIntake(
+            staging, bus_errors, max_segments=max_process_segments, on_cut=self._lose_cut
+        )
         self._on_ready, self._on_lost = on_ready, on_lost
-        self._copied, self._quiesce = copied, quiesce
         self._by_connection: dict[AttachConnection, EngineProcess] = {}
         self._by_boot: dict[str, EngineProcess] = {}
 
@@ -69,14 +74,10 @@ class EngineDirectory:
             return to_body(self._greet(connection, from_body(Hello, body)))
         if op == PassSegment.op:
             segment, process = from_body(PassSegment, body), self._greeted(connection)
-            passed = await process.segments.take(segment, fds, self._staging)
-            if not passed.sealed:
-                segment_id = segment.segment_id
-                log.info("segment.unsealed", engine_id=process.engine_id, segment_id=segment_id)
-            return to_body(passed)
+            return to_body(await self._intake.take(process, segment, fds))
         if op == PassCuda.op:
             cuda, process = from_body(PassCuda, body), self._greeted(connection)
-            return to_body(await process.segments.take_cuda(cuda, self._staging))
+            return to_body(await self._intake.take_cuda(process, cuda))
         raise ProtocolError(f"no attach message '{op}'", code=ErrorCode.UNKNOWN_OP)
 
     def on_attach_closed(self, connection: AttachConnection) -> None:
@@ -91,7 +92,7 @@ class EngineDirectory:
         if process.engine is not None:
             self._lose(process.engine, meant=process.detaching)
         else:
-            self._tasks.start_soon(self._free, [process], None)
+            self._tasks.start_soon(self._memory.give_back, [process])
 
     def admit(self, call: Call) -> None:
         """Who has not said hello on the attach socket may ask for the status, and no more.
@@ -203,6 +204,12 @@ class EngineDirectory:
             raise LocalError("say hello first", code=ErrorCode.NOT_REGISTERED)
         return process
 
+    def _lose_cut(self, process: EngineProcess) -> None:
+        """The KV of an engine is gone, by its own doing."""
+        if process.engine is not None:
+            self._lose(process.engine, meant=False)
+        process.connection.hang_up()
+
     def _join(self, process: EngineProcess, wanted: Register) -> LocalEngine:
         spec = wanted.engine
         validate_engine(spec)
@@ -282,21 +289,4 @@ class EngineDirectory:
         for process in engine.processes:
             process.segments.discard()
             process.connection.hang_up()
-        self._tasks.start_soon(self._free, list(engine.processes), engine)
-
-    async def _free(self, processes: list[EngineProcess], engine: LocalEngine | None) -> None:
-        """Nothing but copies of ours touches unregistered memory: that goes first."""
-        if engine is not None:
-            await self._copied(engine)
-        staged = [process for process in processes if not process.segments.direct]
-        await self._unmap(staged)
-        if engine is not None and len(staged) < len(processes):
-            await self._quiesce(engine)
-        await self._unmap([process for process in processes if process.segments.direct])
-
-    async def _unmap(self, processes: list[EngineProcess]) -> None:
-        for process in processes:
-            try:
-                await process.segments.unmap(self._transport)
-            except KVBusError as error:
-                log.error("segment.kept", engine_id=process.engine_id, error=error.message)
+        self._tasks.start_soon(self._memory.give_back, list(engine.processes), engine)

@@ -17,7 +17,7 @@ from kvbus.errors import ErrorCode, KVBusError, LocalError, ProtocolError
 from kvbus.geometry import AxisName, EngineSpec, RankSpec
 from kvbus.memory.mapping import SegmentMapping
 from kvbus.planning import PlacedRank
-from kvbus.protocol.attach import PassCuda, PassSegment, SegmentPassed
+from kvbus.protocol.attach import PassCuda, PassSegment
 from kvbus.protocol.message import Empty
 from kvbus.transport import Registration, Transport
 
@@ -85,7 +85,7 @@ class Segments:
 
     async def take(
         self, segment: PassSegment, fds: list[int], staging: StagingDevices
-    ) -> SegmentPassed:
+    ) -> SegmentMapping:
         """Map the one descriptor of ``fds``, in a thread, as reserving its pages can take long.
 
         Raises `ProtocolError`, `SegmentError`, `LocalError`, and `ConfigError` for unregistered
@@ -104,7 +104,7 @@ class Segments:
             raise _ended()
         self._keep(segment.segment_id, mapping, HOST)
         self.direct &= direct
-        return SegmentPassed(sealed=mapping.sealed)
+        return mapping
 
     async def take_cuda(self, segment: PassCuda, staging: StagingDevices) -> Empty:
         """Open memory of a GPU, in a thread, and have slots for that GPU.

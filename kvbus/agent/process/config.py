@@ -87,6 +87,16 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_engine_processes: Annotated[
         Bound, Meta(description="Most attach connections of local engines at a time.")
     ] = 64
+    max_process_connections: Annotated[
+        Bound,
+        Meta(
+            description="Most of these that one process may have: its control session and one for "
+            "each rank that it holds."
+        ),
+    ] = 32
+    max_process_segments: Annotated[
+        Bound, Meta(description="Most segments of memory on one attach connection.")
+    ] = 4096
     staging_bytes: Annotated[
         int,
         Meta(

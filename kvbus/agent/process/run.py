@@ -48,6 +48,7 @@ async def run_agent(
             staging = await StagingDevices.open(config, transport)
             async with anyio.create_task_group() as tasks:
                 runtime = Runtime(role, config, boot, transport, tasks, staging, interfaces)
+                runtime.bus_errors.install()  # until the process ends; UCX has its handler by now
                 await runtime.start(context, make_service)
                 _settle_interpreter()
                 await runtime.stop_when_told(signals)

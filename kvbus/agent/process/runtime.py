@@ -15,6 +15,7 @@ from anyio.abc import TaskGroup
 
 from kvbus.agent.engines.directory import EngineDirectory
 from kvbus.agent.engines.local_engine import LocalEngine
+from kvbus.agent.engines.memory_return import MemoryReturn
 from kvbus.agent.process.bus_readings import BUS_READINGS, bus_readings
 from kvbus.agent.process.config import AgentConfig, advertised
 from kvbus.agent.process.data_plane import DataPlane
@@ -25,6 +26,7 @@ from kvbus.agent.staging.devices import StagingDevices
 from kvbus.bus import BusContext, Call, EventPublisher, RequestServer
 from kvbus.errors import ErrorCode, KVBusError
 from kvbus.memory.attach import AttachConnection, AttachServer
+from kvbus.memory.bus_errors import BusErrors
 from kvbus.protocol.engine import AgentRole, AwaitReady, Detach, Register
 from kvbus.protocol.peer import AgentStatus, EngineEvent, Status
 from kvbus.transport import Transport
@@ -56,6 +58,7 @@ class Runtime:
     tasks: TaskGroup
     staging: StagingDevices
     interfaces: tuple[str, ...]
+    bus_errors: BusErrors = field(default_factory=BusErrors)
     metrics: AgentMetrics = field(default_factory=AgentMetrics)
     draining: bool = False
     _service: Service | None = None
@@ -87,11 +90,12 @@ class Runtime:
         engines = EngineDirectory(
             transport=self.transport,
             staging=self.staging,
+            memory=MemoryReturn(self.transport, lambda: self.service),
+            bus_errors=self.bus_errors,
+            max_process_segments=self.config.max_process_segments,
             tasks=self.tasks,
             on_ready=self._on_engine_ready,
             on_lost=self._on_engine_lost,
-            copied=self._copied,
-            quiesce=self._quiesce,
         )
         attach = await self._listen(engines)
         sockets = self._bind(context, engines)
@@ -116,6 +120,7 @@ class Runtime:
             self._on_attach_message(engines),
             engines.on_attach_closed,
             max_connections=self.config.max_engine_processes,
+            max_process_connections=self.config.max_process_connections,
         )
         await self.tasks.start(attach.serve)
         return attach
@@ -263,12 +268,6 @@ class Runtime:
     def _on_engine_lost(self, engine: LocalEngine) -> None:
         self._publish_engine("engine.lost", engine)
         self.service.on_engine_lost(engine)
-
-    async def _copied(self, engine: LocalEngine) -> None:
-        await self.service.copied(engine)
-
-    async def _quiesce(self, engine: LocalEngine) -> None:
-        await self.service.quiesce(engine)
 
     def _publish_engine(self, op: str, engine: LocalEngine) -> None:
         body = EngineEvent(engine_id=engine.engine_id, engine_instance=engine.instance)

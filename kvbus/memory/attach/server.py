@@ -69,6 +69,7 @@ class AttachServer:
         *,
         allowed_uids: Collection[int] | None = None,
         max_connections: int = 64,
+        max_process_connections: int = 32,
         frame_timeout_s: float = 10.0,
     ) -> None:
         self.path = Path(path)
@@ -77,6 +78,7 @@ class AttachServer:
         self._on_closed = on_closed
         self._allowed_uids = frozenset({os.getuid()} if allowed_uids is None else allowed_uids)
         self._max_connections = max_connections
+        self._max_process_connections = max_process_connections
         self._frame_timeout_s = frame_timeout_s
         self._connections: set[AttachConnection] = set()
 
@@ -115,6 +117,15 @@ class AttachServer:
             self.counts.num_refused_busy += 1
             return LocalError(
                 f"all {self._max_connections} attach connections are in use", code=ErrorCode.BUSY
+            )
+        limit, pid = self._max_process_connections, peer.pid
+        # 0 is any process of another container, which the kernel does not name here
+        if pid and sum(other.peer.pid == pid for other in self._connections) >= limit:
+            self.counts.num_refused_busy += 1
+            return LocalError(
+                f"process {pid} has {limit} attach connections, which is the limit "
+                "(max_process_connections)",
+                code=ErrorCode.BUSY,
             )
         return None
 

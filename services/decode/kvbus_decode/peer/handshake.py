@@ -125,6 +125,13 @@ class RouteBook:
             )
         )
 
+    def forget_connection(self, agent_boot: str) -> None:
+        """UCX has given up a connection of routes from this agent: they, and it, are made anew."""
+        for route in [route for key, route in self._routes.items() if key.agent_boot == agent_boot]:
+            for source in route.sources:
+                source.peer.broken_agents.add(source.nixl_agent)
+        self._keep_only(lambda key, _: key.agent_boot != agent_boot)
+
     def forget_engine(self, engine: LocalEngine) -> None:
         """Drop the routes into an engine that is gone."""
         memory_id = engine.memory_id

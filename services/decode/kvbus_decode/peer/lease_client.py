@@ -150,10 +150,13 @@ class LeaseClient(EventListener):
     def release(self, command: ev.SendRelease) -> None:
         """Return a lease; when that fails, it ends by itself.
 
-        The route may be why the fetch failed: a rank at another agent may have come back.
+        The route may be why the fetch failed: a rank at another agent may have come back, or the
+        connection is broken, which all routes to that agent share.
         """
         if command.code is not ErrorCode.CANCELLED:
             self.routes.forget_multi_agent(command.ticket)
+        if command.code is ErrorCode.PEER_LOST:
+            self.routes.forget_connection(command.ticket.agent_boot)
         peer = self.peers.find(command.ticket.endpoint)
         if peer is None:
             return

@@ -5,7 +5,7 @@ a peer's registrations, and does not find what lies where another one was.
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 import anyio
@@ -63,12 +63,13 @@ class NixlPeers:
         """Make ``new`` known; ``live`` is what else of the peer is in use.
 
         Fabrics with keys refuse a region that is registered again, after its engine restarted, and
-        NIXL has then dropped the peer: it is made again as well. Raises `KVBusError`, with ``busy``
-        when transfers from the peer do not end before ``deadline``.
+        NIXL has then dropped the peer: it is made again as well. So is one that UCX has given up,
+        as it does when a READ finds no memory: NIXL goes on with what is broken. Raises
+        `KVBusError`, with ``busy`` when transfers from the peer do not end before ``deadline``.
         """
         async with peer.nixl_turn:
             known = peer.nixl_agents.get(new.agent)
-            if known is None or not (new.misfits(known) or len(known) >= MAX_EXTENTS):
+            if known is None or self._is_usable(peer, new, known):
                 try:
                     await self._load(peer, new)
                 except TransferFailed:
@@ -83,12 +84,18 @@ class NixlPeers:
                     await self._load(peer, memory)
             await self._load(peer, new)
 
+    @staticmethod
+    def _is_usable(peer: Peer, new: NixlMemory, known: Collection[Extent]) -> bool:
+        """Whether what NIXL has of the agent can be added to."""
+        is_broken = new.agent in peer.broken_agents
+        return not (is_broken or new.misfits(known) or len(known) >= MAX_EXTENTS)
+
     async def forget(self, peer: Peer, names: Iterable[str]) -> None:
         """Remove agents of earlier processes; one that still writes to us has to stay."""
         for name in names:
             try:
                 await asyncio.wrap_future(self._transport.remove_peer(name))
-                peer.nixl_agents.pop(name, None)
+                _drop(peer, name)
             except KVBusError as error:
                 log.warning("peer.kept", peer=peer.endpoint, nixl_agent=name, reason=error.message)
 
@@ -113,4 +120,9 @@ class NixlPeers:
                 if error.code is not ErrorCode.BUSY or anyio.current_time() >= deadline:
                     raise
             await anyio.sleep(RETRY_S)
-        peer.nixl_agents.pop(name, None)
+        _drop(peer, name)
+
+
+def _drop(peer: Peer, name: str) -> None:
+    peer.nixl_agents.pop(name, None)
+    peer.broken_agents.discard(name)

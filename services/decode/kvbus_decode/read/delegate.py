@@ -200,7 +200,10 @@ class DelegateServer:
         for peer in work.peers:
             self._peers.release(peer)
         if error is not None and work.chunk is not None:
-            self._routes.forget(work.chunk.route)
+            route = work.chunk.route
+            self._routes.forget(route)
+            if error.code is ErrorCode.PEER_LOST:
+                self._routes.forget_connection(route.home.agent_boot)
         if work.engine is not None and work.engine.lost:
             error = engine_lost()
         if error is not None or work.ended is None:

@@ -1,0 +1,55 @@
+"""An engine that truncates the file of its memory while a handoff is under way.
+
+    cutting_engine.py ATTACH ENGINE_ID ROLE [TICKET]
+
+ROLE is prefill or decode, or staged-prefill and staged-decode for unregistered memory. Prints the
+ticket of its offer, or nothing once its fetch of TICKET is on its way. Truncates when it is told a
+line, says so, and touches the memory no more.
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+import anyio
+
+from kvbus.engine import DecodeSession, PrefillSession
+from tests.engines import LARGE, NUM_LARGE_BLOCKS, engine, make_spec
+from tests.memories import Memory
+
+NUM_TOKENS = NUM_LARGE_BLOCKS * LARGE.block_size
+BLOCKS = {"full": list(range(NUM_LARGE_BLOCKS))}
+
+
+def cut() -> None:
+    """Truncate what torch has in shared memory, which cannot be sealed."""
+    for fd in Path("/proc/self/fd").iterdir():
+        if fd.is_symlink() and fd.readlink().name.startswith("torch_"):
+            os.ftruncate(int(fd.name), 0)
+
+
+async def main(
+    attach: Path, engine_id: str, memory: Memory, ticket: dict[str, object] | None
+) -> None:
+    kind = PrefillSession if ticket is None else DecodeSession
+    spec = make_spec(groups=(LARGE,), engine_id=engine_id)
+    async with engine(
+        kind, attach, spec, memory=memory, num_blocks=NUM_LARGE_BLOCKS, seed=1
+    ) as mine:
+        if ticket is None:
+            offer = await mine.prefill.offer("r", num_tokens=NUM_TOKENS, block_ids=BLOCKS)
+            print(json.dumps(offer.ticket), flush=True)
+        else:
+            mine.decode.fetch(ticket, num_tokens=NUM_TOKENS, block_ids=BLOCKS)
+            print("{}", flush=True)
+        await anyio.to_thread.run_sync(sys.stdin.readline)
+        cut()
+        print('"cut"', flush=True)
+        os.close(1)
+        await anyio.sleep_forever()
+
+
+attach_path, name, role, *rest = sys.argv[1:]
+memory = Memory(apart=True, direct=not role.startswith("staged-"))
+anyio.run(main, Path(attach_path), name, memory, json.loads(rest[0]) if rest else None)
