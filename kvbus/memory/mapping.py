@@ -28,9 +28,9 @@ class SegmentMapping(MappedFile):
 
     Takes over ``fd`` and closes it, also when it raises. ``sealed`` is False when the engine can
     still truncate the file (torch's shared storage cannot be sealed): then the next access here is
-    SIGBUS, which `survive_cuts` is for. Enters the
-    pages into the page table, so that no read has to, for two seconds at most, and takes longer
-    when the engine left pages unreserved: an event loop calls it in a thread.
+    SIGBUS, which `survive_cuts` is for. Enters the pages into the page table, so that no read has
+    to, for two seconds at most, and takes longer when the engine left pages unreserved: an event
+    loop calls it in a thread.
     Raises ``SegmentError``.
     """
 
