@@ -115,7 +115,8 @@ async def test_a_killed_prefill_engine_fails_its_reader_and_its_memory_is_gone(
         ) as source:
             assert await works(source, target)
         old = target.decode.fetch(ticket, num_tokens=0, block_ids={"full": []})
-        assert (await failure_of(old)).code in (ErrorCode.STALE, ErrorCode.ENGINE_UNKNOWN)
+        gone = (ErrorCode.STALE, ErrorCode.ENGINE_UNKNOWN, ErrorCode.ENGINE_LOST)
+        assert (await failure_of(old)).code in gone
 
 
 @pytest.mark.parametrize("role", ["decode", "staged-decode"])
