@@ -227,6 +227,7 @@ class PlayedAgent:
             self._router.send_multipart([identity, write_map(fields)])
             return
         self.book.expect("frames.boot", True, known)
+        self._look_at_secret(session, request.secret)
         session.identity = identity
         asked = self._take_note(session, frame, read)
         if asked.reply is not None and not self.silent:
@@ -236,6 +237,16 @@ class PlayedAgent:
         elif len(asked.times) == 1 and asked.op not in self.held and not self.silent:
             self.answer(asked)
             self._answer_ready()
+
+    def _look_at_secret(self, session: Session, secret: str) -> None:
+        if session.secret is None:
+            shared = [one for one in self.sessions if secret and one.secret == secret]
+            told = secret in {session.boot, self.boot}
+            seen = "it is that of another session, or a boot id"
+            self.book.expect("frames.secret", not shared and not told, seen)
+            session.secret = secret
+        changed = "a session that has one secret sends another, or none"
+        self.book.expect("frames.secret", secret == session.secret, changed)
 
     def _take_note(self, session: Session, frame: bytes, read: ReadFrame) -> Asked:
         request, now = read.request, time.monotonic()

@@ -30,6 +30,7 @@ FRAMES = (
     Rule("frames.maps", "frames", "Maps have strings as keys, none twice; no extension types."),
     Rule("frames.envelope", "the-envelope", "A request has v, op, id, boot and body."),
     Rule("frames.boot", "boot-ids", "The boot id is that of a live attach connection."),
+    Rule("frames.secret", "boot-ids", "A session has one secret, which nobody else has."),
     Rule("frames.body", "engine-socket", "The body has the fields and types of the page."),
 )
 REQUESTS = (

@@ -92,6 +92,7 @@ class Session:
     boot: str
     connection: Connection
     identity: bytes = b""
+    secret: str | None = None
     asked: dict[int, Asked] = field(default_factory=dict)
     last_id: int = -1
     registered: Register | None = None

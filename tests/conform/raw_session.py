@@ -2,6 +2,7 @@
 
 import array
 import os
+import random
 import socket
 import struct
 import sys
@@ -77,10 +78,11 @@ class Session:
         self.boot = boot or uuid.uuid4().hex
         if FLAW == "same_boot":
             self.boot = "always" + str(rank)
+        self.secret = self.boot if FLAW == "told_secret" else uuid.uuid4().hex
         self.attach = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.attach.set_inheritable(FLAW == "inherited")
         self.attach.connect(ATTACH)
-        self.next_id, self.waiting, self.upto, self.agent = 1, {}, 0, None
+        self.next_id, self.waiting, self.upto, self.agent = random.getrandbits(48), {}, 0, None
         if FLAW == "falling_ids":
             self.next_id = 1_000_000
         self.heard = time.monotonic()
@@ -134,6 +136,7 @@ class Session:
 
     def ask(self, op, body, on_reply=None, timeout_s=60.0):
         envelope = {"v": 1, "op": op, "id": self.next_id, "boot": self.boot, "body": body}
+        envelope["secret"] = uuid.uuid4().hex if FLAW == "new_secrets" else self.secret
         if FLAW == "no_version":
             envelope.pop("v")
         if FLAW == "other_boot":

@@ -33,6 +33,8 @@ FLAWS = {
     "double_key": ("stop", "frames.maps"),
     "no_version": ("stop", "frames.envelope"),
     "other_boot": ("stop", "frames.boot"),
+    "new_secrets": ("stop", "frames.secret"),
+    "told_secret": ("stop", "frames.secret"),
     "text_ids": ("other_order", "frames.body"),
     "falling_ids": ("other_order", "requests.ids"),
     "changed_repeats": ("lost_reply", "requests.same_frame"),

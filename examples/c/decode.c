@@ -1,0 +1,143 @@
+/* The decode role: fetches what it is told to, looks at the KV, and gives the blocks back. */
+#include "engine.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { MAX_JOBS = 64, MAX_ID = 64 };
+
+const char *const ENGINE_ID = "c-decode";
+const unsigned BLOCK_SIZE = 24;
+const bool HEADS_BEFORE_TOKENS = true;
+
+typedef struct {
+    long name; /* 0: this place is free */
+    unsigned first_token, num_tokens;
+    bool is_over; /* told, but its blocks are not free yet */
+    blocks table;
+    char fetch_id[MAX_ID];
+} job;
+
+static job jobs[MAX_JOBS];
+
+static job *find(long name) {
+    for (job *j = jobs; j < jobs + MAX_JOBS; j++)
+        if (j->name == name)
+            return j;
+    return NULL;
+}
+
+static void give_back(job *j) {
+    blocks_free(&j->table);
+    j->name = 0;
+}
+
+static void on_taken(void *which, const msgpack_object *ok, const char *refused) {
+    job *j = which;
+    (void)ok;
+    if (refused) {
+        tell("refused", j->name, refused);
+        give_back(j);
+    }
+}
+
+static void fetch(long name, const char *rest) {
+    job *j = find(0);
+    int used = 0;
+    msgpack_sbuffer body;
+    msgpack_packer pk;
+    begin(&body, &pk);
+    if (!j) {
+        tell("refused", name, "busy");
+        return;
+    }
+    memset(j, 0, sizeof *j);
+    j->name = name;
+    if (sscanf(rest, "%u %u %n", &j->first_token, &j->num_tokens, &used) < 2 ||
+        j->num_tokens > MAX_TOKENS)
+        return on_taken(j, NULL, "too_many_tokens");
+    /* Exactly the blocks that hold the positions, and none when there are no positions. */
+    bool has_tokens = j->num_tokens > j->first_token;
+    unsigned stop = (j->num_tokens + BLOCK_SIZE - 1) / BLOCK_SIZE;
+    j->table.first = j->first_token / BLOCK_SIZE;
+    if (has_tokens && !blocks_take(&j->table, stop - j->table.first))
+        return on_taken(j, NULL, "too_few_blocks");
+    snprintf(j->fetch_id, MAX_ID, "fetch-%ld-%.6f", name, now()); /* never used again */
+    msgpack_pack_map(&pk, 5);
+    pack_text(&pk, "fetch_id"), pack_text(&pk, j->fetch_id);
+    pack_text(&pk, "first_token"), msgpack_pack_uint32(&pk, j->first_token);
+    pack_text(&pk, "num_tokens"), msgpack_pack_uint32(&pk, j->num_tokens);
+    pack_text(&pk, "tables"), blocks_pack(&pk, &j->table, 0);
+    pack_text(&pk, "ticket");
+    if (ticket_pack(&pk, rest + used))
+        ask(control, "fetch", &body, on_taken, j);
+    else
+        on_taken(j, NULL, "bad_ticket");
+    msgpack_sbuffer_destroy(&body);
+}
+
+static void on_cancelled(void *which, const msgpack_object *ok, const char *refused) {
+    (void)which, (void)ok, (void)refused; /* `fetched` tells how the fetch ends */
+}
+
+static void cancel(long name) {
+    job *j = find(name);
+    if (!j)
+        return;
+    msgpack_sbuffer body;
+    msgpack_packer pk;
+    begin(&body, &pk);
+    msgpack_pack_map(&pk, 1);
+    pack_text(&pk, "fetch_id"), pack_text(&pk, j->fetch_id);
+    ask(control, "cancel", &body, on_cancelled, j);
+    msgpack_sbuffer_destroy(&body);
+}
+
+void on_line(char *line) {
+    char word[16];
+    long name;
+    int used = 0;
+    if (sscanf(line, "%15s %ld %n", word, &name, &used) < 2)
+        return;
+    if (!strcmp(word, "fetch"))
+        fetch(name, line + used);
+    else if (!strcmp(word, "cancel"))
+        cancel(name);
+}
+
+/* Only now may the KV be used, and only when it is `completed`. */
+static void on_fetched(job *j, const msgpack_object *body) {
+    char outcome[64], rest[128];
+    copy_text(get(body, "outcome"), outcome, sizeof outcome);
+    snprintf(rest, sizeof rest, "%s", outcome);
+    if (!strcmp(outcome, "completed"))
+        snprintf(rest, sizeof rest, "%s %zu", outcome,
+                 numbers_wrong(j->name, &j->table, j->first_token, j->num_tokens));
+    tell("fetched", j->name, rest);
+    const msgpack_object *are_free = get(body, "blocks_free");
+    if (are_free && are_free->type == MSGPACK_OBJECT_BOOLEAN && are_free->via.boolean)
+        give_back(j);
+    else
+        j->is_over = true;
+}
+
+void on_notice(const char *op, const msgpack_object *body) {
+    for (job *j = jobs; j < jobs + MAX_JOBS; j++)
+        if (j->name && is_text(get(body, "fetch_id"), j->fetch_id)) {
+            if (!strcmp(op, "fetched"))
+                on_fetched(j, body);
+            else if (!strcmp(op, "blocks_freed"))
+                give_back(j);
+            return;
+        }
+}
+
+void on_lost(void) {
+    for (job *j = jobs; j < jobs + MAX_JOBS; j++)
+        if (j->name) {
+            if (!j->is_over)
+                tell("fetched", j->name, "lost");
+            give_back(j);
+        }
+}

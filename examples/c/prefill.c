@@ -1,0 +1,170 @@
+/* The prefill role: offers what it is told to, and gets the blocks back when they are released. */
+#include "engine.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+enum { MAX_JOBS = 64, MAX_COUNTS = 16, MAX_ID = 300 };
+
+const char *const ENGINE_ID = "c-prefill";
+const unsigned BLOCK_SIZE = 16;
+const bool HEADS_BEFORE_TOKENS = false;
+
+typedef struct {
+    long name; /* 0: this place is free */
+    unsigned counts[MAX_COUNTS], num_counts, step, ready;
+    blocks table;
+    char offer_id[MAX_ID];
+} job;
+
+static job jobs[MAX_JOBS];
+
+static void end(job *j, const char *word, const char *rest) {
+    tell(word, j->name, rest);
+    blocks_free(&j->table);
+    j->name = 0;
+}
+
+static job *find(long name) {
+    for (job *j = jobs; j < jobs + MAX_JOBS; j++)
+        if (j->name == name)
+            return j;
+    return NULL;
+}
+
+/* Compute the next tokens of a request: their KV is in the blocks when this returns. */
+static bool compute(job *j) {
+    unsigned count = j->counts[j->step];
+    unsigned wanted = (count + BLOCK_SIZE - 1) / BLOCK_SIZE;
+    if (count > MAX_TOKENS || !blocks_take(&j->table, wanted - j->table.count))
+        return false;
+    numbers_write(j->name, &j->table, j->ready, count);
+    j->ready = count;
+    return true;
+}
+
+static void go_on(job *j);
+
+static void on_answer(void *which, const msgpack_object *ok, const char *refused) {
+    job *j = which;
+    (void)ok;
+    if (j->name && !refused)
+        go_on(j);
+}
+
+static void on_last_answer(void *which, const msgpack_object *ok, const char *refused) {
+    (void)which, (void)ok, (void)refused; /* `released` tells how the offer ends */
+}
+
+/* Announce what comes after the first tokens, one step after the reply to the other. */
+static void go_on(job *j) {
+    msgpack_sbuffer body;
+    msgpack_packer pk;
+    begin(&body, &pk);
+    unsigned before = j->table.count;
+    if (j->num_counts == 1)
+        return;
+    if (++j->step < j->num_counts && compute(j)) {
+        bool has_new = j->table.count > before;
+        msgpack_pack_map(&pk, has_new ? 3 : 2);
+        pack_text(&pk, "offer_id"), pack_text(&pk, j->offer_id);
+        pack_text(&pk, "num_tokens"), msgpack_pack_uint32(&pk, j->ready);
+        if (has_new)
+            pack_text(&pk, "tables"), blocks_pack(&pk, &j->table, before);
+        ask(control, "extend", &body, on_answer, j);
+    } else {
+        msgpack_pack_map(&pk, 1);
+        pack_text(&pk, "offer_id"), pack_text(&pk, j->offer_id);
+        ask(control, "seal", &body, on_last_answer, j);
+    }
+    msgpack_sbuffer_destroy(&body);
+}
+
+static void on_offered(void *which, const msgpack_object *ok, const char *refused) {
+    job *j = which;
+    if (refused) {
+        end(j, "refused", refused);
+        return;
+    }
+    copy_text(get(ok, "offer_id"), j->offer_id, MAX_ID);
+    printf("ticket %ld ", j->name);
+    ticket_print(get(ok, "ticket"));
+    go_on(j);
+}
+
+static void offer(long name, char *rest) {
+    job *j = find(0);
+    char request_id[32], *end_of_number;
+    if (!j) {
+        tell("refused", name, "busy");
+        return;
+    }
+    memset(j, 0, sizeof *j);
+    j->name = name;
+    for (unsigned long count; j->num_counts < MAX_COUNTS; rest = end_of_number) {
+        count = strtoul(rest, &end_of_number, 10);
+        if (end_of_number == rest)
+            break;
+        j->counts[j->num_counts++] = (unsigned)count;
+    }
+    if (!compute(j)) {
+        end(j, "refused", "too_few_blocks");
+        return;
+    }
+    snprintf(request_id, sizeof request_id, "%ld", name);
+    msgpack_sbuffer body;
+    msgpack_packer pk;
+    begin(&body, &pk);
+    msgpack_pack_map(&pk, 4);
+    pack_text(&pk, "request_id"), pack_text(&pk, request_id);
+    pack_text(&pk, "num_tokens"), msgpack_pack_uint32(&pk, j->ready);
+    pack_text(&pk, "tables"), blocks_pack(&pk, &j->table, 0);
+    pack_text(&pk, "sealed");
+    j->num_counts == 1 ? msgpack_pack_true(&pk) : msgpack_pack_false(&pk);
+    ask(control, "offer", &body, on_offered, j);
+    msgpack_sbuffer_destroy(&body);
+}
+
+static void withdraw(long name) {
+    job *j = find(name);
+    if (!j)
+        return;
+    msgpack_sbuffer body;
+    msgpack_packer pk;
+    begin(&body, &pk);
+    msgpack_pack_map(&pk, 1);
+    pack_text(&pk, "offer_id"), pack_text(&pk, j->offer_id);
+    ask(control, "withdraw", &body, on_last_answer, j);
+    msgpack_sbuffer_destroy(&body);
+}
+
+void on_line(char *line) {
+    char word[16];
+    long name;
+    int used = 0;
+    if (sscanf(line, "%15s %ld%n", word, &name, &used) < 2)
+        return;
+    if (!strcmp(word, "offer"))
+        offer(name, line + used);
+    else if (!strcmp(word, "withdraw"))
+        withdraw(name);
+}
+
+void on_notice(const char *op, const msgpack_object *body) {
+    if (strcmp(op, "released"))
+        return;
+    char outcome[32];
+    copy_text(get(body, "outcome"), outcome, sizeof outcome);
+    for (job *j = jobs; j < jobs + MAX_JOBS; j++)
+        if (j->name && is_text(get(body, "offer_id"), j->offer_id)) {
+            end(j, "released", outcome);
+            return;
+        }
+}
+
+void on_lost(void) {
+    for (job *j = jobs; j < jobs + MAX_JOBS; j++)
+        if (j->name)
+            end(j, "released", "lost");
+}

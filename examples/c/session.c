@@ -1,0 +1,301 @@
+/* One session with the agent: the attach connection, requests and their repeats, notices. */
+#define _GNU_SOURCE
+#include "engine.h"
+
+#include <errno.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/random.h>
+#include <sys/socket.h>
+#include <sys/un.h>
+#include <unistd.h>
+#include <zmq.h>
+
+enum { MAX_REQUESTS = 256, MAX_TEXT = 300, ID_CHARS = 33 };
+
+typedef struct {
+    uint64_t id; /* 0: this place is free */
+    char op[16];
+    char *body, *frame;
+    size_t body_size, frame_size;
+    double due, pause; /* when to send it again, and how long the pause after that is */
+    bool is_refused;   /* as busy: `due` says when to ask anew */
+    on_reply then;
+    void *job;
+} request;
+
+struct session {
+    char boot[ID_CHARS], secret[ID_CHARS], agent_boot[MAX_TEXT];
+    int attach;
+    void *socket;
+    uint64_t next_id, upto; /* the last notice that was delivered */
+    bool must_acknowledge;
+    double heard;
+    request requests[MAX_REQUESTS];
+};
+
+static void *context;
+
+static void random_id(char to[ID_CHARS]) {
+    uint8_t bytes[16];
+    if (getrandom(bytes, sizeof bytes, 0) != sizeof bytes)
+        abort();
+    for (unsigned i = 0; i < sizeof bytes; i++)
+        sprintf(to + 2 * i, "%02x", bytes[i]);
+}
+
+/* Attach socket: a length of 4 bytes, then a map; a descriptor goes with the first byte. */
+
+static bool send_attach(int attach, const msgpack_sbuffer *message, int fd) {
+    char control[CMSG_SPACE(sizeof fd)] = {0}, frame[1024];
+    size_t size = message->size;
+    for (unsigned i = 0; i < 4; i++)
+        frame[i] = (char)(size >> 8 * i);
+    memcpy(frame + 4, message->data, size);
+    struct iovec part = {frame, size + 4};
+    struct msghdr header = {.msg_iov = &part, .msg_iovlen = 1};
+    if (fd >= 0) {
+        header.msg_control = control, header.msg_controllen = sizeof control;
+        struct cmsghdr *rights = CMSG_FIRSTHDR(&header);
+        rights->cmsg_level = SOL_SOCKET, rights->cmsg_type = SCM_RIGHTS;
+        rights->cmsg_len = CMSG_LEN(sizeof fd);
+        memcpy(CMSG_DATA(rights), &fd, sizeof fd);
+    }
+    ssize_t sent = sendmsg(attach, &header, MSG_NOSIGNAL);
+    return sent > 0 && ((size_t)sent == size + 4 ||
+                        send(attach, frame + sent, size + 4 - (size_t)sent, MSG_NOSIGNAL) > 0);
+}
+
+/* Send a message and unpack the reply; false when the agent is gone. It ends at a refusal. */
+static bool call(int attach, const msgpack_sbuffer *message, int fd, msgpack_unpacked *reply) {
+    static char body[65536];
+    uint8_t length[4];
+    if (!send_attach(attach, message, fd) || recv(attach, length, 4, MSG_WAITALL) != 4)
+        return false;
+    size_t size = length[0] | (size_t)length[1] << 8 | (size_t)length[2] << 16;
+    if (size > sizeof body || recv(attach, body, size, MSG_WAITALL) != (ssize_t)size)
+        return false;
+    msgpack_unpacked_init(reply);
+    if (msgpack_unpack_next(reply, body, size, NULL) != MSGPACK_UNPACK_SUCCESS)
+        return false;
+    if (get(&reply->data, "ok"))
+        return true;
+    char why[MAX_TEXT];
+    copy_text(get(get(&reply->data, "error"), "message"), why, sizeof why);
+    fprintf(stderr, "the agent refuses to attach: %s\n", why);
+    exit(1);
+}
+
+static bool say_hello(session *s) {
+    msgpack_sbuffer message;
+    msgpack_packer pk;
+    begin(&message, &pk);
+    msgpack_pack_map(&pk, 2);
+    pack_text(&pk, "op"), pack_text(&pk, "hello");
+    pack_text(&pk, "body"), msgpack_pack_map(&pk, 4);
+    pack_text(&pk, "min_protocol"), msgpack_pack_int(&pk, 1);
+    pack_text(&pk, "max_protocol"), msgpack_pack_int(&pk, 1);
+    pack_text(&pk, "engine_id"), pack_text(&pk, ENGINE_ID);
+    pack_text(&pk, "boot"), pack_text(&pk, s->boot);
+    msgpack_unpacked welcome;
+    bool done = call(s->attach, &message, -1, &welcome);
+    if (done) {
+        char endpoint[MAX_TEXT];
+        int none = 0;
+        copy_text(get(get(&welcome.data, "ok"), "agent_boot"), s->agent_boot, MAX_TEXT);
+        copy_text(get(get(&welcome.data, "ok"), "engine_endpoint"), endpoint, MAX_TEXT);
+        s->socket = zmq_socket(context, ZMQ_DEALER);
+        zmq_setsockopt(s->socket, ZMQ_LINGER, &none, sizeof none);
+        zmq_setsockopt(s->socket, ZMQ_RCVHWM, &none, sizeof none);
+        done = zmq_connect(s->socket, endpoint) == 0;
+        msgpack_unpacked_destroy(&welcome);
+    }
+    msgpack_sbuffer_destroy(&message);
+    return done;
+}
+
+static bool pass_memory(session *s, int memory) {
+    msgpack_sbuffer message;
+    msgpack_packer pk;
+    begin(&message, &pk);
+    msgpack_pack_map(&pk, 2);
+    pack_text(&pk, "op"), pack_text(&pk, "segment");
+    pack_text(&pk, "body"), msgpack_pack_map(&pk, 2);
+    pack_text(&pk, "segment_id"), pack_text(&pk, "kv");
+    pack_text(&pk, "size_bytes"), msgpack_pack_uint64(&pk, cache_bytes());
+    msgpack_unpacked reply;
+    bool done = call(s->attach, &message, memory, &reply);
+    if (done)
+        msgpack_unpacked_destroy(&reply);
+    msgpack_sbuffer_destroy(&message);
+    return done;
+}
+
+session *session_open(const char *path, int memory) {
+    struct sockaddr_un address = {.sun_family = AF_UNIX};
+    session *s = calloc(1, sizeof *s);
+    if (!context)
+        context = zmq_ctx_new();
+    snprintf(address.sun_path, sizeof address.sun_path, "%s", path);
+    random_id(s->boot), random_id(s->secret);
+    uint32_t first_id;
+    if (getrandom(&first_id, sizeof first_id, 0) != sizeof first_id)
+        abort();
+    s->next_id = 1 + (uint64_t)first_id, s->heard = now();
+    s->attach = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    if (connect(s->attach, (struct sockaddr *)&address, sizeof address) || !say_hello(s) ||
+        (memory >= 0 && !pass_memory(s, memory))) {
+        session_close(s);
+        return NULL;
+    }
+    return s;
+}
+
+static void forget(request *r) {
+    free(r->body), free(r->frame);
+    memset(r, 0, sizeof *r);
+}
+
+void session_close(session *s) {
+    for (unsigned i = 0; i < MAX_REQUESTS; i++)
+        forget(&s->requests[i]);
+    if (s->socket)
+        zmq_close(s->socket);
+    close(s->attach);
+    free(s);
+}
+
+int session_attach_fd(const session *s) { return s->attach; }
+void *session_socket(const session *s) { return s->socket; }
+
+bool session_lost(const session *s) {
+    char byte;
+    ssize_t got = recv(s->attach, &byte, 1, MSG_DONTWAIT);
+    return got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR);
+}
+
+/* Requests: the same frame again after 0.25 s, 0.5 s, 1 s, then every 2 s, until the reply. */
+
+static void send_new(session *s, request *r) {
+    msgpack_sbuffer frame;
+    msgpack_packer pk;
+    begin(&frame, &pk);
+    msgpack_pack_map(&pk, 6);
+    pack_text(&pk, "v"), msgpack_pack_int(&pk, 1);
+    pack_text(&pk, "op"), pack_text(&pk, r->op);
+    pack_text(&pk, "id"), msgpack_pack_uint64(&pk, r->id = s->next_id++);
+    pack_text(&pk, "boot"), pack_text(&pk, s->boot);
+    pack_text(&pk, "secret"), pack_text(&pk, s->secret);
+    pack_text(&pk, "body"), msgpack_sbuffer_write(&frame, r->body, r->body_size);
+    free(r->frame);
+    r->frame_size = frame.size, r->frame = msgpack_sbuffer_release(&frame);
+    r->pause = 0.25, r->due = now() + r->pause, r->is_refused = false;
+    zmq_send(s->socket, r->frame, r->frame_size, ZMQ_DONTWAIT);
+}
+
+void ask(session *s, const char *op, const msgpack_sbuffer *body, on_reply then, void *job) {
+    request *r = s->requests;
+    while (r->id)
+        if (++r == s->requests + MAX_REQUESTS) {
+            fprintf(stderr, "too many requests\n");
+            exit(1);
+        }
+    snprintf(r->op, sizeof r->op, "%s", op);
+    r->body_size = body ? body->size : 1;
+    r->body = malloc(r->body_size);
+    memcpy(r->body, body ? body->data : "\x80", r->body_size); /* an empty map */
+    r->then = then, r->job = job;
+    send_new(s, r);
+    if (!then)
+        forget(r); /* ping and ack are not repeated */
+}
+
+static void repeat(session *s, request *r) {
+    if (r->is_refused) {
+        send_new(s, r);
+        return;
+    }
+    zmq_send(s->socket, r->frame, r->frame_size, ZMQ_DONTWAIT);
+    r->pause = r->pause < 1.0 ? 2 * r->pause : 2.0;
+    r->due = now() + r->pause;
+}
+
+static void take_reply(session *s, uint64_t id, const msgpack_object *message) {
+    request *r = s->requests;
+    while (r->id != id || r->is_refused)
+        if (++r == s->requests + MAX_REQUESTS)
+            return; /* it came before */
+    const msgpack_object *error = get(message, "error");
+    if (is_text(get(error, "code"), "busy")) {
+        r->due = now() + number(get(get(error, "detail"), "retry_after_s"), 0.2);
+        r->is_refused = true;
+        return;
+    }
+    char code[MAX_TEXT] = "";
+    if (error)
+        copy_text(get(error, "code"), code, sizeof code);
+    on_reply then = r->then;
+    void *job = r->job;
+    forget(r);
+    then(job, get(message, "ok"), error ? code : NULL);
+}
+
+/* Notices: each once, in the order of `seq`; one that is early comes again. */
+static void take_notice(session *s, uint64_t seq, const msgpack_object *message) {
+    if (seq > s->upto + 1)
+        return;
+    s->must_acknowledge = true;
+    if (seq <= s->upto)
+        return;
+    s->upto = seq;
+    char op[MAX_TEXT];
+    copy_text(get(message, "op"), op, sizeof op);
+    on_notice(op, get(message, "body"));
+}
+
+static void take(session *s, const msgpack_object *message) {
+    const msgpack_object *re = get(message, "re"), *seq = get(message, "seq");
+    if (!is_text(get(message, "boot"), s->agent_boot))
+        return; /* of an agent that was here before, or comes next: its attach connection tells */
+    s->heard = now();
+    if (re && re->type == MSGPACK_OBJECT_POSITIVE_INTEGER)
+        take_reply(s, re->via.u64, message);
+    else if (seq && seq->type == MSGPACK_OBJECT_POSITIVE_INTEGER)
+        take_notice(s, seq->via.u64, message);
+}
+
+static void acknowledge(session *s) {
+    msgpack_sbuffer body;
+    msgpack_packer pk;
+    begin(&body, &pk);
+    msgpack_pack_map(&pk, 2);
+    pack_text(&pk, "upto"), msgpack_pack_uint64(&pk, s->upto);
+    pack_text(&pk, "boot"), pack_text(&pk, s->agent_boot);
+    ask(s, "ack", &body, NULL, NULL);
+    msgpack_sbuffer_destroy(&body);
+    s->must_acknowledge = false;
+}
+
+void session_work(session *s) {
+    zmq_msg_t frame;
+    zmq_msg_init(&frame);
+    while (zmq_msg_recv(&frame, s->socket, ZMQ_DONTWAIT) >= 0) {
+        msgpack_unpacked message;
+        msgpack_unpacked_init(&message);
+        if (msgpack_unpack_next(&message, zmq_msg_data(&frame), zmq_msg_size(&frame), NULL) ==
+            MSGPACK_UNPACK_SUCCESS)
+            take(s, &message.data);
+        msgpack_unpacked_destroy(&message);
+    }
+    zmq_msg_close(&frame);
+    if (s->must_acknowledge)
+        acknowledge(s);
+    for (request *r = s->requests; r < s->requests + MAX_REQUESTS; r++)
+        if (r->id && now() >= r->due)
+            repeat(s, r);
+    if (now() > s->heard + 1.0) {
+        s->heard = now();
+        ask(s, "ping", NULL, NULL, NULL);
+    }
+}
