@@ -71,12 +71,12 @@ static bool send_attach(int attach, const msgpack_sbuffer *message, int fd) {
 static bool call(int attach, const msgpack_sbuffer *message, int fd, msgpack_unpacked *reply) {
     static char body[65536];
     uint8_t length[4];
+    msgpack_unpacked_init(reply);
     if (!send_attach(attach, message, fd) || recv(attach, length, 4, MSG_WAITALL) != 4)
         return false;
     size_t size = length[0] | (size_t)length[1] << 8 | (size_t)length[2] << 16;
     if (size > sizeof body || recv(attach, body, size, MSG_WAITALL) != (ssize_t)size)
         return false;
-    msgpack_unpacked_init(reply);
     if (msgpack_unpack_next(reply, body, size, NULL) != MSGPACK_UNPACK_SUCCESS)
         return false;
     if (get(&reply->data, "ok"))
@@ -109,8 +109,8 @@ static bool say_hello(session *s) {
         zmq_setsockopt(s->socket, ZMQ_LINGER, &none, sizeof none);
         zmq_setsockopt(s->socket, ZMQ_RCVHWM, &none, sizeof none);
         done = zmq_connect(s->socket, endpoint) == 0;
-        msgpack_unpacked_destroy(&welcome);
     }
+    msgpack_unpacked_destroy(&welcome);
     msgpack_sbuffer_destroy(&message);
     return done;
 }
@@ -126,8 +126,7 @@ static bool pass_memory(session *s, int memory) {
     pack_text(&pk, "size_bytes"), msgpack_pack_uint64(&pk, cache_bytes());
     msgpack_unpacked reply;
     bool done = call(s->attach, &message, memory, &reply);
-    if (done)
-        msgpack_unpacked_destroy(&reply);
+    msgpack_unpacked_destroy(&reply);
     msgpack_sbuffer_destroy(&message);
     return done;
 }
