@@ -6,7 +6,7 @@ another one.
 
 from kvbus.bus.ask import ask_agent
 from kvbus.bus.boot import new_boot_id, new_secret
-from kvbus.bus.client import OnReply, RequestClient
+from kvbus.bus.client import RequestClient
 from kvbus.bus.curve import (
     ClientCurve,
     KeyPair,
@@ -17,6 +17,7 @@ from kvbus.bus.curve import (
 )
 from kvbus.bus.key_check import Applicant, KeyCheck
 from kvbus.bus.limits import ClientCounters, ServerCounters, ServerLimits, SubscriberCounters
+from kvbus.bus.pending import OnReply
 from kvbus.bus.publisher import EventPublisher
 from kvbus.bus.server import Handlers, RequestServer
 from kvbus.bus.session import Call, Session

@@ -5,14 +5,14 @@ Refuses to outlive the peer: when the peer comes back as a new process, what was
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from kvbus.bus.answers import outcome_of, read_answer
 from kvbus.bus.boot import BootChange, BootWatch, first_request_id, new_secret
 from kvbus.bus.connection import Connection
 from kvbus.bus.inbox import NoticeInbox
 from kvbus.bus.limits import ClientCounters
+from kvbus.bus.pending import OnReply, Pending
 from kvbus.bus.pump import Pump
 from kvbus.bus.socket_actor import SocketActor
 from kvbus.bus.sockets import BusContext, SocketOptions, open_dealer
@@ -29,7 +29,6 @@ from kvbus.protocol.engine import Acknowledge, Ping
 from kvbus.protocol.envelope import Notice, Reply, encode_request
 from kvbus.protocol.message import Message, R, Request
 
-OnReply = Callable[[R | KVBusError], None]
 _T = TypeVar("_T")
 
 _MAX_RETRY_S = 2.0
@@ -39,21 +38,11 @@ _OWN_TIMEOUT_S = 5.0
 def _ignore(_: Message | KVBusError) -> None: ...
 
 
-@dataclass(slots=True, eq=False)
-class _Pending:
-    message: Request[Any]
-    frame: bytes
-    on_reply: OnReply[Any]
-    timeout_s: float
-    deadline: float
-    interval_s: float
-    sent: bool = False
-
-
 class RequestClient(SocketActor):
     """Requests to one server. The boot id must be this client's alone at that server.
 
-    ``on_boot`` is called with the server's boot id when it becomes known and whenever it changes.
+    ``on_boot`` is called with the server's boot id when it becomes known and whenever it changes,
+    ``on_gone`` with it when its process is gone, see `Connection`; what is pending waits on.
     ``on_notice`` is called for each notice once, in order. Exceptions out of any callback go to
     ``on_fault``; without one they end `run`.
     """
@@ -66,6 +55,7 @@ class RequestClient(SocketActor):
         boot: str,
         on_notice: Callable[[Notice], None] | None = None,
         on_boot: Callable[[str], None] | None = None,
+        on_gone: Callable[[str], None] | None = None,
         on_fault: Callable[[Exception], None] | None = None,
         max_pending: int = 1024,
         retry_s: float = 0.25,
@@ -75,12 +65,12 @@ class RequestClient(SocketActor):
         super().__init__()
         self.endpoint, self.boot = endpoint, boot
         self.counters = ClientCounters()
-        self._on_notice, self._on_boot = on_notice, on_boot
+        self._on_notice, self._on_boot, self._on_gone = on_notice, on_boot, on_gone
         self._on_fault = on_fault or self._fail
         self._max_pending, self._retry_s, self._ping_s = max_pending, retry_s, ping_s
         self._peer = BootWatch()
         self._inbox = NoticeInbox()
-        self._pending: dict[int, _Pending] = {}
+        self._pending: dict[int, Pending] = {}
         self._own: set[int] = set()
         self._unsent: dict[int, None] = {}
         self._secret, self._last_id = new_secret(), first_request_id()
@@ -94,6 +84,7 @@ class RequestClient(SocketActor):
             timers=self.timers,
             on_error=self._fail_all,
             on_failure=self._fail,
+            on_gone=self._lose,
         )
         self._pump = Pump(
             socket,
@@ -107,6 +98,11 @@ class RequestClient(SocketActor):
     def peer_boot(self) -> str | None:
         """The server's boot id, once it has answered."""
         return self._peer.current
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether the server's process was found to be gone, and did not come back since."""
+        return self._connection.is_gone
 
     @property
     def silent_s(self) -> float:
@@ -162,14 +158,14 @@ class RequestClient(SocketActor):
         self._last_id = request_id
         now = self.timers.now()
         deadline, retry_s = now + timeout_s, self._retry_s
-        pending = _Pending(message, frame, on_reply, timeout_s, deadline, retry_s)
+        pending = Pending(message, frame, on_reply, timeout_s, deadline, retry_s)
         self._pending[request_id] = pending
         self.counters.requests += 1
         self._transmit(request_id, pending)
         self.timers.at(min(deadline, now + retry_s), self._on_timer, request_id)
         return request_id
 
-    def _transmit(self, request_id: int, pending: _Pending) -> None:
+    def _transmit(self, request_id: int, pending: Pending) -> None:
         pending.sent = not self._unsent and self._pump.send(pending.frame)
         if not pending.sent:
             self._unsent[request_id] = None
@@ -183,7 +179,7 @@ class RequestClient(SocketActor):
                 return
             del self._unsent[request_id]
 
-    def _remove(self, request_id: int) -> _Pending | None:
+    def _remove(self, request_id: int) -> Pending | None:
         self._unsent.pop(request_id, None)
         return self._pending.pop(request_id, None)
 
@@ -203,7 +199,7 @@ class RequestClient(SocketActor):
         pending.interval_s = min(2 * pending.interval_s, _MAX_RETRY_S)
         self.timers.at(min(pending.deadline, now + pending.interval_s), self._on_timer, request_id)
 
-    def _time_out(self, request_id: int, pending: _Pending) -> None:
+    def _time_out(self, request_id: int, pending: Pending) -> None:
         self.counters.timeouts += 1
         op = pending.message.op
         problem = f"no reply to '{op}' within {pending.timeout_s:g} s"
@@ -230,6 +226,10 @@ class RequestClient(SocketActor):
         self._fail_all(ClosedError("client was closed", endpoint=self.endpoint))
         self._connection.close()
         self._pump.close()
+
+    def _lose(self) -> None:
+        if self._peer.current is not None:
+            self._call_user(self._on_gone, self._peer.current)
 
     def _fail_all(self, error: KVBusError) -> None:
         for request_id in list(self._pending):

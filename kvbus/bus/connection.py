@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import Callable
 
 from kvbus.bus.connection_watch import ConnectionEvent, ConnectionWatch
+from kvbus.bus.listener_probe import ListenerProbe
 from kvbus.bus.names import NamedConnection
 from kvbus.bus.sockets import Socket, SocketOptions, reconnect
 from kvbus.bus.timers import Timers
@@ -23,7 +24,9 @@ _FINAL = (ConnectionEvent.REFUSED, ConnectionEvent.MISMATCHED)
 class Connection:
     """Connects to ``endpoint``; ``on_error`` is told of each refusal, and of names without address.
 
-    `refusal` is the last refusal, until it is tried again.
+    `refusal` is the last refusal, until it is tried again. ``on_gone`` is told when the connection
+    broke and nobody listens at its other end any more, as after the death of the process;
+    `is_gone` is True then, until there is a connection again.
 
     Only TCP is watched. Raises `ConfigError` for an endpoint that is none.
     """
@@ -37,8 +40,11 @@ class Connection:
         timers: Timers,
         on_error: Callable[[KVBusError], None],
         on_failure: Callable[[Exception], None],
+        on_gone: Callable[[], None] | None = None,
     ) -> None:
         self.refusal: RemoteError | None = None
+        self.is_gone, self._is_made, self._on_gone = False, False, on_gone
+        self._probe = ListenerProbe(timers, self._find_gone)
         self._socket, self._timers, self._on_error = socket, timers, on_error
         self._named = NamedConnection(socket, endpoint, timers=timers, on_error=on_error)
         self._retry_s, self._num_broken_off, self._open = RETRY_S, 0, True
@@ -63,6 +69,7 @@ class Connection:
     def close(self) -> None:
         """Connect no more; call it before the socket is closed."""
         self._named.close()
+        self._probe.end()
         self._open = False
         if self._watch is not None:
             self._watch.close()
@@ -71,7 +78,12 @@ class Connection:
         if not self._open:
             return
         if event is ConnectionEvent.MADE:
+            self._is_made, self.is_gone = True, False
+            self._probe.end()
             self._retry_s, self._num_broken_off, self.refusal = RETRY_S, 0, None
+        elif event is ConnectionEvent.LOST and self._is_made and self._on_gone is not None:
+            self._is_made = False
+            self._probe.begin(self._named.address)
         elif event is ConnectionEvent.BROKEN_OFF and self._has_keys:
             self._num_broken_off += 1
             if self._num_broken_off >= MAX_BROKEN_OFF:
@@ -81,6 +93,11 @@ class Connection:
             self._timers.at(self._timers.now() + self._retry_s, self._try_again)
             self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
             self._on_error(self.refusal)
+
+    def _find_gone(self) -> None:
+        self.is_gone = True
+        if self._on_gone is not None:
+            self._on_gone()
 
     def _try_again(self, _: int) -> None:
         if self._open:

@@ -140,3 +140,39 @@ async def test_a_lease_is_given_back_by_a_reader_whose_code_is_new_here(engines,
 def code_of(reply: dict[str, Any]) -> str:
     """Why a request was refused, empty when it was not."""
     return str(reply.get("error", {}).get("code", ""))
+
+
+async def test_the_death_of_a_prefill_agent_is_told_by_name_long_before_the_lease_ends(fresh):
+    patient = {"lease_s": 300.0, "request_timeout_s": 300.0}
+    prefill, decode = fresh.prefill(max_lease_s=300.0), fresh.decode(**patient)
+    fresh.start(prefill, decode)
+    async with pair(prefill.attach, decode.attach) as (source, target):
+        offer = await source.prefill.offer("r", **NOTHING, sealed=False)
+        fetch = target.decode.fetch(offer.ticket, **ONE_BLOCK, timeout_s=300.0)
+        await until(lambda: prefill.status()["counts"]["leases"] == 1)
+
+        prefill.kill()
+        failure = await failure_of(fetch)
+        again = target.decode.fetch(offer.ticket, **NOTHING, timeout_s=300.0)
+        late = await failure_of(again)
+
+        assert (failure.code, failure.blocks_free) == (ErrorCode.PEER_LOST, True)
+        assert late.code is ErrorCode.PEER_LOST
+        assert decode.says("peer.lost", peer=prefill.peer)
+
+
+async def test_a_prefill_agent_that_is_only_stopped_is_not_told_lost(fresh):
+    prefill, decode = fresh.prefill(), fresh.decode()
+    fresh.start(prefill, decode)
+    async with pair(prefill.attach, decode.attach) as (source, target):
+        offer = await source.prefill.offer("r", **NOTHING, sealed=False)
+        fetch = target.decode.fetch(offer.ticket, **ONE_BLOCK)
+        await until(lambda: prefill.status()["counts"]["leases"] == 1)
+
+        prefill.signal(signal.SIGSTOP)
+        failure = await failure_of(fetch)
+        prefill.signal(signal.SIGCONT)
+
+        assert failure.code is ErrorCode.LEASE_EXPIRED
+        assert not decode.logged("peer.lost")
+        await offer.withdraw()

@@ -37,12 +37,6 @@ def large(kind: Kind, agent: AgentProcess, *, seed: int = 0) -> AbstractAsyncCon
 
 
 NO_ANSWER = (ErrorCode.LEASE_EXPIRED, ErrorCode.TIMEOUT)
-GONE = (
-    ErrorCode.PEER_LOST,
-    ErrorCode.TRANSFER_FAILED,
-    ErrorCode.LEASE_EXPIRED,
-    ErrorCode.TIMEOUT,
-)
 
 
 async def test_blocks_are_withheld_until_a_stopped_prefill_agent_goes_on(slow):
@@ -150,7 +144,7 @@ async def test_a_killed_prefill_agent_fails_the_read_and_works_when_it_is_back(s
             old = target.decode.fetch(offer.ticket, num_tokens=0, block_ids={"full": []})
             stale = await failure_of(old)
 
-            assert failure.code in GONE
+            assert failure.code is ErrorCode.PEER_LOST
             assert works_at_once
             assert stale.code is ErrorCode.STALE
             assert decode.metric("quarantined_blocks") == 0

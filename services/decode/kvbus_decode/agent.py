@@ -8,7 +8,7 @@ import structlog
 from kvbus.agent.engines.local_engine import LocalEngine
 from kvbus.agent.process.service import Agent
 from kvbus.bus import Call, Handlers
-from kvbus.errors import ErrorCode, KVBusError, LocalError
+from kvbus.errors import ErrorCode, KVBusError, LocalError, TransferFailed
 from kvbus.protocol.engine import AgentRanks, BlocksFreed, CancelFetch, Fetched, Landed, StartFetch
 from kvbus.protocol.peer import FetchEvent, Status
 from kvbus.protocol.remote_ranks import AbortDelegate, Delegate
@@ -199,7 +199,11 @@ class DecodeService:
         return Leg((Stage.DELEGATE,), DelegateJob(other, question))
 
     def _on_chunk_ended(self, ended: ChunkEnded) -> None:
-        self._dispatch(ev.ChunkRead(str(ended.key), ended.num_bytes, ended.error, ended.path))
+        read = ev.ChunkRead(str(ended.key), ended.num_bytes, ended.error, ended.path)
+        if isinstance(ended.error, TransferFailed):
+            self._leases.ask_why(read)
+        else:
+            self._dispatch(read)
 
     def _stop_read(self, command: ev.StopRead) -> None:
         error = LocalError("the read was aborted", code=ErrorCode.CANCELLED)

@@ -11,7 +11,7 @@ import structlog
 
 from kvbus.agent.process.service import Agent
 from kvbus.bus import EventListener, EventSubscriber, OnReply, RequestClient, new_boot_id
-from kvbus.errors import ErrorCode, KVBusError, LocalError
+from kvbus.errors import ErrorCode, KVBusError, LocalError, PeerLost
 from kvbus.protocol.message import R, Request
 from kvbus_decode.config import DecodeConfig
 
@@ -45,6 +45,15 @@ class Peer:
         except KVBusError as error:
             on_reply(error)
 
+    def check_alive(self, boot: str) -> None:
+        """Raise `PeerLost` when its process ``boot`` is gone."""
+        if self.client.is_gone and self.client.peer_boot == boot:
+            raise self.loss()
+
+    def loss(self) -> PeerLost:
+        """Why what needs it fails once its process is gone."""
+        return PeerLost(f"the agent at {self.endpoint} is gone", endpoint=self.endpoint)
+
 
 PeerBoot = Callable[[Peer, str], None]
 PeerDropped = Callable[[Peer], None]
@@ -53,8 +62,9 @@ PeerDropped = Callable[[Peer], None]
 class PeerDirectory:
     """All peers; who uses one holds it from `acquire` to `release`.
 
-    ``on_boot`` is told a peer's boot id when it is known and when it changes, ``on_dropped`` of a
-    peer that made room or answered nothing for long, ``listener`` gets the events.
+    ``on_boot`` is told a peer's boot id when it is known and when it changes, ``on_gone`` of one
+    whose process is gone, ``on_dropped`` of a peer that made room or answered nothing for long,
+    ``listener`` gets the events.
     """
 
     def __init__(
@@ -63,11 +73,12 @@ class PeerDirectory:
         config: DecodeConfig,
         *,
         on_boot: PeerBoot,
+        on_gone: PeerBoot,
         on_dropped: PeerDropped,
         listener: EventListener,
     ) -> None:
         self._agent, self._config = agent, config
-        self._on_boot, self._on_dropped = on_boot, on_dropped
+        self._on_boot, self._on_gone, self._on_dropped = on_boot, on_gone, on_dropped
         self._peers: dict[str, Peer] = {}
         self._subscriber = EventSubscriber(
             agent.context,
@@ -113,6 +124,7 @@ class PeerDirectory:
             endpoint,
             boot=new_boot_id(),  # ids start anew: the server must not know them from an earlier one
             on_boot=lambda boot: self._see_boot(endpoint, boot),
+            on_gone=lambda boot: self._lose(endpoint, boot),
             on_fault=_log_fault,
         )
         peer = Peer(endpoint, client)
@@ -152,6 +164,11 @@ class PeerDirectory:
         peer = self._peers.get(endpoint)
         if peer is not None:
             self._on_boot(peer, boot)
+
+    def _lose(self, endpoint: str, boot: str) -> None:
+        peer = self._peers.get(endpoint)
+        if peer is not None:
+            self._on_gone(peer, boot)
 
 
 def _log_fault(error: Exception) -> None:

@@ -13,6 +13,7 @@ from kvbus.agent.process.guard import guarded
 from kvbus.agent.process.service import Agent
 from kvbus.bus import EventListener
 from kvbus.errors import ErrorCode, KVBusError
+from kvbus.protocol.engine import Ping
 from kvbus.protocol.envelope import Notice
 from kvbus.protocol.message import Empty
 from kvbus.protocol.peer import Claim, Confirm, Granted, PeerWithdraw, Release, Renew
@@ -28,6 +29,7 @@ from kvbus_decode.peer.route import Route
 log = structlog.get_logger()
 
 RELEASE_TIMEOUT_S = 5.0
+MISSED_WITHIN_S = 1.5
 WITHOUT_FAULT = (ErrorCode.CANCELLED, ErrorCode.TIMEOUT, ErrorCode.BUSY)
 
 
@@ -53,6 +55,7 @@ class LeaseClient(EventListener):
             agent,
             config,
             on_boot=self._see_boot,
+            on_gone=self._lose_peer,
             on_dropped=self._drop_peer,
             listener=self,
         )
@@ -182,6 +185,18 @@ class LeaseClient(EventListener):
         )
         peer.ask(message, RELEASE_TIMEOUT_S, lambda _: self.peers.release(peer))
 
+    # NIXL sees the death of a process before ZeroMQ does, and the end of a lease as well: whoever
+    # has to act on it should be told the cause. So the lease is asked, then the agent; the answers
+    # come in this order, or the probe of its port says that it is gone.
+    def ask_why(self, ended: ev.ChunkRead) -> None:
+        """A transfer failed: tell it when the agent has answered, or had the time to be missed."""
+        fetch = self.active.get(ended.fetch_id)
+        if fetch is None:
+            self._dispatch(ended)
+            return
+        self._dispatch(ev.OfferAdvanced(ended.fetch_id))
+        fetch.home.ask(Ping(), MISSED_WITHIN_S, lambda _: self._dispatch(ended))
+
     def on_event(self, endpoint: str, event: Notice) -> None:
         """An offer or lease changed: its fetches ask what is true."""
         offer_id = event.body.get("offer_id")
@@ -207,13 +222,14 @@ class LeaseClient(EventListener):
     def _begin(self, requested: ev.Requested) -> ActiveFetch:
         """The fetch is under way, so its engine will be told; hold its home.
 
-        Raises `LocalError`.
+        Raises `LocalError`, and `PeerLost` when that is gone.
         """
         engine = self._agent.engines.engine(requested.engine_id)
         fetch = ActiveFetch(requested, engine, self._agent.loop.time() + requested.timeout_s)
         self.active[fetch.fetch_id] = fetch
         self._by_offer[requested.ticket.offer_id].add(fetch.fetch_id)
         fetch.peers.append(self.peers.acquire(requested.ticket.endpoint))
+        fetch.home.check_alive(requested.ticket.agent_boot)
         return fetch
 
     async def _resolve(self, fetch: ActiveFetch, timeout_s: float) -> None:
@@ -273,6 +289,13 @@ class LeaseClient(EventListener):
 
     def _drop_peer(self, peer: Peer) -> None:
         self.routes.forget_peer(peer)
+
+    def _lose_peer(self, peer: Peer, boot: str) -> None:
+        """Its process is gone, and what was read from it."""
+        log.warning("peer.lost", peer=peer.endpoint, peer_boot=boot)
+        for fetch in list(self.active.values()):
+            if peer in fetch.peers:
+                self._dispatch(ev.StepFailed(fetch.fetch_id, peer.loss()))
 
     def _see_boot(self, peer: Peer, boot: str) -> None:
         for lost in self.routes.see_boot(peer, boot):
