@@ -12,6 +12,7 @@ from kvbus.bench.command import bench
 from kvbus.conform.command import conform
 from kvbus.demo.command import demo
 from kvbus.doctor.command import doctor
+from kvbus.keys.command import keys
 from kvbus.plan.command import plan
 from kvbus.status_command import status
 
@@ -24,6 +25,7 @@ app = typer.Typer(
 )
 for command in (demo, bench, plan, doctor, conform, status):
     app.command()(command)
+app.add_typer(keys, name="keys")
 
 
 def _print_version(wanted: bool) -> None:

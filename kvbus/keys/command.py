@@ -1,0 +1,149 @@
+"""The commands ``kvbus keys``: make a key, show keys, trust one, revoke one.
+
+Refuses to print a secret key. A mistake is one line and exit status 2.
+"""
+
+from collections.abc import Callable
+from functools import wraps
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
+
+from kvbus.bus import new_key_pair, require_key
+from kvbus.errors import ConfigError
+from kvbus.keys.files import (
+    SUFFIX,
+    TrustedKey,
+    read_public,
+    roles_of,
+    write_secret,
+    write_trusted,
+)
+from kvbus.keys.roles import Role
+from kvbus.keys.trusted import TrustedKeys
+from kvbus.output import fail, write_json, write_text
+
+NAME_PATTERN_CHARS = "._-"
+
+keys = typer.Typer(
+    help="Make, show, trust and revoke the CURVE keys of agents, routers and tools.",
+    no_args_is_help=True,
+)
+
+_Folder = Annotated[
+    Path, typer.Argument(metavar="FOLDER", help="The authorized_keys folder of an agent.")
+]
+
+
+def _told(command: Callable[..., None]) -> Callable[..., None]:
+    @wraps(command)
+    def run(**given: Any) -> None:
+        try:
+            command(**given)
+        except ConfigError as error:
+            fail(error.message, status=2, cause=error)
+
+    return run
+
+
+@keys.command()
+@_told
+def new(
+    path: Annotated[
+        Path, typer.Argument(metavar="FILE", help="Where the secret key goes; key_file names it.")
+    ],
+) -> None:
+    """Make a key: its secret goes to FILE, its public key is printed."""
+    pair = new_key_pair()
+    write_secret(path, pair)
+    write_text(pair.public + "\n")
+
+
+@keys.command()
+@_told
+def show(
+    path: Annotated[
+        Path, typer.Argument(metavar="PATH", help="A key file, or a folder of trusted keys.")
+    ],
+    as_one_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Show the public key of a file, or who is trusted by a folder and as what."""
+    if not path.is_dir():
+        key = read_public(path)
+        if as_one_json:
+            write_json({"public_key": key})
+        else:
+            write_text(key + "\n")
+        return
+    trusted = TrustedKeys(path)
+    trusted.refresh()
+    if as_one_json:
+        found = [
+            {"name": one.name, "roles": sorted(one.roles), "public_key": one.key} for one in trusted
+        ]
+        write_json({"keys": found, "problems": trusted.problems})
+    else:
+        _print(trusted)
+    if trusted.problems:
+        raise typer.Exit(1)
+
+
+@keys.command()
+@_told
+def trust(
+    folder: _Folder,
+    key: Annotated[
+        str, typer.Argument(metavar="KEY", help="A public key, or a key file that has it.")
+    ],
+    name: Annotated[str, typer.Option(help="What the key is called, such as decode-0.")],
+    role: Annotated[
+        list[str], typer.Option(metavar="ROLE", help=f"{', '.join(Role)}; may be repeated.")
+    ],
+) -> None:
+    """Trust a public key, as one or more roles. Agents that run see it within a second."""
+    if not name or not all(char.isalnum() or char in NAME_PATTERN_CHARS for char in name):
+        raise ConfigError("--name: letters, digits, '.', '_' and '-' only")
+    if Path(key).is_file():
+        key = read_public(Path(key))
+    try:
+        require_key(key)
+    except ConfigError as error:
+        raise ConfigError(f"KEY is neither a file nor a key: {error.message}") from error
+    write_text(f"{write_trusted(folder, TrustedKey(name, key, roles_of(role)))}\n")
+
+
+@keys.command()
+@_told
+def revoke(
+    folder: _Folder,
+    key: Annotated[
+        str, typer.Argument(metavar="KEY", help="The name or the public key that it was given.")
+    ],
+) -> None:
+    """Trust a key no more. Agents that run end its sessions within a second."""
+    trusted = TrustedKeys(folder)
+    trusted.refresh()
+    found = [one for one in trusted if key in (one.name, one.key)]
+    if not found:
+        raise ConfigError(f"{folder} trusts no key {key!r}; see: kvbus keys show {folder}")
+    for one in found:
+        path = folder / f"{one.name}{SUFFIX}"
+        try:
+            path.unlink()
+        except OSError as error:
+            raise ConfigError(f"cannot remove {path}: {error.strerror}") from error
+        write_text(f"{path}\n")
+
+
+def _print(trusted: TrustedKeys) -> None:
+    table = Table("name", "roles", "public key", box=SIMPLE_HEAD, show_edge=False)
+    for one in trusted:
+        table.add_row(one.name, ", ".join(sorted(one.roles)), one.key)
+    console = Console(highlight=False, markup=False)
+    console.print(table)
+    for problem in trusted.problems:
+        console.print(problem, soft_wrap=True)
