@@ -22,7 +22,7 @@ import anyio
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvbus.spawn import Child, free_port
-from tests.plain_sockets import ask
+from tests.plain_sockets import Curve, ask
 
 WITHIN_S = 30.0
 STARTS_WITHIN_S = 90.0
@@ -74,6 +74,7 @@ class AgentProcess:
     env: dict[str, str] = field(default_factory=dict)
     runner: tuple[str, ...] = ()
     runs_first: bool = False
+    curve: Curve | None = None
     process: Child | None = None
     started: dict[str, Any] = field(default_factory=dict)
     num_skipped: int = 0
@@ -189,7 +190,7 @@ class AgentProcess:
 
     def status(self) -> dict[str, Any]:
         """The answer to a status request on the peer socket."""
-        answer: dict[str, Any] = ask(self.peer, "status", {})["ok"]
+        answer: dict[str, Any] = ask(self.peer, "status", {}, curve=self.curve)["ok"]
         return answer
 
     def memory_maps(self, name: str) -> int:

@@ -37,8 +37,8 @@ ROOMS = {
     "kvbus/bench": (*PLUMBING, "engine", "spawn", "text", "output"),
     "kvbus/conform": (*PURE, "protocol", "output", "spawn"),
     "kvbus/doctor": (*PLUMBING, "agent", "text", "output", "spawn"),
-    "services/prefill/kvbus_prefill": (*PLUMBING, "agent"),
-    "services/decode/kvbus_decode": (*PLUMBING, "agent"),
+    "services/prefill/kvbus_prefill": (*PLUMBING, "agent", "keys"),
+    "services/decode/kvbus_decode": (*PLUMBING, "agent", "keys"),
 }
 
 PURE_FOLDERS = (

@@ -6,7 +6,7 @@ import msgspec
 
 from kvbus.protocol.engine import AgentRole
 from kvbus.protocol.envelope import Name
-from kvbus.protocol.message import Empty, Id, Message, Request
+from kvbus.protocol.message import Empty, Id, Message, Request, Text
 
 CudaHandle = Annotated[bytes, msgspec.Meta(min_length=64, max_length=64)]
 
@@ -29,6 +29,7 @@ class Welcome(Message, frozen=True):
     peer_endpoint: Id
     events_endpoint: Id
     features: tuple[Id, ...] = ()
+    server_key: Text = ""
 
 
 class Hello(Request[Welcome], frozen=True):

@@ -114,6 +114,7 @@ def test_a_network_of_the_agents_keeps_strangers_from_the_data_plane(fresh: Agen
             events_bind="tcp://0.0.0.0:7702",
             advertise_host="10.211.1.1",
             data_interfaces=["kv0"],
+            insecure=True,
         )
         agent.runner = server.command
         fresh.start(agent)

@@ -136,6 +136,7 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
                 peer_endpoint=PREFILL_ENDPOINT,
                 events_endpoint=EVENTS_ENDPOINT,
                 features=a.FEATURES,
+                server_key=SERVER_KEY,
             ),
         ),
         a.PassSegment: (

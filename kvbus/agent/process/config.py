@@ -52,6 +52,23 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         str,
         Meta(description="Host name that others use; needed when an address above is a wildcard."),
     ] = ""
+    key_file: Annotated[
+        str,
+        Meta(
+            description="Secret key of this agent, of mode 0600; made by: kvbus keys new. Empty: "
+            "its sockets are neither encrypted nor closed to anybody."
+        ),
+    ] = ""
+    authorized_keys: Annotated[
+        str,
+        Meta(
+            description="Folder of the public keys that are trusted; made by: kvbus keys trust. It "
+            "is read again when it changes."
+        ),
+    ] = ""
+    insecure: Annotated[
+        bool, Meta(description="Whether an address above may be not loopback without keys.")
+    ] = False
     data_interfaces: Annotated[
         tuple[str, ...],
         Meta(

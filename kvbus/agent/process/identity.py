@@ -21,6 +21,7 @@ class AgentIdentity:
     engine_endpoint: str
     peer_endpoint: str
     events_endpoint: str
+    server_key: str = ""
 
     def welcome(self, hello: Hello) -> Welcome:
         """The answer to an engine's hello; raises `LocalError` (``unsupported_version``)."""
@@ -34,6 +35,7 @@ class AgentIdentity:
             peer_endpoint=self.peer_endpoint,
             events_endpoint=self.events_endpoint,
             features=FEATURES,
+            server_key=self.server_key,
         )
 
 

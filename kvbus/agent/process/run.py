@@ -10,6 +10,7 @@ from typing import Any
 import anyio
 import structlog
 
+from kvbus.agent.process.access import Access
 from kvbus.agent.process.config import AgentConfig
 from kvbus.agent.process.data_plane import choose_interfaces, restrict_ucx
 from kvbus.agent.process.runtime import Runtime, ServiceFactory
@@ -27,6 +28,7 @@ async def run_agent(
     """Run an agent until SIGTERM or SIGINT; raises `ConfigError` when it cannot start."""
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(_log_loop_failure)
+    access = Access.open(config)
     interfaces = choose_interfaces(config)
     restrict_ucx(interfaces)
     transport = Transport(
@@ -47,7 +49,9 @@ async def run_agent(
         ):
             staging = await StagingDevices.open(config, transport)
             async with anyio.create_task_group() as tasks:
-                runtime = Runtime(role, config, boot, transport, tasks, staging, interfaces)
+                runtime = Runtime(
+                    role, config, boot, transport, tasks, staging, interfaces, access=access
+                )
                 runtime.bus_errors.install()  # until the process ends; UCX has its handler by now
                 await runtime.start(context, make_service)
                 _settle_interpreter()

@@ -16,6 +16,7 @@ from anyio.abc import TaskGroup
 from kvbus.agent.engines.directory import EngineDirectory
 from kvbus.agent.engines.local_engine import LocalEngine
 from kvbus.agent.engines.memory_return import MemoryReturn
+from kvbus.agent.process.access import KEYS_READINGS, Access
 from kvbus.agent.process.bus_readings import BUS_READINGS, bus_readings
 from kvbus.agent.process.config import AgentConfig, advertised
 from kvbus.agent.process.data_plane import DataPlane
@@ -23,7 +24,7 @@ from kvbus.agent.process.identity import AgentIdentity
 from kvbus.agent.process.metrics import AgentMetrics, MetricsPage
 from kvbus.agent.process.service import Agent, Service
 from kvbus.agent.staging.devices import StagingDevices
-from kvbus.bus import BusContext, Call, EventPublisher, RequestServer
+from kvbus.bus import BusContext, Call, EventPublisher, RequestServer, SocketOptions
 from kvbus.errors import ErrorCode, KVBusError
 from kvbus.memory.attach import AttachConnection, AttachServer
 from kvbus.memory.bus_errors import BusErrors
@@ -35,6 +36,7 @@ log = structlog.get_logger()
 
 AttachHandler = Callable[[AttachConnection, dict[str, Any], list[int]], Awaitable[dict[str, Any]]]
 ServiceFactory = Callable[[Agent], Service]
+Gate = Callable[[Call], None]
 FLUSH_S, MOST_FLUSHES = 0.2, 25
 
 
@@ -59,6 +61,7 @@ class Runtime:
     staging: StagingDevices
     interfaces: tuple[str, ...]
     bus_errors: BusErrors = field(default_factory=BusErrors)
+    access: Access = field(default_factory=Access)
     metrics: AgentMetrics = field(default_factory=AgentMetrics)
     draining: bool = False
     _service: Service | None = None
@@ -98,6 +101,7 @@ class Runtime:
             on_lost=self._on_engine_lost,
         )
         attach = await self._listen(engines)
+        self.access.start(context, self.tasks)
         sockets = self._bind(context, engines)
         if self.config.metrics_bind:
             self._metrics_page = self.metrics.serve(self.config.metrics_bind)
@@ -111,6 +115,8 @@ class Runtime:
         self.metrics.add_readings(
             lambda: bus_readings(sockets.engine, sockets.peer, attach), BUS_READINGS
         )
+        self.metrics.add_readings(self.access.readings, KEYS_READINGS)
+        self.access.guard(sockets.peer, sockets.events, self.tasks)
         self.agent.data_plane.check()
         self._log_started()
 
@@ -129,10 +135,18 @@ class Runtime:
         config = self.config
         engine_endpoint = f"ipc://{config.runtime_path}/engine.sock"
         return _Sockets(
-            engine=self._server(context, engine_endpoint, gate=engines.admit),
-            peer=self._server(context, config.peer_bind),
+            engine=self._server(
+                context, engine_endpoint, gate=engines.admit, options=SocketOptions()
+            ),
+            peer=self._server(
+                context, config.peer_bind, gate=self.access.gate, options=self.access.peer_options()
+            ),
             events=EventPublisher(
-                context, config.events_bind, boot=self.boot, heartbeat_s=config.heartbeat_s
+                context,
+                config.events_bind,
+                boot=self.boot,
+                heartbeat_s=config.heartbeat_s,
+                options=self.access.events_options(),
             ),
         )
 
@@ -144,6 +158,7 @@ class Runtime:
             engine_endpoint=sockets.engine.endpoint,
             peer_endpoint=advertised(self.config, sockets.peer.endpoint),
             events_endpoint=advertised(self.config, sockets.events.endpoint),
+            server_key=self.access.server_key,
         )
         return Agent(
             identity=identity,
@@ -156,6 +171,7 @@ class Runtime:
             loop=asyncio.get_running_loop(),
             staging=self.staging,
             data_plane=self._data_plane(sockets),
+            access=self.access,
         )
 
     def _data_plane(self, sockets: _Sockets) -> DataPlane:
@@ -206,13 +222,14 @@ class Runtime:
         race.cancel_scope.cancel()
 
     def _server(
-        self, context: BusContext, endpoint: str, *, gate: Callable[[Call], None] | None = None
+        self, context: BusContext, endpoint: str, *, gate: Gate, options: SocketOptions
     ) -> RequestServer:
         return RequestServer(
             context,
             endpoint,
             boot=self.boot,
             gate=gate,
+            options=options,
             on_fault=self._on_fault,
             on_refusal=self._on_refusal,
         )

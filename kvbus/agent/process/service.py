@@ -11,6 +11,7 @@ from anyio.abc import TaskGroup
 
 from kvbus.agent.engines.directory import EngineDirectory
 from kvbus.agent.engines.local_engine import LocalEngine
+from kvbus.agent.process.access import Access
 from kvbus.agent.process.data_plane import DataPlane
 from kvbus.agent.process.identity import AgentIdentity
 from kvbus.agent.process.metrics import AgentMetrics
@@ -34,6 +35,7 @@ class Agent:
     loop: asyncio.AbstractEventLoop
     staging: StagingDevices
     data_plane: DataPlane
+    access: Access
 
 
 class Service(Protocol):

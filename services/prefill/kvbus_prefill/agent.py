@@ -161,6 +161,7 @@ class PrefillService:
             request_id=offer.request_id,
             num_tokens=offer.num_tokens,
             secret=secret,
+            server_key=identity.server_key,
         )
         self._driver.dispatch(
             ev.Opened(

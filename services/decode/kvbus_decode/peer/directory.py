@@ -1,10 +1,12 @@
 """The agents that this agent talks to: connections, their events, and their end.
 
-Refuses more peers than the limit while all of them are in use.
+Refuses more peers than the limit while all of them are in use, and agents whose key is not trusted
+with their role.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import anyio
 import structlog
@@ -12,13 +14,28 @@ import structlog
 from kvbus.agent.process.service import Agent
 from kvbus.bus import EventListener, EventSubscriber, OnReply, RequestClient, new_boot_id
 from kvbus.errors import ErrorCode, KVBusError, LocalError, PeerLost
+from kvbus.keys.roles import Role
 from kvbus.protocol.message import R, Request
+from kvbus.protocol.ticket import Ticket
 from kvbus_decode.config import DecodeConfig
 
 log = structlog.get_logger()
 
 Extent = tuple[int, int]
 """First and one-past-last address of registered memory."""
+
+
+class PeerAddress(NamedTuple):
+    """Where an agent is, the key that it must have if we have one, and what it must be."""
+
+    endpoint: str
+    server_key: str = ""
+    role: Role = Role.PREFILL
+
+    @classmethod
+    def of(cls, ticket: Ticket) -> "PeerAddress":
+        """The prefill agent that a ticket names."""
+        return cls(ticket.endpoint, ticket.server_key)
 
 
 @dataclass(slots=True, eq=False)
@@ -29,7 +46,7 @@ class Peer:
     ``broken_agents`` those of them that UCX has given up.
     """
 
-    endpoint: str
+    address: PeerAddress
     client: RequestClient
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     nixl_agents: dict[str, set[Extent]] = field(default_factory=dict)
@@ -37,6 +54,11 @@ class Peer:
     nixl_turn: anyio.Lock = field(default_factory=anyio.Lock)
     events_endpoint: str = ""
     num_users: int = 0
+
+    @property
+    def endpoint(self) -> str:
+        """Where it is, for messages."""
+        return self.address.endpoint
 
     def ask(self, message: Request[R], timeout_s: float, on_reply: OnReply[R]) -> None:
         """Send a request; what keeps it from being sent goes to ``on_reply`` as well."""
@@ -79,7 +101,7 @@ class PeerDirectory:
     ) -> None:
         self._agent, self._config = agent, config
         self._on_boot, self._on_gone, self._on_dropped = on_boot, on_gone, on_dropped
-        self._peers: dict[str, Peer] = {}
+        self._peers: dict[PeerAddress, Peer] = {}
         self._subscriber = EventSubscriber(
             agent.context,
             listener,
@@ -87,23 +109,28 @@ class PeerDirectory:
             silence_s=config.silence_s,
             max_endpoints=config.max_peers,
             on_fault=_log_fault,
+            keys=agent.access.keys,
         )
+        agent.access.on_change.append(self._drop_distrusted)
         agent.tasks.start_soon(self._subscriber.run)
         agent.tasks.start_soon(self._drop_silent)
 
     def __len__(self) -> int:
         return len(self._peers)
 
-    def acquire(self, endpoint: str) -> Peer:
-        """The peer at ``endpoint``, connected when it is new; raises `LocalError` (``busy``)."""
-        peer = self._peers.pop(endpoint, None) or self._connect(endpoint)
-        self._peers[endpoint] = peer  # the latest used is the last to make room
+    def acquire(self, address: PeerAddress) -> Peer:
+        """The peer at ``address``, connected when it is new.
+
+        Raises `LocalError` (``busy``), and `RemoteError` (``forbidden``) for one we may not trust.
+        """
+        peer = self._peers.pop(address, None) or self._connect(address)
+        self._peers[address] = peer  # the latest used is the last to make room
         peer.num_users += 1
         return peer
 
-    def find(self, endpoint: str) -> Peer | None:
-        """The peer at ``endpoint``, if it is known."""
-        return self._peers.get(endpoint)
+    def find(self, address: PeerAddress) -> Peer | None:
+        """The peer at ``address``, if it is known."""
+        return self._peers.get(address)
 
     def release(self, peer: Peer) -> None:
         """One user less."""
@@ -114,20 +141,22 @@ class PeerDirectory:
         if peer.events_endpoint != events_endpoint:
             self._subscriber.remove(peer.events_endpoint)
             peer.events_endpoint = events_endpoint
-        self._subscriber.add(events_endpoint)
+        self._subscriber.add(events_endpoint, server_key=peer.address.server_key)
 
-    def _connect(self, endpoint: str) -> Peer:
+    def _connect(self, address: PeerAddress) -> Peer:
+        options = self._agent.access.connected(*address)
         if len(self._peers) >= self._config.max_peers:
             self._drop_idle()
         client = RequestClient(
             self._agent.context,
-            endpoint,
+            address.endpoint,
             boot=new_boot_id(),  # ids start anew: the server must not know them from an earlier one
-            on_boot=lambda boot: self._see_boot(endpoint, boot),
-            on_gone=lambda boot: self._lose(endpoint, boot),
+            on_boot=lambda boot: self._see_boot(address, boot),
+            on_gone=lambda boot: self._lose(address, boot),
             on_fault=_log_fault,
+            options=options,
         )
-        peer = Peer(endpoint, client)
+        peer = Peer(address, client)
         self._agent.tasks.start_soon(self._run, peer)
         return peer
 
@@ -155,18 +184,25 @@ class PeerDirectory:
         self._drop(idle)
 
     def _drop(self, peer: Peer) -> None:
-        del self._peers[peer.endpoint]
+        del self._peers[peer.address]
         self._on_dropped(peer)
         self._subscriber.remove(peer.events_endpoint)
         peer.scope.cancel()
 
-    def _see_boot(self, endpoint: str, boot: str) -> None:
-        peer = self._peers.get(endpoint)
+    def _drop_distrusted(self, keys: frozenset[str]) -> None:
+        """Agents of these keys are met anew, if they are trusted at all; their fetches fail."""
+        for peer in list(self._peers.values()):
+            if peer.address.server_key in keys:
+                log.info("peer.distrusted", peer=peer.endpoint, key=peer.address.server_key)
+                self._drop(peer)
+
+    def _see_boot(self, address: PeerAddress, boot: str) -> None:
+        peer = self._peers.get(address)
         if peer is not None:
             self._on_boot(peer, boot)
 
-    def _lose(self, endpoint: str, boot: str) -> None:
-        peer = self._peers.get(endpoint)
+    def _lose(self, address: PeerAddress, boot: str) -> None:
+        peer = self._peers.get(address)
         if peer is not None:
             self._on_gone(peer, boot)
 

@@ -21,7 +21,7 @@ from kvbus.protocol.engine import AgentRanks
 from kvbus.protocol.envelope import PROTOCOL_VERSION
 from kvbus.protocol.peer import EngineMemory, Handshake, HandshakeDone
 from kvbus.protocol.ticket import Ticket
-from kvbus_decode.peer.directory import Peer, PeerDirectory
+from kvbus_decode.peer.directory import Peer, PeerAddress, PeerDirectory
 from kvbus_decode.peer.handshake_client import ask_any_handshake, ask_handshake
 from kvbus_decode.peer.nixl import NixlMemory, NixlPeers
 from kvbus_decode.peer.route import Route, Source
@@ -215,7 +215,7 @@ class RouteBook:
         self, other: AgentRanks, home: HandshakeDone, engine: LocalEngine, *, deadline: float
     ) -> Source:
         """The handshake with an agent that has some ranks of the engine, but not its leases."""
-        peer = self._peers.acquire(other.endpoint)
+        peer = self._peers.acquire(PeerAddress(other.endpoint, other.server_key))
         try:
             handshake = structs.replace(
                 self._handshake(engine, home.memory.engine.engine_id),

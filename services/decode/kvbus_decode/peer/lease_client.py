@@ -21,7 +21,7 @@ from kvbus.protocol.ticket import Ticket
 from kvbus_decode.active import ActiveFetch
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.fetch import events as ev
-from kvbus_decode.peer.directory import Peer, PeerDirectory
+from kvbus_decode.peer.directory import Peer, PeerAddress, PeerDirectory
 from kvbus_decode.peer.handshake import RouteBook
 from kvbus_decode.peer.memory_check import check_memory
 from kvbus_decode.peer.route import Route
@@ -160,7 +160,7 @@ class LeaseClient(EventListener):
             self.routes.forget_multi_agent(command.ticket)
         if command.code is ErrorCode.PEER_LOST:
             self.routes.forget_connection(command.ticket.agent_boot)
-        peer = self.peers.find(command.ticket.endpoint)
+        peer = self.peers.find(PeerAddress.of(command.ticket))
         if peer is None:
             return
         message = Release(
@@ -176,7 +176,7 @@ class LeaseClient(EventListener):
         """End an offer; when that fails, it ends by itself."""
         ticket = command.ticket
         try:
-            peer = self.peers.acquire(ticket.endpoint)
+            peer = self.peers.acquire(PeerAddress.of(ticket))
         except KVBusError as error:
             log.info("offer.kept", offer_id=ticket.offer_id, reason=error.message)
             return
@@ -228,7 +228,7 @@ class LeaseClient(EventListener):
         fetch = ActiveFetch(requested, engine, self._agent.loop.time() + requested.timeout_s)
         self.active[fetch.fetch_id] = fetch
         self._by_offer[requested.ticket.offer_id].add(fetch.fetch_id)
-        fetch.peers.append(self.peers.acquire(requested.ticket.endpoint))
+        fetch.peers.append(self.peers.acquire(PeerAddress.of(requested.ticket)))
         fetch.home.check_alive(requested.ticket.agent_boot)
         return fetch
 
@@ -251,7 +251,7 @@ class LeaseClient(EventListener):
         if isinstance(route, Route):
             fetch.route, fetch.replica_index = route, route.next_replica_index()
             for source in route.others:
-                fetch.peers.append(self.peers.acquire(source.peer.endpoint))
+                fetch.peers.append(self.peers.acquire(source.peer.address))
 
     def _hold_progress(self, fetch: ActiveFetch, route: Route, timeout_s: float) -> None:
         """Tell the agents without the lease that they are read as long as it lasts."""

@@ -17,7 +17,7 @@ from kvbus.protocol.message import Empty
 from kvbus.protocol.remote_ranks import AbortDelegate, Delegate, Delegated
 from kvbus.protocol.rights import check_right
 from kvbus.protocol.ticket import Ticket
-from kvbus_decode.peer.directory import Peer, PeerDirectory
+from kvbus_decode.peer.directory import Peer, PeerAddress, PeerDirectory
 from kvbus_decode.peer.handshake import RouteBook
 from kvbus_decode.peer.memory_check import check_memory
 from kvbus_decode.peer.route import Route
@@ -140,7 +140,7 @@ class DelegateServer:
 
         A process of the prefill engine may have come back since ours was made.
         """
-        home = self._peers.acquire(ticket.endpoint)
+        home = self._peers.acquire(PeerAddress.of(ticket))
         work.peers.append(home)
         asked = work.asked
         route = await self._routes.route(home, ticket, engine, timeout_s=asked.timeout_s)
@@ -149,7 +149,7 @@ class DelegateServer:
             left_s = max(1e-3, work.deadline - self._agent.loop.time())
             route = await self._routes.route(home, ticket, engine, timeout_s=left_s)
         for source in route.sources[1:]:
-            work.peers.append(self._peers.acquire(source.peer.endpoint))
+            work.peers.append(self._peers.acquire(source.peer.address))
         return route
 
     def _hold_progress(self, work: _Delegated, route: Route) -> None:

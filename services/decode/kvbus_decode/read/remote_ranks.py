@@ -6,10 +6,11 @@ from functools import partial
 
 from kvbus.agent.process.service import Agent
 from kvbus.errors import KVBusError, RequestTimeout
+from kvbus.keys.roles import Role
 from kvbus.protocol.engine import AgentRanks
 from kvbus.protocol.message import Empty
 from kvbus.protocol.remote_ranks import AbortDelegate, Delegate, Delegated
-from kvbus_decode.peer.directory import Peer, PeerDirectory
+from kvbus_decode.peer.directory import Peer, PeerAddress, PeerDirectory
 from kvbus_decode.read import events as ev
 from kvbus_decode.read.leg import LegState
 
@@ -39,7 +40,9 @@ class RemoteRanks:
         """Have the other agent read; it answers when nothing of it is in flight any more."""
         work: DelegateJob = command.leg.work
         try:
-            work.peer = self._peers.acquire(work.other.endpoint)
+            other = work.other
+            address = PeerAddress(other.endpoint, other.server_key, Role.DECODE)
+            work.peer = self._peers.acquire(address)
         except KVBusError as error:
             self._on_reply(command, error)
         else:

@@ -1,0 +1,140 @@
+"""Key files: what is refused, with what to do about it, and never with the secret key."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from kvbus.bus import new_key_pair
+from kvbus.errors import ConfigError
+from kvbus.keys.files import TrustedKey, read_secret, write_secret, write_trusted
+from kvbus.keys.roles import Role
+from kvbus.keys.trusted import TrustedKeys
+
+PAIR = new_key_pair()
+DECODE = frozenset((Role.DECODE,))
+
+
+@pytest.fixture
+def secret(tmp_path: Path) -> Path:
+    path = tmp_path / "agent.key"
+    write_secret(path, PAIR)
+    return path
+
+
+@pytest.fixture
+def trusted(tmp_path: Path) -> TrustedKeys:
+    write_trusted(tmp_path / "trusted", TrustedKey("decode-0", PAIR.public, DECODE))
+    keys = TrustedKeys(tmp_path / "trusted")
+    keys.refresh()
+    return keys
+
+
+def test_a_secret_file_is_for_its_owner_alone_and_reads_back(secret: Path) -> None:
+    assert secret.stat().st_mode & 0o777 == 0o600
+    assert read_secret(secret) == PAIR
+    assert PAIR.secret not in repr(PAIR)
+
+
+@pytest.mark.parametrize("mode", [0o640, 0o604, 0o666, 0o660])
+def test_a_secret_file_that_others_can_read_or_write_is_refused(secret: Path, mode: int) -> None:
+    secret.chmod(mode)
+
+    with pytest.raises(ConfigError, match="chmod"):
+        read_secret(secret)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "has no secret_key"),
+        ("no toml", "not TOML"),
+        ('secret_key = "short"', "5 characters in place of 40"),
+        (f'secret_key = "{"~" * 40}"', "not of Z85"),
+        (f'public_key = "x"\nsecret_key = "{PAIR.secret}"', "not that of secret_key"),
+        ("#" * 5000, "larger than 4096 bytes"),
+    ],
+    ids=["empty", "text", "short", "alphabet", "pair", "large"],
+)
+def test_a_wrong_key_file_is_refused_by_name_without_its_secret(
+    secret: Path, text: str, message: str
+) -> None:
+    secret.write_text(text)
+
+    with pytest.raises(ConfigError, match=message) as refused:
+        read_secret(secret)
+
+    assert str(secret) in refused.value.message
+    assert PAIR.secret not in refused.value.message
+
+
+def test_a_key_file_that_is_not_there_and_one_that_is_are_refused_by_name(secret: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot read the key file"):
+        read_secret(secret.with_name("none"))
+    with pytest.raises(ConfigError, match="is there already"):
+        write_secret(secret, PAIR)
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        ("", "public_key: not a key"),
+        (f'public_key = "{PAIR.public}"', "roles is not a list"),
+        (f'public_key = "{PAIR.public}"\nroles = ["king"]', "there is no role 'king'"),
+        (f'public_key = "{PAIR.public}"\nroles = [7]', "there is no role 7"),
+        (f'public_key = "{PAIR.public}"\nrole = "decode"', "'role' is not known"),
+    ],
+    ids=["key", "roles", "role", "number", "name"],
+)
+def test_a_trusted_file_that_makes_no_sense_trusts_nobody_and_leaves_others(
+    trusted: TrustedKeys, text: str, problem: str
+) -> None:
+    other = new_key_pair()
+    (trusted.folder / "wrong.toml").write_text(text)
+    write_trusted(trusted.folder, TrustedKey("right", other.public, DECODE))
+
+    assert trusted.refresh()
+    assert trusted.roles_of(other.public) == trusted.roles_of(PAIR.public) == DECODE
+    assert len(trusted.problems) == 1
+    assert problem in trusted.problems[0]
+
+
+@pytest.mark.parametrize("of_the_folder", [True, False])
+def test_what_others_could_change_is_not_trusted(trusted: TrustedKeys, of_the_folder: bool) -> None:
+    path = trusted.folder if of_the_folder else trusted.folder / "decode-0.toml"
+    path.chmod(0o777)
+    os.utime(trusted.folder / "decode-0.toml", (1, 1))
+
+    trusted.refresh()
+
+    assert trusted.roles_of(PAIR.public) == frozenset()
+    assert f"chmod go-w {path}" in trusted.problems[0]
+
+
+def test_a_folder_that_is_gone_trusts_nobody_and_one_that_comes_back_does(
+    trusted: TrustedKeys,
+) -> None:
+    away = trusted.folder.with_name("away")
+    trusted.folder.rename(away)
+    gone = trusted.refresh(), trusted.roles_of(PAIR.public), trusted.problems
+    again = trusted.refresh()
+    away.rename(trusted.folder)
+    back = trusted.refresh(), trusted.roles_of(PAIR.public), trusted.problems
+
+    assert gone[:2] == (True, frozenset())
+    assert "nobody is trusted" in gone[2][0]
+    assert not again
+    assert back == (True, DECODE, ())
+
+
+def test_a_key_in_two_files_has_the_roles_of_both_until_one_goes(trusted: TrustedKeys) -> None:
+    second = write_trusted(
+        trusted.folder, TrustedKey("again", PAIR.public, frozenset((Role.ROUTER,)))
+    )
+    trusted.refresh()
+    both = trusted.roles_of(PAIR.public)
+    second.unlink()
+    trusted.refresh()
+
+    assert both == {Role.DECODE, Role.ROUTER}
+    assert trusted.roles_of(PAIR.public) == DECODE

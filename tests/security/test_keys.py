@@ -1,0 +1,249 @@
+"""Agents with keys: each role may ask what its row in the table says, and a revoked key nothing."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import msgpack
+import pytest
+import zmq
+
+from kvbus.engine import DecodeSession, PrefillSession
+from kvbus.errors import ErrorCode
+from kvbus.keys.roles import MAY_ASK, Role
+from kvbus.protocol.peer import DECODE_PEER_REQUESTS, PREFILL_PEER_REQUESTS
+from tests.agents import AgentProcess, Agents, agents_ended, until
+from tests.engines import engine, failure_of
+from tests.keyring import KeyRing
+from tests.plain_sockets import Curve, apply, ask
+
+pytestmark = pytest.mark.anyio
+
+OPS = {
+    "prefill": sorted(kind.op for kind in PREFILL_PEER_REQUESTS),
+    "decode": sorted(kind.op for kind in DECODE_PEER_REQUESTS),
+}
+ALLOWED = {
+    Role.PREFILL: set(),
+    Role.DECODE: {*OPS["prefill"], *OPS["decode"]},
+    Role.ROUTER: {"withdraw", "status"},
+    Role.OBSERVER: {"status"},
+}
+
+
+@pytest.fixture(scope="module")
+def ring(tmp_path_factory: pytest.TempPathFactory) -> KeyRing:
+    return KeyRing(tmp_path_factory.mktemp("keys"))
+
+
+@pytest.fixture(scope="module")
+def pair(ring: KeyRing) -> Iterator[Agents]:
+    with agents_ended(Agents) as agents:
+        for role in (Role.PREFILL, Role.DECODE):
+            ring.prepare(agents, role, role.value)
+        for role in Role:
+            ring.trust(f"any-{role}", role)
+        agents.start(*agents.all)
+        yield agents
+
+
+@pytest.fixture
+def prefill(pair: Agents) -> Iterator[AgentProcess]:
+    yield pair.all[0]
+    pair.check()
+
+
+@pytest.fixture
+def decode(pair: Agents) -> AgentProcess:
+    return pair.all[1]
+
+
+def is_refused(curve: Curve, endpoint: str, *, kind: int = zmq.DEALER) -> bool:
+    """Whether a plain socket with these keys is turned away in the handshake."""
+    with zmq.Context() as context, context.socket(kind) as socket:
+        socket.set(zmq.LINGER, 0)
+        apply(socket, curve)
+        events = zmq.EVENT_HANDSHAKE_FAILED_AUTH | zmq.EVENT_HANDSHAKE_SUCCEEDED
+        with socket.get_monitor_socket(events) as monitor:
+            socket.connect(endpoint)
+            assert monitor.poll(30_000)
+            event = int.from_bytes(monitor.recv_multipart()[0][:2], "little")
+            socket.disable_monitor()
+        return event == zmq.EVENT_HANDSHAKE_FAILED_AUTH
+
+
+def hears(curve: Curve | None, endpoint: str, *, within_ms: int) -> bool:
+    """Whether a plain SUB with these keys hears an event: there is a heartbeat every 200 ms."""
+    with zmq.Context() as context, context.socket(zmq.SUB) as sub:
+        sub.set(zmq.LINGER, 0)
+        sub.set(zmq.SUBSCRIBE, b"")
+        apply(sub, curve)
+        sub.connect(endpoint)
+        return bool(sub.poll(within_ms))
+
+
+async def hand_over(prefill: AgentProcess, decode: AgentProcess) -> Any:
+    """One handoff; returns its ticket."""
+    async with (
+        engine(PrefillSession, prefill.attach) as source,
+        engine(DecodeSession, decode.attach) as target,
+    ):
+        blocks = source.some_blocks(1, 32), target.some_blocks(2, 32)
+        offer = await source.prefill.offer("r", num_tokens=32, block_ids=blocks[0])
+        fetch = target.decode.fetch(offer.ticket, num_tokens=32, block_ids=blocks[1])
+        await fetch.completed()
+        await offer.released()
+        return offer.ticket
+
+
+def test_the_table_names_each_request_of_the_peer_sockets_and_no_more() -> None:
+    table = {role: {kind.op for kind in kinds} for role, kinds in MAY_ASK.items()}
+
+    assert table == ALLOWED
+    assert set().union(*table.values()) == {*OPS["prefill"], *OPS["decode"]}
+
+
+@pytest.mark.parametrize("role", Role)
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_each_role_is_forbidden_what_its_row_does_not_name(ring, pair, role, side) -> None:
+    """What is allowed is refused for its empty body, by who looks into it."""
+    agent = pair.all[["prefill", "decode"].index(side)]
+    curve = ring.curve(f"any-{role}", side)
+
+    codes = {
+        op: ask(agent.peer, op, {}, curve=curve).get("error", {}).get("code") for op in OPS[side]
+    }
+
+    assert {op for op, code in codes.items() if code == "forbidden"} == {*OPS[side]} - ALLOWED[role]
+    assert {codes[op] for op in ALLOWED[role] & {*OPS[side]}} <= {"invalid", None}
+
+
+@pytest.mark.parametrize(("socket", "kind"), [("peer", zmq.DEALER), ("events", zmq.SUB)])
+def test_a_key_that_nobody_trusts_is_turned_away_in_the_handshake(
+    ring, prefill, socket, kind
+) -> None:
+    stranger = ring.curve("stranger", "prefill")
+
+    assert is_refused(stranger, prefill.started[socket], kind=kind)
+    assert prefill.says("key.refused", key=stranger.public, socket=socket, address="127.0.0.1")
+
+
+def test_events_are_heard_by_observers_and_by_nobody_without_the_role(ring, prefill) -> None:
+    events = prefill.started["events"]
+
+    assert hears(ring.curve("any-observer", "prefill"), events, within_ms=30_000)
+    assert hears(ring.curve("any-router", "prefill"), events, within_ms=30_000)
+    assert not hears(None, events, within_ms=1500)
+    assert is_refused(ring.curve("any-prefill", "prefill"), events, kind=zmq.SUB)
+
+
+async def test_a_handoff_passes_between_agents_that_trust_each_other(ring, prefill, decode) -> None:
+    ticket = await hand_over(prefill, decode)
+
+    assert ticket["server_key"] == ring.pair("prefill").public
+
+
+@pytest.mark.parametrize("key", ["", "any-decode", "stranger"])
+async def test_a_decode_agent_connects_to_no_agent_whose_key_is_not_a_prefill_agents(
+    ring, prefill, decode, key
+) -> None:
+    server_key = ring.pair(key).public if key else ""
+    async with (
+        engine(PrefillSession, prefill.attach) as source,
+        engine(DecodeSession, decode.attach) as target,
+    ):
+        blocks = source.some_blocks(1, 32), target.some_blocks(2, 32)
+        offer = await source.prefill.offer("r", num_tokens=32, block_ids=blocks[0])
+        ticket = {**offer.ticket, "server_key": server_key}
+        fetch = target.decode.fetch(ticket, num_tokens=32, block_ids=blocks[1])
+        failure = await failure_of(fetch)
+        await offer.withdraw()
+        await offer.released()
+
+    assert failure.code is ErrorCode.FORBIDDEN
+    assert "not trusted here with the role 'prefill'" in failure.message
+
+
+def test_a_key_that_is_revoked_in_use_is_forbidden_everything(ring, prefill) -> None:
+    ring.trust("leaver", Role.DECODE)
+    curve = ring.curve("leaver", "prefill")
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.set(zmq.LINGER, 0)
+        dealer.set(zmq.RCVTIMEO, 30_000)
+        apply(dealer, curve)
+        dealer.connect(prefill.peer)
+        num_asked = 0
+
+        def status() -> dict[str, Any]:
+            nonlocal num_asked
+            num_asked += 1
+            dealer.send(msgpack.packb(envelope("status", num_asked)))
+            return dict(msgpack.unpackb(dealer.recv()))
+
+        before = status()
+        ring.revoke("leaver")
+        prefill.says("keys.changed", num_lost=1)
+        after = status()
+
+    assert before["ok"]["agent_id"] == prefill.settings["agent_id"]
+    assert after["error"]["code"] == "forbidden"
+    assert is_refused(curve, prefill.peer)
+
+
+def envelope(op: str, request_id: int) -> dict[str, Any]:
+    return {"v": 1, "op": op, "id": request_id, "boot": "leaver", "body": {}}
+
+
+async def test_events_stop_for_a_revoked_key_and_go_on_for_others(ring, prefill, decode) -> None:
+    ring.trust("listener", Role.OBSERVER)
+    events = prefill.started["events"]
+    with zmq.Context() as context:
+        subs = {}
+        for name in ("listener", "any-observer"):
+            subs[name] = context.socket(zmq.SUB)
+            subs[name].set(zmq.LINGER, 0)
+            subs[name].set(zmq.SUBSCRIBE, b"")
+            apply(subs[name], ring.curve(name, "prefill"))
+            subs[name].connect(events)
+            assert subs[name].poll(30_000)
+        prefill.skip_log()
+        ring.revoke("listener")
+        key = ring.pair("listener").public
+        await until(lambda: prefill.logged("key.refused", key=key, socket="events"))
+        while subs["listener"].poll(0):
+            subs["listener"].recv_multipart()
+        while subs["any-observer"].poll(0):
+            subs["any-observer"].recv_multipart()
+        heard_by_others = subs["any-observer"].poll(30_000)
+        heard = subs["listener"].poll(600)
+        for sub in subs.values():
+            sub.close()
+    await hand_over(prefill, decode)
+
+    assert heard_by_others
+    assert not heard
+
+
+def num_lost(agent: AgentProcess) -> int:
+    return sum(line["num_lost"] for line in agent.logged("keys.changed"))
+
+
+async def test_keys_are_rotated_without_a_failed_handoff(tmp_path: Path) -> None:
+    """New keys are trusted first, then each agent starts with its new one, then the old ones go."""
+    ring = KeyRing(tmp_path)
+    with agents_ended(Agents) as agents:
+        old = [ring.prepare(agents, role, f"old-{role}") for role in (Role.PREFILL, Role.DECODE)]
+        agents.start(*old)
+        await hand_over(*old)
+        new = [ring.prepare(agents, role, f"new-{role}") for role in (Role.PREFILL, Role.DECODE)]
+        agents.start(*new)
+        for prefill, decode in ((old[0], new[1]), (new[0], old[1]), (new[0], new[1])):
+            await hand_over(prefill, decode)
+        ring.revoke("old-prefill")
+        ring.revoke("old-decode")
+        await until(lambda: all(num_lost(agent) == 2 for agent in new))
+        await hand_over(*new)
+        curve = ring.curve("old-decode", "new-prefill")
+
+        assert is_refused(curve, new[0].peer)
+        agents.check()
