@@ -229,7 +229,7 @@ async def test_a_rank_that_left_fails_the_fetch_and_one_that_came_back_is_read(s
         await source.bring_back(1)
         source.fill(3)
 
-        assert gone.code in (ErrorCode.STALE, ErrorCode.TRANSFER_FAILED)
+        assert gone.code in (ErrorCode.ENGINE_LOST, ErrorCode.TRANSFER_FAILED)
         assert (nobody.stage, nobody.code) == ("resolving", ErrorCode.ENGINE_UNKNOWN)
         assert sites.prefill[1].peer in nobody.message
         for offer in offers:
