@@ -15,6 +15,8 @@ from kvbus.bus.curve import (
     new_key_pair,
     require_key,
 )
+from kvbus.bus.door import DoorLimits, Ended
+from kvbus.bus.guard import ConnectionGuard
 from kvbus.bus.key_check import Applicant, KeyCheck
 from kvbus.bus.limits import ClientCounters, ServerCounters, ServerLimits, SubscriberCounters
 from kvbus.bus.pending import OnReply
@@ -23,6 +25,7 @@ from kvbus.bus.server import Handlers, RequestServer
 from kvbus.bus.session import Call, Session
 from kvbus.bus.sockets import BusContext, SocketOptions, new_context
 from kvbus.bus.subscriber import EventListener, EventSubscriber
+from kvbus.bus.traffic import Watch
 
 __all__ = [
     "Applicant",
@@ -30,6 +33,9 @@ __all__ = [
     "Call",
     "ClientCounters",
     "ClientCurve",
+    "ConnectionGuard",
+    "DoorLimits",
+    "Ended",
     "EventListener",
     "EventPublisher",
     "EventSubscriber",
@@ -45,6 +51,7 @@ __all__ = [
     "Session",
     "SocketOptions",
     "SubscriberCounters",
+    "Watch",
     "ask_agent",
     "key_pair_of",
     "new_boot_id",

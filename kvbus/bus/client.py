@@ -11,7 +11,7 @@ from kvbus.bus.answers import outcome_of, read_answer
 from kvbus.bus.boot import BootChange, BootWatch, first_request_id, new_secret
 from kvbus.bus.connection import Connection
 from kvbus.bus.inbox import NoticeInbox
-from kvbus.bus.limits import ClientCounters
+from kvbus.bus.limits import ClientCounters, max_request_bytes, require_size
 from kvbus.bus.pending import OnReply, Pending
 from kvbus.bus.pump import Pump
 from kvbus.bus.socket_actor import SocketActor
@@ -155,14 +155,14 @@ class RequestClient(SocketActor):
             raise ClosedError("client is closed", endpoint=self.endpoint)
         request_id = self._last_id + 1
         frame = encode_request(message.op, request_id, self.boot, message, secret=self._secret)
+        require_size(frame, max_request_bytes(self.endpoint))
         self._last_id = request_id
-        now = self.timers.now()
-        deadline, retry_s = now + timeout_s, self._retry_s
-        pending = Pending(message, frame, on_reply, timeout_s, deadline, retry_s)
+        deadline = (now := self.timers.now()) + timeout_s
+        pending = Pending(message, frame, on_reply, timeout_s, deadline, self._retry_s)
         self._pending[request_id] = pending
         self.counters.requests += 1
         self._transmit(request_id, pending)
-        self.timers.at(min(deadline, now + retry_s), self._on_timer, request_id)
+        self.timers.at(min(deadline, now + self._retry_s), self._on_timer, request_id)
         return request_id
 
     def _transmit(self, request_id: int, pending: Pending) -> None:

@@ -3,9 +3,20 @@
 from dataclasses import dataclass
 
 from kvbus.errors import ConfigError
-from kvbus.protocol.envelope import MAX_FRAME_BYTES
+from kvbus.protocol.envelope import MAX_FRAME_BYTES, MAX_PEER_REQUEST_BYTES, too_large
 
 _MIB = 1024 * 1024
+
+
+def max_request_bytes(endpoint: str) -> int:
+    """The largest request there: over TCP, where strangers may ask, it is smaller."""
+    return MAX_PEER_REQUEST_BYTES if endpoint.startswith("tcp://") else MAX_FRAME_BYTES
+
+
+def require_size(frame: bytes, max_bytes: int) -> None:
+    """Raise `ProtocolError` (``too_large``) for a frame of more than ``max_bytes``."""
+    if len(frame) > max_bytes:
+        raise too_large(len(frame), max_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

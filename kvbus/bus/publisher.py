@@ -6,15 +6,10 @@ The subscriber sees it by the seqs, those in heartbeats included.
 
 import asyncio
 
-from kvbus.bus.pump import Pump
+from kvbus.bus.event_socket import EventSocket
 from kvbus.bus.socket_actor import SocketActor
-from kvbus.bus.sockets import (
-    BusContext,
-    Socket,
-    SocketOptions,
-    bound_endpoint,
-    open_publisher,
-)
+from kvbus.bus.sockets import BusContext, SocketOptions
+from kvbus.bus.traffic import Watch
 from kvbus.errors import ConfigError, LocalError
 from kvbus.protocol.envelope import encode_notice
 from kvbus.protocol.message import Message
@@ -37,6 +32,7 @@ class EventPublisher(SocketActor):
         boot: str,
         heartbeat_s: float = 1.0,
         options: SocketOptions | None = None,
+        watch: Watch | None = None,
     ) -> None:
         super().__init__()
         self.boot = boot
@@ -45,9 +41,9 @@ class EventPublisher(SocketActor):
         self._num_heartbeats = 0
         self._started_at = 0.0
         self._context, self._options = context, options or SocketOptions()
-        socket = open_publisher(context, endpoint, self._options)
-        self.endpoint = bound_endpoint(socket)
-        self._pump: Pump | None = self._pump_of(socket)
+        self._watch = watch
+        self._socket: EventSocket | None = self._bind(endpoint)
+        self.endpoint = self._socket.endpoint
 
     def publish(self, op: str, message: Message) -> int:
         """Send an event; returns its seq among the events of this ``op``. Dropped once closed."""
@@ -61,39 +57,38 @@ class EventPublisher(SocketActor):
 
     def hang_up(self) -> None:
         """End all connections: who is still let in connects again, and sees a gap."""
-        if self._pump is not None and not self.closed:
-            self._pump.close()
-            self._pump = None
+        if self._socket is not None and not self.closed:
+            self._socket.close()
+            self._socket = None
             self._bind_again(0)
+
+    def _bind(self, endpoint: str) -> EventSocket:
+        return EventSocket(self._context, endpoint, self._options, self._watch)
 
     def _bind_again(self, _: int) -> None:
         """ZeroMQ gives the address back when it comes to it: until then, try."""
         if self.closed:
             return
         try:
-            socket = open_publisher(self._context, self.endpoint, self._options)
+            self._socket = self._bind(self.endpoint)
         except ConfigError:
             self.timers.at(self.timers.now() + _BIND_AGAIN_S, self._bind_again)
             return
-        self._pump = self._pump_of(socket)
-        self._pump.start(asyncio.get_running_loop())
-
-    def _pump_of(self, socket: Socket) -> Pump:
-        return Pump(socket, on_frames=lambda _: None, on_failure=self._fail)
+        self._socket.start(asyncio.get_running_loop())
 
     def _send(self, op: str, frame: bytes) -> None:
-        if self._pump is not None:
-            self._pump.send(op.encode(), frame)
+        if self._socket is not None:
+            self._socket.send(op, frame)
 
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self._pump is not None:
-            self._pump.start(loop)
+        if self._socket is not None:
+            self._socket.start(loop)
         self._started_at = loop.time()
         self._beat(0)
 
     def _close(self) -> None:
-        if self._pump is not None:
-            self._pump.close()
+        if self._socket is not None:
+            self._socket.close()
 
     def _beat(self, _: int) -> None:
         now = self.timers.now()
@@ -101,4 +96,6 @@ class EventPublisher(SocketActor):
         beat = Heartbeat(seqs=self._seqs, uptime_s=now - self._started_at)
         frame = encode_notice(beat.op, self._num_heartbeats, self.boot, beat)
         self._send(beat.op, frame)
+        if self._socket is not None:
+            self._socket.read()
         self.timers.at(now + self._heartbeat_s, self._beat)

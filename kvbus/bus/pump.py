@@ -9,19 +9,24 @@ from collections.abc import Callable
 
 import zmq
 
-from kvbus.bus.sockets import Socket, receive
+from kvbus.bus.sockets import Socket
+from kvbus.bus.traffic import Traffic
 
-_BATCH = 64
+_BATCH = 128
 _EVENTS, _POLLIN, _POLLOUT = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.POLLOUT)
 _NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
+_MAX_FRAMES = 8
 
 
 def _nothing() -> None: ...
 
 
 class Pump:
-    """Hands each received message to ``on_frames``, at most `_BATCH` in one turn of the loop.
+    """Hands each received message to ``on_frames``; one turn of the loop takes `_BATCH` frames.
 
+    Of a message of more than `_MAX_FRAMES` the first so many are handed over. ``last`` is the last
+    frame that was received, for what ZeroMQ knows of its connection. ``traffic`` is that of a
+    ROUTER.
     ``on_drained`` follows each batch. ``on_writable`` follows it when the socket takes more.
     An exception out of a callback goes to ``on_failure``: callbacks isolate their own users.
     """
@@ -34,9 +39,9 @@ class Pump:
         on_failure: Callable[[Exception], None],
         on_writable: Callable[[], None] = _nothing,
         on_drained: Callable[[], None] = _nothing,
-        receive: Callable[[Socket], list[bytes]] = receive,
+        traffic: Traffic | None = None,
     ) -> None:
-        self._socket, self._receive_one = socket, receive
+        self._socket = socket
         self._on_frames, self._on_failure = on_frames, on_failure
         self._on_writable, self._on_drained = on_writable, on_drained
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -44,6 +49,9 @@ class Pump:
         self._receiving = False
         self._scheduled = False
         self._refused = False
+        self._frames: list[bytes] = []
+        self._traffic = traffic
+        self.last: zmq.Frame | None = None
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin to receive in ``loop``."""
@@ -76,6 +84,8 @@ class Pump:
         finally:
             if not self._receiving:
                 self._look_again()
+        if self._traffic is not None:
+            self._traffic.sent(parts[0], len(last))
         return True
 
     def _look_again(self) -> None:
@@ -109,16 +119,33 @@ class Pump:
             self._on_failure(error)
 
     def _receive(self) -> int:
-        socket, receive, on_frames = self._socket, self._receive_one, self._on_frames
+        socket = self._socket
         self._receiving = True
         try:
             for _ in range(_BATCH):
-                events = int(socket.get(_EVENTS))
-                if not events & _POLLIN:
-                    return events
-                on_frames(receive(socket))
+                # The frames of a message are there together; before its first one is to be asked.
+                if not self._frames:
+                    events = int(socket.get(_EVENTS))
+                    if not events & _POLLIN:
+                        self._note_drained()
+                        return events
+                self._take(socket.recv(_NOBLOCK, copy=False))
                 if self._loop is None:  # a callback closed this pump
                     return 0
         finally:
             self._receiving = False
         return int(socket.get(_EVENTS))
+
+    def _take(self, frame: zmq.Frame) -> None:
+        self.last = frame
+        if len(self._frames) < _MAX_FRAMES:
+            self._frames.append(frame.bytes)
+        if not frame.more:
+            frames, self._frames = self._frames, []
+            if self._traffic is not None:
+                self._traffic.heard(frame, frames)
+            self._on_frames(frames)
+
+    def _note_drained(self) -> None:
+        if self._traffic is not None:
+            self._traffic.num_drains += 1

@@ -1,10 +1,15 @@
-"""Who a request is from: more than its boot id, which others have heard."""
+"""A request as it comes, and who it is from: more than its boot id, which others have heard.
+
+Refuses whatever is no request of one frame.
+"""
 
 from collections.abc import Hashable
 from hashlib import blake2b
 from typing import NamedTuple
 
-from kvbus.protocol.envelope import RequestFrame
+from kvbus.bus.limits import require_size
+from kvbus.errors import ProtocolError
+from kvbus.protocol.envelope import RequestFrame, decode
 
 
 class Sender(NamedTuple):
@@ -35,3 +40,14 @@ class Sender(NamedTuple):
 def sender_of(request: RequestFrame, *, key: str, identity: bytes) -> Sender:
     """The sender of a request that came by the connection ``identity``, of ``key`` or of none."""
     return Sender(key, request.boot, request.secret or (b"" if key else identity))
+
+
+def read_request(frames: list[bytes], max_bytes: int) -> RequestFrame:
+    """The request in the frames behind the routing id; raises `ProtocolError`."""
+    if len(frames) != 1:
+        raise ProtocolError(f"message has {len(frames)} frames or more")
+    require_size(frames[0], max_bytes)
+    envelope = decode(frames[0])
+    if not isinstance(envelope, RequestFrame):
+        raise ProtocolError("only requests are answered here")
+    return envelope

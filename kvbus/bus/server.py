@@ -11,23 +11,17 @@ from typing import Any
 import anyio
 
 from kvbus.bus.admission import SessionTable
-from kvbus.bus.limits import ServerCounters, ServerLimits
+from kvbus.bus.limits import ServerCounters, ServerLimits, max_request_bytes
 from kvbus.bus.pump import Pump
 from kvbus.bus.replies import KeptReply, ReplyCache
-from kvbus.bus.sender import sender_of
+from kvbus.bus.sender import read_request, sender_of
 from kvbus.bus.session import Call, Session
 from kvbus.bus.socket_actor import SocketActor
-from kvbus.bus.sockets import (
-    BusContext,
-    SocketOptions,
-    bound_endpoint,
-    open_router,
-    receive_from,
-    receive_from_key,
-)
+from kvbus.bus.sockets import BusContext, SocketOptions, bound_endpoint, key_of, open_router
+from kvbus.bus.traffic import Watch
 from kvbus.errors import ErrorCode, KVBusError, LocalError, ProtocolError
 from kvbus.protocol.engine import Acknowledge, Ping
-from kvbus.protocol.envelope import Body, RequestFrame, decode, encode_refusal, encode_reply
+from kvbus.protocol.envelope import Body, RequestFrame, encode_refusal, encode_reply
 from kvbus.protocol.message import Empty, Message, Request, error_body, from_body
 
 Handler = Callable[[Any, Call], None]
@@ -64,6 +58,7 @@ class RequestServer(SocketActor):
         limits: ServerLimits | None = None,
         options: SocketOptions | None = None,
         resend_s: float = 0.25,
+        watch: Watch | None = None,
     ) -> None:
         super().__init__()
         self.boot, self.resend_s = boot, resend_s
@@ -77,10 +72,13 @@ class RequestServer(SocketActor):
         self.num_pending = 0
         self._closing = False
         options = options or SocketOptions()
-        socket = open_router(context, endpoint, options)
+        self._has_keys = options.curve is not None
+        self._max_frame_bytes = max_request_bytes(endpoint)
+        socket, traffic = open_router(
+            context, endpoint, options, max_frame_bytes=self._max_frame_bytes, watch=watch
+        )
         self.endpoint = bound_endpoint(socket)
-        receive = receive_from if options.curve is None else receive_from_key
-        self.pump = Pump(socket, on_frames=self._on_frames, on_failure=self._fail, receive=receive)
+        self.pump = Pump(socket, on_frames=self._on_frames, on_failure=self._fail, traffic=traffic)
 
     @property
     def num_unacknowledged(self) -> int:
@@ -124,14 +122,14 @@ class RequestServer(SocketActor):
         self.pump.close()
 
     def _on_frames(self, frames: list[bytes]) -> None:
-        key, identity = frames[0].decode(), frames[1]
+        identity, key = frames[0], key_of(self.pump.last) if self._has_keys else ""
         try:
-            request = _read(frames[2:])
+            request = read_request(frames[1:], self._max_frame_bytes)
         except ProtocolError as error:
             self.counters.malformed += 1
             self._refuse(identity, error.request_id or 0, error)
             return
-        self._on_request(identity, request, key=key, fingerprint=hash(frames[2]))
+        self._on_request(identity, request, key=key, fingerprint=hash(frames[1]))
 
     def _refuse(self, identity: bytes, request_id: int, error: KVBusError) -> bytes:
         """Answer without a call; returns the frame."""
@@ -289,12 +287,3 @@ class RequestServer(SocketActor):
             owner = self.sessions.get(sender)
             if owner is not None:
                 owner.evicted_upto = max(owner.evicted_upto, evicted_id)
-
-
-def _read(frames: list[bytes]) -> RequestFrame:
-    if len(frames) != 1:
-        raise ProtocolError(f"message has {len(frames)} frames")
-    envelope = decode(frames[0])
-    if not isinstance(envelope, RequestFrame):
-        raise ProtocolError("only requests are answered here")
-    return envelope

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import zmq
 
 from kvbus.bus.curve import ClientCurve, ServerCurve
+from kvbus.bus.traffic import Traffic, Watch
 from kvbus.errors import ConfigError
 from kvbus.protocol.envelope import MAX_FRAME_BYTES
 
@@ -21,7 +22,11 @@ Socket: TypeAlias = zmq.Socket[bytes]
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 _MAX_PORT = 65_535
 # A frame somewhat over the limit is read and answered; one far over it ends the connection.
-_MAX_MESSAGE_BYTES = MAX_FRAME_BYTES + 64 * 1024
+_OVER_BYTES = 64 * 1024
+# The largest that ZeroMQ's own handshake needs; a topic has at most 64 characters.
+_MAX_TOPIC_FRAME_BYTES = 1024
+_HANDSHAKE_S = 5.0
+_MAX_UNREAD_MESSAGES, _MAX_UNREAD_BYTES = 1000, 128 * 1024
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,11 +52,20 @@ def new_context() -> BusContext:
     return zmq.Context()
 
 
-def open_router(context: BusContext, endpoint: str, options: SocketOptions) -> Socket:
+def open_router(
+    context: BusContext,
+    endpoint: str,
+    options: SocketOptions,
+    *,
+    max_frame_bytes: int,
+    watch: Watch | None,
+) -> tuple[Socket, Traffic | None]:
     """A ROUTER bound to ``endpoint`` that reports unroutable peers instead of dropping."""
     socket = _open(context, zmq.ROUTER, options)
     socket.set(zmq.ROUTER_MANDATORY, 1)
-    return _bind(socket, endpoint)
+    socket.set(zmq.MAXMSGSIZE, max_frame_bytes + _OVER_BYTES)
+    traffic = _watched(socket, watch)
+    return _bind(socket, endpoint), traffic
 
 
 def open_dealer(context: BusContext, endpoint: str, options: SocketOptions) -> Socket:
@@ -61,9 +75,18 @@ def open_dealer(context: BusContext, endpoint: str, options: SocketOptions) -> S
     return _require_port(socket, endpoint)
 
 
-def open_publisher(context: BusContext, endpoint: str, options: SocketOptions) -> Socket:
-    """A PUB bound to ``endpoint``; it drops silently for a subscriber that is ``hwm`` behind."""
-    return _bind(_open(context, zmq.PUB, options), endpoint)
+def open_publisher(
+    context: BusContext, endpoint: str, options: SocketOptions, *, watch: Watch | None
+) -> tuple[Socket, Traffic | None]:
+    """An XPUB bound to ``endpoint``; it drops silently for a subscriber that is ``hwm`` behind.
+
+    It tells of each subscription. A topic takes ZeroMQ fifty times the memory of its bytes.
+    """
+    socket = _open(context, zmq.XPUB, options)
+    socket.set(zmq.XPUB_VERBOSE, 1)
+    socket.set(zmq.MAXMSGSIZE, _MAX_TOPIC_FRAME_BYTES)
+    traffic = _watched(socket, watch)
+    return _bind(socket, endpoint), traffic
 
 
 def open_subscriber(
@@ -83,26 +106,12 @@ def open_zap(context: BusContext) -> Socket:
     return _bind(socket, ZAP_ENDPOINT)
 
 
-def receive(socket: Socket) -> list[bytes]:
-    """The frames of the next message; raises `zmq.Again` when there is none."""
-    return socket.recv_multipart(zmq.NOBLOCK)
-
-
-def receive_from(socket: Socket) -> list[bytes]:
-    """The frames of the next message, behind the key of who sent it: empty, as it has none."""
-    return [b"", *socket.recv_multipart(zmq.NOBLOCK)]
-
-
-def receive_from_key(socket: Socket) -> list[bytes]:
-    """The frames of the next message, behind the key of who sent it.
+def key_of(frame: zmq.Frame | None) -> str:
+    """Whose connection a frame came by, of a socket with keys: the ``User-Id`` of a `KeyCheck`.
 
     A client may choose its routing id, so that only what comes with the message itself will do.
     """
-    identity = socket.recv(zmq.NOBLOCK, copy=False)
-    frames = [str(identity["User-Id"]).encode(), identity.bytes]
-    while socket.get(zmq.RCVMORE):
-        frames.append(socket.recv(zmq.NOBLOCK))
-    return frames
+    return str(frame["User-Id"]) if frame is not None else ""
 
 
 def reconnect(socket: Socket, endpoint: str) -> None:
@@ -146,11 +155,11 @@ def _open(context: BusContext, kind: int, options: SocketOptions) -> Socket:
     socket.set(zmq.LINGER, round(options.linger_s * 1000))
     socket.set(zmq.SNDHWM, options.hwm)
     socket.set(zmq.RCVHWM, options.hwm)
-    socket.set(zmq.MAXMSGSIZE, _MAX_MESSAGE_BYTES)
+    socket.set(zmq.MAXMSGSIZE, MAX_FRAME_BYTES + _OVER_BYTES)
+    socket.set(zmq.HANDSHAKE_IVL, round(_HANDSHAKE_S * 1000))
     socket.set(zmq.RECONNECT_IVL, round(options.reconnect_s * 1000))
     socket.set(zmq.RECONNECT_IVL_MAX, round(options.max_reconnect_s * 1000))
-    socket.set(zmq.HEARTBEAT_IVL, round(options.keepalive_s * 1000))
-    socket.set(zmq.HEARTBEAT_TIMEOUT, round(options.keepalive_s * 3000))
+    _keep_alive(socket, options.keepalive_s)
     if options.curve is not None:
         _apply_curve(socket, options.curve)
     return socket
@@ -162,6 +171,30 @@ def _apply_curve(socket: Socket, curve: ServerCurve | ClientCurve) -> None:
     except ConfigError:
         socket.close(linger=0)
         raise
+
+
+# Not ZeroMQ's heartbeats: its timer for them goes on when a connection has failed that was not read
+# at that moment, as its queue was full. Then libzmq 4.3.5 ends the process ("!_io_error"). Whoever
+# asks without reading the answers, and goes, can have that.
+def _keep_alive(socket: Socket, idle_s: float) -> None:
+    """A peer that is gone without a word is found by TCP, after four times ``idle_s``."""
+    socket.set(zmq.TCP_KEEPALIVE, 1)
+    socket.set(zmq.TCP_KEEPALIVE_IDLE, max(1, round(idle_s)))
+    socket.set(zmq.TCP_KEEPALIVE_INTVL, max(1, round(idle_s)))
+    socket.set(zmq.TCP_KEEPALIVE_CNT, 3)
+    socket.set(zmq.TCP_MAXRT, round(idle_s * 4000))
+
+
+def _watched(socket: Socket, watch: Watch | None) -> Traffic | None:
+    """Have a socket that strangers reach watched, before it is bound.
+
+    What came before a connection is ended is still read: few messages, and not many bytes.
+    """
+    if watch is None:
+        return None
+    socket.set(zmq.RCVHWM, _MAX_UNREAD_MESSAGES)
+    socket.set(zmq.RCVBUF, _MAX_UNREAD_BYTES)
+    return watch(socket)
 
 
 def _bind(socket: Socket, endpoint: str) -> Socket:

@@ -23,6 +23,8 @@ from kvbus.protocol.unpack import readable_id, unpack_map
 
 PROTOCOL_VERSION = 1
 MAX_FRAME_BYTES = 16 * 1024 * 1024
+MAX_PEER_REQUEST_BYTES = 4 * 1024 * 1024
+"""Of a request on the peer socket, where strangers may ask; replies are frames like others."""
 MAX_ID = 2**64 - 1
 
 Body = Mapping[str, Any]
@@ -92,7 +94,7 @@ def encode_notice(op: str, seq: int, boot: str, body: Message | Body) -> bytes:
 def decode(frame: bytes) -> Envelope:
     """The envelope in ``frame``; raises `ProtocolError` and nothing else, whatever the bytes."""
     if len(frame) > MAX_FRAME_BYTES:
-        raise _too_large(frame)
+        raise too_large(len(frame))
     fields = unpack_map(frame)
     kind: type[Envelope] = Notice
     if "re" in fields:
@@ -117,16 +119,17 @@ def decode(frame: bytes) -> Envelope:
 def _pack(fields: dict[str, Any]) -> bytes:
     frame: bytes = msgpack.packb(fields, default=to_body)
     if len(frame) > MAX_FRAME_BYTES:
-        raise _too_large(frame)
+        raise too_large(len(frame))
     return frame
 
 
-def _too_large(frame: bytes) -> ProtocolError:
+def too_large(num_bytes: int, limit_bytes: int = MAX_FRAME_BYTES) -> ProtocolError:
+    """What is said of a frame that is over a limit."""
     return ProtocolError(
-        f"message of {len(frame)} bytes is over the limit of {MAX_FRAME_BYTES}",
+        f"message of {num_bytes} bytes is over the limit of {limit_bytes}",
         code=ErrorCode.TOO_LARGE,
-        size_bytes=len(frame),
-        limit_bytes=MAX_FRAME_BYTES,
+        size_bytes=num_bytes,
+        limit_bytes=limit_bytes,
     )
 
 

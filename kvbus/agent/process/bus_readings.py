@@ -3,7 +3,7 @@
 Refuses to count anything itself: the bus and the attach socket do.
 """
 
-from kvbus.bus import RequestServer
+from kvbus.bus import ConnectionGuard, RequestServer
 from kvbus.memory.attach import AttachServer
 
 BUS_READINGS = {
@@ -13,11 +13,13 @@ BUS_READINGS = {
     "notices_resent": "Notices that an engine did not acknowledge in time.",
     "replies_dropped": "Replies whose peer was gone.",
     "attach_refused": "Connections to the attach socket that were turned away.",
+    "connections": "Connections of others to the peer and the events socket.",
+    "connections_ended": "Connections to them that were ended, as they were over a bound.",
 }
 
 
 def bus_readings(
-    engine: RequestServer, peer: RequestServer, attach: AttachServer
+    engine: RequestServer, peer: RequestServer, attach: AttachServer, guard: ConnectionGuard
 ) -> dict[str, float]:
     """The readings named in `BUS_READINGS`, for both request sockets together."""
     servers = (engine.counters, peer.counters)
@@ -29,4 +31,6 @@ def bus_readings(
         "notices_resent": sum(c.notices_resent for c in servers),
         "replies_dropped": sum(c.replies_dropped for c in servers),
         "attach_refused": refused,
+        "connections": guard.num_connections,
+        "connections_ended": guard.num_ended.total(),
     }

@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 import msgspec
 from msgspec import Meta
 
+from kvbus.agent.process.connection_config import ConnectionConfig
 from kvbus.errors import ConfigError
 
 Duration = Annotated[float, Meta(gt=0, le=86_400)]
@@ -114,6 +115,13 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_process_segments: Annotated[
         Bound, Meta(description="Most segments of memory on one attach connection.")
     ] = 4096
+    max_refusal_lines_s: Annotated[
+        Bound,
+        Meta(
+            description="Most lines a second in the log about refused requests and ended "
+            "connections; a quarter of them about the same peer."
+        ),
+    ] = 20
     staging_bytes: Annotated[
         int,
         Meta(
@@ -140,6 +148,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         ),
     ] = 8 << 20
     transport: TransportConfig = TransportConfig()
+    connections: ConnectionConfig = ConnectionConfig()
 
     @property
     def runtime_path(self) -> Path:

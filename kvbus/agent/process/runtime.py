@@ -19,12 +19,14 @@ from kvbus.agent.engines.memory_return import MemoryReturn
 from kvbus.agent.process.access import KEYS_READINGS, Access
 from kvbus.agent.process.bus_readings import BUS_READINGS, bus_readings
 from kvbus.agent.process.config import AgentConfig, advertised
+from kvbus.agent.process.connection_bounds import ConnectionBounds
 from kvbus.agent.process.data_plane import DataPlane
 from kvbus.agent.process.identity import AgentIdentity
 from kvbus.agent.process.metrics import AgentMetrics, MetricsPage
+from kvbus.agent.process.refusals import Refusals
 from kvbus.agent.process.service import Agent, Service
 from kvbus.agent.staging.devices import StagingDevices
-from kvbus.bus import BusContext, Call, EventPublisher, RequestServer, SocketOptions
+from kvbus.bus import BusContext, Call, EventPublisher, RequestServer
 from kvbus.errors import ErrorCode, KVBusError
 from kvbus.memory.attach import AttachConnection, AttachServer
 from kvbus.memory.bus_errors import BusErrors
@@ -36,7 +38,6 @@ log = structlog.get_logger()
 
 AttachHandler = Callable[[AttachConnection, dict[str, Any], list[int]], Awaitable[dict[str, Any]]]
 ServiceFactory = Callable[[Agent], Service]
-Gate = Callable[[Call], None]
 FLUSH_S, MOST_FLUSHES = 0.2, 25
 
 
@@ -102,18 +103,19 @@ class Runtime:
         )
         attach = await self._listen(engines)
         self.access.start(context, self.tasks)
-        sockets = self._bind(context, engines)
+        watch = ConnectionBounds(context, self.config)
+        sockets = self._bind(context, engines, watch)
         if self.config.metrics_bind:
             self._metrics_page = self.metrics.serve(self.config.metrics_bind)
         self._agent = self._assemble(context, engines, sockets)
         self._service = make_service(self._agent)
         engines.server, engines.identity = sockets.engine, self._agent.identity
         self._take_requests(sockets)
-        for owner in (sockets.engine, sockets.peer, sockets.events):
+        for owner in (sockets.engine, sockets.peer, sockets.events, watch):
             self.tasks.start_soon(owner.run)
         self.tasks.start_soon(self.metrics.watch_loop_lag)
         self.metrics.add_readings(
-            lambda: bus_readings(sockets.engine, sockets.peer, attach), BUS_READINGS
+            lambda: bus_readings(sockets.engine, sockets.peer, attach, watch.guard), BUS_READINGS
         )
         self.metrics.add_readings(self.access.readings, KEYS_READINGS)
         self.access.guard(sockets.peer, sockets.events, self.tasks)
@@ -131,15 +133,19 @@ class Runtime:
         await self.tasks.start(attach.serve)
         return attach
 
-    def _bind(self, context: BusContext, engines: EngineDirectory) -> _Sockets:
+    def _bind(
+        self, context: BusContext, engines: EngineDirectory, watch: ConnectionBounds
+    ) -> _Sockets:
         config = self.config
         engine_endpoint = f"ipc://{config.runtime_path}/engine.sock"
         return _Sockets(
-            engine=self._server(
-                context, engine_endpoint, gate=engines.admit, options=SocketOptions()
-            ),
+            engine=self._server(context, engine_endpoint, gate=engines.admit),
             peer=self._server(
-                context, config.peer_bind, gate=self.access.gate, options=self.access.peer_options()
+                context,
+                config.peer_bind,
+                gate=self.access.gate,
+                options=self.access.peer_options(),
+                watch=watch.peer_socket(),
             ),
             events=EventPublisher(
                 context,
@@ -147,6 +153,7 @@ class Runtime:
                 boot=self.boot,
                 heartbeat_s=config.heartbeat_s,
                 options=self.access.events_options(),
+                watch=watch.events_socket(),
             ),
         )
 
@@ -176,7 +183,8 @@ class Runtime:
 
     def _data_plane(self, sockets: _Sockets) -> DataPlane:
         """The ports that UCX must not have outside of its interfaces; our own are not UCX's."""
-        ports = {_port(sockets.peer.endpoint), _port(sockets.events.endpoint)}
+        ours = (sockets.peer.endpoint, sockets.events.endpoint)
+        ports = {int(endpoint.rpartition(":")[2]) for endpoint in ours}
         if self._metrics_page is not None:
             ports.add(self._metrics_page.port)
         return DataPlane(self.interfaces, frozenset(ports))
@@ -221,17 +229,15 @@ class Runtime:
             await self.service.drained()
         race.cancel_scope.cancel()
 
-    def _server(
-        self, context: BusContext, endpoint: str, *, gate: Gate, options: SocketOptions
-    ) -> RequestServer:
+    def _server(self, context: BusContext, endpoint: str, **options: Any) -> RequestServer:
+        refusals = Refusals(self.metrics, lines_s=self.config.max_refusal_lines_s)
         return RequestServer(
             context,
             endpoint,
             boot=self.boot,
-            gate=gate,
-            options=options,
             on_fault=self._on_fault,
-            on_refusal=self._on_refusal,
+            on_refusal=refusals.of_call,
+            **options,
         )
 
     def _take_requests(self, sockets: _Sockets) -> None:
@@ -248,14 +254,15 @@ class Runtime:
         sockets.peer.on({Status: self._answer_status, **self.service.peer_handlers()})
 
     def _on_attach_message(self, engines: EngineDirectory) -> AttachHandler:
+        refusals = Refusals(self.metrics, lines_s=self.config.max_refusal_lines_s)
+
         async def answer(
             connection: AttachConnection, message: dict[str, Any], fds: list[int]
         ) -> dict[str, Any]:
             try:
                 return await engines.on_attach_message(connection, message, fds)
             except KVBusError as error:
-                peer = f"pid {connection.peer.pid}"
-                self._note_refusal(str(message.get("op")), peer, error)
+                refusals.note(str(message.get("op")), f"pid {connection.peer.pid}", error)
                 raise
 
         return answer
@@ -287,28 +294,7 @@ class Runtime:
         self.service.on_engine_lost(engine)
 
     def _publish_engine(self, op: str, engine: LocalEngine) -> None:
-        body = EngineEvent(engine_id=engine.engine_id, engine_instance=engine.instance)
-        self.agent.publisher.publish(op, body)
-
-    def _on_refusal(self, error: KVBusError, call: Call) -> None:
-        # enough to tell peers apart: all of it is who an engine's session is
-        self._note_refusal(call.op, call.session.boot[:8], error)
-
-    def _note_refusal(self, op: str, peer: str, error: KVBusError) -> None:
-        """Count and log a refusal; whoever calls this sends it."""
-        self.metrics.refusals.labels(error.code.value).inc()
-        log.warning(
-            "request.refused",
-            op=op,
-            peer_boot=peer,
-            code=error.code.value,
-            reason=error.message,
-            **{f"detail_{name}": value for name, value in error.detail.items()},
-        )
+        self.agent.publisher.publish(op, EngineEvent(engine.engine_id, engine.instance))
 
     def _on_fault(self, error: Exception, call: Call) -> None:
         log.error("request.failed", op=call.op, peer=call.session.boot[:8], exc_info=error)
-
-
-def _port(endpoint: str) -> int:
-    return int(endpoint.rpartition(":")[2])

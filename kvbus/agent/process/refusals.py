@@ -1,0 +1,30 @@
+"""What is counted and logged of requests that were refused."""
+
+from kvbus.agent.process.limited_log import LimitedLog
+from kvbus.agent.process.metrics import AgentMetrics
+from kvbus.bus import Call
+from kvbus.errors import KVBusError
+
+
+class Refusals:
+    """The refusals of one socket; each has lines of its own, so that strangers leave room."""
+
+    def __init__(self, metrics: AgentMetrics, *, lines_s: int) -> None:
+        self._metrics, self._lines = metrics, LimitedLog(lines_s=lines_s)
+
+    def of_call(self, error: KVBusError, call: Call) -> None:
+        """A call was refused."""
+        self.note(call.op, call.session.boot[:8], error)
+
+    def note(self, op: str, peer: str, error: KVBusError) -> None:
+        """A request of ``peer``, the start of a boot id or a process, was refused."""
+        self._metrics.refusals.labels(error.code.value).inc()
+        self._lines.warning(
+            "request.refused",
+            who=peer,
+            op=op,
+            peer_boot=peer,
+            code=error.code.value,
+            reason=error.message,
+            **{f"detail_{name}": value for name, value in error.detail.items()},
+        )

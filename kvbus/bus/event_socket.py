@@ -1,0 +1,66 @@
+"""The bound socket of a publisher: sends to whoever has subscribed, and counts what each asks for.
+
+Refuses what is no subscription, or too long for a topic: the guard ends that connection.
+"""
+
+import asyncio
+
+import zmq
+
+from kvbus.bus.sockets import BusContext, SocketOptions, bound_endpoint, open_publisher
+from kvbus.bus.traffic import Watch, descriptor_of
+
+MAX_TOPIC_BYTES = 64
+_BATCH = 200
+
+
+# An XPUB takes new subscriptions in within any call, as many as come: a stream of them holds the
+# call. So no call may keep the interpreter, as asking for ZMQ_EVENTS does in pyzmq: sending and
+# receiving do not, and the thread of the guard ends the stream.
+class EventSocket:
+    """An XPUB bound to ``endpoint``; raises `ConfigError` when that cannot be."""
+
+    def __init__(
+        self, context: BusContext, endpoint: str, options: SocketOptions, watch: Watch | None
+    ) -> None:
+        self._socket, self._traffic = open_publisher(context, endpoint, options, watch=watch)
+        self.endpoint = bound_endpoint(self._socket)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def start(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Begin to read what subscribers say."""
+        self._loop = loop
+        loop.add_reader(self._socket.fileno(), self.read)
+
+    def close(self) -> None:
+        """Close the socket; what it has queued is flushed for ``linger_s``."""
+        if self._loop is not None:
+            self._loop.remove_reader(self._socket.fileno())
+            self._loop = None
+        self._socket.close()
+
+    def send(self, topic: str, frame: bytes) -> None:
+        """Send to whoever has subscribed; dropped for those that are behind, and once closed."""
+        if not self._socket.closed:
+            self._socket.send_multipart((topic.encode(), frame), zmq.NOBLOCK)
+
+    def read(self) -> None:
+        """Read what was asked for; sending swallows its signal, so that this is called as well."""
+        if self._socket.closed:
+            return
+        for _ in range(_BATCH):
+            try:
+                frame = self._socket.recv(zmq.NOBLOCK, copy=False)
+            except zmq.Again:
+                return
+            self._note(frame)
+        if self._loop is not None:
+            self._loop.call_soon(self.read)
+
+    def _note(self, frame: zmq.Frame) -> None:
+        if self._traffic is None or (fd := descriptor_of(frame)) is None:
+            return
+        asked = frame.bytes
+        self._traffic.delivered(fd, len(asked))
+        if len(asked) > 1 + MAX_TOPIC_BYTES or asked[:1] not in (b"\0", b"\1"):
+            self._traffic.unwanted.add(fd)

@@ -1,0 +1,201 @@
+"""Somebody who only reaches the ports floods them: memory stays, and handoffs go on beside it."""
+
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from itertools import count, repeat
+
+import anyio
+import msgpack
+import pytest
+
+from kvbus.bus import ask_agent
+from kvbus.protocol.peer import Status
+from tests.agents import WITHIN_S, AgentProcess, Agents
+from tests.engines import pair, works
+from tests.security.wire import (
+    MORE,
+    address_of,
+    connected,
+    frame,
+    send_until_cut,
+    watched,
+)
+
+pytestmark = pytest.mark.anyio
+MIB = 1 << 20
+NUM_DESCRIPTORS = 300
+HEARTBEATS_S = 7
+MOST_BYTES = 700 * MIB
+"""What one connection could have an agent keep, and more, before there was a bound."""
+
+
+async def handoffs_beside(
+    prefill: AgentProcess, decode: AgentProcess, attack: Callable[[], int]
+) -> tuple[int, int]:
+    """How many bytes an attack could send, and how many handoffs went right meanwhile."""
+    sent: list[int] = []
+    num_handoffs = 0
+
+    async def run_attack() -> None:
+        sent.append(await anyio.to_thread.run_sync(attack))
+
+    async with pair(prefill.attach, decode.attach) as (source, target):
+        assert await works(source, target)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(run_attack)
+            while not sent:
+                assert await works(source, target)
+                num_handoffs += 1
+        assert await works(source, target)
+    await ask_agent(prefill.peer, Status(), timeout_s=WITHIN_S)  # it lets this address in again
+    return sent[0], num_handoffs
+
+
+@pytest.mark.parametrize(
+    "piece",
+    [frame(bytes(MIB), MORE), frame(bytes(16), MORE) * 10_000, frame(b"", MORE) * 100_000],
+    ids=["large frames", "small frames", "empty frames"],
+)
+async def test_a_message_whose_frames_never_end_is_cut_off(prefill, decode, piece):
+    def attack() -> int:
+        wire = connected(prefill.peer, "DEALER")
+        return send_until_cut(wire, repeat(piece), most_bytes=MOST_BYTES)
+
+    prefill.skip_log()
+    with watched(prefill) as seen:
+        num_sent, num_handoffs = await handoffs_beside(prefill, decode, attack)
+
+    assert num_sent < MOST_BYTES
+    assert seen.grown_bytes < 400 * MIB
+    assert num_handoffs > 0
+    prefill.says("connection.ended", socket="peer")
+
+
+async def test_a_subscription_of_megabytes_is_cut_off(prefill, decode):
+    def attack() -> int:
+        wire = connected(prefill.started["events"], "SUB")
+        return send_until_cut(wire, [frame(b"\x01" + bytes(12 * MIB))], most_bytes=MOST_BYTES)
+
+    with watched(prefill) as seen:
+        await handoffs_beside(prefill, decode, attack)
+
+    assert seen.grown_bytes < 50 * MIB
+
+
+@pytest.mark.parametrize("topic_bytes", [8, 900])
+async def test_subscriptions_without_end_are_cut_off(prefill, decode, topic_bytes):
+    """They hold the call that sends an event, and would hold it for as long as they come."""
+
+    def attack() -> int:
+        wire = connected(prefill.started["events"], "SUB")
+        return send_until_cut(wire, subscriptions(topic_bytes), most_bytes=50 * MIB)
+
+    prefill.skip_log()
+    with watched(prefill) as seen:
+        num_sent, _ = await handoffs_beside(prefill, decode, attack)
+
+    assert num_sent < 50 * MIB
+    assert seen.grown_bytes < 300 * MIB
+    prefill.says("connection.ended", socket="events")
+
+
+def subscriptions(topic_bytes: int) -> Iterator[bytes]:
+    """Ever new topics, many at a time."""
+    for first in count(step=200):
+        topics = (number.to_bytes(topic_bytes, "big") for number in range(first, first + 200))
+        yield b"".join(frame(b"\x01" + topic) for topic in topics)
+
+
+async def test_who_asks_without_reading_the_answers_and_goes_ends_nobody_else(prefill, decode):
+    """ZeroMQ ended the whole process, when its timer for heartbeats came round after that."""
+    asked = {"v": 1, "op": "ping", "secret": "s" * 32, "body": {"filling": bytes(2048)}}
+
+    def attack() -> int:
+        num_sent = 0
+        for boot in ("greedy-1", "greedy-2"):
+            wire = connected(prefill.peer, "DEALER")
+            wire.settimeout(0.5)
+            pieces = (frame(msgpack.packb({**asked, "boot": boot, "id": n})) for n in count(1))
+            num_sent += send_until_cut(wire, pieces, most_bytes=100 * MIB)
+        return num_sent
+
+    with watched(prefill) as seen:
+        await handoffs_beside(prefill, decode, attack)
+    async with pair(prefill.attach, decode.attach) as (source, target):
+        for _ in range(HEARTBEATS_S):
+            await anyio.sleep(1)
+            assert await works(source, target)
+
+    assert seen.grown_bytes < 100 * MIB
+
+
+@contextmanager
+def connections(endpoint: str, number: int) -> Iterator[None]:
+    """So many connections, as fast as they can be made; none says anything."""
+    with ExitStack() as stack:
+        for at in range(number):
+            wire = stack.enter_context(socket.socket())
+            wire.setblocking(False)
+            wire.connect_ex(address_of(endpoint))
+            if at % 20 == 0:
+                time.sleep(0.005)
+        yield
+
+
+async def test_connections_without_end_leave_room_for_handoffs(fresh: Agents):
+    """The descriptors of an agent are many fewer than the connections that are made to it."""
+    prefill, decode = fresh.prepare("prefill"), fresh.prepare("decode")
+    prefill.runner = ("prlimit", f"--nofile={NUM_DESCRIPTORS}")
+    prefill.expected_trouble.add("descriptors.exhausted")
+    fresh.start(prefill, decode)
+
+    def attack() -> int:
+        with connections(prefill.peer, 5 * NUM_DESCRIPTORS), watched(prefill) as idle:
+            time.sleep(2)
+        assert idle.cpu_s < 1
+        return 0
+
+    with watched(prefill) as seen:
+        _, num_handoffs = await handoffs_beside(prefill, decode, attack)
+
+    assert num_handoffs > 0
+    prefill.says("connection.ended", reason="descriptors are short")
+    assert seen.fds_peak <= NUM_DESCRIPTORS
+    assert len(prefill.logged("connection.ended")) < 100
+
+
+def test_an_agent_without_descriptors_says_so_once_and_does_not_spin(fresh: Agents):
+    """They are taken by way of the data plane, which kvbus cannot guard; ZeroMQ would spin."""
+    agent = fresh.prepare("prefill")
+    agent.runner = ("prlimit", f"--nofile={NUM_DESCRIPTORS}")
+    agent.expected_trouble.add("descriptors.exhausted")
+    fresh.start(agent)
+
+    with connections(f"tcp://{agent.started['data'][0]}", 2 * NUM_DESCRIPTORS):
+        agent.says("descriptors.exhausted")
+        with connections(agent.peer, 50), watched(agent) as seen:
+            agent.says("connection.ended", reason="descriptors are short")
+            time.sleep(2)
+        num_told = len(agent.logged("descriptors.exhausted"))
+    agent.kill()  # UCX keeps what has connected to it
+
+    assert num_told == 1
+    assert seen.cpu_s < 1
+
+
+def test_refusals_are_logged_so_many_a_second_and_the_others_are_counted(prefill):
+    asked = {"v": 1, "op": "no.such", "secret": "s" * 32, "body": {}}
+    prefill.skip_log()
+    before = prefill.metric("refusals_total", code="unknown_op")
+
+    with connected(prefill.peer, "DEALER") as wire:
+        for number in range(1, 501):
+            boot = f"noisy-{number % 50}"
+            wire.sendall(frame(msgpack.packb({**asked, "boot": boot, "id": number})))
+        prefill.says("lines.left_out")
+    num_refused = prefill.metric("refusals_total", code="unknown_op") - before
+
+    assert num_refused == 500
+    assert len(prefill.logged("request.refused")) < 250

@@ -1,0 +1,135 @@
+"""A plain TCP connection that speaks ZMTP as far as an attack needs, and a look at the attacked.
+
+Refuses to wait for ZeroMQ: bytes go out as they are made, whatever its own library would not send.
+"""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from tests.agents import WITHIN_S, AgentProcess
+
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + b"\x00" + bytes(31)
+MORE, LONG, COMMAND = 1, 2, 4
+STUCK_S = 3.0
+"""Nobody reads a connection any more that takes nothing for so long."""
+PAGE_BYTES = os.sysconf("SC_PAGESIZE")
+CLOCK_HZ = os.sysconf("SC_CLK_TCK")
+
+
+def frame(body: bytes, flags: int = 0) -> bytes:
+    """One ZMTP frame."""
+    if len(body) < 256:
+        return bytes([flags, len(body)]) + body
+    return bytes([flags | LONG]) + len(body).to_bytes(8, "big") + body
+
+
+def connected(endpoint: str, kind: str) -> socket.socket:
+    """A connection past the handshake of a ``kind`` of socket; tries until it is let in."""
+    deadline = time.monotonic() + WITHIN_S
+    while True:
+        wire = socket.create_connection(address_of(endpoint), timeout=STUCK_S)
+        try:
+            _shake_hands(wire, kind)
+        except OSError:
+            wire.close()
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
+        else:
+            return wire
+
+
+def address_of(endpoint: str) -> tuple[str, int]:
+    """Host and port of tcp://HOST:PORT."""
+    host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    return host, int(port)
+
+
+def _shake_hands(wire: socket.socket, kind: str) -> None:
+    ready = b"\x05READY\x0bSocket-Type" + len(kind).to_bytes(4, "big") + kind.encode()
+    wire.sendall(GREETING)
+    wire.sendall(frame(ready, COMMAND))
+    _receive(wire, len(GREETING))
+    _receive(wire, _receive(wire, 2)[1])
+
+
+def _receive(wire: socket.socket, num_bytes: int) -> bytes:
+    received = b""
+    while len(received) < num_bytes:
+        if not (more := wire.recv(num_bytes - len(received))):
+            raise ConnectionError("cut off")
+        received += more
+    return received
+
+
+def send_until_cut(wire: socket.socket, pieces: Iterable[bytes], *, most_bytes: int) -> int:
+    """Send until nobody takes it any more; returns how many bytes went out."""
+    num_sent = 0
+    with wire, suppress(OSError):
+        for piece in pieces:
+            wire.sendall(piece)
+            num_sent += len(piece)
+            if num_sent >= most_bytes:
+                break
+    return num_sent
+
+
+@dataclass
+class Watched:
+    """What a process used while it was watched."""
+
+    pid: int
+    rss_before: int
+    num_fds_before: int
+    rss_peak: int = 0
+    fds_peak: int = 0
+    cpu_s: float = 0.0
+    ended: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def grown_bytes(self) -> int:
+        """How much more resident memory it had at the worst moment."""
+        return self.rss_peak - self.rss_before
+
+    def look(self) -> None:
+        self.rss_peak = max(self.rss_peak, resident_bytes(self.pid))
+        self.fds_peak = max(self.fds_peak, num_fds(self.pid))
+
+    def run(self) -> None:
+        started = cpu_s(self.pid)
+        while not self.ended.wait(0.01):
+            self.look()
+        self.cpu_s = cpu_s(self.pid) - started
+
+
+def resident_bytes(pid: int) -> int:
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE_BYTES
+
+
+def num_fds(pid: int) -> int:
+    return sum(1 for _ in Path(f"/proc/{pid}/fd").iterdir())
+
+
+def cpu_s(pid: int) -> float:
+    """Processor time of all its threads."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / CLOCK_HZ
+
+
+@contextmanager
+def watched(agent: AgentProcess) -> Iterator[Watched]:
+    """Look at an agent every ten milliseconds."""
+    seen = Watched(agent.pid, resident_bytes(agent.pid), num_fds(agent.pid))
+    thread = threading.Thread(target=seen.run)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        seen.ended.set()
+        thread.join()
