@@ -21,6 +21,7 @@ from kvbus.conform.frames import ReadFrame, read_request
 from kvbus.conform.registering import Answer, Registering, refusal
 from kvbus.conform.sessions import Asked, Session, reply_fields
 from kvbus.conform.wire import write_map
+from kvbus.errors import ConfigError
 from kvbus.protocol.engine import AgentRole, AwaitReady, Ping
 from kvbus.protocol.envelope import Body
 from kvbus.protocol.message import Message
@@ -72,7 +73,10 @@ class PlayedAgent:
             "a_later_field": {"of": "a newer agent"},
         }
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(str(self.attach_path))
+        try:
+            self._listener.bind(str(self.attach_path))
+        except OSError as error:
+            raise ConfigError(f"cannot listen at {self.attach_path}: {error}") from error
         self.attach_path.chmod(0o600)
         self._listener.listen(BACKLOG)
         self._listener.setblocking(False)

@@ -155,7 +155,9 @@ class OfferDesk(Desk):
         job = self._job(body_of(asked, SealOffer).offer_id)
         if job is None:
             return refusal("offer_unknown", "no such offer")
-        self._seal(job, self.num_ready.get(job.name, 0))
+        num_tokens = self.num_ready.get(job.name, 0)
+        self._seal(job, num_tokens)
+        self._announce(job, num_tokens)  # states are those of the last token
         return OK
 
     def _seal(self, job: Job, num_tokens: int) -> None:
