@@ -138,10 +138,10 @@ session *session_open(const char *path, int memory) {
         context = zmq_ctx_new();
     snprintf(address.sun_path, sizeof address.sun_path, "%s", path);
     random_id(s->boot), random_id(s->secret);
-    uint32_t first_id;
+    uint64_t first_id;
     if (getrandom(&first_id, sizeof first_id, 0) != sizeof first_id)
         abort();
-    s->next_id = 1 + (uint64_t)first_id, s->heard = now();
+    s->next_id = 1 + (first_id >> 12), s->heard = now();
     s->attach = socket(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0);
     if (connect(s->attach, (struct sockaddr *)&address, sizeof address) || !say_hello(s) ||
         (memory >= 0 && !pass_memory(s, memory))) {

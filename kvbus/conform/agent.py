@@ -28,6 +28,8 @@ from kvbus.protocol.message import Message
 
 TICK_MS = 50
 BACKLOG = 64
+LOWEST_FIRST_ID, END_OF_FIRST_IDS = 1_000, 2**53
+"""A random number below the latter is below the former once in nine million million sessions."""
 
 
 class PlayedAgent:
@@ -260,9 +262,14 @@ class PlayedAgent:
             self.book.expect("requests.same_frame", frame == asked.frame, same)
             asked.times.append(now)
             return asked
-        rises = f"id {request.request_id} after {session.last_id}"
-        self.book.expect("requests.ids", request.request_id > session.last_id, rises)
-        session.last_id = max(session.last_id, request.request_id)
+        if session.last_id is None:
+            first = f"a session starts with id {request.request_id}"
+            is_random = LOWEST_FIRST_ID <= request.request_id < END_OF_FIRST_IDS
+            self.book.expect("requests.ids", is_random, first)
+        else:
+            rises = f"id {request.request_id} after {session.last_id}"
+            self.book.expect("requests.ids", request.request_id > session.last_id, rises)
+        session.last_id = max(session.last_id or 0, request.request_id)
         body = read.body or Ping()
         asked = Asked(session, request.request_id, request.op, body, frame, [now])
         session.asked[request.request_id] = asked

@@ -15,6 +15,7 @@ from rich.console import Console
 from kvbus.conform.book import Outcome
 from kvbus.conform.play import play, scenes_of
 from kvbus.conform.report import exit_status_of, print_report, sentence_of
+from kvbus.conform.stage import START_S
 from kvbus.errors import ConfigError
 from kvbus.output import fail, write_json, write_text
 from kvbus.protocol.engine import AgentRole
@@ -25,6 +26,12 @@ Patience = Annotated[
     float,
     typer.Option(
         min=1, max=600, metavar="SECONDS", help="How long the engine may take to do one thing."
+    ),
+]
+Start = Annotated[
+    float,
+    typer.Option(
+        min=1, max=3600, metavar="SECONDS", help="How long it may take to register, each time."
     ),
 ]
 Scenes = Annotated[
@@ -40,6 +47,7 @@ def conform(
     command: Command,
     role: Role,
     patience: Patience = 10.0,
+    start: Start = START_S,
     scene: Scenes = None,
     log: Log = None,
     as_one_json: AsOneJson = False,
@@ -68,6 +76,7 @@ def conform(
                 command,
                 log=log or Path(folder) / "engine.log",
                 patience_s=patience,
+                start_s=start,
                 only=wanted,
                 on_scene=lambda name: line.update(f"playing {name}"),
             )

@@ -34,7 +34,7 @@ FRAMES = (
     Rule("frames.body", "engine-socket", "The body has the fields and types of the page."),
 )
 REQUESTS = (
-    Rule("requests.ids", "the-envelope", "Ids of new requests rise."),
+    Rule("requests.ids", "boot-ids", "Ids start at random and rise."),
     Rule("requests.same_frame", "requests-retries-replies", "A repeat is the same frame."),
     Rule("requests.repeats", "requests-retries-replies", "Repeats come at the told times."),
     Rule("requests.late_reply", "requests-retries-replies", "A late reply is taken, and once."),

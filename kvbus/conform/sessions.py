@@ -94,7 +94,7 @@ class Session:
     identity: bytes = b""
     secret: str | None = None
     asked: dict[int, Asked] = field(default_factory=dict)
-    last_id: int = -1
+    last_id: int | None = None
     registered: Register | None = None
     segments: dict[str, mmap.mmap] = field(default_factory=dict)
     unmapped: set[str] = field(default_factory=set)

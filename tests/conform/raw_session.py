@@ -83,6 +83,8 @@ class Session:
         self.attach.set_inheritable(FLAW == "inherited")
         self.attach.connect(ATTACH)
         self.next_id, self.waiting, self.upto, self.agent = random.getrandbits(48), {}, 0, None
+        if FLAW == "ids_from_one":
+            self.next_id = 1
         if FLAW == "falling_ids":
             self.next_id = 1_000_000
         self.heard = time.monotonic()

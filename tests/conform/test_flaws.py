@@ -36,6 +36,7 @@ FLAWS = {
     "new_secrets": ("other_order", "frames.secret"),
     "told_secret": ("stop", "frames.secret"),
     "text_ids": ("other_order", "frames.body"),
+    "ids_from_one": ("stop", "requests.ids"),
     "falling_ids": ("other_order", "requests.ids"),
     "changed_repeats": ("lost_reply", "requests.same_frame"),
     "no_repeats": ("lost_reply", "requests.repeats"),

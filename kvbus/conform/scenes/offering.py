@@ -44,6 +44,7 @@ def blocks(stage: Stage) -> None:
     if not stage.accepted(first, *others):
         stage.never_asked(first, *others)
         return
+    stage.wait(lambda: stage.engine.told("ticket", first.name))
     before = len(stage.agent.log)
     stage.engine.say("withdraw", first.name)
     withdrawn = stage.wait(lambda: stage.agent.asked(WithdrawOffer.op, before))
