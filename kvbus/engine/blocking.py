@@ -1,6 +1,6 @@
 """The sessions for engines without an event loop: the same calls, from any thread, blocking.
 
-What an engine polls in its step loop (`take_released`, `take_fetched`) never waits.
+What an engine polls in its step loop (`take_released`, `take_ended`) never waits.
 """
 
 import functools
@@ -23,11 +23,13 @@ from kvbus.engine.thread import SessionThread
 from kvbus.errors import ClosedError
 from kvbus.geometry import EngineSpec
 from kvbus.protocol.engine import BlocksFreed, Fetched, Outcome, Released
+from kvbus.protocol.message import Message
 
 S = TypeVar("S", bound=EngineSession)
 X = TypeVar("X")
 X_co = TypeVar("X_co", covariant=True)
 T = TypeVar("T")
+K = TypeVar("K")
 P = ParamSpec("P")
 
 
@@ -137,7 +139,7 @@ class Blocking(Generic[S]):
             self.num_reconnects += before is not None
             yield session
 
-    def _take(self, ended: dict[str, T]) -> list[T]:
+    def _take(self, ended: dict[K, T]) -> list[T]:
         """Empty ``ended`` while the session's thread may add to it."""
         if not ended and not self._reconnect and self.session.lost is not None:
             raise self.session.lost
@@ -228,14 +230,13 @@ class BlockingDecode(Blocking[DecodeSession]):
         reconnect: bool = False,
         **options: Unpack[SessionOptions],
     ) -> None:
-        self._fetched: dict[str, Fetched] = {}
-        self._freed: dict[str, BlocksFreed] = {}
+        self._ended: dict[tuple[type[Message], str], Fetched | BlocksFreed] = {}
         make = partial(
             DecodeSession,
             attach_path,
             engine,
-            on_fetched=lambda fetched: self._fetched.update({fetched.fetch_id: fetched}),
-            on_blocks_freed=lambda freed: self._freed.update({freed.fetch_id: freed}),
+            on_fetched=self._note,
+            on_blocks_freed=self._note,
             **options,
         )
         super().__init__(make, reconnect=reconnect)
@@ -245,24 +246,25 @@ class BlockingDecode(Blocking[DecodeSession]):
     cancel = given(Fetch.cancel)
 
     def wait_completed(self, fetch: Fetch) -> Fetched:
-        """`Fetch.completed`; `take_fetched` does not return this fetch any more."""
+        """`Fetch.completed`; `take_ended` does not return its `Fetched` any more."""
         try:
             return self.run(fetch.completed)
         finally:
-            self._fetched.pop(fetch.fetch_id, None)
+            self._ended.pop((Fetched, fetch.fetch_id), None)
 
     def wait_blocks_freed(self, fetch: Fetch) -> None:
-        """`Fetch.blocks_freed`; `take_blocks_freed` does not return this fetch any more."""
+        """`Fetch.blocks_freed`; `take_ended` does not return its `BlocksFreed` any more."""
         self.run(fetch.blocks_freed)
-        self._freed.pop(fetch.fetch_id, None)
+        self._ended.pop((BlocksFreed, fetch.fetch_id), None)
 
-    def take_fetched(self) -> list[Fetched]:
-        """The fetches that ended since the last call, by a loss with stage ``lost``; never waits.
+    def take_ended(self) -> list[Fetched | BlocksFreed]:
+        """What ended since the last call, in that order; never waits.
 
+        A `Fetched` for each fetch, with stage ``lost`` after a loss, and ``silent`` when its agent
+        answers nothing; and behind it a `BlocksFreed`, once, if its blocks were not free by then.
         Without ``reconnect``, raises why the session was lost once nothing is left to take.
         """
-        return self._take(self._fetched)
+        return self._take(self._ended)
 
-    def take_blocks_freed(self) -> list[BlocksFreed]:
-        """The fetches whose withheld blocks came back since the last call; never waits."""
-        return self._take(self._freed)
+    def _note(self, ended: Fetched | BlocksFreed) -> None:
+        self._ended[type(ended), ended.fetch_id] = ended

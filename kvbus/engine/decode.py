@@ -4,6 +4,7 @@ Refuses to call KV valid before the agent says ``completed``, and blocks free wh
 write into them.
 """
 
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -13,11 +14,13 @@ import numpy.typing as npt
 
 from kvbus.engine.fetch import Fetch, OnFetched, OnLanded
 from kvbus.engine.session import ControlSession, SessionOptions
-from kvbus.errors import GeometryError, KVBusError, PeerLost, RequestRefused
+from kvbus.errors import GeometryError, KVBusError, PeerLost, RequestRefused, RequestTimeout
 from kvbus.geometry import BlockTable, EngineSpec
 from kvbus.protocol.engine import AgentRole, BlocksFreed, Fetched, Landed, Outcome, StartFetch
 from kvbus.protocol.envelope import Notice
 from kvbus.protocol.message import Empty, from_body
+
+SILENT_S = 5.0
 
 BlockIds = Mapping[str, npt.ArrayLike]
 OnBlocksFreed = Callable[[BlocksFreed], None]
@@ -45,6 +48,7 @@ class DecodeSession(ControlSession):
         super().__init__(attach_path, engine, **options)
         self._on_fetched, self._on_blocks_freed = on_fetched, on_blocks_freed
         self._fetches: dict[str, Fetch] = {}
+        self._was_silent = False
 
     def fetch(
         self,
@@ -70,11 +74,14 @@ class DecodeSession(ControlSession):
         never used before; one is made when there is none.
 
         Returns at once; `Fetch.completed` says how it ends, a refusal by the agent included (its
-        stage is ``requested``). Raises `GeometryError` for ids that are none or of no group, and
-        why the session ended when it did.
+        stage is ``requested``). An agent that answers nothing any more cannot say so: the fetch
+        fails then with stage ``silent``, after ``timeout_s`` or ``request_timeout_s``.
+        Raises `GeometryError` for ids that are none or of no group, and why the session ended when
+        it did.
         """
         tables = fetch_tables(self.engine, block_ids, first_token, num_tokens)
-        fetch = Fetch(self, fetch_id or uuid.uuid4().hex, on_landed)
+        overdue_at = time.monotonic() + (timeout_s or self.request_timeout_s)
+        fetch = Fetch(self, fetch_id or uuid.uuid4().hex, on_landed, overdue_at=overdue_at)
         message = StartFetch(
             fetch_id=fetch.fetch_id,
             ticket=dict(ticket),
@@ -109,8 +116,27 @@ class DecodeSession(ControlSession):
         if fetch is not None and fetch.on_landed is not None:
             fetch.on_landed(landed.num_tokens)
 
+    # An agent keeps the deadlines of its fetches itself, unless it is stopped: then nobody does. It
+    # is given up when it was silent twice in a row, so that a process that was held up itself reads
+    # what came meanwhile. Whether such a fetch has completed, and whether something is written yet,
+    # nobody knows: its blocks are free when the agent says so after all, or is gone.
+    def _on_silence(self, silent_s: float) -> None:
+        was_silent, self._was_silent = self._was_silent, silent_s >= SILENT_S
+        if not (was_silent and self._was_silent):
+            return
+        now = time.monotonic()
+        problem = f"the agent has answered nothing for {silent_s:.0f} s: how it ended is not known"
+        error = RequestTimeout(problem)
+        for fetch in list(self._fetches.values()):
+            if fetch.notice is None and now >= fetch.overdue_at:
+                self._end(_failed(fetch, error, stage="silent", blocks_free=False))
+
     def _end(self, fetched: Fetched) -> None:
         fetch = self._fetches.get(fetched.fetch_id)
+        if fetch is not None and fetch.notice is not None:  # given up before: only its blocks count
+            if fetched.blocks_free:
+                self._free(BlocksFreed(fetched.fetch_id))
+            return
         if fetched.blocks_free:
             self._fetches.pop(fetched.fetch_id, None)
         if fetch is not None:

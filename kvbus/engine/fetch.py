@@ -17,9 +17,14 @@ class Fetch:
     """One fetch of this engine."""
 
     def __init__(
-        self, session: EngineSession, fetch_id: str, on_landed: OnLanded | None = None
+        self,
+        session: EngineSession,
+        fetch_id: str,
+        on_landed: OnLanded | None = None,
+        *,
+        overdue_at: float,
     ) -> None:
-        self.fetch_id, self.on_landed = fetch_id, on_landed
+        self.fetch_id, self.on_landed, self.overdue_at = fetch_id, on_landed, overdue_at
         self._session = session
         self._ended, self._freed, self._settled = Latch(), Latch(), Latch()
         self._fetched: Fetched | None = None
@@ -27,7 +32,10 @@ class Fetch:
 
     @property
     def notice(self) -> Fetched | None:
-        """How the fetch ended, None before that; stage ``lost`` when its session ended first."""
+        """How the fetch ended, None before that.
+
+        Its stage is ``lost`` when its session ended first, ``silent`` when its agent is stopped.
+        """
         return self._fetched
 
     @property

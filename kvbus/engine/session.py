@@ -26,6 +26,7 @@ Others = Mapping[str, Iterable[int]] | Iterable[AgentRanks]
 
 GOODBYE_S = 1.0
 ATTACH_RETRY_S = 0.05
+LOOK_S = 1.0
 IPC = "ipc://"
 
 T = TypeVar("T")
@@ -110,6 +111,7 @@ class EngineSession:
             )
             tasks.start_soon(self._client.run)
             tasks.start_soon(self._watch)
+            tasks.start_soon(self._watch_silence, self._client)
             self._exit = stack.pop_all()
         return self
 
@@ -185,6 +187,9 @@ class EngineSession:
     def _on_notice(self, notice: Notice) -> None:
         """A notice of the agent, for sessions that get them."""
 
+    def _on_silence(self, silent_s: float) -> None:
+        """Told each second for how long the agent has answered nothing; it is asked meanwhile."""
+
     def _on_lost(self, error: KVBusError) -> None:
         """The session has ended; what waits must not wait any longer."""
 
@@ -224,6 +229,11 @@ class EngineSession:
     async def _watch(self) -> None:
         await self._attach.closed.wait()
         self._lose(PeerLost(f"the agent at {self._attach.path} is gone"))
+
+    async def _watch_silence(self, client: RequestClient) -> None:
+        while self.lost is None:
+            await anyio.sleep(LOOK_S)
+            self._on_silence(client.silent_s)
 
     async def _say_goodbye(self) -> None:
         with contextlib.suppress(KVBusError), anyio.move_on_after(GOODBYE_S, shield=True):

@@ -136,7 +136,7 @@ def test_a_save_cannot_be_cancelled_and_reads_the_block_ids_when_it_is_called(si
     assert cancelled == [False, False]
     assert torch.equal(sides.target.view(0, "k")[7:9], sides.source.view(0, "k")[3:5])
     assert sides.control.take_released() == []
-    assert sides.reader.take_fetched() == []
+    assert sides.reader.take_ended() == []
 
 
 def test_requests_are_given_up_and_full_rings_are_busy(sides):

@@ -112,7 +112,7 @@ def test_an_engine_without_an_event_loop_polls_for_what_ended(prefill, decode):
         source.extend(offer, 32, {"full": [3, 4]})
         fetch = target.fetch(offer.ticket, num_tokens=32, block_ids={"full": [1, 0]})
         source.seal(offer)
-        fetched = taken_in_time(target.take_fetched)
+        fetched = taken_in_time(target.take_ended)
         released = taken_in_time(source.take_released)
 
         assert torch.equal(bits(got)[[1, 0]], written[[3, 4]])
@@ -122,7 +122,7 @@ def test_an_engine_without_an_event_loop_polls_for_what_ended(prefill, decode):
         assert [(one.offer_id, one.outcome) for one in released] == [
             (offer.offer_id, Outcome.COMPLETED)
         ]
-        assert target.take_fetched() == target.take_blocks_freed() == source.take_released() == []
+        assert target.take_ended() == source.take_released() == []
 
 
 @pytest.mark.anyio

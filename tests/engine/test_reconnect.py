@@ -112,19 +112,19 @@ def test_a_decode_engine_goes_on_with_the_agent_that_came_back(agents: Agents) -
             for number in range(2)
         ]
         wait_until(lambda: agents.all[1].status()["counts"]["fetches"], "a fetch runs")
-        sides.target.take_fetched()
+        sides.target.take_ended()
 
         def meanwhile() -> None:
             with pytest.raises(FetchFailed):
                 sides.target.wait_completed(fetches[0])
-            (lost,) = sides.target.take_fetched()
+            (lost,) = sides.target.take_ended()
             assert (lost.fetch_id, lost.stage) == (fetches[1].fetch_id, "lost")
             assert lost.blocks_free
             sides.target.wait_blocks_freed(fetches[1])
 
         restart(agents.all[1], sides.memories[1], sides.target, meanwhile=meanwhile)
 
-        assert sides.target.take_fetched() == sides.target.take_blocks_freed() == []
+        assert sides.target.take_ended() == []
         assert sides.works()
 
 
