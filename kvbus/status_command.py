@@ -14,6 +14,7 @@ from rich.table import Table
 
 from kvbus.bus import ask_agent
 from kvbus.errors import ConfigError, KVBusError, RequestTimeout
+from kvbus.keys.asker import KeyFile, ServerKey, curve_of
 from kvbus.output import fail, write_json
 from kvbus.protocol.peer import AgentStatus, Status
 
@@ -23,6 +24,7 @@ def status(
         str,
         typer.Argument(metavar="ENDPOINT", help="The agent's peer address, tcp://HOST:PORT."),
     ],
+    *,
     timeout: Annotated[
         float, typer.Option(min=0.01, max=3600, metavar="SECONDS", help="How long to wait for it.")
     ] = 3.0,
@@ -32,12 +34,15 @@ def status(
     offer: Annotated[
         str, typer.Option(metavar="ID", help="Also tell what happened to an offer of the agent.")
     ] = "",
+    key_file: KeyFile = None,
+    server_key: ServerKey = "",
     as_one_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Ask an agent for its engines and for what it holds."""
     try:
         question = Status(fetch_id=fetch, offer_id=offer)
-        answer = anyio.run(partial(ask_agent, endpoint, question, timeout_s=timeout))
+        curve = curve_of(key_file, server_key)
+        answer = anyio.run(partial(ask_agent, endpoint, question, timeout_s=timeout, curve=curve))
     except RequestTimeout as error:
         fail(f"no agent answered at {endpoint} within {timeout:g} s", status=1, cause=error)
     except ConfigError as error:

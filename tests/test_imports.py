@@ -32,11 +32,11 @@ ROOMS = {
     "kvbus/agent": (*PLUMBING, "keys"),
     "kvbus/engine": PLUMBING,
     "kvbus/integrations": (*PURE, "protocol", "engine", "options", "output"),
-    "kvbus/demo": (*PLUMBING, "engine", "spawn", "options", "output"),
+    "kvbus/demo": (*PLUMBING, "keys", "engine", "spawn", "options", "output"),
     "kvbus/plan": (*PURE, "planning", "text", "options", "output"),
     "kvbus/bench": (*PLUMBING, "engine", "spawn", "text", "output"),
     "kvbus/conform": (*PURE, "protocol", "output", "spawn"),
-    "kvbus/doctor": (*PLUMBING, "agent", "text", "output", "spawn"),
+    "kvbus/doctor": (*PLUMBING, "keys", "agent", "text", "output", "spawn"),
     "services/prefill/kvbus_prefill": (*PLUMBING, "agent", "keys"),
     "services/decode/kvbus_decode": (*PLUMBING, "agent", "keys"),
 }

@@ -4,19 +4,24 @@ import anyio
 
 from kvbus.bus.boot import new_boot_id
 from kvbus.bus.client import RequestClient
-from kvbus.bus.sockets import new_context
+from kvbus.bus.curve import ClientCurve
+from kvbus.bus.sockets import SocketOptions, new_context
 from kvbus.errors import KVBusError
 from kvbus.protocol.message import R, Request
 
 
-async def ask_agent(endpoint: str, message: Request[R], *, timeout_s: float) -> R:
-    """The typed reply of the agent at ``endpoint``.
+async def ask_agent(
+    endpoint: str, message: Request[R], *, timeout_s: float, curve: ClientCurve | None = None
+) -> R:
+    """The typed reply of the agent at ``endpoint``, which is asked with keys if it has some.
 
-    Raises `RequestRefused`, `RequestTimeout`, and `ConfigError` for an endpoint that is none.
+    Raises `RequestRefused`, `RequestTimeout`, `ConfigError` for an endpoint that is none, and
+    `RemoteError` with code ``forbidden`` when the two have not the keys for each other.
     """
     outcome: R | KVBusError
     with new_context() as context:
-        client = RequestClient(context, endpoint, boot=new_boot_id())
+        options = SocketOptions(curve=curve)
+        client = RequestClient(context, endpoint, boot=new_boot_id(), options=options)
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(client.run)
             try:

@@ -101,6 +101,9 @@ class DemoOptions:
     keep_logs: Annotated[
         Path | None, _option(RUN, "Keep the logs of the four processes there.", metavar="DIR")
     ] = None
+    keys: Annotated[
+        bool, _option(RUN, "Give the agents CURVE keys: encrypted, and by role.", "--keys")
+    ] = False
     as_one_json: Annotated[
         bool, _option(RUN, "Print one JSON object, as the last line of stdout.", "--json")
     ] = False

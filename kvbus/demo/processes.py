@@ -16,6 +16,7 @@ from typing import TypeVar
 import anyio
 import msgspec
 
+from kvbus.demo.keys import DemoKeys
 from kvbus.demo.messages import Answer, DemoMessage, EngineSetup, Failed, Line
 from kvbus.demo.options import DemoOptions, ReadPath
 from kvbus.errors import ProtocolError, RequestRefused, RequestTimeout
@@ -78,6 +79,7 @@ class Processes:
 
     def __init__(self, options: DemoOptions, folder: Path) -> None:
         self._options, self._folder = options, folder
+        self.keys = DemoKeys(folder) if options.keys else None
         self.agents: list[Child] = []
         self.engines: list[Child] = []
         self.lines: list[EngineLine] = []
@@ -91,6 +93,7 @@ class Processes:
         """Start all at once; an engine waits for its agent."""
         for role in ROLES:
             settings = agent_settings(role, self._options)
+            settings |= self.keys.settings(role) if self.keys else {}
             config = write_agent_config(role, self._folder, **settings)
             self.agents.append(self._child(f"{role} agent", f"kvbus_{role}", str(config)))
         for role in ROLES:

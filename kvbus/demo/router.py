@@ -38,6 +38,7 @@ class Router:
     def __init__(self, report: DemoReport, processes: Processes) -> None:
         self._options, self._report = report.options, report
         self._prefill, self._decode = self._engines = processes.lines
+        self._keys = processes.keys
         self._endpoints: list[str] = []
 
     async def wait_ready(self) -> None:
@@ -75,8 +76,10 @@ class Router:
             settled = await engine.answer(NO_REQUEST, Settled)
             leaks[f"blocks of the {role} engine"] = settled.num_blocks_held
         counts: dict[str, int] = {}
-        for endpoint in self._endpoints:
-            counts |= (await ask_agent(endpoint, Status(), timeout_s=ASK_TIMEOUT_S)).counts
+        for role, endpoint in zip(ROLES, self._endpoints, strict=True):
+            curve = self._keys.of(role) if self._keys else None
+            status = await ask_agent(endpoint, Status(), timeout_s=ASK_TIMEOUT_S, curve=curve)
+            counts |= status.counts
         self._report.leaks = leaks | {what: counts[what] for what in ("offers", "fetches")}
 
     async def _hand_off(self, served: Served) -> None:
@@ -96,13 +99,13 @@ class Router:
         try:
             served.decoded = await self._decode.answer(request_id, Decoded)
         except RequestRefused:
-            await _withdraw(Ticket.from_json(ticket))
+            await self._withdraw(Ticket.from_json(ticket))
             raise
 
-
-async def _withdraw(ticket: Ticket) -> None:
-    message = PeerWithdraw(
-        agent_boot=ticket.agent_boot, offer_id=ticket.offer_id, secret=ticket.secret
-    )
-    with suppress(RequestRefused):  # it has ended already
-        await ask_agent(ticket.endpoint, message, timeout_s=ASK_TIMEOUT_S)
+    async def _withdraw(self, ticket: Ticket) -> None:
+        message = PeerWithdraw(
+            agent_boot=ticket.agent_boot, offer_id=ticket.offer_id, secret=ticket.secret
+        )
+        curve = self._keys.curve(ticket.server_key) if self._keys else None
+        with suppress(RequestRefused):  # it has ended already
+            await ask_agent(ticket.endpoint, message, timeout_s=ASK_TIMEOUT_S, curve=curve)

@@ -16,10 +16,11 @@ import anyio
 import msgspec
 import psutil
 
+from kvbus.agent.process.access import Access
 from kvbus.agent.process.config import AgentConfig, convert_config, load_shared_config
 from kvbus.agent.process.data_plane import choose_interfaces
 from kvbus.agent.process.defaults import DECODE_DEFAULTS, PREFILL_DEFAULTS
-from kvbus.bus import ask_agent
+from kvbus.bus import ClientCurve, ask_agent
 from kvbus.doctor.finding import ERROR, NOTE, OK, Finding
 from kvbus.errors import ConfigError, KVBusError
 from kvbus.memory.attach.folder import prepare_folder
@@ -70,6 +71,8 @@ class AgentFacts(msgspec.Struct, frozen=True, kw_only=True):
     staging_bytes: int
     interfaces: tuple[str, ...]
     interfaces_error: str
+    server_key: str = ""
+    keys_error: str = ""
 
     @property
     def is_running(self) -> bool:
@@ -97,17 +100,29 @@ def check_agents(agents: Sequence[AgentSource]) -> Iterator[Finding]:
 def agent_facts(source: str, config: AgentConfig) -> AgentFacts:
     """What came of trying each of them."""
     interfaces, interfaces_error = _interfaces(config)
+    curve, keys_error = _curve(config)
     keys = [key for key in ("peer_bind", "events_bind", "metrics_bind") if getattr(config, key)]
     return AgentFacts(
         source=source,
         agent_id=config.agent_id,
-        binds=tuple(_bind(key, getattr(config, key)) for key in keys),
+        binds=tuple(_bind(key, getattr(config, key), curve) for key in keys),
         folder=str(config.runtime_path),
         folder_error=_folder_error(config),
         staging_bytes=config.staging_bytes,
         interfaces=interfaces,
         interfaces_error=interfaces_error,
+        server_key=curve.server_key if curve else "",
+        keys_error=keys_error,
     )
+
+
+def _curve(config: AgentConfig) -> tuple[ClientCurve | None, str]:
+    """What the agent is asked with, its own key at both ends, and what is wrong with its keys."""
+    try:
+        keys = Access.open(config).keys
+    except ConfigError as error:
+        return None, error.message
+    return ClientCurve(keys, keys.public) if keys else None, ""
 
 
 def _interfaces(config: AgentConfig) -> tuple[tuple[str, ...], str]:
@@ -117,10 +132,10 @@ def _interfaces(config: AgentConfig) -> tuple[tuple[str, ...], str]:
         return (), error.message
 
 
-def _bind(key: str, address: str) -> Bind:
+def _bind(key: str, address: str, curve: ClientCurve | None) -> Bind:
     error = _bind_error(address)
     is_taken = key == "peer_bind" and error == os.strerror(errno.EADDRINUSE)
-    held_by = anyio.run(_agent_at, address) if is_taken else ""
+    held_by = anyio.run(_agent_at, address, curve) if is_taken else ""
     return Bind(key=key, address=address, error=error, held_by=held_by)
 
 
@@ -151,12 +166,13 @@ def _interface_address(name: str) -> str:
     return next((one.address for one in found if one.family == socket.AF_INET), "")
 
 
-async def _agent_at(address: str) -> str:
+async def _agent_at(address: str, curve: ClientCurve | None) -> str:
     """The id of the agent that answers there, empty when none does."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     here = "127.0.0.1" if host in ("*", "0.0.0.0") else host  # noqa: S104 - compared
     try:
-        status = await ask_agent(f"tcp://{here}:{port}", Status(), timeout_s=ASK_S)
+        endpoint = f"tcp://{here}:{port}"
+        status = await ask_agent(endpoint, Status(), timeout_s=ASK_S, curve=curve)
     except KVBusError:
         return ""
     return status.agent_id
@@ -207,6 +223,17 @@ def agent_findings(agents: Sequence[AgentFacts], *, available_bytes: int) -> Ite
             f"({agent.source}).",
             fix="Name the interfaces that only agents reach in data_interfaces.",
             command="ip -brief address" if agent.interfaces_error else "",
+        )
+        yield Finding(
+            f"agents.{agent.agent_id}.keys",
+            ERROR if agent.keys_error else OK,
+            agent.keys_error
+            or agent.server_key
+            or "no keys: this machine alone, or a closed network",
+            {"server_key": agent.server_key, "error": agent.keys_error},
+            why=f"Keys say who may ask the agent, and encrypt what is said ({agent.source}).",
+            fix="Make and trust keys, and name them in key_file and authorized_keys.",
+            command="kvbus keys --help" if agent.keys_error else "",
         )
     yield from _clashes(agents)
     wanted_bytes = sum(agent.staging_bytes for agent in agents if not agent.is_running)

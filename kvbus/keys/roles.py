@@ -21,7 +21,7 @@ class Role(StrEnum):
     """What a key is trusted as."""
 
     PREFILL = "prefill"
-    """An agent that decode agents may connect to; it asks nothing."""
+    """An agent that decode agents may connect to; it asks for no more than the status."""
     DECODE = "decode"
     """An agent that reads, and that others of its engine may connect to."""
     ROUTER = "router"
@@ -32,7 +32,7 @@ class Role(StrEnum):
 
 MAY_ASK: Mapping[Role, frozenset[type[Request[Any]]]] = MappingProxyType(
     {
-        Role.PREFILL: frozenset(),
+        Role.PREFILL: frozenset((Status,)),
         Role.DECODE: frozenset((*PREFILL_PEER_REQUESTS, *DECODE_PEER_REQUESTS)),
         Role.ROUTER: frozenset((PeerWithdraw, Status)),
         Role.OBSERVER: frozenset((Status,)),

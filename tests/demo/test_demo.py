@@ -155,3 +155,14 @@ def runs(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return stat.rpartition(")")[2].split()[0] not in "ZX"
+
+
+def test_a_run_with_keys_generates_what_the_model_generates_alone(demo: Demo) -> None:
+    status, figures, _ = demo.run("--keys", "--requests", "4")
+
+    assert status == 0
+    assert figures["matched"] == 4
+    for role in ("prefill", "decode"):
+        log = (demo.running[0].logs / f"{role}-agent.log").read_text()
+        (started,) = [line for line in map(json.loads, log.splitlines()) if "server_key" in line]
+        assert len(started["server_key"]) == 40

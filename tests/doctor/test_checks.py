@@ -321,6 +321,7 @@ def test_ports_that_the_very_agent_has_are_none() -> None:
         "agents.one.ports": NOTE,
         "agents.one.runtime_dir": OK,
         "agents.one.interfaces": OK,
+        "agents.one.keys": OK,
         "agents.staging": OK,
     }
 
@@ -330,6 +331,13 @@ def test_an_agent_whose_data_plane_nobody_fenced_is_an_error() -> None:
 
     fence = one_of(list(found), "agents.one.interfaces")
     assert (fence.severity, fence.found) == (ERROR, "'data_interfaces': needed")
+
+
+def test_an_agent_whose_keys_are_wrong_is_an_error() -> None:
+    found = list(check_one_agent(agent(keys_error="'key_file': needed")))
+
+    keys = one_of(found, "agents.one.keys")
+    assert (keys.severity, keys.found) == (ERROR, "'key_file': needed")
 
 
 def test_agents_cannot_have_one_address_or_one_name_or_one_folder() -> None:

@@ -1,5 +1,6 @@
 """Agents with keys: each role may ask what its row in the table says, and a revoked key nothing."""
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -7,7 +8,11 @@ from typing import Any
 import msgpack
 import pytest
 import zmq
+from typer.testing import CliRunner, Result
 
+from kvbus.agent.process.config import load_shared_config
+from kvbus.cli import app
+from kvbus.doctor.agents import agent_facts
 from kvbus.engine import DecodeSession, PrefillSession
 from kvbus.errors import ErrorCode
 from kvbus.keys.roles import MAY_ASK, Role
@@ -24,7 +29,7 @@ OPS = {
     "decode": sorted(kind.op for kind in DECODE_PEER_REQUESTS),
 }
 ALLOWED = {
-    Role.PREFILL: set(),
+    Role.PREFILL: {"status"},
     Role.DECODE: {*OPS["prefill"], *OPS["decode"]},
     Role.ROUTER: {"withdraw", "status"},
     Role.OBSERVER: {"status"},
@@ -162,6 +167,36 @@ async def test_a_decode_agent_connects_to_no_agent_whose_key_is_not_a_prefill_ag
 
     assert failure.code is ErrorCode.FORBIDDEN
     assert "not trusted here with the role 'prefill'" in failure.message
+
+
+def kvbus(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments)
+
+
+def test_kvbus_status_asks_with_the_keys_of_its_options(ring, prefill) -> None:
+    secret, server = str(ring.secret_path("any-observer")), ring.pair("prefill").public
+    ring.pair("stranger")
+
+    told = kvbus("status", prefill.peer, "--key-file", secret, f"--server-key={server}", "--json")
+    without = kvbus("status", prefill.peer)
+    half = kvbus("status", prefill.peer, "--key-file", secret)
+    stranger = str(ring.secret_path("stranger"))
+    refused = kvbus("status", prefill.peer, "--key-file", stranger, f"--server-key={server}")
+
+    assert json.loads(told.stdout)["agent_id"] == prefill.settings["agent_id"]
+    assert [one.exit_code for one in (without, half, refused)] == [1, 2, 1]
+    assert "uses keys: ask it with a key of our own and its server key" in without.stderr
+    assert "--server-key: needed as well" in half.stderr
+    assert "refused our key" in refused.stderr
+
+
+def test_kvbus_doctor_sees_that_an_agent_with_keys_runs(prefill) -> None:
+    config = str(prefill.folder / "config.toml")
+
+    facts = agent_facts(config, load_shared_config(Path(config)))
+
+    assert facts.is_running
+    assert facts.keys_error == ""
 
 
 def test_a_key_that_is_revoked_in_use_is_forbidden_everything(ring, prefill) -> None:

@@ -197,6 +197,7 @@ class Runtime:
             peer=self.agent.identity.peer_endpoint,
             events=self.agent.identity.events_endpoint,
             metrics=self.config.metrics_bind,
+            server_key=self.access.server_key,
             data=self.agent.data_plane.endpoints(),
         )
 
