@@ -178,6 +178,8 @@ def type_name(of: types.Type) -> str:  # noqa: PLR0911  one return a kind of typ
             return f"integer {_bounds(of)}".strip()
         case types.FloatType():
             return f"number {_bounds(of)}".strip()
+        case types.StrType() if of.pattern:
+            return f"tcp://HOST:PORT, {_range(of, 'characters')}"
         case types.StrType():
             return f"string {_range(of, 'characters')}".strip()
         case types.BytesType():

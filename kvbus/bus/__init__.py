@@ -4,6 +4,7 @@ Refuses to know what any operation means. One event loop, one thread: no call he
 another one.
 """
 
+from kvbus.bus.allowed import AllowedPeers
 from kvbus.bus.ask import ask_agent
 from kvbus.bus.boot import new_boot_id, new_secret
 from kvbus.bus.client import RequestClient
@@ -28,6 +29,7 @@ from kvbus.bus.subscriber import EventListener, EventSubscriber
 from kvbus.bus.traffic import Watch
 
 __all__ = [
+    "AllowedPeers",
     "Applicant",
     "BusContext",
     "Call",

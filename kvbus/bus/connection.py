@@ -12,7 +12,7 @@ from kvbus.bus.listener_probe import ListenerProbe
 from kvbus.bus.names import NamedConnection
 from kvbus.bus.sockets import Socket, SocketOptions, reconnect
 from kvbus.bus.timers import Timers
-from kvbus.errors import ConfigError, ErrorCode, KVBusError, RemoteError
+from kvbus.errors import ErrorCode, KVBusError, LocalError, RemoteError
 
 RETRY_S, MAX_RETRY_S = 0.5, 10.0
 MAX_BROKEN_OFF = 3
@@ -28,7 +28,8 @@ class Connection:
     broke and nobody listens at its other end any more, as after the death of the process;
     `is_gone` is True then, until there is a connection again.
 
-    Only TCP is watched. Raises `ConfigError` for an endpoint that is none.
+    Only TCP is watched. Raises `ConfigError` for an endpoint that is none, and `LocalError` for one
+    that ``options`` do not allow.
     """
 
     def __init__(
@@ -46,7 +47,9 @@ class Connection:
         self.is_gone, self._is_made, self._on_gone = False, False, on_gone
         self._probe = ListenerProbe(timers, self._find_gone)
         self._socket, self._timers, self._on_error = socket, timers, on_error
-        self._named = NamedConnection(socket, endpoint, timers=timers, on_error=on_error)
+        self._named = NamedConnection(
+            socket, endpoint, timers=timers, on_error=on_error, allowed=options.allowed
+        )
         self._retry_s, self._num_broken_off, self._open = RETRY_S, 0, True
         self._has_keys = options.curve is not None
         self._watch = (
@@ -56,7 +59,7 @@ class Connection:
         )
         try:
             self._named.connect()
-        except ConfigError:
+        except LocalError:
             self.close()
             raise
 

@@ -11,9 +11,10 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from kvbus.bus.allowed import AllowedPeers
 from kvbus.bus.sockets import Socket, connect, host_of, is_numeric
 from kvbus.bus.timers import Timers
-from kvbus.errors import ErrorCode, KVBusError, RemoteError
+from kvbus.errors import ErrorCode, KVBusError, LocalError, RemoteError
 
 ANSWER_WITHIN_S = 5.0
 KEEP_S, MAX_KEPT = 30.0, 4096
@@ -86,7 +87,8 @@ class NamedConnection:
 
     Without one it is connected by `connect`, before anything runs.
     ``on_error`` is told each time that it cannot be: the name server said no, or nothing within
-    `ANSWER_WITHIN_S`. It is tried again, ever more slowly, until `close`.
+    `ANSWER_WITHIN_S`, or an address that is not ``allowed``. It is tried again, ever more slowly,
+    until `close`.
     """
 
     def __init__(
@@ -97,8 +99,9 @@ class NamedConnection:
         timers: Timers,
         on_error: Callable[[KVBusError], None],
         names: NameCache = NAMES,
+        allowed: AllowedPeers | None = None,
     ) -> None:
-        self._socket, self.endpoint = socket, endpoint
+        self._socket, self.endpoint, self._allowed = socket, endpoint, allowed
         self._timers, self._on_error, self._names = timers, on_error, names
         self.address = endpoint if is_numeric(endpoint) else ""
         """Where the socket is connected to, in numbers; empty until the name is resolved."""
@@ -107,9 +110,9 @@ class NamedConnection:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def connect(self) -> None:
-        """Connect to an endpoint without a name; raises `ConfigError` and closes the socket."""
+        """Connect to an endpoint without a name; raises `LocalError` and closes the socket."""
         if self.address:
-            connect(self._socket, self.address)
+            connect(self._socket, self.address, self._allowed)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin to look the name up, if there is one."""
@@ -144,9 +147,15 @@ class NamedConnection:
         if isinstance(found, OSError):
             self._fail(found.strerror or str(found))
             return
-        self._loop = None
-        self.address = f"tcp://{found}:{self.endpoint.rpartition(':')[2]}"
-        connect(self._socket, self.address)
+        address = f"tcp://{found}:{self.endpoint.rpartition(':')[2]}"
+        try:
+            if self._allowed is not None:
+                self._allowed.check(address)
+        except LocalError as error:  # it may have another address later
+            self._retry(error)
+            return
+        self._loop, self.address = None, address
+        connect(self._socket, address)
 
     def _give_up(self, attempt: int) -> None:
         if self._loop is not None and attempt == self._attempt:
@@ -154,12 +163,15 @@ class NamedConnection:
             self._fail(f"no answer within {ANSWER_WITHIN_S:g} s")
 
     def _fail(self, reason: str) -> None:
-        self._timers.at(self._timers.now() + self._retry_s, self._try)
-        self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
-        self._on_error(
+        self._retry(
             RemoteError(
                 f"cannot resolve the host of {self.endpoint}: {reason}",
                 code=ErrorCode.PEER_UNREACHABLE,
                 endpoint=self.endpoint,
             )
         )
+
+    def _retry(self, error: KVBusError) -> None:
+        self._timers.at(self._timers.now() + self._retry_s, self._try)
+        self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
+        self._on_error(error)

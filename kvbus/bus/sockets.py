@@ -11,9 +11,10 @@ from typing import Any, TypeAlias
 
 import zmq
 
+from kvbus.bus.allowed import AllowedPeers
 from kvbus.bus.curve import ClientCurve, ServerCurve
 from kvbus.bus.traffic import Traffic, Watch
-from kvbus.errors import ConfigError
+from kvbus.errors import ConfigError, LocalError
 from kvbus.protocol.envelope import MAX_FRAME_BYTES
 
 BusContext: TypeAlias = zmq.Context[Any]
@@ -33,7 +34,8 @@ _MAX_UNREAD_MESSAGES, _MAX_UNREAD_BYTES = 1000, 128 * 1024
 class SocketOptions:
     """What may be tuned on a socket; ``hwm`` is in messages, for each peer and direction.
 
-    With ``curve`` it is encrypted, and both sides know each other by their keys.
+    With ``curve`` it is encrypted, and both sides know each other by their keys. With ``allowed``
+    it connects to these addresses only.
     """
 
     hwm: int = 10_000
@@ -42,6 +44,7 @@ class SocketOptions:
     max_reconnect_s: float = 1.0
     keepalive_s: float = 5.0
     curve: ServerCurve | ClientCurve | None = None
+    allowed: AllowedPeers | None = None
 
 
 def new_context() -> BusContext:
@@ -121,8 +124,14 @@ def reconnect(socket: Socket, endpoint: str) -> None:
     connect(socket, endpoint)
 
 
-def connect(socket: Socket, endpoint: str) -> None:
-    """Connect to an endpoint without a name; raises `ConfigError` and closes the socket."""
+def connect(socket: Socket, endpoint: str, allowed: AllowedPeers | None = None) -> None:
+    """Connect to an endpoint without a name; raises `LocalError` and closes the socket."""
+    try:
+        if allowed is not None:
+            allowed.check(endpoint)
+    except LocalError:
+        socket.close(linger=0)
+        raise
     with _translated(socket, f"cannot connect to {endpoint}", endpoint):
         socket.set(zmq.IPV6, "[" in endpoint)
         socket.connect(endpoint)

@@ -62,6 +62,7 @@ class DecodeSession(ControlSession):
         piece_tokens: int = 0,
         on_landed: OnLanded | None = None,
         fetch_id: str | None = None,
+        prompt_digest: str = "",
     ) -> Fetch:
         """Ask for tokens [first_token, num_tokens) into ``block_ids`` (by group, by position).
 
@@ -71,7 +72,8 @@ class DecodeSession(ControlSession):
         block, which else stay as they were. With ``piece_tokens`` the tokens are read in pieces
         that end at multiples of it, and ``on_landed`` is called with the end of each when it is in
         the blocks, though valid only with the completion. ``fetch_id`` is one that the engine has
-        never used before; one is made when there is none.
+        never used before; one is made when there is none. With ``prompt_digest`` the ticket must be
+        of a prompt with that digest.
 
         Returns at once; `Fetch.completed` says how it ends, a refusal by the agent included (its
         stage is ``requested``). An agent that answers nothing any more cannot say so: the fetch
@@ -91,6 +93,7 @@ class DecodeSession(ControlSession):
             timeout_s=timeout_s,
             zero_tail=zero_tail,
             chunk_tokens=piece_tokens,
+            prompt_digest=prompt_digest,
         )
         self.send(message, lambda reply: self._on_taken(fetch, reply))
         self._fetches[fetch.fetch_id] = fetch

@@ -120,6 +120,8 @@ class PrefillSession(ControlSession):
         sealed: bool = True,
         ttl_s: float | None = None,
         first_blocks: Mapping[str, int] | None = None,
+        audience: str = "",
+        prompt_digest: str = "",
     ) -> Offer:
         """Offer ``num_tokens`` tokens that lie in ``block_ids`` (by group, in order of position).
 
@@ -127,6 +129,9 @@ class PrefillSession(ControlSession):
         A group with a window may have kept only its tail: ``first_blocks`` says which block of the
         request its table starts at. A state has one block. Raises `GeometryError` for ids that are
         none and for a first block without a table, and `RequestRefused`.
+
+        Only the decode engine or agent of the name ``audience`` may use the ticket, only for the
+        prompt that its engine knows by the same ``prompt_digest``: where the site signs tickets.
         """
         first_blocks = first_blocks or {}
         if without := sorted(first_blocks.keys() - block_ids.keys()):
@@ -140,6 +145,8 @@ class PrefillSession(ControlSession):
             tables=tables,
             sealed=sealed,
             ttl_s=ttl_s,
+            audience=audience,
+            prompt_digest=prompt_digest,
         )
 
         def keep(made: OfferMade) -> Offer:

@@ -10,6 +10,7 @@ from kvbus.geometry.spec import Index
 from kvbus.protocol.message import (
     Discreet,
     Empty,
+    Endpoint,
     Id,
     Message,
     Request,
@@ -48,7 +49,7 @@ class AgentRanks(Discreet, frozen=True):
     ``server_key`` is that agent's CURVE key, in Z85; empty when it has none.
     """
 
-    endpoint: Id
+    endpoint: Endpoint
     ranks: Ranks
     access: Secret
     server_key: Text = ""
@@ -95,7 +96,8 @@ class MakeOffer(Request[OfferMade], frozen=True):
     """Publishes the KV of one request; block tables by group, ``num_tokens`` of them ready.
 
     The blocks stay untouched until the notice `Released`. ``ttl_s`` is how long the offer waits
-    for a reader; a live lease outlasts it.
+    for a reader; a live lease outlasts it. ``audience`` is the one decode engine or agent that may
+    use the ticket, ``prompt_digest`` what the prompt is known by; empty when it does not matter.
     """
 
     op: ClassVar[str] = "offer"
@@ -105,6 +107,8 @@ class MakeOffer(Request[OfferMade], frozen=True):
     tables: Tables
     sealed: bool = True
     ttl_s: Seconds | None = None
+    audience: Text = ""
+    prompt_digest: Text = ""
 
 
 class ExtendOffer(Request[Empty], frozen=True):
@@ -150,7 +154,8 @@ class StartFetch(Request[Empty], frozen=True):
     ``window`` tokens, of a state the one block. With ``zero_tail`` the unused slots of the last
     block are zeroed, else they stay as they were. The reply says that the fetch was taken; the
     notice `Fetched` says how it ended, within ``timeout_s``. With ``chunk_tokens`` the tokens are
-    read in chunks that end at multiples of it, and a notice `Landed` tells of each.
+    read in chunks that end at multiples of it, and a notice `Landed` tells of each. With
+    ``prompt_digest`` the ticket has to be of that prompt.
     """
 
     op: ClassVar[str] = "fetch"
@@ -163,6 +168,7 @@ class StartFetch(Request[Empty], frozen=True):
     timeout_s: Seconds | None = None
     zero_tail: bool = False
     chunk_tokens: Tokens = 0
+    prompt_digest: Text = ""
 
 
 class CancelFetch(Request[Empty], frozen=True):

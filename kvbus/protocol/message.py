@@ -13,6 +13,8 @@ import msgspec
 from kvbus.errors import ErrorCode, KVBusError, ProtocolError, RequestRefused
 
 Id = Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+Endpoint = Annotated[str, msgspec.Meta(max_length=256, pattern=r"^tcp://[^\s/;,]+:[0-9]{1,5}$")]
+"""Where another agent is; no other transport of ZeroMQ leads to one."""
 MAX_TEXT_CHARS = 4096
 MAX_DETAILS = 32
 PLAIN = str | int | float

@@ -13,6 +13,7 @@ from kvbus.protocol.engine import AgentRanks, AgentRole, Tables
 from kvbus.protocol.message import (
     Address,
     Empty,
+    Endpoint,
     Epoch,
     Id,
     Message,
@@ -54,7 +55,7 @@ class HandshakeDone(Message, frozen=True):
     memory_id: Id
     nixl_agent: Id
     nixl_metadata: Annotated[tuple[bytes, ...], msgspec.Meta(min_length=1, max_length=8)]
-    events_endpoint: Id
+    events_endpoint: Endpoint
     max_lease_s: Seconds
     access: Secret
     slot_bytes: Size = 0

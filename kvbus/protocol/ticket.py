@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from kvbus.errors import ErrorCode, ProtocolError
-from kvbus.protocol.message import Discreet, Id, Secret, Text, Tokens
+from kvbus.protocol.message import Discreet, Endpoint, Id, Secret, Size, Text, Tokens
 
 TICKET_VERSION = 1
 
@@ -16,12 +16,14 @@ TICKET_VERSION = 1
 class Ticket(Discreet, frozen=True):
     """Names one offer of one prefill agent; whoever shows its ``secret`` may claim the offer.
 
-    ``server_key`` is the agent's CURVE key, in Z85; empty when it has none.
+    ``server_key`` is the agent's CURVE key, in Z85; empty when it has none. Only the decode engine
+    or agent of the name ``audience`` may use it; all when that is empty. It is good until
+    ``expires_at_s`` (seconds since 1970), where the site signs its tickets (`TicketKeys`).
     """
 
     agent_id: Id
     agent_boot: Id
-    endpoint: Id
+    endpoint: Endpoint
     engine_id: Id
     engine_instance: Id
     offer_id: Id
@@ -29,7 +31,12 @@ class Ticket(Discreet, frozen=True):
     num_tokens: Tokens
     secret: Secret
     server_key: Text = ""
+    audience: Text = ""
+    prompt_digest: Text = ""
+    issued_at_s: Size = 0
+    expires_at_s: Size = 0
     kvbus: int = TICKET_VERSION
+    signature: Text = ""
 
     def to_json(self) -> dict[str, Any]:
         """Strings and integers only, safe to pass through any JSON."""

@@ -55,6 +55,8 @@ def _values(of: types.Type) -> st.SearchStrategy[Any]:  # noqa: PLR0911  one ret
         case types.FloatType():
             low, high = _bounds(of, -1e300, 1e300)
             return st.floats(low, high, exclude_min=of.gt is not None)
+        case types.StrType() if of.pattern:
+            return st.just("tcp://10.0.0.1:7501") | st.just("tcp://[fd00::1]:1")
         case types.StrType():
             least = of.min_length or 0
             text = st.text(LETTERS, min_size=least, max_size=least + 8)

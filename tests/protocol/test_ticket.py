@@ -16,16 +16,28 @@ from tests.protocol.strategies import PLAIN, TEXT, value_or_refusal
 NAMES = TEXT.filter(bool)
 TICKETS = st.builds(
     Ticket,
-    *([NAMES] * 7),
+    *([NAMES] * 2),
+    st.just("tcp://[fd00::1]:7501"),
+    *([NAMES] * 4),
     num_tokens=st.integers(0, 2**31 - 1),
     secret=NAMES.map(lambda name: 16 * name[:8]),
     server_key=TEXT,
+    signature=TEXT,
+    expires_at_s=st.integers(0, 2**40),
     kvbus=st.just(TICKET_VERSION),
 )
 FIELDS = Ticket(
     "agent", "boot", "tcp://h:1", "engine", "instance", "offer", "request", 9, 32 * "0"
 ).to_json()
-OPTIONAL = {"kvbus", "server_key"}
+OPTIONAL = {
+    "kvbus",
+    "server_key",
+    "audience",
+    "prompt_digest",
+    "issued_at_s",
+    "expires_at_s",
+    "signature",
+}
 REFUSALS = {ErrorCode.INVALID, ErrorCode.UNSUPPORTED_VERSION}
 
 
@@ -88,6 +100,10 @@ HOSTILE: dict[str, object] = {
     "number_keys": {1: 2},
     "half_a_character_as_key": FIELDS | json.loads(r'{"\ud800": 1}'),
     "half_a_character_as_value": FIELDS | json.loads(r'{"offer_id": "\ud800"}'),
+    "endpoint_of_a_file": FIELDS | {"endpoint": "ipc:///run/x:1"},
+    "endpoint_in_this_process": FIELDS | {"endpoint": "inproc://x:1"},
+    "endpoint_without_a_port": FIELDS | {"endpoint": "tcp://h"},
+    "endpoint_with_a_source": FIELDS | {"endpoint": "tcp://10.0.0.1:1;h:1"},
     "half_a_character_as_endpoint": FIELDS | json.loads(r'{"endpoint": "tcp://\udfff"}'),
 }
 

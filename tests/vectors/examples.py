@@ -27,6 +27,7 @@ from kvbus.protocol import remote_ranks as s
 from kvbus.protocol import staging as g
 from kvbus.protocol.message import Empty, Message
 from kvbus.protocol.ticket import Ticket
+from kvbus.protocol.ticket_keys import TicketKeys
 
 PREFILL_BOOT = "0f8fad5bd9cb469fa16570867728950e"
 DECODE_BOOT = "7c9e6679742540de944be07fc1f90ae7"
@@ -84,7 +85,9 @@ BY_BLOCK = SlotOrder(
     16,
 )
 NEW_TABLES = {"full": BlockTable.of([9], first_block=3)}
-TICKET = Ticket(
+DIGEST = "0cc175b9c0f1b6a831c399e269772661"
+KEYS = TicketKeys([b"an example of a key, of 32 bytes."])
+UNSIGNED = Ticket(
     agent_id="prefill-agent-0",
     agent_boot=PREFILL_BOOT,
     endpoint=PREFILL_ENDPOINT,
@@ -95,7 +98,10 @@ TICKET = Ticket(
     num_tokens=40,
     secret=SECRET,
     server_key=SERVER_KEY,
-).to_json()
+    audience="decode-0",
+    prompt_digest=DIGEST,
+)
+TICKET = KEYS.sign(UNSIGNED, now_s=1_760_000_000, lifetime_s=3600).to_json()
 MEMORY = p.EngineMemory(engine=SPEC, ranks=(RANK,), addresses=({"kv": 0x7F00_0000_0000},))
 OTHERS = (e.AgentRanks(OTHER_ENDPOINT, (1,), ACCESS, SERVER_KEY),)
 GRANTED = p.Granted(epoch=1, lease_s=10.0, num_tokens=40, sealed=True, tables=TABLES, token=TOKEN)
@@ -165,7 +171,13 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
     "prefill": {
         e.MakeOffer: (
             e.MakeOffer(
-                request_id="request-1", num_tokens=40, tables=TABLES, sealed=False, ttl_s=30.0
+                request_id="request-1",
+                num_tokens=40,
+                tables=TABLES,
+                sealed=False,
+                ttl_s=30.0,
+                audience="decode-0",
+                prompt_digest=DIGEST,
             ),
             e.OfferMade(offer_id="offer-1", ticket=TICKET),
         ),
@@ -187,6 +199,7 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
                 timeout_s=2.5,
                 zero_tail=True,
                 chunk_tokens=16,
+                prompt_digest=DIGEST,
             ),
             Empty(),
         ),

@@ -14,7 +14,15 @@ ROUTED = ("do_remote_prefill", "do_remote_decode")
 """What vLLM's routers look at; the other keys are the connector's."""
 
 NEEDED = ("ticket", "remote_num_tokens", "prompt_digest")
-OPTIONAL = {"kvbus", "server_key"}
+OPTIONAL = {
+    "kvbus",
+    "server_key",
+    "audience",
+    "prompt_digest",
+    "issued_at_s",
+    "expires_at_s",
+    "signature",
+}
 """Of the ticket: one without is right, too."""
 
 

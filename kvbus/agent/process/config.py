@@ -79,6 +79,15 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "addresses above are loopback.",
         ),
     ] = ()
+    ticket_keys: Annotated[
+        tuple[str, ...],
+        Meta(
+            max_length=16,
+            description="Files with the keys of the site that sign tickets, one in each, of mode "
+            "0600. The first signs, any of them verifies. Empty: tickets are not signed, and "
+            "anyone's are taken.",
+        ),
+    ] = ()
     runtime_dir: Annotated[
         str,
         Meta(

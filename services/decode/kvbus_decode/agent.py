@@ -7,12 +7,12 @@ import structlog
 
 from kvbus.agent.engines.local_engine import LocalEngine
 from kvbus.agent.process.service import Agent
+from kvbus.agent.process.ticket_keys import load_ticket_keys
 from kvbus.bus import Call, Handlers
 from kvbus.errors import ErrorCode, KVBusError, LocalError, TransferFailed
 from kvbus.protocol.engine import AgentRanks, BlocksFreed, CancelFetch, Fetched, Landed, StartFetch
 from kvbus.protocol.peer import FetchEvent, Status
 from kvbus.protocol.remote_ranks import AbortDelegate, Delegate
-from kvbus.protocol.ticket import Ticket
 from kvbus.table import Driver
 from kvbus_decode.active import ActiveFetch
 from kvbus_decode.config import DecodeConfig
@@ -28,6 +28,7 @@ from kvbus_decode.read.leg import Leg, Stage
 from kvbus_decode.read.legs import check_tables, make_chunk
 from kvbus_decode.read.reader import Reader
 from kvbus_decode.read.remote_ranks import DelegateJob
+from kvbus_decode.tickets import TicketGate
 
 log = structlog.get_logger()
 
@@ -42,7 +43,8 @@ class DecodeService:
         self._dispatch = self._driver.dispatch
         self._leases = leases = LeaseClient(agent, config, self._dispatch, self._prepare)
         self._reader = Reader(agent, config, leases.peers)
-        self._delegates = DelegateServer(agent, leases.peers, leases.routes, self._reader)
+        self._tickets = TicketGate(agent.identity.agent_id, load_ticket_keys(config.ticket_keys))
+        self._delegates = DelegateServer(agent, self._tickets, leases, self._reader)
         self._driver.commands |= {
             ev.ResolvePeer: leases.resolve,
             ev.SendClaim: leases.claim,
@@ -116,7 +118,8 @@ class DecodeService:
         return self._table.story(fetch_id) + [f"read  {line}" for line in reads]
 
     def _start_fetch(self, fetch: StartFetch, call: Call) -> None:
-        engine, ticket = self._agent.engines.engine_of(call), Ticket.from_json(fetch.ticket)
+        engine = self._agent.engines.engine_of(call)
+        ticket = self._tickets.admit(fetch, engine.engine_id)
         if fetch.first_token > fetch.num_tokens:
             raise LocalError(
                 f"first_token {fetch.first_token} is behind num_tokens {fetch.num_tokens}",
@@ -229,6 +232,9 @@ class DecodeService:
                 stages_s=fetched.stages_s,
             )
         )
+        fetch = self._leases.active.get(fetched.fetch_id)
+        if fetch is not None and fetched.error is None:
+            self._tickets.complete(fetch.requested.ticket)
         if fetched.blocks_free:
             self._leases.end(fetched.fetch_id)
         total_s = self._metrics.observe(fetched)

@@ -28,6 +28,15 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
         Duration,
         Meta(description="Pause before an offer that another reader has is claimed again."),
     ] = 0.05
+    allowed_peers: Annotated[
+        tuple[str, ...],
+        Meta(
+            max_length=1024,
+            description="Addresses that agents are connected to, as `10.0.0.7`, "
+            "`10.1.0.0/16:7501` or `[fd00::/8]:7000-7999`, compared after names are resolved. "
+            "Empty: any that a ticket or another agent names.",
+        ),
+    ] = ()
     max_peers: Annotated[
         Bound, Meta(description="Most prefill agents at a time; idle ones make room.")
     ] = 256

@@ -3,6 +3,7 @@
 Refuses to hold any state of an offer itself.
 """
 
+import time
 import uuid
 from functools import partial
 
@@ -11,6 +12,7 @@ import structlog
 
 from kvbus.agent.engines.local_engine import LocalEngine
 from kvbus.agent.process.service import Agent
+from kvbus.agent.process.ticket_keys import load_ticket_keys
 from kvbus.bus import Call, Handlers, new_secret
 from kvbus.errors import ErrorCode, LocalError
 from kvbus.protocol.engine import ExtendOffer, MakeOffer, Released, SealOffer, WithdrawOffer
@@ -44,6 +46,7 @@ class PrefillService:
             ev.Publish: self._publish,
         }
         self._idle = anyio.Event()
+        self._ticket_keys = load_ticket_keys(config.ticket_keys)
         self._tokens: dict[tuple[str, int], ProgressToken] = {}
         self._metrics = PrefillMetrics(agent.metrics)
         self._packing = Packing(agent, config, self._metrics, self._table)
@@ -162,7 +165,12 @@ class PrefillService:
             num_tokens=offer.num_tokens,
             secret=secret,
             server_key=identity.server_key,
+            audience=offer.audience,
+            prompt_digest=offer.prompt_digest,
         )
+        if self._ticket_keys is not None:
+            lifetime_s = self._config.ticket_lifetime_s
+            ticket = self._ticket_keys.sign(ticket, now_s=time.time(), lifetime_s=lifetime_s)
         self._driver.dispatch(
             ev.Opened(
                 offer_id=offer_id,

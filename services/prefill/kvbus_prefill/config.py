@@ -18,6 +18,10 @@ class PrefillConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_field
     offer_ttl_s: Annotated[
         Duration, Meta(description="How long an offer waits for a reader, when not told otherwise.")
     ] = 120.0
+    ticket_lifetime_s: Annotated[
+        Duration,
+        Meta(description="How long a signed ticket is good; longer than its offer waits or grows."),
+    ] = 3600.0
     max_offers: Annotated[Bound, Meta(description="Most offers at a time; more are `busy`.")] = 4096
     max_lease_s: Annotated[
         Duration, Meta(description="Longest lease that one claim or renewal grants.")

@@ -5,14 +5,22 @@ with their role.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import anyio
 import structlog
 
 from kvbus.agent.process.service import Agent
-from kvbus.bus import EventListener, EventSubscriber, OnReply, RequestClient, new_boot_id
+from kvbus.bus import (
+    AllowedPeers,
+    EventListener,
+    EventSubscriber,
+    OnReply,
+    RequestClient,
+    SocketOptions,
+    new_boot_id,
+)
 from kvbus.errors import ErrorCode, KVBusError, LocalError, PeerLost
 from kvbus.keys.roles import Role
 from kvbus.protocol.message import R, Request
@@ -102,6 +110,7 @@ class PeerDirectory:
         self._agent, self._config = agent, config
         self._on_boot, self._on_gone, self._on_dropped = on_boot, on_gone, on_dropped
         self._peers: dict[PeerAddress, Peer] = {}
+        self._allowed = AllowedPeers(config.allowed_peers) if config.allowed_peers else None
         self._subscriber = EventSubscriber(
             agent.context,
             listener,
@@ -110,6 +119,7 @@ class PeerDirectory:
             max_endpoints=config.max_peers,
             on_fault=_log_fault,
             keys=agent.access.keys,
+            options=SocketOptions(allowed=self._allowed),
         )
         agent.access.on_change.append(self._drop_distrusted)
         agent.tasks.start_soon(self._subscriber.run)
@@ -154,7 +164,7 @@ class PeerDirectory:
             on_boot=lambda boot: self._see_boot(address, boot),
             on_gone=lambda boot: self._lose(address, boot),
             on_fault=_log_fault,
-            options=options,
+            options=replace(options, allowed=self._allowed),
         )
         peer = Peer(address, client)
         self._agent.tasks.start_soon(self._run, peer)

@@ -17,13 +17,14 @@ from kvbus.protocol.message import Empty
 from kvbus.protocol.remote_ranks import AbortDelegate, Delegate, Delegated
 from kvbus.protocol.rights import check_right
 from kvbus.protocol.ticket import Ticket
-from kvbus_decode.peer.directory import Peer, PeerAddress, PeerDirectory
-from kvbus_decode.peer.handshake import RouteBook
+from kvbus_decode.peer.directory import Peer, PeerAddress
+from kvbus_decode.peer.lease_client import LeaseClient
 from kvbus_decode.peer.memory_check import check_memory
 from kvbus_decode.peer.route import Route
 from kvbus_decode.read import events as ev
 from kvbus_decode.read.legs import Chunk, check_tables, make_chunk
 from kvbus_decode.read.reader import Reader
+from kvbus_decode.tickets import TicketGate
 
 PROGRESS_S = 3.0
 
@@ -54,9 +55,10 @@ class DelegateServer:
     """The asked side."""
 
     def __init__(
-        self, agent: Agent, peers: PeerDirectory, routes: RouteBook, reader: Reader
+        self, agent: Agent, tickets: TicketGate, leases: LeaseClient, reader: Reader
     ) -> None:
-        self._agent, self._peers, self._routes, self._reader = agent, peers, routes, reader
+        self._agent, self._tickets, self._reader = agent, tickets, reader
+        self._peers, self._routes = leases.peers, leases.routes
         self._delegated: dict[str, _Delegated] = {}
         self._idle = anyio.Event()
 
@@ -115,7 +117,7 @@ class DelegateServer:
         await guarded(start, lambda error: self._end(work, error))
 
     async def _chunk(self, work: _Delegated) -> Chunk:
-        asked, ticket = work.asked, Ticket.from_json(work.asked.ticket)
+        asked, ticket = work.asked, self._tickets.read(work.asked.ticket)
         engine = self._agent.engines.part(asked.engine_id, asked.ranks, access=asked.access)
         work.engine = engine
         check_tables(engine, asked.target, asked.first_token, asked.num_tokens)

@@ -1,0 +1,65 @@
+"""Which tickets this agent acts on, decided before anything is connected to.
+
+Refuses, where the site signs its tickets, those that were altered, are for somebody else, of
+another prompt, of another time, or that have been read here.
+"""
+
+import time
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any
+
+from kvbus.errors import ErrorCode, LocalError
+from kvbus.protocol.engine import StartFetch
+from kvbus.protocol.ticket import Ticket
+from kvbus.protocol.ticket_keys import TicketKeys
+
+MAX_COMPLETED = 65_536
+
+
+class TicketGate:
+    """Reads the tickets of fetches; ``keys`` are those of the site, None when it signs none."""
+
+    def __init__(self, agent_id: str, keys: TicketKeys | None) -> None:
+        self._agent_id, self._keys = agent_id, keys
+        self._completed: OrderedDict[tuple[str, str], None] = OrderedDict()
+
+    def admit(self, fetch: StartFetch, engine_id: str) -> Ticket:
+        """The ticket of a fetch for ``engine_id``; raises `LocalError` or `ProtocolError`."""
+        ticket, keys = self.read(fetch.ticket), self._keys
+        self._check_prompt(ticket, fetch.prompt_digest)
+        if keys is None:
+            return ticket
+        keys.check_times(ticket, now_s=time.time())
+        if ticket.audience not in ("", self._agent_id, engine_id):
+            raise LocalError(
+                f"the ticket is for '{ticket.audience}', not for '{engine_id}' at "
+                f"'{self._agent_id}'",
+                code=ErrorCode.FORBIDDEN,
+            )
+        if (ticket.agent_boot, ticket.offer_id) in self._completed:
+            raise LocalError("the offer was read here already", code=ErrorCode.OFFER_COMPLETED)
+        return ticket
+
+    def read(self, fields: Mapping[str, Any]) -> Ticket:
+        """A ticket as it was signed; of another agent's fetch, which has looked at the rest."""
+        ticket = Ticket.from_json(fields)
+        if self._keys is not None:
+            self._keys.check_signature(ticket)
+        return ticket
+
+    def complete(self, ticket: Ticket) -> None:
+        """The offer was read and confirmed: its ticket is no good any more."""
+        if self._keys is not None:
+            self._completed[ticket.agent_boot, ticket.offer_id] = None
+            if len(self._completed) > MAX_COMPLETED:
+                self._completed.popitem(last=False)
+
+    def _check_prompt(self, ticket: Ticket, expected: str) -> None:
+        """A ticket without a digest is of any prompt, unless it is known who made it."""
+        known = self._keys is not None or ticket.prompt_digest
+        if expected and known and ticket.prompt_digest != expected:
+            raise LocalError(
+                "the ticket is of another prompt than the fetch, or names none",
+                code=ErrorCode.FORBIDDEN,
+            )
