@@ -33,11 +33,11 @@ static void give_back(job *j) {
     j->name = 0;
 }
 
-static void on_taken(void *which, const msgpack_object *ok, const char *refused) {
-    job *j = which;
+static void on_taken(long name, const msgpack_object *ok, const char *refused) {
+    job *j = find(name);
     (void)ok;
-    if (refused) {
-        tell("refused", j->name, refused);
+    if (j && refused) {
+        tell("refused", name, refused);
         give_back(j);
     }
 }
@@ -45,9 +45,6 @@ static void on_taken(void *which, const msgpack_object *ok, const char *refused)
 static void fetch(long name, const char *rest) {
     job *j = find(0);
     int used = 0;
-    msgpack_sbuffer body;
-    msgpack_packer pk;
-    begin(&body, &pk);
     if (!j) {
         tell("refused", name, "busy");
         return;
@@ -56,13 +53,16 @@ static void fetch(long name, const char *rest) {
     j->name = name;
     if (sscanf(rest, "%u %u %n", &j->first_token, &j->num_tokens, &used) < 2 ||
         j->num_tokens > MAX_TOKENS)
-        return on_taken(j, NULL, "too_many_tokens");
+        return on_taken(name, NULL, "too_many_tokens");
     /* Exactly the blocks that hold the positions, and none when there are no positions. */
     bool has_tokens = j->num_tokens > j->first_token;
     unsigned stop = (j->num_tokens + BLOCK_SIZE - 1) / BLOCK_SIZE;
     j->table.first = j->first_token / BLOCK_SIZE;
     if (has_tokens && !blocks_take(&j->table, stop - j->table.first))
-        return on_taken(j, NULL, "too_few_blocks");
+        return on_taken(name, NULL, "too_few_blocks");
+    msgpack_sbuffer body;
+    msgpack_packer pk;
+    begin(&body, &pk);
     snprintf(j->fetch_id, MAX_ID, "fetch-%ld-%.6f", name, now()); /* never used again */
     msgpack_pack_map(&pk, 5);
     pack_text(&pk, "fetch_id"), pack_text(&pk, j->fetch_id);
@@ -71,14 +71,14 @@ static void fetch(long name, const char *rest) {
     pack_text(&pk, "tables"), blocks_pack(&pk, &j->table, 0);
     pack_text(&pk, "ticket");
     if (ticket_pack(&pk, rest + used))
-        ask(control, "fetch", &body, on_taken, j);
+        ask(control, "fetch", &body, on_taken, name);
     else
-        on_taken(j, NULL, "bad_ticket");
+        on_taken(name, NULL, "bad_ticket");
     msgpack_sbuffer_destroy(&body);
 }
 
-static void on_cancelled(void *which, const msgpack_object *ok, const char *refused) {
-    (void)which, (void)ok, (void)refused; /* `fetched` tells how the fetch ends */
+static void on_cancelled(long name, const msgpack_object *ok, const char *refused) {
+    (void)name, (void)ok, (void)refused; /* `fetched` tells how the fetch ends */
 }
 
 static void cancel(long name) {
@@ -90,7 +90,7 @@ static void cancel(long name) {
     begin(&body, &pk);
     msgpack_pack_map(&pk, 1);
     pack_text(&pk, "fetch_id"), pack_text(&pk, j->fetch_id);
-    ask(control, "cancel", &body, on_cancelled, j);
+    ask(control, "cancel", &body, on_cancelled, name);
     msgpack_sbuffer_destroy(&body);
 }
 

@@ -23,8 +23,8 @@ double now(void) {
 
 void tell(const char *word, long name, const char *rest) { printf("%s %ld %s\n", word, name, rest); }
 
-static void on_registered(void *job, const msgpack_object *ok, const char *refused) {
-    (void)job, (void)ok;
+static void on_registered(long name, const msgpack_object *ok, const char *refused) {
+    (void)name, (void)ok;
     if (refused) {
         fprintf(stderr, "the agent refuses to register: %s\n", refused);
         exit(1);
@@ -43,7 +43,7 @@ static void enroll(session *s) {
     pack_text(&pk, "groups"), cache_pack_groups(&pk);
     if (s != control)
         pack_text(&pk, "rank"), cache_pack_rank(&pk);
-    ask(s, "register", &body, on_registered, NULL);
+    ask(s, "register", &body, on_registered, 0);
     msgpack_sbuffer_destroy(&body);
 }
 

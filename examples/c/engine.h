@@ -42,7 +42,7 @@ size_t numbers_wrong(long name, const blocks *table, unsigned start, unsigned st
 /* session.c */
 
 typedef struct session session;
-typedef void (*on_reply)(void *job, const msgpack_object *ok, const char *refused);
+typedef void (*on_reply)(long name, const msgpack_object *ok, const char *refused);
 
 session *session_open(const char *path, int memory); /* memory < 0: the control session */
 void session_close(session *s);
@@ -50,7 +50,7 @@ int session_attach_fd(const session *s);
 void *session_socket(const session *s);
 bool session_lost(const session *s); /* the agent has hung up */
 void session_work(session *s);       /* read what has come, repeat what has no reply */
-void ask(session *s, const char *op, const msgpack_sbuffer *body, on_reply then, void *job);
+void ask(session *s, const char *op, const msgpack_sbuffer *body, on_reply then, long name);
 
 /* message.c */
 

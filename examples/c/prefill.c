@@ -46,25 +46,25 @@ static bool compute(job *j) {
 
 static void go_on(job *j);
 
-static void on_answer(void *which, const msgpack_object *ok, const char *refused) {
-    job *j = which;
+static void on_answer(long name, const msgpack_object *ok, const char *refused) {
+    job *j = find(name);
     (void)ok;
-    if (j->name && !refused)
+    if (j && !refused)
         go_on(j);
 }
 
-static void on_last_answer(void *which, const msgpack_object *ok, const char *refused) {
-    (void)which, (void)ok, (void)refused; /* `released` tells how the offer ends */
+static void on_last_answer(long name, const msgpack_object *ok, const char *refused) {
+    (void)name, (void)ok, (void)refused; /* `released` tells how the offer ends */
 }
 
 /* Announce what comes after the first tokens, one step after the reply to the other. */
 static void go_on(job *j) {
-    msgpack_sbuffer body;
-    msgpack_packer pk;
-    begin(&body, &pk);
     unsigned before = j->table.count;
     if (j->num_counts == 1)
         return;
+    msgpack_sbuffer body;
+    msgpack_packer pk;
+    begin(&body, &pk);
     if (++j->step < j->num_counts && compute(j)) {
         bool has_new = j->table.count > before;
         msgpack_pack_map(&pk, has_new ? 3 : 2);
@@ -72,17 +72,19 @@ static void go_on(job *j) {
         pack_text(&pk, "num_tokens"), msgpack_pack_uint32(&pk, j->ready);
         if (has_new)
             pack_text(&pk, "tables"), blocks_pack(&pk, &j->table, before);
-        ask(control, "extend", &body, on_answer, j);
+        ask(control, "extend", &body, on_answer, j->name);
     } else {
         msgpack_pack_map(&pk, 1);
         pack_text(&pk, "offer_id"), pack_text(&pk, j->offer_id);
-        ask(control, "seal", &body, on_last_answer, j);
+        ask(control, "seal", &body, on_last_answer, j->name);
     }
     msgpack_sbuffer_destroy(&body);
 }
 
-static void on_offered(void *which, const msgpack_object *ok, const char *refused) {
-    job *j = which;
+static void on_offered(long name, const msgpack_object *ok, const char *refused) {
+    job *j = find(name);
+    if (!j)
+        return;
     if (refused) {
         end(j, "refused", refused);
         return;
@@ -122,7 +124,7 @@ static void offer(long name, char *rest) {
     pack_text(&pk, "tables"), blocks_pack(&pk, &j->table, 0);
     pack_text(&pk, "sealed");
     j->num_counts == 1 ? msgpack_pack_true(&pk) : msgpack_pack_false(&pk);
-    ask(control, "offer", &body, on_offered, j);
+    ask(control, "offer", &body, on_offered, name);
     msgpack_sbuffer_destroy(&body);
 }
 
@@ -135,7 +137,7 @@ static void withdraw(long name) {
     begin(&body, &pk);
     msgpack_pack_map(&pk, 1);
     pack_text(&pk, "offer_id"), pack_text(&pk, j->offer_id);
-    ask(control, "withdraw", &body, on_last_answer, j);
+    ask(control, "withdraw", &body, on_last_answer, name);
     msgpack_sbuffer_destroy(&body);
 }
 

@@ -22,7 +22,7 @@ typedef struct {
     double due, pause; /* when to send it again, and how long the pause after that is */
     bool is_refused;   /* as busy: `due` says when to ask anew */
     on_reply then;
-    void *job;
+    long name; /* of the job that it is about */
 } request;
 
 struct session {
@@ -193,7 +193,7 @@ static void send_new(session *s, request *r) {
     zmq_send(s->socket, r->frame, r->frame_size, ZMQ_DONTWAIT);
 }
 
-void ask(session *s, const char *op, const msgpack_sbuffer *body, on_reply then, void *job) {
+void ask(session *s, const char *op, const msgpack_sbuffer *body, on_reply then, long name) {
     request *r = s->requests;
     while (r->id)
         if (++r == s->requests + MAX_REQUESTS) {
@@ -204,7 +204,7 @@ void ask(session *s, const char *op, const msgpack_sbuffer *body, on_reply then,
     r->body_size = body ? body->size : 1;
     r->body = malloc(r->body_size);
     memcpy(r->body, body ? body->data : "\x80", r->body_size); /* an empty map */
-    r->then = then, r->job = job;
+    r->then = then, r->name = name;
     send_new(s, r);
     if (!then)
         forget(r); /* ping and ack are not repeated */
@@ -235,9 +235,9 @@ static void take_reply(session *s, uint64_t id, const msgpack_object *message) {
     if (error)
         copy_text(get(error, "code"), code, sizeof code);
     on_reply then = r->then;
-    void *job = r->job;
+    long name = r->name;
     forget(r);
-    then(job, get(message, "ok"), error ? code : NULL);
+    then(name, get(message, "ok"), error ? code : NULL);
 }
 
 /* Notices: each once, in the order of `seq`; one that is early comes again. */
@@ -271,7 +271,7 @@ static void acknowledge(session *s) {
     msgpack_pack_map(&pk, 2);
     pack_text(&pk, "upto"), msgpack_pack_uint64(&pk, s->upto);
     pack_text(&pk, "boot"), pack_text(&pk, s->agent_boot);
-    ask(s, "ack", &body, NULL, NULL);
+    ask(s, "ack", &body, NULL, 0);
     msgpack_sbuffer_destroy(&body);
     s->must_acknowledge = false;
 }
@@ -295,6 +295,6 @@ void session_work(session *s) {
             repeat(s, r);
     if (now() > s->heard + 1.0) {
         s->heard = now();
-        ask(s, "ping", NULL, NULL, NULL);
+        ask(s, "ping", NULL, NULL, 0);
     }
 }

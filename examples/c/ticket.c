@@ -24,9 +24,11 @@ static void print_text(const char *text, size_t size) {
 }
 
 void ticket_print(const msgpack_object *ticket) {
+    putchar('{');
     for (uint32_t i = 0; i < ticket->via.map.size; i++) {
         const msgpack_object_kv *field = &ticket->via.map.ptr[i];
-        putchar(i ? ',' : '{');
+        if (i)
+            putchar(',');
         print_text(field->key.via.str.ptr, field->key.via.str.size);
         putchar(':');
         if (field->val.type == MSGPACK_OBJECT_STR)
@@ -53,7 +55,7 @@ static char *put_utf8(char *to, unsigned long code) {
         return to;
     }
     int more = code < 0x800 ? 1 : code < 0x10000 ? 2 : 3;
-    *to++ = (char)((0xf00 >> more & 0xff) | code >> 6 * more);
+    *to++ = (char)((0xff00 >> (more + 1) & 0xff) | code >> 6 * more);
     while (more--)
         *to++ = (char)(0x80 | (code >> 6 * more & 0x3f));
     return to;
@@ -77,7 +79,7 @@ static const char *read_text(const char *at, char *to) {
         } else if (at[1] == 'u' && strlen(at) > 6) {
             unsigned long code = hex4(at + 2);
             at += 6;
-            if (code >= 0xd800 && code < 0xdc00 && at[0] == '\\' && at[1] == 'u') {
+            if (code >= 0xd800 && code < 0xdc00 && !strncmp(at, "\\u", 2) && strlen(at) > 6) {
                 code = 0x10000 + ((code - 0xd800) << 10) + (hex4(at + 2) - 0xdc00);
                 at += 6;
             }

@@ -22,7 +22,10 @@ from kvbus.protocol.engine import (
 )
 from kvbus.protocol.message import Message
 
-LATER_FIELDS = {"a_later_field": 'say "it" \\ on', "a_later_number": 2**53 - 1}
+LATER_FIELDS = {
+    "a_later_field": 'say "it" \\ on: é ≠ \N{GRINNING FACE}',
+    "a_later_number": 2**53 - 1,
+}
 
 
 @dataclass(slots=True)
