@@ -19,6 +19,8 @@ class Decode(Engine):
         fetch_id = "always" if FLAW == "one_fetch_id" else f"fetch-{name}"
         self.jobs[name] = {"tables": tables, "tokens": tokens, "fetch": fetch_id}
         ticket = json.loads(ticket)
+        if FLAW == "ticket_letters":
+            ticket["a_later_field"] = ticket["a_later_field"].encode("ascii", "replace").decode()
         if FLAW == "ticket_fields":
             ticket.pop("a_later_field")
         body = {

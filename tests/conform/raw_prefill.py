@@ -44,6 +44,8 @@ class Prefill(Engine):
         if job is None:
             return
         job["offer"] = reply["offer_id"]
+        if FLAW == "ticket_letters":
+            ticket["a_later_field"] = ticket["a_later_field"].encode("ascii", "replace").decode()
         if FLAW == "ticket_fields":
             ticket.pop("a_later_field")
         tell("ticket", name, json.dumps(ticket))

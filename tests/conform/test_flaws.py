@@ -77,6 +77,7 @@ OF_PREFILL = {
     "reuse_withdrawn": ("blocks", "offer.unchanged"),
     "blocks_lost": ("blocks", "offer.reused"),
     "ticket_fields": ("sizes", "offer.ticket"),
+    "ticket_letters": ("sizes", "offer.ticket"),
     "offers_nothing": ("sizes", "offer.answered"),
 }
 OF_DECODE = {
@@ -84,6 +85,7 @@ OF_DECODE = {
     "no_window": ("shapes", "fetch.tables"),
     "no_empty_tables": ("shapes", "fetch.tables"),
     "from_zero": ("shapes", "fetch.tokens"),
+    "ticket_letters": ("shapes", "fetch.ticket"),
     "one_fetch_id": ("shapes", "fetch.id"),
     "ticket_fields": ("shapes", "fetch.ticket"),
     "wrong_strides": ("shapes", "fetch.numbers"),
