@@ -14,6 +14,7 @@ where it is caught, with ``from`` kept.
         ├── RequestRefused      an error reply; ``code`` says which
         ├── RequestTimeout      no reply within the deadline
         ├── PeerLost            the other process is gone, or came back as a new one
+        │   └── AgentHungUp     an agent ended the connection of an engine, and lives on
         ├── TransferFailed      NIXL ended a transfer with an error
         └── FetchFailed         a fetch ended without its KV; ``stage`` says where
 """
@@ -140,6 +141,13 @@ class PeerLost(RemoteError):
     """The other process is gone, or came back as a new one with another boot id."""
 
     default_code = ErrorCode.PEER_LOST
+
+
+class AgentHungUp(PeerLost):
+    """An agent ended the connection of an engine, and lives on, or nobody can say.
+
+    What it was writing for the engine may still be written.
+    """
 
 
 class TransferFailed(RemoteError):

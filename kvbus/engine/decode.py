@@ -14,7 +14,14 @@ import numpy.typing as npt
 
 from kvbus.engine.fetch import Fetch, OnFetched, OnLanded
 from kvbus.engine.session import ControlSession, SessionOptions
-from kvbus.errors import GeometryError, KVBusError, PeerLost, RequestRefused, RequestTimeout
+from kvbus.errors import (
+    AgentHungUp,
+    GeometryError,
+    KVBusError,
+    PeerLost,
+    RequestRefused,
+    RequestTimeout,
+)
 from kvbus.geometry import BlockTable, EngineSpec
 from kvbus.protocol.engine import AgentRole, BlocksFreed, Fetched, Landed, Outcome, StartFetch
 from kvbus.protocol.envelope import Notice
@@ -158,7 +165,8 @@ class DecodeSession(ControlSession):
 
     def _on_lost(self, error: KVBusError) -> None:
         """A process that is gone does not write; other agents, or one that only lost us, may."""
-        blocks_free = isinstance(error, PeerLost) and not self.others
+        is_gone = isinstance(error, PeerLost) and not isinstance(error, AgentHungUp)
+        blocks_free = is_gone and not self.others
         for fetch in list(self._fetches.values()):
             if fetch.notice is None:
                 self._end(_failed(fetch, error, stage="lost", blocks_free=blocks_free))

@@ -67,9 +67,10 @@ class Fetch:
         """Return when nothing can write into the blocks any more.
 
         It returns, too, when the agent is gone. But if other agents have ranks of this engine, or
-        the session was closed from here, somebody may still write, and nobody will say when that
-        is over: then this raises why the session ended (`PeerLost`, `ClosedError`). Do not use the
-        blocks again; close the engine's other sessions and register new memory.
+        the agent only hung up, or the session was closed from here, somebody may still write, and
+        nobody will say when that is over: then this raises why the session ended (`PeerLost`,
+        `AgentHungUp`, `ClosedError`). Do not use the blocks again; close the engine's other
+        sessions and register new memory.
         """
         await self._settled.wait()
         if not self.are_blocks_free:

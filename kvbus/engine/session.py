@@ -12,7 +12,7 @@ from typing import Self, TypedDict, TypeVar
 import anyio
 
 from kvbus.bus import RequestClient, new_boot_id, new_context
-from kvbus.errors import ClosedError, KVBusError, LocalError, PeerLost
+from kvbus.errors import AgentHungUp, ClosedError, KVBusError, LocalError, PeerLost
 from kvbus.geometry import EngineSpec
 from kvbus.memory.attach import AttachClient
 from kvbus.memory.attach.folder import check_folder
@@ -27,6 +27,8 @@ Others = Mapping[str, Iterable[int]] | Iterable[AgentRanks]
 GOODBYE_S = 1.0
 ATTACH_RETRY_S = 0.05
 LOOK_S = 1.0
+ENDS_WITHIN_S = 1.0
+"""A process that ends closes its connections first."""
 IPC = "ipc://"
 
 T = TypeVar("T")
@@ -228,7 +230,10 @@ class EngineSession:
 
     async def _watch(self) -> None:
         await self._attach.closed.wait()
-        self._lose(PeerLost(f"the agent at {self._attach.path} is gone"))
+        if await self._attach.process_ended(ENDS_WITHIN_S):
+            self._lose(PeerLost(f"the agent at {self._attach.path} is gone"))
+        else:
+            self._lose(AgentHungUp(f"the agent at {self._attach.path} hung up, and lives on"))
 
     async def _watch_silence(self, client: RequestClient) -> None:
         while self.lost is None:

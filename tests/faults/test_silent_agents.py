@@ -5,11 +5,18 @@ from contextlib import ExitStack
 
 import pytest
 
-from kvbus.engine import BlockingDecode, BlockingMemory, BlockingPrefill
-from kvbus.errors import ErrorCode
+from kvbus.engine import (
+    BlockingDecode,
+    BlockingMemory,
+    BlockingPrefill,
+    DecodeSession,
+    MemorySession,
+    PrefillSession,
+)
+from kvbus.errors import AgentHungUp, ErrorCode
 from kvbus.protocol.engine import BlocksFreed, Fetched
-from tests.agents import AgentProcess, wait_until
-from tests.engines import LARGE, NHD, NUM_LARGE_BLOCKS, failure_of, make_spec, pair
+from tests.agents import AgentProcess, until, wait_until
+from tests.engines import LARGE, NHD, NUM_LARGE_BLOCKS, engine, failure_of, make_spec, pair
 
 NOTHING = {"num_tokens": 0, "block_ids": {"full": []}}
 ONE_BLOCK = {"num_tokens": 16, "block_ids": {"full": [1]}}
@@ -53,6 +60,33 @@ async def test_an_agent_that_lives_ends_its_fetches_itself(prefill, decode):
         failure = await failure_of(target.decode.fetch(offer.ticket, **ONE_BLOCK, timeout_s=7.0))
 
         assert (failure.code, failure.stage) == (ErrorCode.TIMEOUT, "waiting")
+        await offer.withdraw()
+
+
+@pytest.mark.anyio
+async def test_blocks_stay_in_doubt_when_an_agent_hangs_up_on_the_engine_and_lives_on(slow):
+    prefill, decode = slow.all
+    theirs, ours = (make_spec(groups=(LARGE,)) for _ in range(2))
+    num_tokens = NUM_LARGE_BLOCKS * LARGE.block_size
+    blocks = {"full": list(range(NUM_LARGE_BLOCKS))}
+    async with (
+        engine(PrefillSession, prefill.attach, theirs, num_blocks=NUM_LARGE_BLOCKS) as source,
+        DecodeSession(decode.attach, ours) as control,
+    ):
+        async with MemorySession(decode.attach, ours, 0) as memory:
+            await memory.allocate(NHD, num_blocks=NUM_LARGE_BLOCKS)
+            await control.register()
+            await control.ready()
+            offer = await source.prefill.offer("r", num_tokens=num_tokens, block_ids=blocks)
+            fetch = control.fetch(offer.ticket, num_tokens=num_tokens, block_ids=blocks)
+            await until(lambda: decode.metric("outstanding_handles") > 0)
+
+        failure = await failure_of(fetch)  # a rank has left, and with it the engine
+        with pytest.raises(AgentHungUp):
+            await fetch.blocks_freed()
+
+        assert (failure.stage, failure.code) == ("lost", ErrorCode.PEER_LOST)
+        assert not failure.blocks_free
         await offer.withdraw()
 
 

@@ -58,6 +58,16 @@ def test_every_link_on_the_page_leads_to_a_heading() -> None:
     assert set(re.findall(r"\]\(#([^)]+)\)", TEXT)) <= anchors
 
 
+def test_the_short_page_leads_to_what_there_is() -> None:
+    short = (PAGE.parent / "minimal-engine.md").read_text()
+    headings = re.findall(r"^#+ (.+)$", TEXT, re.M)
+    anchors = {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    links = re.findall(r"\]\(([\w.-]+)#?([^)]*)\)", short)
+
+    assert {page for page, _ in links} <= {path.name for path in PAGE.parent.iterdir()}
+    assert {anchor for page, anchor in links if page == PAGE.name and anchor} <= anchors
+
+
 def test_the_attach_message_on_the_page_is_the_golden_vector() -> None:
     rows = re.findall(r"^\| `((?:[0-9a-f]{2} ?)+)` \|", TEXT, re.M)
     vectors = json.loads((FOLDER / "attach.json").read_text())

@@ -79,6 +79,11 @@ def body_of(envelope: RequestFrame | Reply | Notice) -> Any:
     return envelope.body
 
 
+def body_of_vector(vector: dict[str, Any]) -> Any:
+    message = vector["message"]
+    return next(message[key] for key in ("body", "ok", "error") if key in message)
+
+
 def vector_outcome(vector: dict[str, Any]) -> str:
     return "error" if "error" in vector["message"] else "ok"
 

@@ -28,6 +28,7 @@ from kvbus.memory.attach import wire
 from kvbus.memory.attach.channel import FrameChannel, close_fds
 from kvbus.memory.attach.identity import check_agent
 from kvbus.memory.attach.path import check_path_length
+from kvbus.memory.attach.process_end import ProcessEnd
 
 _MAX_UNANSWERED = 64
 
@@ -52,9 +53,12 @@ class AttachClient:
         self._sending = anyio.Lock()
         self._pending: deque[PendingReply] = deque()
         self._unasked_reply: dict[str, Any] | None = None
+        self._process: ProcessEnd | None = None
 
     async def __aenter__(self) -> Self:
-        self._channel = channel = FrameChannel(_connect(self.path))
+        connected = _connect(self.path)
+        self._process = ProcessEnd(connected)
+        self._channel = channel = FrameChannel(connected)
         self._tasks = await anyio.create_task_group().__aenter__()
         self._tasks.start_soon(self._receive_replies, channel)
         return self
@@ -70,6 +74,16 @@ class AttachClient:
             channel, self._channel = self._channel, None
             if channel is not None:
                 channel.close()
+            if self._process is not None:
+                self._process.close()
+
+    async def process_ended(self, within_s: float) -> bool:
+        """Whether the agent's process, and not only its connection, is gone within that time."""
+        with anyio.move_on_after(within_s):
+            if self._process is not None:
+                await self._process.wait()
+                return True
+        return False
 
     async def call(self, message: dict[str, Any], fds: Sequence[int] = ()) -> dict[str, Any]:
         """Send a message, with descriptors that stay the caller's; return what ``ok`` holds.
