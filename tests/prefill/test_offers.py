@@ -396,6 +396,9 @@ WRONG_RIGHTS = {
     "confirm": ev.Confirmed("o1", 1, "wrong", "confirm"),
     "return": ev.Returned("o1", 1, "wrong", "return"),
     "an empty token": ev.Confirmed("o1", 1, "", "confirm"),
+    "renew by another key": replace(renewed(1), holder="other"),
+    "confirm by another key": ev.Confirmed("o1", 1, TOKEN, "confirm", "other"),
+    "return by another key": ev.Returned("o1", 1, TOKEN, "return", "other"),
     "no ascii": ev.Confirmed("o1", 1, "t\u00f6ken", "confirm"),
 }
 

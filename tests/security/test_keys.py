@@ -169,6 +169,34 @@ async def test_a_decode_agent_connects_to_no_agent_whose_key_is_not_a_prefill_ag
     assert "not trusted here with the role 'prefill'" in failure.message
 
 
+async def test_a_lease_is_of_the_key_that_claimed_it_though_another_knows_its_token(
+    ring, prefill
+) -> None:
+    owner, other = (ring.curve(name, "prefill") for name in ("any-decode", "decode"))
+    async with engine(PrefillSession, prefill.attach) as source:
+        offer = await source.prefill.offer("r", num_tokens=32, block_ids=source.some_blocks(1, 32))
+        ticket = offer.ticket
+        named = {"agent_boot": ticket["agent_boot"], "offer_id": ticket["offer_id"]}
+        claim = {**named, "secret": ticket["secret"], "reader_id": "r", "lease_s": 20.0}
+        granted = ask(prefill.peer, "claim", claim, curve=owner)["ok"]
+        lease = {**named, "epoch": granted["epoch"], "token": granted["token"]}
+        bodies = {
+            "renew": {**lease, "lease_s": 20.0},
+            "confirm": lease,
+            "release": {**lease, "code": "cancelled"},
+        }
+        refused = {op: ask(prefill.peer, op, body, curve=other) for op, body in bodies.items()}
+        renewed = ask(prefill.peer, "renew", bodies["renew"], curve=owner)
+        confirmed = ask(prefill.peer, "confirm", bodies["confirm"], curve=owner)
+        await offer.released()
+
+    assert {op: reply["error"]["code"] for op, reply in refused.items()} == dict.fromkeys(
+        bodies, "forbidden"
+    )
+    assert renewed["ok"]["epoch"] == granted["epoch"]
+    assert confirmed["ok"] == {}
+
+
 def kvbus(*arguments: str) -> Result:
     return CliRunner().invoke(app, arguments)
 

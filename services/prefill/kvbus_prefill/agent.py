@@ -126,6 +126,7 @@ class PrefillService:
                 lease_s=claim.lease_s,
                 token=new_secret(),
                 reply_to=call,
+                holder=call.session.sender.key,
             )
         )
 
@@ -138,14 +139,17 @@ class PrefillService:
                 lease_s=renew.lease_s,
                 known_blocks=renew.known_blocks,
                 reply_to=call,
+                holder=call.session.sender.key,
             )
         )
 
     def _confirm(self, confirm: Confirm, call: Call) -> None:
-        self._driver.dispatch(ev.Confirmed(confirm.offer_id, confirm.epoch, confirm.token, call))
+        holder, lease = call.session.sender.key, (confirm.offer_id, confirm.epoch, confirm.token)
+        self._driver.dispatch(ev.Confirmed(*lease, call, holder))
 
     def _release(self, release: Release, call: Call) -> None:
-        self._driver.dispatch(ev.Returned(release.offer_id, release.epoch, release.token, call))
+        holder, lease = call.session.sender.key, (release.offer_id, release.epoch, release.token)
+        self._driver.dispatch(ev.Returned(*lease, call, holder))
 
     def _withdraw_for_router(self, withdraw: PeerWithdraw, call: Call) -> None:
         self._driver.dispatch(ev.Withdrawn(withdraw.offer_id, withdraw.secret, call))

@@ -76,7 +76,8 @@ class Lease:
 class OfferEntry:
     """One offer; ``expires_at`` counts only while there is no lease.
 
-    ``token`` is that of the last lease, whose number is ``epoch``; also once that has ended.
+    ``token`` is that of the last lease, whose number is ``epoch``, and ``holder`` the key of its
+    reader; also once that has ended.
     ``lease_end`` is how the latest lease ended, as a late reader is told; ``ended_by`` how the
     offer did.
     """
@@ -89,6 +90,7 @@ class OfferEntry:
     opened_at: float = 0.0
     epoch: int = 0
     token: str = field(default="", repr=False)
+    holder: str = ""
     lease: Lease | None = None
     lease_end: ErrorCode = ErrorCode.STALE
     outcome: Outcome | None = None
@@ -128,11 +130,17 @@ class OfferEntry:
                 check_right(secret, self.opened.secret)
             case ev.Renewed() | ev.Confirmed() | ev.Returned():
                 self.check_token(event.epoch, event.token)
+                self._check_holder(event.epoch, event.holder)
 
     def check_token(self, epoch: int, token: str) -> None:
         """Raise `LocalError` (``forbidden``) when ``token`` is not that of the lease ``epoch``."""
         if self.token and epoch == self.epoch:
             check_right(token, self.token)
+
+    def _check_holder(self, epoch: int, holder: str) -> None:
+        """A lease is of the key that claimed it: whoever is told its token may pack and no more."""
+        if self.token and epoch == self.epoch:
+            check_right(holder, self.holder)
 
     def live_lease(self, epoch: int) -> Lease:
         """The lease, if ``epoch`` is its own; raises `LocalError` otherwise.

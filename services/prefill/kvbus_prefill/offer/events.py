@@ -2,7 +2,8 @@
 
 Refuses behaviour: these are values. `kvbus_prefill.offer.table` says which event leads to which
 command.
-``reply_to`` is whatever the agent uses to answer the request that caused an event.
+``reply_to`` is whatever the agent uses to answer the request that caused an event, ``holder`` the
+CURVE key of who asks, empty without keys.
 """
 
 from collections.abc import Mapping
@@ -104,6 +105,7 @@ class Claimed:
     lease_s: float
     token: str = field(repr=False)
     reply_to: object
+    holder: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +118,7 @@ class Renewed:
     lease_s: float
     known_blocks: Mapping[str, int]
     reply_to: object
+    holder: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +129,7 @@ class Confirmed:
     epoch: int
     token: str = field(repr=False)
     reply_to: object
+    holder: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,6 +140,7 @@ class Returned:
     epoch: int
     token: str = field(repr=False)
     reply_to: object
+    holder: str = ""
 
 
 RequestEvent = Opened | Extended | Sealed | Withdrawn | Claimed | Renewed | Confirmed | Returned

@@ -85,7 +85,7 @@ def claim(offer: OfferEntry, event: ev.Claimed, at: Context) -> Commands:
             )
         held_until = offer.lease.held_until
         revoked = offer.end_lease("revoked")
-    offer.epoch, offer.token = offer.epoch + 1, event.token
+    offer.epoch, offer.token, offer.holder = offer.epoch + 1, event.token, event.holder
     offer.lease = Lease(offer.epoch, event.reader_id, at.now, held_until)
     return [
         *revoked,
