@@ -40,8 +40,8 @@ OnEnded = Callable[[str, Ended, int], None]
 class ConnectionGuard:
     """`watch` sockets before they are bound, and `start`; `close` before the context ends.
 
-    ``on_ended`` and ``on_short`` are called in the guard's thread; the latter when the process has
-    no descriptors left, and when it has some again.
+    All callbacks come in the guard's thread: ``on_short`` when the process has no descriptors left,
+    and when it has some again, ``on_broken`` when the guard has ended by a defect.
     """
 
     def __init__(
@@ -50,9 +50,10 @@ class ConnectionGuard:
         *,
         on_ended: OnEnded,
         on_short: Callable[[bool], None],
+        on_broken: Callable[[Exception], None],
     ) -> None:
         self._context = context
-        self._on_ended, self._on_short = on_ended, on_short
+        self._on_ended, self._on_short, self._on_broken = on_ended, on_short, on_broken
         self._new: deque[tuple[Socket, Door]] = deque()
         self._monitors: dict[Socket, Door] = {}
         self._num_watched = 0
@@ -110,6 +111,12 @@ class ConnectionGuard:
             self._poller.register(monitor, zmq.POLLIN)
 
     def _run(self) -> None:
+        try:
+            self._watch_all()
+        except Exception as error:  # without the guard there are no bounds: its owner must know
+            self._on_broken(error)
+
+    def _watch_all(self) -> None:
         self._poller.register(self._wakes, zmq.POLLIN)
         next_check = 0.0
         while not self._stopping.is_set():

@@ -194,6 +194,28 @@ async def test_a_check_says_whether_the_memory_is_still_that_of_the_handshake(ca
     assert codes == [ErrorCode.STALE, ErrorCode.ENGINE_LOST, ErrorCode.STALE]
 
 
+async def test_a_check_has_progress_driven_no_longer_than_a_lease_may_last(folder: Path) -> None:
+    async with (
+        prefill_agent(folder, max_lease_s=0.1) as agent,
+        agent.engine() as source,
+        agent.reader() as reader,
+    ):
+        local = agent.local(source)
+        check = CheckMemory(
+            agent_boot=agent.boot,
+            engine_id=source.spec.engine_id,
+            memory_id=local.memory_id,
+            access=local.access,
+            offer_id="read elsewhere",
+            progress_s=86_400,
+        )
+        before = agent.runtime.transport.stats().progress_tokens
+
+        await reader.ask(check, Empty)
+
+        await until(lambda: agent.runtime.transport.stats().progress_tokens == before)
+
+
 async def test_ranks_whose_home_is_elsewhere_are_packed_under_the_lease_of_the_slot(
     agent: PrefillAgent,
 ) -> None:

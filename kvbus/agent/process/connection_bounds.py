@@ -5,7 +5,6 @@ Refuses to decide anything: `kvbus.bus.guard` does.
 
 import asyncio
 
-import anyio
 import structlog
 
 from kvbus.agent.process.config import AgentConfig
@@ -25,7 +24,13 @@ class ConnectionBounds:
         self._config = config
         self._lines = LimitedLog(lines_s=config.max_refusal_lines_s)
         self._loop = asyncio.get_running_loop()
-        self.guard = ConnectionGuard(context, on_ended=self._on_ended, on_short=self._on_short)
+        self._broken: asyncio.Future[None] = self._loop.create_future()
+        self.guard = ConnectionGuard(
+            context,
+            on_ended=self._on_ended,
+            on_short=self._on_short,
+            on_broken=self._on_broken,
+        )
 
     def peer_socket(self) -> Watch:
         """Watches a ROUTER for peers."""
@@ -51,12 +56,19 @@ class ConnectionBounds:
         return lambda socket: self.guard.watch(socket, "events", limits)
 
     async def run(self) -> None:
-        """Guard the sockets until cancelled."""
+        """Guard the sockets until cancelled; raises what the guard ended by, as a defect."""
         self.guard.start()
         try:
-            await anyio.sleep_forever()
+            await self._broken
         finally:
             self.guard.close()
+
+    def _on_broken(self, error: Exception) -> None:
+        self._loop.call_soon_threadsafe(self._fail, error)
+
+    def _fail(self, error: Exception) -> None:
+        if not self._broken.done():
+            self._broken.set_exception(error)
 
     def _on_ended(self, socket: str, ended: Ended, num_connections: int) -> None:
         self._loop.call_soon_threadsafe(self._log_ended, socket, ended, num_connections)

@@ -102,7 +102,8 @@ class Packing:
         self._engine(check.engine_id, check.memory_id, check.access)
         reader = call.session.name, check.offer_id
         if check.progress_s:
-            self._progress_leases.begin(reader, for_s=check.progress_s + self._config.late_read_s)
+            for_s = min(check.progress_s, self._config.max_lease_s) + self._config.late_read_s
+            self._progress_leases.begin(reader, for_s=for_s)
         else:
             self._progress_leases.end(reader)
         call.reply(Empty())
