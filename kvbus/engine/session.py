@@ -266,7 +266,8 @@ class ControlSession(EngineSession):
         ``others`` says, for an engine whose ranks are spread over several agents, which ranks are
         attached elsewhere, by the peer endpoint of each agent (``agent.peer_endpoint`` of a memory
         session there). Ranks that are not named are attached here. ``access`` is that of their
-        memory sessions; `AgentRanks` name one for each agent. Raises `RequestRefused`.
+        memory sessions; `AgentRanks` name one for each agent, and its ``server_key`` if it has
+        keys (``agent.server_key`` of such a session). Raises `RequestRefused`.
         """
         elsewhere = tuple(_agent_ranks(others, access))
         await self.request(Register(engine=self.engine, rank=None, others=elsewhere))

@@ -12,6 +12,7 @@ from anyio.abc import TaskGroup, TaskStatus
 
 from kvbus.engine import DecodeSession, KvCache, MemorySession, PrefillSession
 from kvbus.geometry import EngineSpec, KvLayout
+from kvbus.protocol.engine import AgentRanks
 from tests.agents import AgentProcess
 from tests.engines import NUM_BLOCKS, Engine, check_at_end, make_spec
 from tests.memories import NHD
@@ -91,7 +92,7 @@ async def spread_engine(
         ]
         caches = [await tasks.start(session.run) for session in sessions]
         control.caches = caches
-        await control.register(others=others_of(agents), access=ACCESS)
+        await control.register(others=ranks_elsewhere(agents))
         await control.ready()
         made = SpreadEngine(spec, control, caches, num_blocks, sessions, tasks)
         if seed:
@@ -102,6 +103,15 @@ async def spread_engine(
         finally:
             for session in made.sessions:
                 session.leave.set()
+
+
+def ranks_elsewhere(agents: Sequence[AgentProcess]) -> list[AgentRanks]:
+    """The ranks that are not at the first agent, with all that others need to ask theirs."""
+    keys = {agent.peer: agent.started["server_key"] for agent in agents}
+    return [
+        AgentRanks(endpoint, tuple(ranks), ACCESS, keys[endpoint])
+        for endpoint, ranks in others_of(agents).items()
+    ]
 
 
 def others_of(agents: Sequence[AgentProcess]) -> Mapping[str, list[int]]:

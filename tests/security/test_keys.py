@@ -18,6 +18,7 @@ from kvbus.errors import ErrorCode
 from kvbus.keys.roles import MAY_ASK, Role
 from kvbus.protocol.peer import DECODE_PEER_REQUESTS, PREFILL_PEER_REQUESTS
 from tests.agents import AgentProcess, Agents, agents_ended, until
+from tests.e2e.spread_engines import spread_engine
 from tests.engines import engine, failure_of
 from tests.keyring import KeyRing
 from tests.plain_sockets import Curve, apply, ask
@@ -99,6 +100,40 @@ async def hand_over(prefill: AgentProcess, decode: AgentProcess) -> Any:
         await fetch.completed()
         await offer.released()
         return offer.ticket
+
+
+async def test_ranks_at_other_agents_are_read_and_filled_by_those_whose_keys_are_trusted(
+    tmp_path: Path,
+) -> None:
+    """Two agents on each side: the readers meet both sources, and one reader asks the other."""
+    ring = KeyRing(tmp_path)
+    with agents_ended(Agents) as agents:
+        for number, role in enumerate((Role.PREFILL, Role.PREFILL, Role.DECODE, Role.DECODE)):
+            ring.prepare(agents, role, f"agent-{number}")
+        agents.start(*agents.all)
+        async with (
+            spread_engine(PrefillSession, agents.all[:2], seed=1) as source,
+            spread_engine(DecodeSession, agents.all[2:], seed=2) as target,
+        ):
+            blocks = source.some_blocks(1, 32), target.some_blocks(2, 32)
+            offers = [
+                await source.prefill.offer(name, num_tokens=32, block_ids=blocks[0])
+                for name in ("first", "second")
+            ]
+            fetched = await target.decode.fetch(
+                offers[0].ticket, num_tokens=32, block_ids=blocks[1]
+            ).completed()
+            ring.revoke("agent-3")
+            await until(lambda: all(num_lost(agent) == 1 for agent in agents.all))
+            fetch = target.decode.fetch(offers[1].ticket, num_tokens=32, block_ids=blocks[1])
+            failure = await failure_of(fetch)
+            await offers[1].withdraw()
+            for offer in offers:
+                await offer.released()
+
+    assert fetched.num_bytes
+    assert failure.code is ErrorCode.FORBIDDEN
+    assert "with the role 'decode'" in failure.message
 
 
 def test_the_table_names_each_request_of_the_peer_sockets_and_no_more() -> None:

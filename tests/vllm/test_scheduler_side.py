@@ -194,15 +194,17 @@ def test_a_prompt_of_one_token_is_left_whole(agents: Agents) -> None:
 
 def test_ranks_are_elsewhere_whose_agent_is_not_that_of_the_first() -> None:
     workers = [
-        WorkerPlace(rank, f"tcp://10.0.0.{1 + rank // 2}:7711", f"{ACCESS}{rank}")
+        WorkerPlace(
+            rank, f"tcp://10.0.0.{1 + rank // 2}:7711", f"{ACCESS}{rank}", f"key{rank // 2}"
+        )
         for rank in range(6)
     ]
 
     elsewhere = ranks_elsewhere(workers)
 
     assert elsewhere == [
-        AgentRanks("tcp://10.0.0.2:7711", (2, 3), f"{ACCESS}2"),
-        AgentRanks("tcp://10.0.0.3:7711", (4, 5), f"{ACCESS}4"),
+        AgentRanks("tcp://10.0.0.2:7711", (2, 3), f"{ACCESS}2", "key1"),
+        AgentRanks("tcp://10.0.0.3:7711", (4, 5), f"{ACCESS}4", "key2"),
     ]
 
 

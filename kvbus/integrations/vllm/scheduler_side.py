@@ -147,7 +147,7 @@ def ranks_elsewhere(workers: Sequence[WorkerPlace]) -> list[AgentRanks]:
         if worker.peer_endpoint not in ("", workers[0].peer_endpoint):
             elsewhere.setdefault(worker.peer_endpoint, []).append(worker)
     return [
-        AgentRanks(endpoint, tuple(worker.rank for worker in there), there[0].access)
+        AgentRanks(endpoint, tuple(one.rank for one in there), there[0].access, there[0].server_key)
         for endpoint, there in elsewhere.items()
     ]
 

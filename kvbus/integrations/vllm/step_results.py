@@ -32,12 +32,13 @@ NOTHING = StepResults()
 class WorkerPlace:
     """Where a worker's memory is: at the agent of ``peer_endpoint``, empty while there is none.
 
-    Who shows ``access`` there may ask about it.
+    Who shows ``access`` there may ask about it; ``server_key`` is the agent's, if it has one.
     """
 
     rank: int
     peer_endpoint: str
     access: str = field(repr=False)
+    server_key: str = ""
 
 
 class EarlyCompletions:

@@ -39,8 +39,10 @@ class WorkerSide:
     def place(self) -> WorkerPlace:
         """Where this worker's memory is."""
         session = self._link.session if self._link is not None else None
-        endpoint = session.agent.peer_endpoint if session is not None else ""
-        return WorkerPlace(self._rank, endpoint, self._access)
+        if session is None:
+            return WorkerPlace(self._rank, "", self._access)
+        agent = session.agent
+        return WorkerPlace(self._rank, agent.peer_endpoint, self._access, agent.server_key)
 
     def register(
         self,
