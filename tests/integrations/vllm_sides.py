@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from kvbus.bus import new_secret
 from kvbus.engine import KvCache, SharedStorage, share_tensor
 from kvbus.geometry import EngineSpec, GroupSpec, KvLayout, lay_out_rank
 from kvbus.integrations.vllm.loads import Load, Loads
@@ -117,7 +118,7 @@ def memory_of(path: Path, spec: EngineSpec, num_blocks: int = NUM_BLOCKS) -> Ite
     buffer = torch.randint(0, 255, (segment.size_bytes,), dtype=torch.uint8)
     storage = share_tensor(buffer)
     assert isinstance(storage, SharedStorage)
-    link = memory_link(path, spec, rank, {segment.segment_id: storage})
+    link = memory_link(path, spec, rank, {segment.segment_id: storage}, access=new_secret())
     try:
         yield Registered(KvCache(spec, rank, buffer), storage, link)
     finally:
