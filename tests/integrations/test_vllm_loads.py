@@ -188,3 +188,15 @@ def test_a_load_that_failed_is_not_over_while_a_read_may_write_into_its_blocks()
 
             assert over_too_soon == []
             assert (loading.over, loading.failed) == (["r"], ["r"])
+
+
+@pytest.mark.parametrize(("digest", "loaded"), [("prompt", True), ("another prompt", False)])
+def test_a_load_is_of_the_prompt_that_the_ticket_is_of(agents, digest, loaded) -> None:
+    with both_sides(*agents.all) as (offering, loading):
+        offering.offers.reserve("r", lambda: "prompt")
+        offered = offering.offered("r")
+        loading.load("r", HandoffParams(offered.ticket, PROMPT_TOKENS, digest))
+        loading.until(lambda: loading.over, "the load is over")
+
+        assert loading.failed == ([] if loaded else ["r"])
+        offering.until(lambda: offering.sent, "the blocks came back")

@@ -112,7 +112,7 @@ def test_a_request_that_comes_just_before_its_agent_is_offered_once(
     agents: Agents, caplog: pytest.LogCaptureFixture
 ) -> None:
     prefill, spec = agents.all[0], EngineSpec("p", "model", 1, (GROUP,))
-    link = control_link(prefill.attach, spec, {})
+    link = control_link(prefill.attach, spec, ())
     link.when_open(lambda _: made.reserve("r"))
     made = Offers(spec, link, StatsRecorder(), ttl_s=None)
     try:

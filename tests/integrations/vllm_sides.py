@@ -139,7 +139,7 @@ def side_of(
     spec = EngineSpec(f"{name}-{uuid.uuid4().hex}", "model", 1, (GROUP,))
     with memory_of(path, spec, num_blocks) as memory:
         stats = StatsRecorder()
-        control = control_link(path, spec, {})
+        control = control_link(path, spec, ())
         offers = Offers(spec, control, stats, ttl_s=ttl_s)
         loads = Loads(spec, control, stats, timeout_s=fetch_timeout_s)
         try:

@@ -150,6 +150,7 @@ class Loads:
             first_token=load.first_token,
             timeout_s=self._timeout_s,
             fetch_id=load.fetch_id,
+            prompt_digest=load.handoff.prompt_digest,
         )
 
     def _on_ended(self, load: Load, fetch: Fetch) -> None:

@@ -6,7 +6,7 @@ The public methods are for the scheduler's thread; offers live in the link's.
 
 import logging
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
@@ -43,6 +43,7 @@ class Reservation:
     """
 
     request_id: str
+    prompt_digest: str = ""
     state: State = State.OPEN
     asked: PrefillSession | None = None
     offer: Offer | None = None
@@ -66,11 +67,14 @@ class Offers:
         self._answers = True
         link.when_open(self._renew)
 
-    def reserve(self, request_id: str) -> Reservation:
-        """Ask for the ticket of a request that is going to be computed; again is no more."""
+    def reserve(self, request_id: str, digest: Callable[[], str] = str) -> Reservation:
+        """Ask for the ticket of a request that is going to be computed; again is no more.
+
+        ``digest`` is asked once for what the ticket says of the prompt.
+        """
         reservation = self._reserved.get(request_id)
         if reservation is None:
-            reservation = self._reserved[request_id] = Reservation(request_id)
+            reservation = self._reserved[request_id] = Reservation(request_id, digest())
             self._link.post(partial(self._make, reservation))
         return reservation
 
@@ -138,6 +142,7 @@ class Offers:
                 block_ids={},
                 sealed=False,
                 ttl_s=self._ttl_s,
+                prompt_digest=reservation.prompt_digest,
             )
             self._answers = True
             if reservation.state is not State.OPEN or reservation.asked is not session:

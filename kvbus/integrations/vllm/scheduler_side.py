@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from vllm.v1.request import RequestStatus
@@ -76,7 +77,7 @@ class SchedulerSide:
             self._loads.start(request.request_id, block_ids, num_external_tokens)
         params = request.kv_transfer_params or {}
         if params.get(ASKS_TO_OFFER) and self._offers is not None:
-            self._offers.reserve(request.request_id)
+            self._offers.reserve(request.request_id, partial(_digest_of_prompt, request))
 
     def finished(
         self, request: "Request", block_ids: Sequence[Sequence[int]]
@@ -171,6 +172,11 @@ def _check_prompt(request: "Request", handoff: HandoffParams) -> None:
             f"the first {num_tokens} tokens of the prompt, its LoRA or its images are not those of "
             "the prefill engine: the router must send both the same request"
         )
+
+
+def _digest_of_prompt(request: "Request") -> str:
+    """That of all that the prefill engine computes, for the ticket; empty when there is none."""
+    return _digest(request, request.num_prompt_tokens) if _has_tokens(request) else ""
 
 
 def _digest(request: "Request", num_tokens: int) -> str:
