@@ -91,6 +91,11 @@ class MappedFile(OwnedMemory):
         return self._mapped().address
 
     @property
+    def pages(self) -> Pages:
+        """What is mapped; who holds it holds the addresses, also after `close`, as zeros."""
+        return self._mapped()
+
+    @property
     def tensor(self) -> torch.Tensor:
         """All bytes as one uint8 tensor, always the same one."""
         if self._tensor is None:

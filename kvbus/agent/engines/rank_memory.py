@@ -16,6 +16,7 @@ from kvbus.agent.staging.devices import HOST, StagingDevices
 from kvbus.errors import ErrorCode, KVBusError, LocalError, ProtocolError
 from kvbus.geometry import AxisName, EngineSpec, RankSpec
 from kvbus.memory.mapping import SegmentMapping
+from kvbus.memory.pages import Pages
 from kvbus.planning import PlacedRank
 from kvbus.protocol.attach import PassCuda, PassSegment
 from kvbus.protocol.message import Empty
@@ -157,6 +158,11 @@ class Segments:
         """
         for mapping in self.mappings.values():
             mapping.discard()
+
+    def registered_pages(self) -> list[Pages]:
+        """What holds the addresses that NIXL was told of; they go when it is collected."""
+        mapped = (self.mappings[name] for name in self.registrations)
+        return [mapping.pages for mapping in mapped if isinstance(mapping, SegmentMapping)]
 
     async def unmap(self, transport: Transport) -> None:
         """Deregister and give the addresses back; nothing may be in flight any more."""

@@ -237,6 +237,8 @@ class DecodeService:
             self._tickets.complete(fetch.requested.ticket)
         if fetched.blocks_free:
             self._leases.end(fetched.fetch_id)
+        else:
+            self._leases.drain(fetched.fetch_id)
         total_s = self._metrics.observe(fetched)
         self._log_fetched(fetched, total_s)
         event = FetchEvent(fetch_id=fetched.fetch_id, request_id=fetched.request_id, code=code)

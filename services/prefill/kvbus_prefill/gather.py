@@ -32,6 +32,9 @@ from kvbus_prefill.progress_lease import ProgressLeases
 from kvbus_prefill.slots import events as ev
 from kvbus_prefill.slots.table import SlotTable
 
+MOST_LOST = 64
+"""Engines that are gone, whose late readers are served so that their READs end."""
+
 if TYPE_CHECKING:
     from kvbus.memory.paged import PagedMemory
 
@@ -54,6 +57,7 @@ class Packing:
         self._agent, self._config, self._metrics = agent, config, metrics
         self._offers = offers
         self._devices: dict[str, tuple[SlotTable, Driver[ev.Event]]] = {}
+        self._lost: dict[str, LocalEngine] = {}
         self._slot_ids = count(1)
         self._copiers = Copiers(agent.loop, num_threads=config.pack_threads)
         self._progress_leases = ProgressLeases(
@@ -72,6 +76,10 @@ class Packing:
 
     def end_engine(self, engine: LocalEngine) -> None:
         """Its slots are free, but those that are gathered into."""
+        if engine.ranks:
+            self._lost[engine.memory_id] = engine
+        if len(self._lost) > MOST_LOST:
+            del self._lost[next(iter(self._lost))]
         self._dispatch_all(ev.EngineLost(engine.engine_id))
         self._copiers.forget(engine)
 
@@ -99,13 +107,19 @@ class Packing:
 
     def _check(self, check: CheckMemory, call: Call) -> None:
         """A reader is about to read, goes on reading, or has read what is offered elsewhere."""
-        self._engine(check.engine_id, check.memory_id, check.access)
         reader = call.session.name, check.offer_id
+        lost = self._lost.get(check.memory_id)
+        if lost is None:
+            self._engine(check.engine_id, check.memory_id, check.access)
+        else:
+            lost.check_access(check.access)
         if check.progress_s:
             for_s = min(check.progress_s, self._config.max_lease_s) + self._config.late_read_s
             self._progress_leases.begin(reader, for_s=for_s)
         else:
             self._progress_leases.end(reader)
+        if lost is not None:  # what is still in flight ends, and counts for nothing
+            self._engine(check.engine_id, check.memory_id, check.access)
         call.reply(Empty())
 
     def _unpack(self, unpack: Unpack, call: Call) -> None:

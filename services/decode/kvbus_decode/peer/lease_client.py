@@ -22,6 +22,7 @@ from kvbus_decode.active import ActiveFetch
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.fetch import events as ev
 from kvbus_decode.peer.directory import Peer, PeerAddress, PeerDirectory
+from kvbus_decode.peer.draining import Draining
 from kvbus_decode.peer.handshake import RouteBook
 from kvbus_decode.peer.memory_check import check_memory
 from kvbus_decode.peer.route import Route
@@ -60,6 +61,7 @@ class LeaseClient(EventListener):
             listener=self,
         )
         self.routes = RouteBook(agent, self.peers)
+        self._draining = Draining(agent, lambda fetch_id: fetch_id not in self.active)
 
     def end(self, fetch_id: str) -> None:
         """Nothing more will be asked for this fetch."""
@@ -72,6 +74,11 @@ class LeaseClient(EventListener):
             del self._by_offer[offer_id]
         for peer in fetch.peers:
             self.peers.release(peer)
+
+    def drain(self, fetch_id: str) -> None:
+        """It has failed, and something may still land: have its sources serve that."""
+        if (fetch := self.active.get(fetch_id)) is not None:
+            self._draining.begin(fetch)
 
     def resolve(self, command: ev.ResolvePeer) -> None:
         """Find the route, by a handshake."""
