@@ -94,7 +94,8 @@ class ConnectionGuard:
         if self._thread.ident is not None:
             self._thread.join()
         self._take_new()
-        for monitor in self._monitors:
+        for monitor, door in self._monitors.items():
+            door.close()  # else the collector closes its descriptors, which are not ours
             monitor.close(linger=0)
         self._spares.close()
         os.close(self._wakes)
