@@ -111,6 +111,11 @@ class PlayedAgent:
         """Those of the engine's processes that are attached now."""
         return list(self._door.sessions.values())
 
+    @property
+    def files(self) -> set[tuple[int, int]]:
+        """The files of all segments that are mapped now."""
+        return {file for session in self.sessions for file in session.files}
+
     def until(self, condition: Callable[[], object], within_s: float) -> bool:
         """Play on until the condition holds; False when it does not in time."""
         deadline = time.monotonic() + within_s

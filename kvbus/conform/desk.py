@@ -69,6 +69,10 @@ class Desk(ABC):
         self.say(job)
         return job
 
+    def lost(self, job: Job, *, same_memory: bool) -> None:
+        """The agent has hung up on the engine, which is back, with the same memory or with new."""
+        job.over = True
+
     def requests(self, job: Job) -> list[Asked]:
         """The requests that began this job, or tried to."""
         return [asked for asked in self.agent.asked(self.op) if self.is_about(asked, job)]

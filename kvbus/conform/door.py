@@ -90,12 +90,14 @@ class Door:
         alone = f"{len(fds)} descriptors came with segment {name!r}"
         if not self._book.expect("attach.first_byte", len(fds) == 1, alone):
             raise LocalError(alone, code=ErrorCode.SEGMENT)
-        size = os.fstat(fds[0]).st_size
+        status = os.fstat(fds[0])
+        size = status.st_size
         differs = f"segment {name!r} has {size:,} bytes, `segment` says {passed.size_bytes:,}"
         if not self._book.expect("attach.size", size == passed.size_bytes, differs):
             raise LocalError(differs, code=ErrorCode.SEGMENT)
         sealed = self._look_at_seals(name, fds[0])
         session.segments[name] = mmap.mmap(fds[0], size)
+        session.files.add((status.st_dev, status.st_ino))
         return {"sealed": sealed}
 
     def _look_at_seals(self, name: str, fd: int) -> bool:

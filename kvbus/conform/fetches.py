@@ -33,6 +33,7 @@ class FetchDesk(Desk):
         super().__init__(agent, engine, book)
         self._fetch_ids: set[str] = set()
         self.cancelled: set[str] = set()
+        self._lost: list[tuple[str, Job]] = []
         agent.answering |= {StartFetch.op: self._on_fetch, CancelFetch.op: self._on_cancel}
 
     def say(self, job: Job) -> None:
@@ -69,6 +70,13 @@ class FetchDesk(Desk):
         self.check_untouched(job)
         job.over = True
         return BlocksFreed.op, BlocksFreed(fetch_id=job.handoff_id)
+
+    def lost(self, job: Job, *, same_memory: bool) -> None:
+        """In the same memory the blocks are not free: the agent's process has not ended."""
+        super().lost(job, same_memory=same_memory)
+        self.book.expect("fetch.lost_blocks", True, "")
+        if same_memory:
+            self._lost.append((self.agent.boot, job))
 
     def check_told(self, job: Job) -> bool:
         told = self.told_over(job)[:1]
@@ -137,11 +145,12 @@ class FetchDesk(Desk):
         problem = self._wrong_tables(body)
         if not self.book.expect("fetch.tables", not problem, f"request {job.name}: {problem}"):
             return refusal("geometry", problem)
-        used = self._used_blocks(body)
-        self.book.expect("fetch.blocks", not used, f"request {job.name}: {used}")
         self.book.expect("fetch.answered", True, "")
         self._fetch_ids.add(body.fetch_id)
         job.handoff_id, job.tables = body.fetch_id, dict(body.tables)
+        used = self._used_blocks(job)
+        self.book.expect("fetch.blocks", not used, f"request {job.name}: {used}")
+        self._check_lost(job)
         for place, table, start, stop in self._covered(job):
             place.write(table, start, place.numbers(job.name + WRONG_BY, start, stop))
         return OK
@@ -161,14 +170,26 @@ class FetchDesk(Desk):
                 return f"group {group.name}: {error.message}"
         return ""
 
-    def _used_blocks(self, body: StartFetch) -> str:
-        """Which blocks of the new fetch are still those of another."""
+    @staticmethod
+    def common_blocks(one: Job, other: Job) -> str:
+        """Which blocks two fetches have both, in words; empty when none."""
+        for group in one.tables.keys() & other.tables.keys():
+            both = set(_ids(one, group)) & set(_ids(other, group))
+            if both:
+                return f"blocks {sorted(both)} of group {group}"
+        return ""
+
+    def _check_lost(self, new: Job) -> None:
+        for boot, lost in self._lost:
+            both = self.common_blocks(new, lost) if boot == self.agent.boot else ""
+            seen = f"request {new.name} uses {both}, which request {lost.name} had"
+            self.book.expect("fetch.lost_blocks", not both, seen)
+
+    def _used_blocks(self, new: Job) -> str:
+        """Which blocks of a new fetch are still those of another."""
         for job in self.jobs.values():
-            for group, table in body.tables.items():
-                if not job.over and group in job.tables:
-                    both = set(table.array().tolist()) & set(job.tables[group].array().tolist())
-                    if both:
-                        return f"blocks {sorted(both)} of group {group} are those of {job.name}"
+            if not job.over and job is not new and (both := self.common_blocks(new, job)):
+                return f"{both} are those of request {job.name}"
         return ""
 
     def _on_cancel(self, asked: Asked) -> Answer:
@@ -177,3 +198,8 @@ class FetchDesk(Desk):
             return refusal("fetch_unknown", "no such fetch")
         self.cancelled.add(fetch_id)
         return OK
+
+
+def _ids(job: Job, group: str) -> list[int]:
+    ids: list[int] = job.tables[group].array().tolist()
+    return ids

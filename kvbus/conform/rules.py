@@ -59,9 +59,17 @@ ENDS = (
     Rule(
         "ends.silence", "requests-retries-replies", "A stopped agent that goes on is gone on with."
     ),
-    Rule("ends.hang_up", "boot-ids", "After a lost connection it comes back with new boot ids."),
+    Rule(
+        "ends.hang_up",
+        "when-the-attach-connection-ends",
+        "After a lost connection it comes back with new boot ids.",
+    ),
     Rule("ends.new_agent", "reconnecting", "It registers anew with an agent that was restarted."),
-    Rule("ends.told", "reconnecting", "What a lost agent had is ended, not waited for."),
+    Rule(
+        "ends.told",
+        "when-the-attach-connection-ends",
+        "What a lost agent had is ended, not waited for.",
+    ),
     Rule("ends.stop", "attach-socket", "It ends when it is told to, with exit status 0."),
 )
 PREFILL = (
@@ -85,6 +93,11 @@ DECODE = (
     Rule("fetch.failed", "fetched", "A fetch that failed is told as failed, once."),
     Rule("fetch.cancel", "cancel", "A fetch that is given up is cancelled, and waited for."),
     Rule("fetch.blocks", "fetched", "Blocks are not used again before they are free."),
+    Rule(
+        "fetch.lost_blocks",
+        "when-the-attach-connection-ends",
+        "Blocks of a lost fetch wait until the agent's process has ended.",
+    ),
     Rule("fetch.reused", "blocks_freed", "Blocks are used again once they are free."),
 )
 BOTH = (*ATTACH, *FRAMES, *REQUESTS, *NOTICES, *REGISTERING, *ENDS)

@@ -97,6 +97,7 @@ class Session:
     last_id: int | None = None
     registered: Register | None = None
     segments: dict[str, mmap.mmap] = field(default_factory=dict)
+    files: set[tuple[int, int]] = field(default_factory=set)
     unmapped: set[str] = field(default_factory=set)
     outbox: Outbox = field(default_factory=Outbox)
 

@@ -52,8 +52,7 @@ class Engine:
 
     def __init__(self):
         self.context = zmq.Context()
-        self.memory = [self.segment() for _ in range(TP)]
-        self.maps = [mmap.mmap(fd, SIZE_BYTES) for fd in self.memory]
+        self.memory, self.maps = [], []
         self.jobs, self.later, self.rest = {}, [], b""
         self.reset()
 
@@ -69,6 +68,10 @@ class Engine:
         self.sessions = []
 
     def attach(self):
+        """Come to the agent, each time with new memory: into the old an agent may still write."""
+        if FLAW != "same_memory" or not self.memory:
+            self.memory = [self.segment() for _ in range(TP)]
+            self.maps = [mmap.mmap(fd, SIZE_BYTES) for fd in self.memory]
         self.reset()
         while True:
             try:

@@ -95,6 +95,7 @@ OF_DECODE = {
     "failed_is_used": ("failed", "fetch.failed"),
     "no_cancel": ("blocks", "fetch.cancel"),
     "reuses_early": ("blocks", "fetch.blocks"),
+    "same_memory": ("hang_up", "fetch.lost_blocks"),
     "writes_early": ("counts", "fetch.blocks"),
     "blocks_lost": ("blocks", "fetch.reused"),
     "fetches_nothing": ("shapes", "fetch.answered"),

@@ -3,6 +3,8 @@
 import time
 
 from kvbus.conform.desk import Job
+from kvbus.conform.fetches import FetchDesk
+from kvbus.conform.scenes.offering import MAX_LOOPS
 from kvbus.conform.stage import Stage
 from kvbus.protocol.engine import Ping
 
@@ -32,8 +34,10 @@ def hang_up(stage: Stage) -> None:
     if not stage.accepted(job):
         stage.never_asked(job)
         return
+    files = stage.agent.files
     stage.agent.hang_up()
-    _comes_back(stage, job, "ends.hang_up")
+    if _comes_back(stage, job, "ends.hang_up", files):
+        _need_blocks(stage, job)
 
 
 def new_agent(stage: Stage) -> None:
@@ -45,7 +49,7 @@ def new_agent(stage: Stage) -> None:
     stage.agent.close()
     time.sleep(AWAY_S)
     stage.agent.open()
-    _comes_back(stage, job, "ends.new_agent")
+    _comes_back(stage, job, "ends.new_agent", set())
 
 
 def stop(stage: Stage) -> None:
@@ -57,16 +61,30 @@ def stop(stage: Stage) -> None:
     stage.book.expect("ends.stop", in_time and status == 0, seen)
 
 
-def _comes_back(stage: Stage, job: Job, rule: str) -> None:
-    """The engine registers anew; one that ends instead is started again, as a supervisor does."""
-    job.over = True
+def _need_blocks(stage: Stage, lost: Job) -> None:
+    """Have the engine need all blocks but those of the lost fetch."""
+    if not isinstance(stage.desk, FetchDesk):
+        return
+    num_held = sum(map(len, lost.tables.values()))
+    for _ in range(min(stage.desk.num_blocks(), MAX_LOOPS) - num_held):
+        job = stage.desk.begin(stage.desk.block_size())
+        if not (stage.accepted(job) and stage.over(job)):
+            return
+
+
+def _comes_back(stage: Stage, job: Job, rule: str, files: set[tuple[int, int]]) -> bool:
+    """The engine registers anew; one that ends instead is started again, as a supervisor does.
+
+    ``files`` are those of its memory that the agent may still write into.
+    """
     back = stage.registered()
     ended = not back and not stage.engine.is_alive
     if ended:
         stage.engine.stop()
         back = stage.start()
     if not stage.book.expect(rule, back, "it did not register again in time"):
-        return
+        return False
+    stage.desk.lost(job, same_memory=bool(files & stage.agent.files))
     if not ended:
         told = stage.wait(lambda: stage.desk.told_over(job))
         word = f"no line `{stage.desk.over_word} {job.name} ...` though its agent is gone"
@@ -74,3 +92,4 @@ def _comes_back(stage: Stage, job: Job, rule: str) -> None:
     after = stage.desk.begin(20)
     works = stage.accepted(after) and stage.over(after)
     stage.book.expect(rule, works, "the next request did not go on")
+    return True
