@@ -28,10 +28,12 @@ class DoorLimits:
     ``unsent_bytes`` may have been sent without being acknowledged; of all connections
     `ALL_CONNECTIONS` times as much. Bytes are counted on the wire: ZeroMQ holds an empty frame,
     which came in two bytes, in 64. ``messages`` is how many one connection may send in its life.
+    ``new_by_address_s`` connections of one address a second may begin a handshake.
     """
 
     connections: int = 1024
     connections_by_address: int = 256
+    new_by_address_s: int = 500
     unread_bytes: int = 6 * _MIB
     unsent_bytes: int = 32 * _MIB
     messages: int | None = None
@@ -42,6 +44,7 @@ class EndReason(StrEnum):
 
     TOO_MANY = "too many connections"
     TOO_MANY_OF_ADDRESS = "too many connections of one address"
+    TOO_FAST = "too many new connections of one address in this second"
     SENT_AWAY = "its address was sent away a moment ago"
     NO_DESCRIPTORS = "descriptors are short"
     SILENT = "it said nothing while others wanted in"
@@ -61,13 +64,15 @@ class Ended(NamedTuple):
 class Door:
     """The connections of one socket; all but `traffic` belongs to the thread of the guard."""
 
-    def __init__(self, name: str, limits: DoorLimits) -> None:
+    def __init__(self, name: str, limits: DoorLimits, *, has_keys: bool = False) -> None:
         self.name, self.limits = name, limits
-        self.traffic = Traffic()
+        self.traffic = Traffic(has_keys=has_keys)
         self._entries: dict[int, _Entry] = {}
         self._by_address: Counter[str] = Counter()
         self._away_until: dict[str, float] = {}
         self._num_drains = 0
+        self._new_by_address: Counter[str] = Counter()
+        self._second_ends = 0.0
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -119,9 +124,19 @@ class Door:
             return EndReason.NO_DESCRIPTORS
         if self._away_until.get(address, 0.0) > connection.accepted_at:
             return EndReason.SENT_AWAY
+        if self._num_new(address, connection.accepted_at) > limits.new_by_address_s:
+            return EndReason.TOO_FAST
         if self._by_address[address] > limits.connections_by_address:
             return EndReason.TOO_MANY_OF_ADDRESS
         return EndReason.TOO_MANY if len(self._entries) > limits.connections else None
+
+    def _num_new(self, address: str, now: float) -> int:
+        """How many connections this address has made in this second, with the one that is made."""
+        if now >= self._second_ends:
+            self._second_ends = now + 1.0
+            self._new_by_address.clear()
+        self._new_by_address[address] += 1
+        return self._new_by_address[address]
 
     def _silent(self, now: float) -> "_Entry | None":
         """The oldest connection that has said nothing for too long."""
@@ -164,9 +179,9 @@ class Door:
         return Ended(entry.connection.address, reason)
 
 
-# What waits is the difference of two counts, of which ZeroMQ's own bytes are in one only: the
-# headers of frames, heartbeats, the handshake. They would add up for ever. So a count is set right
-# when nothing can wait:
+# What waits is the difference of two counts, of which some of ZeroMQ's own bytes are in one only:
+# heartbeats, the handshake. They would add up for ever. So a count is set right when nothing can
+# wait, which is seen only where little passes:
 #
 #     in     the socket was read until it was empty, and something of this connection was among
 #            that: all that had come by the check before has been handed out, but for a part of the

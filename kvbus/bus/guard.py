@@ -76,7 +76,7 @@ class ConnectionGuard:
         socket.monitor(endpoint, _EVENTS)
         monitor: Socket = self._context.socket(zmq.PAIR)
         monitor.connect(endpoint)
-        door = Door(name, limits)
+        door = Door(name, limits, has_keys=socket.get(zmq.MECHANISM) == zmq.CURVE)
         self._new.append((monitor, door))
         self._wake()
         return door.traffic

@@ -9,6 +9,9 @@ from collections.abc import Callable
 import zmq
 
 _MAX_IDENTITIES = 4096
+# What ZMTP 3.1 puts before a frame, and CURVE around one: command, nonce, authenticator, flags.
+_SHORT_BYTES, _SHORT_HEADER_BYTES, _LONG_HEADER_BYTES = 255, 2, 9
+_SEAL_BYTES = 8 + 8 + 16 + 1
 
 
 Watch = Callable[[zmq.Socket[bytes]], "Traffic"]
@@ -21,7 +24,8 @@ class Traffic:
     ``unwanted`` are connections to be ended for what they said.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, has_keys: bool = False) -> None:
+        self._seal_bytes = _SEAL_BYTES if has_keys else 0
         self.num_delivered: Counter[int] = Counter()
         self.num_messages: Counter[int] = Counter()
         self.num_sent: Counter[int] = Counter()
@@ -29,8 +33,12 @@ class Traffic:
         self.unwanted: set[int] = set()
         self._descriptors: OrderedDict[bytes, int] = OrderedDict()
 
+    def _wire_bytes(self, frame: bytes) -> int:
+        num_bytes = len(frame) + self._seal_bytes
+        return num_bytes + (_LONG_HEADER_BYTES if num_bytes > _SHORT_BYTES else _SHORT_HEADER_BYTES)
+
     def delivered(self, fd: int, num_bytes: int) -> None:
-        """A message that came by this connection was handed out."""
+        """A message that came by this connection was handed out, with so many bytes on the wire."""
         self.num_delivered[fd] += num_bytes
         self.num_messages[fd] += 1
 
@@ -39,7 +47,7 @@ class Traffic:
         fd = descriptor_of(last)
         if fd is None:
             return
-        self.delivered(fd, sum(map(len, frames)))
+        self.delivered(fd, sum(self._wire_bytes(frame) for frame in frames[1:]))
         if self._descriptors.get(frames[0]) != fd:
             self._descriptors[frames[0]] = fd
             if len(self._descriptors) > _MAX_IDENTITIES:

@@ -165,7 +165,8 @@ def connections(endpoint: str, number: int) -> Iterator[None]:
 
 async def test_connections_without_end_leave_room_for_handoffs(fresh: Agents):
     """The descriptors of an agent are many fewer than the connections that are made to it."""
-    prefill, decode = fresh.prepare("prefill"), fresh.prepare("decode")
+    quick = {"max_new_by_address_s": 1 << 20}
+    prefill, decode = fresh.prepare("prefill", connections=quick), fresh.prepare("decode")
     prefill.runner = ("prlimit", f"--nofile={NUM_DESCRIPTORS}")
     prefill.expected_trouble.add("descriptors.exhausted")
     fresh.start(prefill, decode)

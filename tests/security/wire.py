@@ -33,16 +33,22 @@ def connected(endpoint: str, kind: str) -> socket.socket:
     """A connection past the handshake of a ``kind`` of socket; tries until it is let in."""
     deadline = time.monotonic() + WITHIN_S
     while True:
-        wire = socket.create_connection(address_of(endpoint), timeout=STUCK_S)
         try:
-            _shake_hands(wire, kind)
+            return _try_to_connect(endpoint, kind)
         except OSError:
-            wire.close()
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.05)
-        else:
-            return wire
+
+
+def _try_to_connect(endpoint: str, kind: str) -> socket.socket:
+    wire = socket.create_connection(address_of(endpoint), timeout=STUCK_S)
+    try:
+        _shake_hands(wire, kind)
+    except OSError:
+        wire.close()
+        raise
+    return wire
 
 
 def address_of(endpoint: str) -> tuple[str, int]:

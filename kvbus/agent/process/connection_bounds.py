@@ -38,6 +38,7 @@ class ConnectionBounds:
         limits = DoorLimits(
             connections=config.max_connections,
             connections_by_address=config.max_by_address,
+            new_by_address_s=config.max_new_by_address_s,
             unread_bytes=config.max_unread_bytes,
             unsent_bytes=config.max_unsent_bytes,
         )
@@ -49,6 +50,7 @@ class ConnectionBounds:
         limits = DoorLimits(
             connections=config.max_connections,
             connections_by_address=config.max_by_address,
+            new_by_address_s=config.max_new_by_address_s,
             unread_bytes=_MAX_EVENTS_UNREAD_BYTES,
             unsent_bytes=config.max_unsent_bytes,
             messages=_MAX_SUBSCRIPTIONS,

@@ -28,6 +28,14 @@ class ConnectionConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
             description="Most connections of one address to each of these sockets.",
         ),
     ] = 256
+    max_new_by_address_s: Annotated[
+        int,
+        Meta(
+            ge=1,
+            le=1 << 20,
+            description="Most connections of one address a second that may begin a handshake.",
+        ),
+    ] = 500
     max_unread_bytes: Annotated[
         int,
         Meta(

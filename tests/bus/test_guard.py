@@ -1,0 +1,214 @@
+"""The guard ends connections that are over a bound, and no others, whatever those do."""
+
+import socket
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from itertools import repeat
+from typing import Any
+
+import anyio
+import msgpack
+import pytest
+
+from kvbus.bus import (
+    ClientCurve,
+    ConnectionGuard,
+    DoorLimits,
+    Ended,
+    EventPublisher,
+    KeyCheck,
+    RequestClient,
+    ServerCurve,
+    SocketOptions,
+    door,
+    new_key_pair,
+)
+from kvbus.bus.door import EndReason
+from tests.agents import WITHIN_S, until
+from tests.bus.messages import Ask, Echoed, serve
+from tests.security.wire import address_of, connected, frame, send_until_cut
+
+pytestmark = pytest.mark.anyio
+KIB = 1024
+PING = {"v": 1, "op": "ping", "id": 1, "boot": "raw", "secret": "s", "body": {}}
+
+
+@dataclass
+class Guarded:
+    """A guard that runs, and what it has ended."""
+
+    guard: ConnectionGuard
+    ended: list[EndReason] = field(default_factory=list)
+
+    def watch(self, **limits: Any) -> Callable[..., Any]:
+        return lambda one: self.guard.watch(one, "tested", DoorLimits(**limits))
+
+    def has_ended(self, *reasons: EndReason) -> Callable[[], bool]:
+        return lambda: set(reasons) <= set(self.ended)
+
+
+@pytest.fixture
+def guarded(context) -> Iterator[Guarded]:
+    """A guard that runs; a defect of it would be missed by nobody."""
+    broken: list[Exception] = []
+    made: list[Guarded] = []
+
+    def on_ended(_: str, ended: Ended, number: int) -> None:
+        made[0].ended.extend(repeat(ended.reason, number))
+
+    guard = ConnectionGuard(
+        context, on_ended=on_ended, on_short=lambda _: None, on_broken=broken.append
+    )
+    made.append(Guarded(guard))
+    guard.start()
+    yield made[0]
+    guard.close()
+    assert broken == []
+
+
+@pytest.fixture
+def raw(guarded) -> Iterator[Callable[[str], socket.socket]]:
+    """Makes plain connections, and closes them."""
+    with ExitStack() as stack:
+        yield lambda endpoint: stack.enter_context(socket.create_connection(address_of(endpoint)))
+
+
+async def is_cut(wire: socket.socket) -> bool:
+    """Whether the other side ends the connection."""
+
+    def read() -> bool:
+        wire.settimeout(WITHIN_S)
+        try:
+            while wire.recv(4096):
+                pass
+        except ConnectionError:
+            pass
+        return True
+
+    return await anyio.to_thread.run_sync(read)
+
+
+@pytest.mark.parametrize("has_keys", [False, True])
+async def test_a_peer_that_asks_for_many_times_the_bound_is_not_ended(
+    context, running, guarded, has_keys
+):
+    """Nor for what ZeroMQ itself adds to each message, which is more than the bound in the end."""
+    keys, theirs = new_key_pair(), new_key_pair()
+    server_curve = ServerCurve(keys, "peer") if has_keys else None
+    client_curve = ClientCurve(theirs, keys.public) if has_keys else None
+    check = KeyCheck(context, lambda _: True)
+    server = serve(
+        context,
+        "tcp://127.0.0.1:*",
+        options=SocketOptions(curve=server_curve),
+        watch=guarded.watch(unread_bytes=3 * KIB, unsent_bytes=3 * KIB),
+    )
+    client = RequestClient(
+        context, server.endpoint, boot="client", options=SocketOptions(curve=client_curve)
+    )
+
+    async with running(check, server, client):
+        for number in range(1500):
+            reply = await client.ask(Ask(number=number, fill=bytes(KIB)), timeout_s=WITHIN_S)
+            assert reply.number == number
+
+    assert guarded.ended == []
+
+
+async def test_a_message_larger_than_what_may_wait_is_cut_and_the_others_are_answered(
+    context, running, guarded
+):
+    server = serve(context, "tcp://127.0.0.1:*", watch=guarded.watch(unread_bytes=256 * KIB))
+    client = RequestClient(context, server.endpoint, boot="client")
+    endless = frame(bytes(KIB), flags=1) * 100
+
+    async with running(server, client):
+        wire = await anyio.to_thread.run_sync(connected, server.endpoint, "DEALER")
+        await anyio.to_thread.run_sync(
+            lambda: send_until_cut(wire, repeat(endless), most_bytes=100 << 20)
+        )
+        await until(guarded.has_ended(EndReason.UNREAD))
+        reply = await client.ask(Ask(number=3), timeout_s=WITHIN_S)
+
+    assert reply.number == 3
+
+
+async def test_who_takes_no_replies_is_cut(context, running, guarded):
+    server = serve(
+        context,
+        "tcp://127.0.0.1:*",
+        lambda _, call: call.reply(Echoed(fill=bytes(64 * KIB))),
+        watch=guarded.watch(unsent_bytes=256 * KIB),
+    )
+    asked = {**PING, "op": "ask"}
+
+    async with running(server):
+        wire = await anyio.to_thread.run_sync(connected, server.endpoint, "DEALER")
+        with wire:
+            wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, KIB)
+            pieces = (frame(msgpack.packb({**asked, "id": number})) for number in range(1, 500))
+            await anyio.to_thread.run_sync(wire.sendall, b"".join(pieces))
+            await until(guarded.has_ended(EndReason.UNSENT))
+
+    assert EndReason.UNREAD not in guarded.ended
+
+
+async def test_a_connection_too_many_of_an_address_is_ended(context, running, guarded, raw):
+    watch = guarded.watch(connections_by_address=2)
+    server = serve(context, "tcp://127.0.0.1:*", watch=watch)
+
+    async with running(server):
+        wires = [raw(server.endpoint) for _ in range(3)]
+        await until(guarded.has_ended(EndReason.TOO_MANY_OF_ADDRESS))
+
+        assert await is_cut(wires[2])
+    assert guarded.guard.num_ended.total() == 1
+
+
+async def test_connections_too_soon_after_each_other_are_ended(context, running, guarded, raw):
+    server = serve(context, "tcp://127.0.0.1:*", watch=guarded.watch(new_by_address_s=2))
+
+    async with running(server):
+        for _ in range(6):
+            raw(server.endpoint)
+        await until(guarded.has_ended(EndReason.TOO_FAST))
+
+
+async def test_connections_that_say_nothing_make_room_for_one_that_does(
+    context, running, guarded, raw, monkeypatch
+):
+    monkeypatch.setattr(door, "SILENT_S", 0.0)
+    server = serve(context, "tcp://127.0.0.1:*", watch=guarded.watch(connections=3))
+    client = RequestClient(context, server.endpoint, boot="client")
+
+    async with running(server, client):
+        await client.ask(Ask(), timeout_s=WITHIN_S)
+        for _ in range(5):
+            raw(server.endpoint)
+        await until(guarded.has_ended(EndReason.SILENT))
+        late = RequestClient(context, server.endpoint, boot="late")
+        async with running(late):
+            await late.ask(Ask(), timeout_s=WITHIN_S)
+        reply = await client.ask(Ask(number=5), timeout_s=WITHIN_S)
+
+    assert reply.number == 5
+    assert set(guarded.ended) == {EndReason.SILENT}
+
+
+async def test_a_publisher_that_has_hung_up_is_watched_still(context, running, guarded):
+    publisher = EventPublisher(
+        context, "tcp://127.0.0.1:*", boot="p", watch=guarded.watch(messages=10)
+    )
+    topics = b"".join(frame(b"\x01" + str(number).encode()) for number in range(20))
+
+    async with running(publisher):
+        for _ in range(2):
+            guarded.ended.clear()
+            wire = await anyio.to_thread.run_sync(connected, publisher.endpoint, "SUB")
+            with wire:
+                wire.sendall(topics)
+                await until(guarded.has_ended(EndReason.TOO_MANY_MESSAGES))
+            publisher.hang_up()
+
+    assert guarded.guard.num_ended[EndReason.TOO_MANY_MESSAGES] == 2
