@@ -9,7 +9,7 @@ from kvbus.agent.engines.local_engine import LocalEngine
 from kvbus.agent.process.service import Agent
 from kvbus.agent.process.ticket_keys import load_ticket_keys
 from kvbus.bus import Call, Handlers
-from kvbus.errors import ErrorCode, KVBusError, LocalError, TransferFailed
+from kvbus.errors import ErrorCode, KVBusError, LocalError
 from kvbus.protocol.engine import AgentRanks, BlocksFreed, CancelFetch, Fetched, Landed, StartFetch
 from kvbus.protocol.peer import FetchEvent, Status
 from kvbus.protocol.remote_ranks import AbortDelegate, Delegate
@@ -202,11 +202,7 @@ class DecodeService:
         return Leg((Stage.DELEGATE,), DelegateJob(other, question))
 
     def _on_chunk_ended(self, ended: ChunkEnded) -> None:
-        read = ev.ChunkRead(str(ended.key), ended.num_bytes, ended.error, ended.path)
-        if isinstance(ended.error, TransferFailed):
-            self._leases.ask_why(read)
-        else:
-            self._dispatch(read)
+        self._dispatch(ev.ChunkRead(str(ended.key), ended.num_bytes, ended.error, ended.path))
 
     def _stop_read(self, command: ev.StopRead) -> None:
         error = LocalError("the read was aborted", code=ErrorCode.CANCELLED)

@@ -13,7 +13,6 @@ from kvbus.agent.process.guard import guarded
 from kvbus.agent.process.service import Agent
 from kvbus.bus import EventListener
 from kvbus.errors import ErrorCode, KVBusError
-from kvbus.protocol.engine import Ping
 from kvbus.protocol.envelope import Notice
 from kvbus.protocol.message import Empty
 from kvbus.protocol.peer import Claim, Confirm, Granted, PeerWithdraw, Release, Renew
@@ -30,7 +29,6 @@ from kvbus_decode.peer.route import Route
 log = structlog.get_logger()
 
 RELEASE_TIMEOUT_S = 5.0
-MISSED_WITHIN_S = 1.5
 WITHOUT_FAULT = (ErrorCode.CANCELLED, ErrorCode.TIMEOUT, ErrorCode.BUSY)
 
 
@@ -191,18 +189,6 @@ class LeaseClient(EventListener):
             agent_boot=ticket.agent_boot, offer_id=ticket.offer_id, secret=ticket.secret
         )
         peer.ask(message, RELEASE_TIMEOUT_S, lambda _: self.peers.release(peer))
-
-    # NIXL sees the death of a process before ZeroMQ does, and the end of a lease as well: whoever
-    # has to act on it should be told the cause. So the lease is asked, then the agent; the answers
-    # come in this order, or the probe of its port says that it is gone.
-    def ask_why(self, ended: ev.ChunkRead) -> None:
-        """A transfer failed: tell it when the agent has answered, or had the time to be missed."""
-        fetch = self.active.get(ended.fetch_id)
-        if fetch is None:
-            self._dispatch(ended)
-            return
-        self._dispatch(ev.OfferAdvanced(ended.fetch_id))
-        fetch.home.ask(Ping(), MISSED_WITHIN_S, lambda _: self._dispatch(ended))
 
     def on_event(self, endpoint: str, event: Notice) -> None:
         """An offer or lease changed: its fetches ask what is true."""
