@@ -260,6 +260,20 @@ def test_a_fetch_that_completed_has_no_offer_to_withdraw() -> None:
     assert kinds(commands) == [ev.SendReply]
 
 
+def test_a_confirm_without_a_reply_is_asked_again_until_the_deadline_and_a_refused_one_is_not() -> (
+    None
+):
+    table = table_after(requested(timeout_s=1.0), READY, lease(), READ)
+
+    again = table.handle(failed(ErrorCode.TIMEOUT), 0.5)
+    end = report(table.handle(ev.DeadlinePassed(), 1.0))
+    refused = table_after(requested(), READY, lease(), READ).handle(failed(ErrorCode.STALE), 0.5)
+
+    assert kinds(again) == [ev.SendConfirm]
+    assert (end.error and end.error.code) is ErrorCode.TIMEOUT
+    assert report(refused).outcome is Outcome.FAILED
+
+
 def test_a_lease_that_is_granted_after_the_end_is_given_back() -> None:
     table = table_after(requested(), READY, CANCEL)
 

@@ -18,6 +18,7 @@ from tests.engines import (
     make_spec,
     pair,
     start_long_read,
+    story_of,
     works,
 )
 from tests.faults.conftest import SLOW_READS
@@ -215,7 +216,7 @@ async def test_over_shared_memory_a_stopped_prefill_agent_is_missed_at_the_confi
     fresh.start(prefill, decode)
     async with pair(prefill.attach, decode.attach, **LONG) as (source, target):
         assert await works(source, target)  # sets the connection up, for which both are needed
-        offer, fetch = await start_long_read(source, target)
+        offer, fetch = await start_long_read(source, target, timeout_s=8.0)
 
         prefill.signal(signal.SIGSTOP)
         failure = await failure_of(fetch)
@@ -225,6 +226,23 @@ async def test_over_shared_memory_a_stopped_prefill_agent_is_missed_at_the_confi
         assert (failure.stage, failure.blocks_free) == ("confirming", True)
         assert await offer.released() is Outcome.COMPLETED
         assert await works(source, target)
+
+
+async def test_a_confirm_whose_reply_is_late_is_asked_again_and_the_fetch_completes(fresh):
+    slices = {"transport": SLOW_READS["transport"]}
+    prefill = fresh.prefill(**slices, max_lease_s=120.0)
+    decode = fresh.decode(**slices, lease_s=120.0, request_timeout_s=0.5)
+    fresh.start(prefill, decode)
+    async with pair(prefill.attach, decode.attach, **LONG) as (source, target):
+        assert await works(source, target)  # sets the connection up, for which both are needed
+        offer, fetch = await start_long_read(source, target, timeout_s=60.0)
+
+        prefill.signal(signal.SIGSTOP)
+        await until(lambda: str(story_of(target, fetch)).count("StepFailed") >= 2)
+        prefill.signal(signal.SIGCONT)
+
+        assert (await fetch.completed()).stage == "completed"
+        assert await offer.released() is Outcome.COMPLETED
 
 
 async def test_everything_that_waits_for_a_killed_agent_is_told(fresh):

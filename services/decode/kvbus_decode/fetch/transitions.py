@@ -107,6 +107,13 @@ def fail_step(fetch: FetchEntry, event: ev.StepFailed, at: Context) -> Commands:
     return fail(fetch, event.error, at)
 
 
+def confirm_again_or_fail(fetch: FetchEntry, event: ev.StepFailed, at: Context) -> Commands:
+    """No reply may mean that the offer is completed: ask until the deadline. A yes stays a yes."""
+    if event.error.code is not ErrorCode.TIMEOUT:
+        return fail(fetch, event.error, at)
+    return [_confirm(fetch, at)]
+
+
 def cancel(fetch: FetchEntry, event: ev.CancelRequested, at: Context) -> Commands:
     """The engine gave up: say yes, and end."""
     error = LocalError("the engine cancelled the fetch", code=ErrorCode.CANCELLED)
@@ -166,9 +173,11 @@ def _go_on(fetch: FetchEntry, at: Context) -> Commands:
         fetch.enter(READING, at.now)
         return [fetch.chunk]
     fetch.enter(CONFIRMING if fetch.sealed else WAITING, at.now)
-    if not fetch.sealed:
-        return []
-    return [ev.SendConfirm(fetch.fetch_id, *fetch.lease, fetch.request_timeout_s(at))]
+    return [_confirm(fetch, at)] if fetch.sealed else []
+
+
+def _confirm(fetch: FetchEntry, at: Context) -> ev.SendConfirm:
+    return ev.SendConfirm(fetch.fetch_id, *fetch.lease, fetch.request_timeout_s(at))
 
 
 def _renew(fetch: FetchEntry, at: Context) -> Commands:
@@ -260,6 +269,7 @@ SPECIFIC: Mapping[tuple[FetchState, type[ev.Event]], Transition[FetchState]] = {
     (READING, ev.RenewFailed): Transition(note_renewal_failed, (READING, DRAINING)),
     (READING, ev.ChunkRead): Transition(end_chunk, (READING, WAITING, CONFIRMING, FAILED)),
     (CONFIRMING, ev.LeaseConfirmed): Transition(complete, (COMPLETED,)),
+    (CONFIRMING, ev.StepFailed): Transition(confirm_again_or_fail, (CONFIRMING, FAILED)),
     (DRAINING, ev.ChunkRead): Transition(finish_draining, (FAILED, CANCELLED)),
 }
 
