@@ -13,6 +13,7 @@ import pytest
 from msgspec import structs
 
 from kvbus.agent.process.config import AgentConfig
+from kvbus.bus.limits import max_request_bytes
 from kvbus.geometry import lay_out_rank
 from kvbus.protocol.engine import Register
 from kvbus.protocol.message import to_body
@@ -20,7 +21,6 @@ from tests.agents import AgentProcess, wait_until
 from tests.engines import NHD, make_spec, pair, works
 from tests.plain_sockets import ask, ask_frames
 
-MAX_FRAME_BYTES = 16 * 1024 * 1024
 GOOD = {"v": 1, "op": "status", "id": 7, "boot": "raw", "body": {}}
 
 
@@ -36,7 +36,6 @@ BAD_FRAMES = {
     "not msgpack": (b"\xc1\xc1\xc1", "malformed"),
     "not a map": (msgpack.packb([1, 2]), "malformed"),
     "keys that are no strings": (msgpack.packb({1: 2}), "malformed"),
-    "oversized": (bytes(MAX_FRAME_BYTES + 1), "too_large"),
     "another version": (packed(v=2), "unsupported_version"),
     "no version": (packed(v=None), "malformed"),
     "an id of text": (packed(id="7"), "malformed"),
@@ -66,6 +65,16 @@ def test_a_frame_that_is_no_request_is_refused_by_every_socket(sockets, name):
         assert reply["error"]["code"] == code
         assert agent.metric("malformed_messages") == before + 1
         assert agent.status()["counts"]
+
+
+def test_a_frame_that_is_a_little_too_large_is_refused_by_every_socket(sockets):
+    for agent, endpoint in sockets:
+        before = agent.metric("malformed_messages")
+
+        reply = ask_frames(endpoint, bytes(max_request_bytes(endpoint) + 1))
+
+        assert reply["error"]["code"] == "too_large"
+        assert agent.metric("malformed_messages") == before + 1
 
 
 def test_a_message_of_two_frames_is_refused(sockets):
