@@ -11,12 +11,12 @@ import pytest
 from msgspec import structs
 
 from kvbus.agent.process.ticket_keys import load_ticket_keys
-from kvbus.engine import Fetch
+from kvbus.engine import Fetch, MemorySession, PrefillSession
 from kvbus.errors import ConfigError, ErrorCode, FetchFailed
 from kvbus.protocol.ticket import Ticket
 from kvbus.protocol.ticket_keys import TicketKeys
 from tests.agents import AgentProcess, Agents, agents_ended
-from tests.engines import Engine, failure_of, pair, same, works
+from tests.engines import NHD, Engine, failure_of, make_spec, pair, same, works
 from tests.faults.test_configuration import ended
 from tests.security.listening import FORGED
 
@@ -190,11 +190,27 @@ async def test_an_allow_list_holds_without_keys_and_for_agents_that_an_engine_na
             failures = [await failure_of(fetch_of(target, redirected)) for _ in range(20)]
             works_on = await works(source, target)
             await offer.withdraw()
+            failures.append(await failure_of_spread(agents[0], target, elsewhere))
         connected = num_connected()
 
     assert {failure.code for failure in failures} == {ErrorCode.FORBIDDEN}
     assert connected == 0
     assert works_on
+
+
+async def failure_of_spread(home: AgentProcess, target: Engine, elsewhere: str) -> FetchFailed:
+    """Of a fetch from an engine that says that one of its ranks is ``elsewhere``."""
+    spec = make_spec(tp=2)
+    async with (
+        PrefillSession(home.attach, spec) as control,
+        MemorySession(home.attach, spec, 0) as rank,
+    ):
+        await rank.allocate(NHD, num_blocks=4)
+        await control.register(others={elsewhere: [1]}, access=FORGED)
+        offer = await control.offer("r", num_tokens=0, block_ids={"full": []})
+        failure = await failure_of(fetch_of(target, Ticket.from_json(offer.ticket)))
+        await offer.withdraw()
+    return failure
 
 
 @pytest.mark.parametrize(
