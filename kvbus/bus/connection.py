@@ -15,8 +15,7 @@ from kvbus.bus.timers import Timers
 from kvbus.errors import ErrorCode, KVBusError, LocalError, RemoteError
 
 RETRY_S, MAX_RETRY_S = 0.5, 10.0
-MAX_BROKEN_OFF = 3
-"""One may be a server that ended just then."""
+BROKEN_OFF_S = 1.0
 
 _FINAL = (ConnectionEvent.REFUSED, ConnectionEvent.MISMATCHED)
 
@@ -50,7 +49,8 @@ class Connection:
         self._named = NamedConnection(
             socket, endpoint, timers=timers, on_error=on_error, allowed=options.allowed
         )
-        self._retry_s, self._num_broken_off, self._open = RETRY_S, 0, True
+        self._retry_s, self._open = RETRY_S, True
+        self._broken_since: float | None = None
         self._has_keys = options.curve is not None
         self._watch = (
             ConnectionWatch(socket, on_event=self._see, on_failure=on_failure)
@@ -83,19 +83,25 @@ class Connection:
         if event is ConnectionEvent.MADE:
             self._is_made, self.is_gone = True, False
             self._probe.end()
-            self._retry_s, self._num_broken_off, self.refusal = RETRY_S, 0, None
+            self._retry_s, self._broken_since, self.refusal = RETRY_S, None, None
         elif event is ConnectionEvent.LOST and self._is_made and self._on_gone is not None:
             self._is_made = False
             self._probe.begin(self._named.address)
         elif event is ConnectionEvent.BROKEN_OFF and self._has_keys:
-            self._num_broken_off += 1
-            if self._num_broken_off >= MAX_BROKEN_OFF:
-                self._on_error(self._error(event))
+            self._see_broken_off()
         elif event in _FINAL:
             self.refusal = self._error(event)
             self._timers.at(self._timers.now() + self._retry_s, self._try_again)
             self._retry_s = min(2 * self._retry_s, MAX_RETRY_S)
             self._on_error(self.refusal)
+
+    def _see_broken_off(self) -> None:
+        """Tell of it once it goes on: once may be a server that ended, or was full, just then."""
+        now = self._timers.now()
+        if self._broken_since is None:
+            self._broken_since = now
+        elif now - self._broken_since >= BROKEN_OFF_S:
+            self._on_error(self._error(ConnectionEvent.BROKEN_OFF))
 
     def _find_gone(self) -> None:
         self.is_gone = True
@@ -116,8 +122,7 @@ class Connection:
             if self._has_keys
             else "uses keys: ask it with a key of our own and its server key",
             ConnectionEvent.BROKEN_OFF: "hangs up on our handshake: it has another server key than "
-            "the one that we know, or it does not run well",
+            "the one that we know, or it has no room for us",
         }[event]
-        return RemoteError(
-            f"the agent at {endpoint} {problem}", code=ErrorCode.FORBIDDEN, endpoint=endpoint
-        )
+        code = ErrorCode.FORBIDDEN if event in _FINAL else ErrorCode.PEER_UNREACHABLE
+        return RemoteError(f"the agent at {endpoint} {problem}", code=code, endpoint=endpoint)

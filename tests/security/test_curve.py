@@ -120,9 +120,10 @@ async def test_a_server_with_another_key_than_the_known_one_is_told_apart(contex
     client = asker(context, server.endpoint, READER, server=STRANGER)
 
     async with running(check, server, client):
-        with pytest.raises(RemoteError, match="another server key"):
+        with pytest.raises(RemoteError, match="another server key") as unreachable:
             await client.ask(Ask(), timeout_s=30)
 
+    assert unreachable.value.code is ErrorCode.PEER_UNREACHABLE
     assert server.counters.requests == 0
 
 

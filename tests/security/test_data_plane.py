@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import psutil
@@ -11,6 +12,7 @@ from kvbus.agent.process.data_plane import choose_interfaces
 from kvbus.errors import ConfigError
 from kvbus_prefill.config import PrefillConfig
 from tests.agents import AgentProcess, Agents
+from tests.keyring import KeyRing
 from tests.namespaces import HAVE_NAMESPACES, hosts, link
 
 UCX_LISTENS_EVERYWHERE = """
@@ -103,7 +105,7 @@ def test_a_stranger_on_another_host_reaches_no_port_of_a_local_agent(fresh: Agen
 
 
 @MANY_HOSTS
-def test_a_network_of_the_agents_keeps_strangers_from_the_data_plane(fresh: Agents):
+def test_a_network_of_the_agents_keeps_strangers_from_the_data_plane(fresh: Agents, tmp_path: Path):
     with hosts("server", "client", "agent") as made:
         server, client, other_agent = made["server"], made["client"], made["agent"]
         link("front0", one=(server, "10.211.1.1/24"), other=(client, "10.211.1.2/24"))
@@ -114,7 +116,7 @@ def test_a_network_of_the_agents_keeps_strangers_from_the_data_plane(fresh: Agen
             events_bind="tcp://0.0.0.0:7702",
             advertise_host="10.211.1.1",
             data_interfaces=["kv0"],
-            insecure=True,
+            **KeyRing(tmp_path).settings("server"),
         )
         agent.runner = server.command
         fresh.start(agent)

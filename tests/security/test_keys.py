@@ -322,6 +322,19 @@ async def test_events_stop_for_a_revoked_key_and_go_on_for_others(ring, prefill,
     assert not heard
 
 
+def test_who_is_refused_again_and_again_does_not_fill_the_log(tmp_path: Path) -> None:
+    ring, num_tries = KeyRing(tmp_path), 30
+    with agents_ended(Agents) as agents:
+        agent = ring.prepare(agents, Role.PREFILL, "prefill", max_refusal_lines_s=4)
+        agents.start(agent)
+        stranger = ring.curve("stranger", "prefill")
+
+        assert all(is_refused(stranger, agent.peer) for _ in range(num_tries))
+        assert agent.metric("refused_keys") == num_tries
+        assert agent.says("lines.left_out")
+        assert len(agent.logged("key.refused")) < num_tries
+
+
 def num_lost(agent: AgentProcess) -> int:
     return sum(line["num_lost"] for line in agent.logged("keys.changed"))
 

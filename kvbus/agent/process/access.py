@@ -3,6 +3,7 @@
 Without keys everybody may everything: `Access.open` takes that for loopback only, or when told to.
 """
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from anyio.abc import TaskGroup
 
 from kvbus.agent.process.config import AgentConfig, bind_host
 from kvbus.agent.process.data_plane import is_loopback
+from kvbus.agent.process.limited_log import LimitedLog
+from kvbus.agent.process.metrics import AgentMetrics
 from kvbus.bus import (
     Applicant,
     BusContext,
@@ -33,6 +36,8 @@ log = structlog.get_logger()
 
 PEER, EVENTS = "peer", "events"
 LOOK_S = 0.5
+LEAST_LOOK_S = 0.05
+"""Who shakes hands without end does not have us read the folder without end."""
 KEYS_READINGS = {
     "trusted_keys": "Public keys that are trusted now.",
     "refused_keys": "Handshakes of keys that were turned away.",
@@ -52,6 +57,8 @@ class Access:
         self.keys, self._trusted = keys, trusted
         self.on_change: list[OnChange] = []
         self._num_refused = 0
+        self._looked_at = 0.0
+        self._lines: LimitedLog | None = None
 
     @classmethod
     def open(cls, config: AgentConfig) -> "Access":
@@ -81,13 +88,22 @@ class Access:
         num_trusted = len(list(self._trusted)) if self._trusted else 0
         return {"trusted_keys": num_trusted, "refused_keys": self._num_refused}
 
-    def start(self, context: BusContext, tasks: TaskGroup) -> None:
-        """Check keys, before the first socket is bound."""
+    def start(self, context: BusContext, tasks: TaskGroup, *, lines_s: int) -> None:
+        """Check keys, before the first socket is bound; log at most so many refusals a second."""
         if self.keys is not None:
+            self._lines = LimitedLog(lines_s=lines_s)
             tasks.start_soon(KeyCheck(context, self._admit).run)
 
-    def guard(self, peer: RequestServer, events: EventPublisher, tasks: TaskGroup) -> None:
+    def guard(
+        self,
+        peer: RequestServer,
+        events: EventPublisher,
+        *,
+        metrics: AgentMetrics,
+        tasks: TaskGroup,
+    ) -> None:
         """Who is trusted no more loses its sessions, and whoever hears events connects again."""
+        metrics.add_readings(self.readings, KEYS_READINGS)
 
         def end(lost: frozenset[str]) -> None:
             for key in lost:
@@ -151,15 +167,17 @@ class Access:
             self._look()
 
     def _admit(self, applicant: Applicant) -> bool:
-        if self._trusted is None:
+        if self._trusted is None or self._lines is None:
             return False
-        self._look()
+        if time.monotonic() >= self._looked_at + LEAST_LOOK_S:
+            self._look()
         roles = self._trusted.roles_of(applicant.key)
         if (applicant.domain == PEER and roles) or (applicant.domain == EVENTS and may_hear(roles)):
             return True
         self._num_refused += 1
-        log.warning(
+        self._lines.warning(
             "key.refused",
+            who=applicant.address,
             key=applicant.key,
             name=self._trusted.name_of(applicant.key),
             address=applicant.address,
@@ -168,7 +186,7 @@ class Access:
         return False
 
     def _look(self) -> None:
-        trusted = self._trusted
+        trusted, self._looked_at = self._trusted, time.monotonic()
         if trusted is None:
             return
         before = {one.key: trusted.roles_of(one.key) for one in trusted}

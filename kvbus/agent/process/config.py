@@ -127,8 +127,8 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     max_refusal_lines_s: Annotated[
         Bound,
         Meta(
-            description="Most lines a second in the log about refused requests and ended "
-            "connections; a quarter of them about the same peer."
+            description="Most lines a second in the log about refused requests and keys and "
+            "about ended connections; a quarter of them about the same peer."
         ),
     ] = 20
     staging_bytes: Annotated[

@@ -16,7 +16,7 @@ from anyio.abc import TaskGroup
 from kvbus.agent.engines.directory import EngineDirectory
 from kvbus.agent.engines.local_engine import LocalEngine
 from kvbus.agent.engines.memory_return import MemoryReturn
-from kvbus.agent.process.access import KEYS_READINGS, Access
+from kvbus.agent.process.access import Access
 from kvbus.agent.process.bus_readings import BUS_READINGS, bus_readings
 from kvbus.agent.process.config import AgentConfig, advertised
 from kvbus.agent.process.connection_bounds import ConnectionBounds
@@ -102,7 +102,7 @@ class Runtime:
             on_lost=self._on_engine_lost,
         )
         attach = await self._listen(engines)
-        self.access.start(context, self.tasks)
+        self.access.start(context, self.tasks, lines_s=self.config.max_refusal_lines_s)
         watch = ConnectionBounds(context, self.config)
         sockets = self._bind(context, engines, watch)
         if self.config.metrics_bind:
@@ -117,8 +117,7 @@ class Runtime:
         self.metrics.add_readings(
             lambda: bus_readings(sockets.engine, sockets.peer, attach, watch.guard), BUS_READINGS
         )
-        self.metrics.add_readings(self.access.readings, KEYS_READINGS)
-        self.access.guard(sockets.peer, sockets.events, self.tasks)
+        self.access.guard(sockets.peer, sockets.events, metrics=self.metrics, tasks=self.tasks)
         self.agent.data_plane.check()
         self._log_started()
 
