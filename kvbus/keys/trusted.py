@@ -27,6 +27,7 @@ class TrustedKeys:
         self.folder = folder
         self.problems: tuple[str, ...] = ()
         self._stamps: list[Stamp] | None = None
+        self._changed_ns = 0
         self._by_key: dict[str, list[TrustedKey]] = {}
 
     def __iter__(self) -> Iterator[TrustedKey]:
@@ -41,6 +42,13 @@ class TrustedKeys:
         """The name of the key, for logs; empty for one that is not trusted."""
         return next((one.name for one in self._by_key.get(key, ())), "")
 
+    def has_other_files(self) -> bool:
+        """Whether files came, went or were replaced since `refresh`; cheap, for each handshake."""
+        try:
+            return self.folder.stat().st_mtime_ns != self._changed_ns
+        except OSError:
+            return True
+
     def refresh(self) -> bool:
         """Read the folder again if anything in it has changed; returns whether it had."""
         try:
@@ -54,12 +62,14 @@ class TrustedKeys:
         return True
 
     def _look(self) -> list[Stamp]:
-        require_unwritable(self.folder, self.folder.stat())
+        status = self.folder.stat()
+        require_unwritable(self.folder, status)
+        self._changed_ns = status.st_mtime_ns
         found = []
         for path in self.folder.iterdir():
             if path.suffix == SUFFIX:
-                status = path.stat()
-                found.append((path.name, status.st_ino, status.st_mtime_ns, status.st_size))
+                one = path.stat()
+                found.append((path.name, one.st_ino, one.st_mtime_ns, one.st_size))
         if len(found) > MAX_KEYS:
             raise ConfigError(f"{self.folder} has {len(found)} keys; {MAX_KEYS} are the most")
         return sorted(found)

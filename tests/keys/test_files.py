@@ -138,3 +138,15 @@ def test_a_key_in_two_files_has_the_roles_of_both_until_one_goes(trusted: Truste
 
     assert both == {Role.DECODE, Role.ROUTER}
     assert trusted.roles_of(PAIR.public) == DECODE
+
+
+def test_a_key_that_came_or_went_is_seen_without_reading_the_folder(trusted: TrustedKeys) -> None:
+    quiet = trusted.has_other_files()
+    added = write_trusted(trusted.folder, TrustedKey("new", new_key_pair().public, DECODE))
+    came = trusted.has_other_files()
+    trusted.refresh()
+    seen = trusted.has_other_files()
+    added.unlink()
+    went = trusted.has_other_files()
+
+    assert (quiet, came, seen, went) == (False, True, False, True)

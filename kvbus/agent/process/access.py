@@ -3,7 +3,6 @@
 Without keys everybody may everything: `Access.open` takes that for loopback only, or when told to.
 """
 
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -36,8 +35,6 @@ log = structlog.get_logger()
 
 PEER, EVENTS = "peer", "events"
 LOOK_S = 0.5
-LEAST_LOOK_S = 0.05
-"""Who shakes hands without end does not have us read the folder without end."""
 KEYS_READINGS = {
     "trusted_keys": "Public keys that are trusted now.",
     "refused_keys": "Handshakes of keys that were turned away.",
@@ -57,7 +54,6 @@ class Access:
         self.keys, self._trusted = keys, trusted
         self.on_change: list[OnChange] = []
         self._num_refused = 0
-        self._looked_at = 0.0
         self._lines: LimitedLog | None = None
 
     @classmethod
@@ -169,7 +165,7 @@ class Access:
     def _admit(self, applicant: Applicant) -> bool:
         if self._trusted is None or self._lines is None:
             return False
-        if time.monotonic() >= self._looked_at + LEAST_LOOK_S:
+        if self._trusted.has_other_files():
             self._look()
         roles = self._trusted.roles_of(applicant.key)
         if (applicant.domain == PEER and roles) or (applicant.domain == EVENTS and may_hear(roles)):
@@ -186,7 +182,7 @@ class Access:
         return False
 
     def _look(self) -> None:
-        trusted, self._looked_at = self._trusted, time.monotonic()
+        trusted = self._trusted
         if trusted is None:
             return
         before = {one.key: trusted.roles_of(one.key) for one in trusted}
