@@ -76,10 +76,13 @@ class BenchAgent:
 
 
 @contextlib.contextmanager
-def agent(role: str, folder: Path, *, path: str = "") -> Iterator[BenchAgent]:
-    """Start the ``role`` agent below ``folder``; a decode agent reads by ``path``, if given."""
+def agent(role: str, folder: Path, *, path: str = "", **more: str) -> Iterator[BenchAgent]:
+    """Start the ``role`` agent below ``folder``; a decode agent reads by ``path``, if given.
+
+    ``more`` are keys of its configuration.
+    """
     port, name = free_port(), f"{role}-{path or 'auto'}"
-    settings = {"metrics_bind": f"127.0.0.1:{port}", **({"path": path} if path else {})}
+    settings = {"metrics_bind": f"127.0.0.1:{port}", **({"path": path} if path else {}), **more}
     config = write_agent_config(name, folder, **settings)
     command = [sys.executable, "-m", f"kvbus_{role}", str(config)]
     with Child.start(f"{role} agent", command, log=folder / f"{name}.log") as child:
