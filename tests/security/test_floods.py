@@ -18,6 +18,7 @@ from tests.security.wire import (
     MORE,
     address_of,
     connected,
+    cpu_s,
     frame,
     send_until_cut,
     watched,
@@ -219,3 +220,19 @@ def test_refusals_are_logged_so_many_a_second_and_the_others_are_counted(prefill
 
     assert num_refused == 500
     assert len(prefill.logged("request.refused")) < 250
+
+
+def test_a_thousand_questions_for_the_status_cost_little(prefill):
+    """Each had the agent look at all its sockets: ten milliseconds in which it heard nobody."""
+    asked = {"v": 1, "op": "status", "boot": "curious", "secret": "s" * 32, "body": {}}
+    pieces = (frame(msgpack.packb({**asked, "id": number})) for number in range(1, 1001))
+    prefill.status()
+
+    before = cpu_s(prefill.pid)
+    with connected(prefill.peer, "DEALER") as wire:
+        wire.sendall(b"".join(pieces))
+        replies = b""
+        while replies.count(b"data_endpoints") < 1000:
+            replies += wire.recv(65536)
+
+    assert cpu_s(prefill.pid) - before < 3

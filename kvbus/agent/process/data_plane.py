@@ -7,8 +7,9 @@ reads and writes any memory of this process. Left alone, UCX listens on every in
 import ipaddress
 import os
 import socket
+import time
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
@@ -23,6 +24,7 @@ UCX_INTERFACES = "UCX_NET_DEVICES"
 log = structlog.get_logger()
 
 _RDMA_DEVICES = Path("/sys/class/infiniband")
+LOOK_AGAIN_S = 10.0
 _IP_FAMILIES = (socket.AF_INET, socket.AF_INET6)
 
 
@@ -30,16 +32,25 @@ class DataPlaneExposed(KVBusError):
     """The process listens where the config does not let it."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class DataPlane:
     """The interfaces that UCX may use, and the ports of the agent that are not UCX's."""
 
     interfaces: tuple[str, ...]
     other_ports: frozenset[int] = frozenset()
+    _endpoints: list[str] = field(default_factory=list)
+    _look_again_at: float = 0.0
 
     def endpoints(self) -> list[str]:
-        """HOST:PORT of each TCP socket at which UCX listens."""
-        return [f"{host}:{port}" for host, port in self._listening()]
+        """HOST:PORT of each TCP socket at which UCX listens, as of the last seconds.
+
+        To look takes ten milliseconds, and anybody may ask.
+        """
+        now = time.monotonic()
+        if now >= self._look_again_at:
+            self._look_again_at = now + LOOK_AGAIN_S
+            self._endpoints = [f"{host}:{port}" for host, port in self._listening()]
+        return self._endpoints
 
     def check(self) -> None:
         """Raise `DataPlaneExposed` when UCX listens outside of the interfaces."""
