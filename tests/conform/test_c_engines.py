@@ -16,7 +16,6 @@ from tests.conform.engines import named
 
 SOURCES = Path(__file__).parents[2] / "examples" / "c"
 PROBE = "#include <zmq.h>\n#include <msgpack.h>\nint main(void) { return 0; }\n"
-LINKED = ("-lzmq", "-lmsgpackc")
 NEEDED = "gcc make libzmq3-dev libmsgpack-dev"
 
 
@@ -25,17 +24,17 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with both programs; skips where they cannot be built."""
     folder = tmp_path_factory.mktemp("c") / "engines"
     make = shutil.which("make")
-    if not (make and can_compile(folder.with_name("probe"))):
+    if not (make and can_compile()):
         pytest.skip(f"no C compiler with libzmq and msgpack here: on Debian, install {NEEDED}")
     shutil.copytree(SOURCES, folder)
     subprocess.run([make, "-C", folder, "clean", "all"], check=True, capture_output=True)
     return folder
 
 
-def can_compile(output: Path) -> bool:
+def can_compile() -> bool:
     if not (compiler := shutil.which("cc")):
         return False
-    command = [compiler, "-x", "c", "-", "-o", output, *LINKED]
+    command = [compiler, "-fsyntax-only", "-x", "c", "-"]
     tried = subprocess.run(command, input=PROBE.encode(), capture_output=True, check=False)
     return tried.returncode == 0
 
