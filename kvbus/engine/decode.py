@@ -28,6 +28,8 @@ from kvbus.protocol.envelope import Notice
 from kvbus.protocol.message import Empty, from_body
 
 SILENT_S = 5.0
+DOUBT_S = 8.0
+"""More than an agent waits, by default, for transfers when it stops (`close_timeout_s`)."""
 
 BlockIds = Mapping[str, npt.ArrayLike]
 OnBlocksFreed = Callable[[BlocksFreed], None]
@@ -162,6 +164,10 @@ class DecodeSession(ControlSession):
         is_observed = fetch is not None and fetch.is_observed
         if self._on_blocks_freed is not None and not is_observed:
             self._on_blocks_freed(freed)
+
+    def _ends_within_s(self) -> float:
+        """An agent that stops waits for its transfers; their blocks are free when it is gone."""
+        return DOUBT_S if self._fetches else super()._ends_within_s()
 
     def _on_lost(self, error: KVBusError) -> None:
         """A process that is gone does not write; other agents, or one that only lost us, may."""

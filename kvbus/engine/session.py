@@ -192,6 +192,10 @@ class EngineSession:
     def _on_silence(self, silent_s: float) -> None:
         """Told each second for how long the agent has answered nothing; it is asked meanwhile."""
 
+    def _ends_within_s(self) -> float:
+        """For how long the end of an agent that hung up is waited for."""
+        return ENDS_WITHIN_S
+
     def _on_lost(self, error: KVBusError) -> None:
         """The session has ended; what waits must not wait any longer."""
 
@@ -230,7 +234,7 @@ class EngineSession:
 
     async def _watch(self) -> None:
         await self._attach.closed.wait()
-        if await self._attach.process_ended(ENDS_WITHIN_S):
+        if await self._attach.process_ended(self._ends_within_s()):
             self._lose(PeerLost(f"the agent at {self._attach.path} is gone"))
         else:
             self._lose(AgentHungUp(f"the agent at {self._attach.path} hung up, and lives on"))

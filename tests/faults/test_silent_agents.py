@@ -16,7 +16,17 @@ from kvbus.engine import (
 from kvbus.errors import AgentHungUp, ErrorCode
 from kvbus.protocol.engine import BlocksFreed, Fetched
 from tests.agents import AgentProcess, until, wait_until
-from tests.engines import LARGE, NHD, NUM_LARGE_BLOCKS, engine, failure_of, make_spec, pair
+from tests.engines import (
+    LARGE,
+    NHD,
+    NUM_LARGE_BLOCKS,
+    engine,
+    failure_of,
+    make_spec,
+    pair,
+    start_long_read,
+)
+from tests.faults.conftest import SLOW_READS
 
 NOTHING = {"num_tokens": 0, "block_ids": {"full": []}}
 ONE_BLOCK = {"num_tokens": 16, "block_ids": {"full": [1]}}
@@ -87,6 +97,27 @@ async def test_blocks_stay_in_doubt_when_an_agent_hangs_up_on_the_engine_and_liv
 
         assert (failure.stage, failure.code) == ("lost", ErrorCode.PEER_LOST)
         assert not failure.blocks_free
+        await offer.withdraw()
+
+
+@pytest.mark.anyio
+async def test_blocks_are_free_when_an_agent_that_waited_for_its_transfers_has_ended(fresh):
+    settings = {**SLOW_READS, "transport": {**SLOW_READS["transport"], "close_timeout_s": 3.0}}
+    prefill, decode = fresh.prefill(**SLOW_READS), fresh.decode(**settings, drain_timeout_s=0.2)
+    fresh.start(prefill, decode)
+    large = {"groups": (LARGE,), "num_blocks": NUM_LARGE_BLOCKS}
+    async with pair(prefill.attach, decode.attach, **large) as (source, target):
+        offer, fetch = await start_long_read(source, target)
+
+        prefill.signal(signal.SIGSTOP)  # what was posted does not end
+        decode.signal(signal.SIGTERM)
+        failure = await failure_of(fetch)
+        await fetch.blocks_freed()
+        decode_lives = decode.alive
+        prefill.signal(signal.SIGCONT)
+
+        assert (failure.code, failure.blocks_free) == (ErrorCode.DRAINING, False)
+        assert not decode_lives
         await offer.withdraw()
 
 
