@@ -78,10 +78,10 @@ async def test_one_process_takes_so_many_connections_and_leaves_some_to_others(
     agent = fresh.prepare("prefill", max_engine_processes=64)
     fresh.start(agent)
     async with AsyncExitStack() as stack:
-        for number in range(32):
+        for number in range(48):
             await stack.enter_async_context(greeted(agent, f"{number:032}"))
         refusals = []
-        for number in range(32, 64):
+        for number in range(48, 64):
             with pytest.raises(RequestRefused) as refused:
                 await stack.enter_async_context(greeted(agent, f"{number:032}"))
             refusals.append(refused.value)

@@ -120,7 +120,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             description="Most of these that one process may have: its control session and one for "
             "each rank that it holds."
         ),
-    ] = 32
+    ] = 48
     max_process_segments: Annotated[
         Bound, Meta(description="Most segments of memory on one attach connection.")
     ] = 4096

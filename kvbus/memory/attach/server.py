@@ -69,7 +69,7 @@ class AttachServer:
         *,
         allowed_uids: Collection[int] | None = None,
         max_connections: int = 64,
-        max_process_connections: int = 32,
+        max_process_connections: int = 48,
         frame_timeout_s: float = 10.0,
     ) -> None:
         self.path = Path(path)
