@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from kvbus.bus import KeyPair, new_key_pair
+from kvbus.engine import DecodeSession, PrefillSession
 from kvbus.keys.files import TrustedKey, write_secret, write_trusted
 from kvbus.keys.roles import Role
 from tests.agents import AgentProcess, Agents
+from tests.engines import engine
 from tests.plain_sockets import Curve
 
 OBSERVER = "observer"
@@ -63,3 +65,22 @@ class KeyRing:
         agent: AgentProcess = agents.prepare(role.value, **self.settings(name), **settings)
         agent.curve = self.curve(OBSERVER, name)
         return agent
+
+
+async def hand_over(prefill: AgentProcess, decode: AgentProcess) -> Any:
+    """One handoff; returns its ticket."""
+    async with (
+        engine(PrefillSession, prefill.attach) as source,
+        engine(DecodeSession, decode.attach) as target,
+    ):
+        blocks = source.some_blocks(1, 32), target.some_blocks(2, 32)
+        offer = await source.prefill.offer("r", num_tokens=32, block_ids=blocks[0])
+        fetch = target.decode.fetch(offer.ticket, num_tokens=32, block_ids=blocks[1])
+        await fetch.completed()
+        await offer.released()
+        return offer.ticket
+
+
+def envelope(op: str, request_id: int) -> dict[str, Any]:
+    """A request of the session of one boot id, without a body."""
+    return {"v": 1, "op": op, "id": request_id, "boot": "leaver", "body": {}}

@@ -1,18 +1,12 @@
 """Agents with keys: each role may ask what its row in the table says, and a revoked key nothing."""
 
-import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import msgpack
 import pytest
 import zmq
-from typer.testing import CliRunner, Result
 
-from kvbus.agent.process.config import load_shared_config
-from kvbus.cli import app
-from kvbus.doctor.agents import agent_facts
 from kvbus.engine import DecodeSession, PrefillSession
 from kvbus.errors import ErrorCode
 from kvbus.keys.roles import MAY_ASK, Role
@@ -20,7 +14,7 @@ from kvbus.protocol.peer import DECODE_PEER_REQUESTS, PREFILL_PEER_REQUESTS
 from tests.agents import AgentProcess, Agents, agents_ended, until
 from tests.e2e.spread_engines import spread_engine
 from tests.engines import engine, failure_of
-from tests.keyring import KeyRing
+from tests.keyring import KeyRing, envelope, hand_over
 from tests.plain_sockets import Curve, apply, ask
 
 pytestmark = pytest.mark.anyio
@@ -37,31 +31,14 @@ ALLOWED = {
 }
 
 
-@pytest.fixture(scope="module")
-def ring(tmp_path_factory: pytest.TempPathFactory) -> KeyRing:
-    return KeyRing(tmp_path_factory.mktemp("keys"))
-
-
-@pytest.fixture(scope="module")
-def pair(ring: KeyRing) -> Iterator[Agents]:
-    with agents_ended(Agents) as agents:
-        for role in (Role.PREFILL, Role.DECODE):
-            ring.prepare(agents, role, role.value)
-        for role in Role:
-            ring.trust(f"any-{role}", role)
-        agents.start(*agents.all)
-        yield agents
+@pytest.fixture
+def prefill(keyed_prefill: AgentProcess) -> AgentProcess:
+    return keyed_prefill
 
 
 @pytest.fixture
-def prefill(pair: Agents) -> Iterator[AgentProcess]:
-    yield pair.all[0]
-    pair.check()
-
-
-@pytest.fixture
-def decode(pair: Agents) -> AgentProcess:
-    return pair.all[1]
+def decode(keyed_decode: AgentProcess) -> AgentProcess:
+    return keyed_decode
 
 
 def is_refused(curve: Curve, endpoint: str, *, kind: int = zmq.DEALER) -> bool:
@@ -86,20 +63,6 @@ def hears(curve: Curve | None, endpoint: str, *, within_ms: int) -> bool:
         apply(sub, curve)
         sub.connect(endpoint)
         return bool(sub.poll(within_ms))
-
-
-async def hand_over(prefill: AgentProcess, decode: AgentProcess) -> Any:
-    """One handoff; returns its ticket."""
-    async with (
-        engine(PrefillSession, prefill.attach) as source,
-        engine(DecodeSession, decode.attach) as target,
-    ):
-        blocks = source.some_blocks(1, 32), target.some_blocks(2, 32)
-        offer = await source.prefill.offer("r", num_tokens=32, block_ids=blocks[0])
-        fetch = target.decode.fetch(offer.ticket, num_tokens=32, block_ids=blocks[1])
-        await fetch.completed()
-        await offer.released()
-        return offer.ticket
 
 
 async def test_ranks_at_other_agents_are_read_and_filled_by_those_whose_keys_are_trusted(
@@ -232,36 +195,6 @@ async def test_a_lease_is_of_the_key_that_claimed_it_though_another_knows_its_to
     assert confirmed["ok"] == {}
 
 
-def kvbus(*arguments: str) -> Result:
-    return CliRunner().invoke(app, arguments)
-
-
-def test_kvbus_status_asks_with_the_keys_of_its_options(ring, prefill) -> None:
-    secret, server = str(ring.secret_path("any-observer")), ring.pair("prefill").public
-    ring.pair("stranger")
-
-    told = kvbus("status", prefill.peer, "--key-file", secret, f"--server-key={server}", "--json")
-    without = kvbus("status", prefill.peer)
-    half = kvbus("status", prefill.peer, "--key-file", secret)
-    stranger = str(ring.secret_path("stranger"))
-    refused = kvbus("status", prefill.peer, "--key-file", stranger, f"--server-key={server}")
-
-    assert json.loads(told.stdout)["agent_id"] == prefill.settings["agent_id"]
-    assert [one.exit_code for one in (without, half, refused)] == [1, 2, 1]
-    assert "uses keys: ask it with a key of our own and its server key" in without.stderr
-    assert "--server-key: needed as well" in half.stderr
-    assert "refused our key" in refused.stderr
-
-
-def test_kvbus_doctor_sees_that_an_agent_with_keys_runs(prefill) -> None:
-    config = str(prefill.folder / "config.toml")
-
-    facts = agent_facts(config, load_shared_config(Path(config)))
-
-    assert facts.is_running
-    assert facts.keys_error == ""
-
-
 def test_a_key_that_is_revoked_in_use_is_forbidden_everything(ring, prefill) -> None:
     ring.trust("leaver", Role.DECODE)
     curve = ring.curve("leaver", "prefill")
@@ -286,10 +219,6 @@ def test_a_key_that_is_revoked_in_use_is_forbidden_everything(ring, prefill) -> 
     assert before["ok"]["agent_id"] == prefill.settings["agent_id"]
     assert after["error"]["code"] == "forbidden"
     assert is_refused(curve, prefill.peer)
-
-
-def envelope(op: str, request_id: int) -> dict[str, Any]:
-    return {"v": 1, "op": op, "id": request_id, "boot": "leaver", "body": {}}
 
 
 async def test_events_stop_for_a_revoked_key_and_go_on_for_others(ring, prefill, decode) -> None:
