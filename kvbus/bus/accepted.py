@@ -33,7 +33,7 @@ class Accepted:
         except OSError:
             self.forget()
             raise
-        self.address = _who(self._peer[0])
+        self.address = counted_by(self._peer[0])
 
     def count(self) -> None:
         """Ask the kernel how many bytes came, and how many the peer has acknowledged."""
@@ -52,7 +52,7 @@ class Accepted:
         self._socket.detach()
 
 
-def _who(host: str) -> str:
+def counted_by(host: str) -> str:
     """The address to count by: of IPv6 the network of 64 bits, which one host has to itself."""
     address = ipaddress.ip_address(host.partition("%")[0])
     if isinstance(address, ipaddress.IPv4Address):

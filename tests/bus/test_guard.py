@@ -24,6 +24,7 @@ from kvbus.bus import (
     door,
     new_key_pair,
 )
+from kvbus.bus.accepted import counted_by
 from kvbus.bus.door import EndReason
 from tests.agents import WITHIN_S, until
 from tests.bus.messages import Ask, Echoed, serve
@@ -212,3 +213,16 @@ async def test_a_publisher_that_has_hung_up_is_watched_still(context, running, g
             publisher.hang_up()
 
     assert guarded.guard.num_ended[EndReason.TOO_MANY_MESSAGES] == 2
+
+
+@pytest.mark.parametrize(
+    ("host", "counted_as"),
+    [
+        ("10.1.2.3", "10.1.2.3"),
+        ("::ffff:10.1.2.3", "10.1.2.3"),
+        ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::/64"),
+        ("fe80::1%eth0", "fe80::/64"),
+    ],
+)
+def test_an_ipv6_host_is_counted_by_its_network(host, counted_as):
+    assert counted_by(host) == counted_as
