@@ -1,94 +1,122 @@
-"""Well-formed frames whose fields lie, from keys that may ask: one refusal each, no more."""
+"""Frames that decode and lie, 100,000 of them, at every socket where requests are answered.
 
+Each gets one answer and has no effect, nobody is connected to, and handoffs beside are right.
+"""
+
+import socket
+import struct
 from collections.abc import Iterator
-from itertools import count, islice
-from random import Random
+from contextlib import closing, contextmanager
+from pathlib import Path
 from typing import Any
 
 import msgpack
-import msgspec
 import pytest
-import zmq
 
-from kvbus.engine import PrefillSession
-from kvbus.keys.roles import Role
-from kvbus.protocol.message import Request
+from kvbus.engine import DecodeSession, PrefillSession
+from kvbus.protocol import engine as requests
 from kvbus.protocol.peer import DECODE_PEER_REQUESTS, PREFILL_PEER_REQUESTS
 from tests.agents import AgentProcess
-from tests.engines import engine
-from tests.keyring import envelope, hand_over
-from tests.plain_sockets import apply
+from tests.engines import Engine, engine, works
+from tests.security.liar import Known, Liar, Lies, lying
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(400)]
+
+PEER_REQUESTS = {"prefill": PREFILL_PEER_REQUESTS, "decode": DECODE_PEER_REQUESTS}
+STAYING = tuple(kind for kind in requests.ENGINE_REQUESTS if kind is not requests.Detach)
+ENGINE_REQUESTS = {
+    "prefill": (*STAYING, *requests.PREFILL_REQUESTS),
+    "decode": (*STAYING, *requests.DECODE_REQUESTS),
+}
+HARMLESS = {"status", "ping", "unpack", "abort_delegate"}
+"""What anybody with the role may ask; slots and reads that are not there are given back."""
+NUM_HANDOFFS = 12
+SIDES = ("prefill", "decode")
 
 
 @pytest.fixture
-def prefill(keyed_prefill: AgentProcess) -> AgentProcess:
-    return keyed_prefill
+def agents(keyed_prefill: AgentProcess, keyed_decode: AgentProcess) -> dict[str, AgentProcess]:
+    return {"prefill": keyed_prefill, "decode": keyed_decode}
 
 
 @pytest.fixture
-def decode(keyed_decode: AgentProcess) -> AgentProcess:
-    return keyed_decode
+def trap() -> Iterator[socket.socket]:
+    """An address that lies name, and that nobody may connect to."""
+    with closing(socket.create_server(("127.0.0.1", 0))) as listening:
+        yield listening
+        listening.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            listening.accept()
 
 
-SECRETS = ("00" * 16, "ff" * 16, "a", "")
-HARMLESS = {"status", "unpack", "abort_delegate"}
-"""Answered ok to whoever may ask: nothing of theirs is named, or nothing is told."""
+@contextmanager
+def attached(path: Path) -> Iterator[tuple[str, str]]:
+    """A process that said hello, and no more: its boot id, and where requests go."""
+    boot = "f" * 32
+    body = {"min_protocol": 1, "max_protocol": 1, "engine_id": "liar", "boot": boot}
+    hello = msgpack.packb({"op": "hello", "body": body})
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(str(path))
+        connection.sendall(struct.pack("<I", len(hello)) + hello)
+        connection.settimeout(30.0)
+        size = struct.unpack("<I", connection.recv(4, socket.MSG_WAITALL))[0]
+        welcome = msgpack.unpackb(connection.recv(size, socket.MSG_WAITALL))
+        yield boot, welcome["ok"]["engine_endpoint"]
 
 
-def lies(kinds: tuple[type[Request[Any]], ...], known: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Requests without end whose fields are of a real ticket, of nobody, or of a wrong type."""
-    draw = Random(7)
-    for number in count(1):
-        kind = draw.choice(kinds)
-        body = {
-            field.name: draw.choice((known.get(field.name, 1), *SECRETS, 1, 2**63 - 1, 0.5, [], {}))
-            for field in msgspec.structs.fields(kind)
-        }
-        for name in {"secret", "token", "access"} & body.keys():
-            body[name] = draw.choice(SECRETS)
-        yield envelope(kind.op, number) | {"boot": "liar", "body": body}
+def what_is_true(
+    agent: AgentProcess, source: Engine, ticket: dict[str, Any], rights: list[str], trap: str
+) -> Known:
+    """Names that are those of others, rights that are rights to something else, and the trap."""
+    boot = agent.started["boot_id"]
+    return {
+        "agent_boot": [boot],
+        "engine_id": [source.spec.engine_id],
+        "engine_instance": [ticket["engine_instance"]],
+        "offer_id": [ticket["offer_id"]],
+        "epoch": [1, 2],
+        "secret": rights,
+        "token": rights,
+        "access": rights,
+        "endpoint": [trap],
+        "ticket": [{**ticket, "endpoint": trap, "secret": right} for right in rights],
+    }
 
 
-@pytest.mark.parametrize("role", [Role.DECODE, Role.OBSERVER])
-@pytest.mark.parametrize(
-    ("side", "kinds"), [("prefill", PREFILL_PEER_REQUESTS), ("decode", DECODE_PEER_REQUESTS)]
-)
-async def test_frames_that_lie_get_one_refusal_each_and_nothing_else(  # noqa: PLR0917 - fixtures
-    ring, prefill, decode, role, side, kinds
-) -> None:
-    num_frames, window = 4000, 100
-    agent = {"prefill": prefill, "decode": decode}[side]
-    async with engine(PrefillSession, prefill.attach) as source:
-        offer = await source.prefill.offer("r", num_tokens=32, block_ids=source.some_blocks(1, 32))
-        frames = islice(lies(kinds, {**offer.ticket, "epoch": 1}), num_frames)
-        told = {}
-        with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
-            dealer.set(zmq.LINGER, 0)
-            dealer.set(zmq.RCVTIMEO, 30_000)
-            apply(dealer, ring.curve(f"any-{role}", side))
-            dealer.connect(agent.peer)
-            ops = {}
-            for batch in batched(frames, window):
-                for frame in batch:
-                    ops[frame["id"]] = frame["op"]
-                    dealer.send(msgpack.packb(frame))
-                for _ in batch:
-                    reply = msgpack.unpackb(dealer.recv())
-                    assert reply["re"] not in told
-                    told[reply["re"]] = reply.get("error", {}).get("code", "ok")
-            assert not dealer.poll(0)
-        await offer.withdraw()
-        await offer.released()
-    await hand_over(prefill, decode)
+async def test_a_hundred_thousand_lies_have_one_answer_each_and_no_effect(agents, ring, trap):
+    liars: list[Liar] = []
+    async with (
+        engine(PrefillSession, agents["prefill"].attach, seed=1) as source,
+        engine(DecodeSession, agents["decode"].attach, seed=2) as target,
+    ):
+        shape = {"num_tokens": 16, "block_ids": source.some_blocks(9, 16)}
+        held, other = [await source.prefill.offer(name, **shape) for name in ("held", "other")]
+        rights = [other.ticket["secret"], "0" * 32]
+        endpoint = f"tcp://127.0.0.1:{trap.getsockname()[1]}"
+        for number, side in enumerate(SIDES):
+            agent = agents[side]
+            known = what_is_true(agent, source, held.ticket, rights, endpoint)
+            peers = Lies(PEER_REQUESTS[side], known, seed=number)
+            engines = Lies(ENGINE_REQUESTS[side], known, seed=number)
+            with attached(agent.attach) as (boot, ipc):
+                these = [
+                    Liar(agent.peer, peers, 10_000, ring.curve("any-observer", side)),
+                    Liar(agent.peer, peers, 20_000, ring.curve("any-decode", side)),
+                    Liar(ipc, engines, 10_000),
+                    Liar(ipc, engines, 10_000, boot=boot),
+                ]
+                with lying(*these):
+                    for _ in range(NUM_HANDOFFS):
+                        assert await works(source, target)
+            liars += these
+        for offer in (held, other):
+            await offer.withdraw()
+            await offer.released()
 
-    assert told.keys() == ops.keys()
-    assert {ops[number] for number, code in told.items() if code == "ok"} <= HARMLESS
-    if role is Role.OBSERVER:
-        assert {code for number, code in told.items() if ops[number] != "status"} == {"forbidden"}
-
-
-def batched(frames: Iterator[dict[str, Any]], size: int) -> Iterator[list[dict[str, Any]]]:
-    while batch := list(islice(frames, size)):
-        yield batch
+    assert sum(liar.num for liar in liars) == 100_000
+    for liar in liars:
+        assert sum(liar.answers.values()) == liar.num
+        assert not liar.twice
+        assert liar.accepted <= HARMLESS
+    for observer in liars[0::4]:
+        assert set(observer.answers) <= {"ok", "forbidden", "busy"}
