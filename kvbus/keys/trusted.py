@@ -4,6 +4,7 @@ Refuses to trust what it cannot read: a folder that is gone trusts nobody.
 """
 
 from collections.abc import Iterator
+from contextlib import suppress
 from operator import attrgetter
 from pathlib import Path
 
@@ -68,8 +69,9 @@ class TrustedKeys:
         found = []
         for path in self.folder.iterdir():
             if path.suffix == SUFFIX:
-                one = path.stat()
-                found.append((path.name, one.st_ino, one.st_mtime_ns, one.st_size))
+                with suppress(FileNotFoundError):  # it went just now: the others stay
+                    one = path.stat()
+                    found.append((path.name, one.st_ino, one.st_mtime_ns, one.st_size))
         if len(found) > MAX_KEYS:
             raise ConfigError(f"{self.folder} has {len(found)} keys; {MAX_KEYS} are the most")
         return sorted(found)

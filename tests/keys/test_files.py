@@ -150,3 +150,13 @@ def test_a_key_that_came_or_went_is_seen_without_reading_the_folder(trusted: Tru
     went = trusted.has_other_files()
 
     assert (quiet, came, seen, went) == (False, True, False, True)
+
+
+def test_a_file_that_goes_while_the_folder_is_read_costs_nobody_else_its_trust(
+    trusted: TrustedKeys,
+) -> None:
+    (trusted.folder / "gone.toml").symlink_to(trusted.folder / "nothing")
+
+    trusted.refresh()
+
+    assert trusted.roles_of(PAIR.public) == DECODE
