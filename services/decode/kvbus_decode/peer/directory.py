@@ -61,6 +61,7 @@ class Peer:
     broken_agents: set[str] = field(default_factory=set)
     nixl_turn: anyio.Lock = field(default_factory=anyio.Lock)
     events_endpoint: str = ""
+    boot: str = ""
     num_users: int = 0
 
     @property
@@ -208,8 +209,12 @@ class PeerDirectory:
 
     def _see_boot(self, address: PeerAddress, boot: str) -> None:
         peer = self._peers.get(address)
-        if peer is not None:
-            self._on_boot(peer, boot)
+        if peer is None:
+            return
+        if peer.boot:
+            log.warning("peer.restarted", peer=peer.endpoint, peer_boot=boot)
+        peer.boot = boot
+        self._on_boot(peer, boot)
 
     def _lose(self, address: PeerAddress, boot: str) -> None:
         peer = self._peers.get(address)

@@ -150,12 +150,10 @@ class RouteBook:
             for source in route.sources
             if source.peer is peer and source.agent_boot != boot
         }
-        if not old:
-            return []
-        log.warning("peer.restarted", peer=peer.endpoint, peer_boot=boot)
         lost = {route for route, _ in old}
         self._keep_only(lambda _, route: route not in lost)
-        self._agent.tasks.start_soon(self._forget_nixl, peer)
+        if peer.nixl_agents:
+            self._agent.tasks.start_soon(self._forget_nixl, peer)
         return sorted({source.agent_boot for route, source in old if source is route.home})
 
     def _keep_only(self, wanted: Callable[[RouteKey, Route], bool]) -> None:
