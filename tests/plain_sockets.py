@@ -12,6 +12,7 @@ import msgpack
 import zmq
 
 REPLY_WITHIN_S = 30.0
+NUM_TRIES = 6
 
 
 @dataclass(frozen=True)
@@ -32,14 +33,19 @@ def ask(
 
 
 def ask_frames(endpoint: str, *frames: bytes, curve: Curve | None = None) -> dict[str, Any]:
-    """The reply to any frames of a plain DEALER."""
+    """The reply to frames of a plain DEALER; they are sent again to an agent that is silent.
+
+    Raises `zmq.Again` when none came within `REPLY_WITHIN_S`.
+    """
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
         dealer.set(zmq.LINGER, 0)
-        dealer.set(zmq.RCVTIMEO, round(REPLY_WITHIN_S * 1000))
         apply(dealer, curve)
         dealer.connect(endpoint)
-        dealer.send_multipart(frames)
-        reply: dict[str, Any] = msgpack.unpackb(dealer.recv())
+        for _ in range(NUM_TRIES):
+            dealer.send_multipart(frames)
+            if dealer.poll(round(REPLY_WITHIN_S / NUM_TRIES * 1000)):
+                break
+        reply: dict[str, Any] = msgpack.unpackb(dealer.recv(zmq.NOBLOCK))
         return reply
 
 

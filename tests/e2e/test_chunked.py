@@ -181,7 +181,7 @@ async def test_a_growing_offer_that_is_withdrawn_fails_its_fetch_and_writes_no_m
         await growing.fetch.blocks_freed()
         outcome = await growing.offer.released()
 
-        assert failure.code is ErrorCode.STALE
+        assert failure.code is ErrorCode.OFFER_WITHDRAWN
         assert outcome is Outcome.WITHDRAWN
         await hand_over(source, target, 71)
 
