@@ -274,7 +274,8 @@ class Agents:
         for agent in self.all:
             if agent.alive:
                 wait_until(agent.idle, f"{agent.role} agent holds nothing: {agent.status()}")
-        assert [line for agent in self.all for line in agent.trouble()] == []
+        trouble = [line for agent in self.all for line in agent.trouble()]
+        assert not trouble, trouble  # pytest shows no values of a module that is no test
 
     def end(self) -> None:
         """End all of them, those that a test left stopped or hung included."""
