@@ -107,18 +107,18 @@ async def test_blocks_are_free_when_an_agent_that_waited_for_its_transfers_has_e
     fresh.start(prefill, decode)
     large = {"groups": (LARGE,), "num_blocks": NUM_LARGE_BLOCKS}
     async with pair(prefill.attach, decode.attach, **large) as (source, target):
-        offer, fetch = await start_long_read(source, target)
+        _, fetch = await start_long_read(source, target)
 
         prefill.signal(signal.SIGSTOP)  # what was posted does not end
         decode.signal(signal.SIGTERM)
         failure = await failure_of(fetch)
         await fetch.blocks_freed()
         decode_lives = decode.alive
-        prefill.signal(signal.SIGCONT)
+        # One that went on would be aborted by UCX now and then, as a reader died meanwhile.
+        prefill.kill()
 
         assert (failure.code, failure.blocks_free) == (ErrorCode.DRAINING, False)
         assert not decode_lives
-        await offer.withdraw()
 
 
 def test_ended_and_freed_fetches_are_taken_in_the_order_in_which_they_came(slow):
