@@ -1,0 +1,108 @@
+"""Measures what keys, signed tickets and ``exposure = "staging"`` cost: handoffs each way, in turn.
+
+Run it from the repository's root: ``python benchmarks/trust.py``. Each way has a prefill agent, a
+decode agent and a prefill engine of its own, which sleep while another way has its turn. Medians,
+and their ratio to those without; a busy machine changes the medians more than the ratio.
+"""
+
+import argparse
+import base64
+import secrets
+import tempfile
+from collections.abc import Iterator
+from contextlib import AsyncExitStack, ExitStack, contextmanager
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import anyio
+
+from kvbus.bench.cases.rate import measure_rate
+from kvbus.bench.engines import Bench, EnginePair
+from kvbus.bench.figures import Scale
+from kvbus.bench.processes import agent, answering
+from kvbus.bench.shapes import BIG, SMALL, PairedBlocks, Shape, scattered
+from kvbus.bench.stats import in_turn
+from kvbus.demo.keys import DemoKeys
+
+WAYS = ("plain", "keys", "signed", "staging")
+RATE_ROUNDS = 5
+SIZES: dict[str, tuple[Shape, int, int]] = {
+    "64 KiB": (SMALL, 1, 20),
+    "4 MiB": (BIG, 16, 4),
+    "64 MiB": (BIG, 256, 1),
+}
+"""Shape, number of blocks, handoffs for each round."""
+
+
+def settings(way: str, folder: Path) -> dict[str, dict[str, Any]]:
+    """What the configs of both agents have of this way; signed tickets have keys as well."""
+    more: dict[str, dict[str, Any]] = {"prefill": {}, "decode": {}}
+    if way == "staging":
+        more["prefill"]["exposure"] = "staging"
+    if way in ("keys", "signed"):
+        keys = DemoKeys(folder)
+        more = {role: dict(keys.settings(role)) for role in more}
+    if way == "signed":
+        (folder / "ticket.key").touch(mode=0o600)
+        (folder / "ticket.key").write_bytes(base64.b64encode(secrets.token_bytes(32)))
+        more = {
+            role: {**one, "ticket_keys": [str(folder / "ticket.key")]} for role, one in more.items()
+        }
+    return more
+
+
+@contextmanager
+def site(way: str, folder: Path) -> Iterator[Bench]:
+    """Two agents of this way and a process for prefill engines."""
+    folder.mkdir(mode=0o700)
+    with ExitStack() as stack:
+        prefill, decode = (
+            stack.enter_context(agent(role, folder, **more))
+            for role, more in settings(way, folder).items()
+        )
+        module, path = "kvbus.bench.prefill_engine", str(prefill.attach_path)
+        engines = stack.enter_context(answering("prefill engine", module, path, folder=folder))
+        agents = {"prefill agent": prefill, "decode agent": decode}
+        yield Bench(agents, engines, folder, stack)
+
+
+async def measure(
+    sites: dict[str, Bench], shape: Shape, tables: PairedBlocks, rounds: int
+) -> dict[str, list[float]]:
+    """Seconds of the fetches, by way."""
+    async with AsyncExitStack() as stack:
+        pairs: dict[str, EnginePair] = {}
+        for way, bench in sites.items():
+            engines = bench.engines(shape, tables.capacities[0])
+            pairs[way] = await stack.enter_async_context(engines)
+            await pairs[way].verify(tables)
+        ways = {way: lambda pair=pair: pair.timed(tables) for way, pair in pairs.items()}
+        return await in_turn(rounds, ways)
+
+
+async def main(rounds: int, folder: Path) -> None:
+    """Print a line for each size, and one for the rate."""
+    with ExitStack() as stack:
+        sites = {way: stack.enter_context(site(way, folder / way)) for way in WAYS}
+        for name, (shape, num_blocks, times) in SIZES.items():
+            seconds = await measure(sites, shape, scattered(num_blocks, shape), rounds * times)
+            tell(name, {way: 1e3 * median(seconds[way]) for way in WAYS}, "ms")
+        rates: dict[str, list[float]] = {way: [] for way in WAYS}
+        for _ in range(RATE_ROUNDS):
+            for way, bench in sites.items():
+                rates[way].append((await measure_rate(bench, Scale(factor=0.3)))[0].value)
+        tell("rate", {way: median(rates[way]) for way in WAYS}, "1/s")
+
+
+def tell(name: str, figures: dict[str, float], unit: str) -> None:
+    """A line with the figures, and the ratio of each to the first."""
+    plain = figures["plain"]
+    shown = (f"{way} {value:.2f} {unit} ({value / plain:.2f})" for way, value in figures.items())
+    print(f"{name:>7}: {', '.join(shown)}", flush=True)
+
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--rounds", type=int, default=20)
+with tempfile.TemporaryDirectory(prefix="kvbus-bench-") as name:
+    anyio.run(main, parser.parse_args().rounds, Path(name))
