@@ -3,7 +3,9 @@
 Refuses to look inside: what a server did is read from its answers, its metrics and its log.
 """
 
+import base64
 import random
+import secrets
 import signal
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -13,7 +15,9 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from kvbus.keys.roles import Role
 from tests.agents import AgentProcess, Agents, agents_ended, wait_until
+from tests.keyring import KeyRing
 from tests.vllm.calls import Call, Completion
 from tests.vllm.models import VOCABULARY
 from tests.vllm.servers import VllmServer
@@ -175,10 +179,7 @@ def cluster(
 ) -> Iterator[Cluster]:
     """Start both sides side by side, and end them; without ``has_agents`` only the servers."""
     with agents_ended(Agents) as agents:
-        sides = (
-            agents.prepare("prefill", **dict(shape.prefill.settings)),
-            agents.prepare("decode", **dict(shape.decode.settings)),
-        )
+        sides = _agents_of(shape, agents)
         for side in sides:
             side.runs_first = True  # vLLM's workers spin while they wait, on all cores
         if has_agents:
@@ -197,6 +198,19 @@ def cluster(
             yield made
         finally:
             made.stop()
+
+
+def _agents_of(shape: Shape, agents: Agents) -> list[AgentProcess]:
+    settings = {Role.PREFILL: shape.prefill.settings, Role.DECODE: shape.decode.settings}
+    if not shape.keys:
+        return [agents.prepare(role.value, **dict(more)) for role, more in settings.items()]
+    ring, signing = KeyRing(agents.folder), agents.folder / "ticket.key"
+    signing.touch(mode=0o600)
+    signing.write_bytes(base64.b64encode(secrets.token_bytes(32)))
+    return [
+        ring.prepare(agents, role, role.value, ticket_keys=[str(signing)], **dict(more))
+        for role, more in settings.items()
+    ]
 
 
 def _server(agent: AgentProcess, side: Side, shape: Shape, models: Path, wire: Wire) -> VllmServer:

@@ -35,11 +35,15 @@ class Side:
 
 @dataclass(frozen=True)
 class Shape:
-    """Both sides, and what vLLM does with a request whose KV could not be loaded."""
+    """Both sides, and what vLLM does with a request whose KV could not be loaded.
+
+    With ``keys`` the agents have CURVE keys, and sign their tickets.
+    """
 
     prefill: Side
     decode: Side
     policy: str = "recompute"
+    keys: bool = False
 
 
 def both(model: str) -> Shape:
@@ -60,6 +64,6 @@ FAILING = Shape(
 )
 """Large blocks to small ones; a request whose KV cannot be loaded fails."""
 
-SPLIT = Shape(Side("0"), Side("0|1", tp=2))
+SPLIT = Shape(Side("0"), Side("0|1", tp=2), keys=True)
 JOINED = Shape(Side("0|1", tp=2), Side("1"))
 OTHERS = Shape(Side("0", settings={"offer_ttl_s": OFFER_TTL_S}), Side("1", "other"))
