@@ -155,14 +155,15 @@ async def test_a_killed_prefill_agent_of_some_ranks_fails_the_fetch_until_it_is_
 async def test_a_restarted_prefill_agent_of_some_ranks_is_shaken_hands_with_anew(sites, readers):
     async with spread_pair(sites, readers) as (source, target):
         assert await works(source, target)
+        before = [len(agent.logged("peer.restarted")) for agent in readers]
 
         sites.prefill[1].kill()
         await source.lose(1)
         sites.prefill[1].start()
         await source.bring_back(1)
         source.fill(3)
-        for agent in readers:
-            await until(lambda agent=agent: agent.logged("peer.restarted"))
+        for agent, known in zip(readers, before, strict=True):
+            await until(lambda a=agent, n=known: len(a.logged("peer.restarted")) > n)
 
         assert await works(source, target)
 
