@@ -190,7 +190,7 @@ async def test_blocks_are_withheld_until_a_killed_sibling_is_back_as_a_new_proce
 
 async def test_an_engine_that_leaves_does_not_wait_for_a_killed_sibling(sites, readers):
     async with spread_pair(sites, readers) as (source, target):
-        _, fetch = await start_long_read(source, target, timeout_s=4.0)
+        _, fetch = await start_long_read(source, target, timeout_s=12.0)  # agents pack first: slow
         readers[1].kill()
         failure = await failure_of(fetch)
         mapped = readers[0].memory_maps(target.spec.engine_id)
