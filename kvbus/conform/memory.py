@@ -109,17 +109,6 @@ class EngineMemory:
                 yield place, tables[place.group.name], start, stop
 
 
-def wrong_numbers(
-    memory: EngineMemory, name: int, tables: Mapping[str, BlockTable], tokens: tuple[int, int]
-) -> str:
-    """The first place where KV of these tokens is not the known numbers; empty when all are."""
-    for place, table, start, stop in memory.covered(tables, *tokens):
-        have, want = place.read(table, start, stop), place.numbers(name, start, stop)
-        if (have != want).any():
-            return where_different(place, have, want, start)
-    return ""
-
-
 def where_different(place: Place, have: Bytes, want: Bytes, start: int) -> str:
     """The first byte that differs, in words."""
     differs = np.argwhere(have != want)

@@ -31,15 +31,7 @@ async def run_agent(
     access = Access.open(config)
     interfaces = choose_interfaces(config)
     restrict_ucx(interfaces)
-    transport = Transport(
-        f"{config.agent_id}/{boot}",
-        limits=TransportLimits(
-            slice_bytes=config.transport.slice_bytes,
-            slice_descriptors=config.transport.slice_descriptors,
-        ),
-        deliver=loop.call_soon_threadsafe,
-        on_broken=_end_broken,
-    )
+    transport = _make_transport(config, boot, loop)
     await asyncio.wrap_future(transport.start())
     staging: StagingDevices | None = None
     try:
@@ -66,6 +58,18 @@ async def run_agent(
         elif staging is not None:
             staging.unmap()
         log.info("agent.stopped")
+
+
+def _make_transport(config: AgentConfig, boot: str, loop: asyncio.AbstractEventLoop) -> Transport:
+    return Transport(
+        f"{config.agent_id}/{boot}",
+        limits=TransportLimits(
+            slice_bytes=config.transport.slice_bytes,
+            slice_descriptors=config.transport.slice_descriptors,
+        ),
+        deliver=loop.call_soon_threadsafe,
+        on_broken=_end_broken,
+    )
 
 
 def _end_broken(error: Exception) -> None:

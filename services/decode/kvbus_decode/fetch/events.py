@@ -90,7 +90,7 @@ class PeerReady:
 
 @dataclass(frozen=True, slots=True)
 class LeaseGranted:
-    """SendReply to a claim or renewal that was sent at ``sent_at``: the lease counts from there.
+    """The reply to a claim or renewal that was sent at ``sent_at``: the lease counts from there.
 
     The reply to a claim brings the ticket: its lease is given back though its fetch be forgotten.
     """
