@@ -156,6 +156,7 @@ class FetchInterleavings(FetchWorld):
             case ev.SendRenew() if error is not None:
                 self.tell(ev.RenewFailed(fetch_id, error))
             case _ if error is not None:
+                self.seen[fetch_id].confirm_lost = code is ErrorCode.TIMEOUT
                 self.tell(ev.StepFailed(fetch_id, error))
             case ev.ResolvePeer():
                 self.tell(ev.PeerReady(fetch_id))

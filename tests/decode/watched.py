@@ -64,7 +64,8 @@ class Watched:
 
     ``has_news`` while the engine was not told what landed. ``told_*`` is what the last grant said.
     ``hinted`` is True from a hint until the next question about the offer is asked; ``superseded``
-    are epochs that the prefill agent itself took back.
+    are epochs that the prefill agent itself took back. ``confirm_lost`` when no reply came to the
+    last confirm.
     """
 
     requested: ev.Requested
@@ -91,6 +92,7 @@ class Watched:
     reading_s: float = 0.0
     num_aborts: int = 0
     confirm_asked: bool = False
+    confirm_lost: bool = False
     confirmed: bool = False
     cancelled: bool = False
     report: ev.ReportFetched | None = None
@@ -181,10 +183,10 @@ class Watched:
 
     def ask_confirm(self) -> None:
         assert not self.in_flight
-        assert not self.confirm_asked
+        assert not self.confirm_asked or self.confirm_lost, "confirmed again without a reason"
         assert self.offer.sealed
         assert self.nothing_is_left, "confirmed before everything was read"
-        self.confirm_asked = True
+        self.confirm_asked, self.confirm_lost = True, False
 
     def end(self, report: ev.ReportFetched, now: float) -> None:
         """Check what the engine is told."""

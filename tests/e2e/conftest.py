@@ -51,10 +51,14 @@ def other_decode(agents: Agents) -> AgentProcess:
 def shaped() -> Iterator[Agents]:
     """Agents with few and small staging slots, so that a few tokens are many boxes."""
     with agents_ended(Agents) as agents:
-        slots = {"slot_bytes": SLOT_BYTES, "staging_bytes": 4 * SLOT_BYTES}
-        agents.start(agents.prepare("prefill", **slots))
+        settings = {
+            "slot_bytes": SLOT_BYTES,
+            "staging_bytes": 4 * SLOT_BYTES,
+            "max_refusal_lines_s": 1000,  # tests of what is refused read each line
+        }
+        agents.start(agents.prepare("prefill", **settings))
         for path in (*PATHS, "auto"):  # side by side they are too slow on few cores
-            agents.start(agents.prepare("decode", path=path, **slots))
+            agents.start(agents.prepare("decode", path=path, **settings))
         yield agents
 
 

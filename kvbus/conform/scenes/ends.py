@@ -4,6 +4,7 @@ import time
 
 from kvbus.conform.desk import Job
 from kvbus.conform.fetches import FetchDesk
+from kvbus.conform.offers import OfferDesk
 from kvbus.conform.scenes.offering import MAX_LOOPS
 from kvbus.conform.stage import Stage
 from kvbus.protocol.engine import Ping
@@ -31,8 +32,7 @@ def silence(stage: Stage) -> None:
 def hang_up(stage: Stage) -> None:
     """The agent ends all attach connections, and lives on."""
     job = stage.desk.begin(20)
-    if not stage.accepted(job):
-        stage.never_asked(job)
+    if not _begun(stage, job):
         return
     files = stage.agent.files
     stage.agent.hang_up()
@@ -43,8 +43,7 @@ def hang_up(stage: Stage) -> None:
 def new_agent(stage: Stage) -> None:
     """The agent dies, and is started again."""
     job = stage.desk.begin(20)
-    if not stage.accepted(job):
-        stage.never_asked(job)
+    if not _begun(stage, job):
         return
     stage.agent.close()
     time.sleep(AWAY_S)
@@ -59,6 +58,17 @@ def stop(stage: Stage) -> None:
     status = stage.engine.stop(0.0)
     seen = f"exit status {status}" if in_time else f"it runs on for {stage.patience_s:g} s"
     stage.book.expect("ends.stop", in_time and status == 0, seen)
+
+
+def _begun(stage: Stage, job: Job) -> bool:
+    """Wait until the engine has the reply: a request whose reply is lost began nothing."""
+    if not stage.accepted(job):
+        stage.never_asked(job)
+        return False
+    if isinstance(stage.desk, OfferDesk):
+        stage.wait(lambda: stage.engine.told("ticket", job.name))
+    stage.agent.play(AWAY_S)
+    return True
 
 
 def _need_blocks(stage: Stage, lost: Job) -> None:
