@@ -17,13 +17,23 @@ from kvbus.planning import Descriptors
 from kvbus.spawn import Child, free_port, write_agent_config
 
 BARE_PAIR = "kvbus.transport.bare_pair"
+RECORDER = "kvbus.bench.trace.recorder"
 LAG_BUCKET = "kvbus_event_loop_lag_seconds_bucket"
 ANSWER_TIMEOUT_S = 120.0
 
 
-def answering(name: str, module: str, *arguments: str, folder: Path) -> Child:
+def module_command(name: str, module: str, *arguments: str, notes: Path | None) -> list[str]:
+    """``python -m module``; with a folder for ``notes``, by way of the recorder of a trace."""
+    recorder = ("-m", RECORDER, str(notes / f"{name}.notes")) if notes else ("-m",)
+    return [sys.executable, *recorder, module, *arguments]
+
+
+def answering(
+    name: str, module: str, *arguments: str, folder: Path, notes: Path | None = None
+) -> Child:
     """Run ``python -m module`` with pipes for its stdin and stdout; it ends with its stdin."""
-    command, log = [sys.executable, "-m", module, *arguments], folder / f"{name}.log"
+    command = module_command(name, module, *arguments, notes=notes)
+    log = folder / f"{name}.log"
     return Child.start(name, command, log=log, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
 
 
@@ -76,15 +86,17 @@ class BenchAgent:
 
 
 @contextlib.contextmanager
-def agent(role: str, folder: Path, *, path: str = "", **more: str) -> Iterator[BenchAgent]:
+def agent(
+    role: str, folder: Path, *, path: str = "", notes: Path | None = None, **more: str
+) -> Iterator[BenchAgent]:
     """Start the ``role`` agent below ``folder``; a decode agent reads by ``path``, if given.
 
-    ``more`` are keys of its configuration.
+    ``more`` are keys of its configuration. With ``notes`` it is traced, see `module_command`.
     """
     port, name = free_port(), f"{role}-{path or 'auto'}"
     settings = {"metrics_bind": f"127.0.0.1:{port}", **({"path": path} if path else {}), **more}
     config = write_agent_config(name, folder, **settings)
-    command = [sys.executable, "-m", f"kvbus_{role}", str(config)]
+    command = module_command(f"{role} agent", f"kvbus_{role}", str(config), notes=notes)
     with Child.start(f"{role} agent", command, log=folder / f"{name}.log") as child:
         yield BenchAgent(child, folder / name / "attach.sock", port)
 

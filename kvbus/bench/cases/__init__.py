@@ -1,8 +1,8 @@
 """The cases of the benchmark: agents and engines up, the cases in turn, everything down."""
 
 import tempfile
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -61,20 +61,31 @@ def run_cases(names: Sequence[CaseName], scale: Scale) -> Figures:
 
 
 async def _run(names: Sequence[CaseName], scale: Scale, folder: Path, console: Console) -> Figures:
-    """A failed run shows the end of the agents' logs."""
     measured: dict[CaseName, list[Figure]] = {}
-    with agent("prefill", folder) as prefill, agent("decode", folder) as decode:
+    with running(folder, console) as bench:
+        for name in names:
+            with console.status(f"measuring {name}"):
+                measured[name] = await CASES[name](bench, scale)
+    return measured
+
+
+@contextmanager
+def running(folder: Path, console: Console, *, notes: Path | None = None) -> Iterator[Bench]:
+    """Agents and the prefill engines' process; a failed run shows the end of the agents' logs.
+
+    With ``notes`` all of them are traced, see `module_command`.
+    """
+    with (
+        agent("prefill", folder, notes=notes) as prefill,
+        agent("decode", folder, notes=notes) as decode,
+    ):
         try:
             module, path = "kvbus.bench.prefill_engine", str(prefill.attach_path)
             with ExitStack() as stack:
-                engines = answering("prefill engine", module, path, folder=folder)
+                engines = answering("prefill engine", module, path, folder=folder, notes=notes)
                 agents = {"prefill agent": prefill, "decode agent": decode}
-                bench = Bench(agents, stack.enter_context(engines), folder, stack)
-                for name in names:
-                    with console.status(f"measuring {name}"):
-                        measured[name] = await CASES[name](bench, scale)
+                yield Bench(agents, stack.enter_context(engines), folder, stack)
         except* KVBusError:
             for one in (prefill, decode):
                 console.print(one.child.lost("runs"), markup=False)
             raise
-    return measured
