@@ -191,8 +191,9 @@ def _stages(work: PathWork, rates: Rates, *, num_bytes: float) -> Stages:
     num_descriptors = max(1.0, (work.num_descriptors or 0) * num_bytes / work.num_bytes)
     read_s = rates.seconds_per_read + num_descriptors * rates.seconds_per_descriptor
     if work.scatter_run_bytes is not None:
-        scatter_s = num_bytes / rates.scatter_bytes_per_s
-        scatter_s += num_bytes / work.scatter_run_bytes * rates.seconds_per_scattered_run
+        scattered_bytes = num_bytes * work.num_copies
+        scatter_s = scattered_bytes / rates.scatter_bytes_per_s
+        scatter_s += scattered_bytes / work.scatter_run_bytes * rates.seconds_per_scattered_run
     return Stages(
         gather_s=gather_s, read_s=read_s + num_bytes / rates.wire_bytes_per_s, scatter_s=scatter_s
     )

@@ -27,7 +27,8 @@ class PathWork:
 
     ``num_bytes`` go through the READ, parts of blocks that nobody asked for included. Runs are mean
     lengths in bytes. Without ``num_descriptors`` a box is one. With a gather the fetch goes in
-    boxes, none of which spans two shares. Raises `LocalError` for less than nothing.
+    boxes, none of which spans two shares. A byte is scattered ``num_copies`` times on average, once
+    for each rank that it is read for. Raises `LocalError` for less than nothing.
     """
 
     num_bytes: int
@@ -35,6 +36,7 @@ class PathWork:
     gather_run_bytes: float | None = None
     scatter_run_bytes: float | None = None
     num_shares: int = 1
+    num_copies: float = 1.0
 
     def __post_init__(self) -> None:
         for name in self.__slots__:

@@ -5,7 +5,7 @@ merge are not foreseen.
 """
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -25,12 +25,19 @@ Ranks = Mapping[int, PlacedRank]
 class FetchWork:
     """What fetches of ``shares`` are, between ranks that are given by number.
 
-    Made once for each peer, as shapes are constant; `shape` is called for each fetch. Addresses of
-    the ranks do not matter, but for whether there are any.
+    The packed path takes ``joined`` shares, or the same as the others. Made once for each peer, as
+    shapes are constant; `shape` is called for each fetch. Addresses of the ranks do not matter, but
+    for whether there are any.
     """
 
-    def __init__(self, prefill: Ranks, decode: Ranks, shares: Iterable[Share]) -> None:
-        self._sizes = Counter[_Size]()
+    def __init__(
+        self,
+        prefill: Ranks,
+        decode: Ranks,
+        shares: Sequence[Share],
+        joined: Sequence[Share] | None = None,
+    ) -> None:
+        self._sizes, self._joined_sizes = Counter[_Size](), Counter[_Size]()
         self._least_box_bytes = {Path.PACKED: 1, Path.REORDERED: 1}
         self._can_direct = self._can_reorder = True
         self._direct, self._gather, self._scatter = _Runs(), _Runs(), _Runs()
@@ -40,6 +47,9 @@ class FetchWork:
             self._can_direct &= holder.direct and reader.direct
             self._can_reorder &= reader.direct
             self._add(holder.somewhere(), reader.somewhere(), share)
+        for share in shares if joined is None else joined:
+            readers = [decode[number].somewhere() for number in share.readers]
+            self._add_packed(prefill[share.holder].somewhere(), readers, share)
 
     def least_box_bytes(self, path: Path) -> int:
         """The smallest box that `cut_into_boxes` can make of every share; 1 when there is none."""
@@ -52,8 +62,7 @@ class FetchWork:
         ``slot_bytes``; nor reordered when a reader's regions have different orders or it is
         unregistered; nor direct when either side is.
         """
-        num_bytes = sum(size.num_bytes(spans) * times for size, times in self._sizes.items())
-        num_shares = sum(n for size, n in self._sizes.items() if size.num_bytes(spans))
+        num_bytes, num_shares = _sum(self._sizes, spans)
         in_boxes = {
             path
             for path, least in self._least_box_bytes.items()
@@ -64,11 +73,13 @@ class FetchWork:
             num_descriptors = self._direct.count(spans)
             shape[Path.DIRECT] = PathWork(num_bytes=num_bytes, num_descriptors=num_descriptors)
         if Path.PACKED in in_boxes:
+            joined_bytes, num_joined = _sum(self._joined_sizes, spans)
             shape[Path.PACKED] = PathWork(
-                num_bytes=num_bytes,
-                gather_run_bytes=num_bytes / self._gather.count(spans),
+                num_bytes=joined_bytes,
+                gather_run_bytes=joined_bytes / self._gather.count(spans),
                 scatter_run_bytes=num_bytes / self._scatter.count(spans),
-                num_shares=num_shares,
+                num_shares=num_joined,
+                num_copies=num_bytes / joined_bytes,
             )
         if Path.REORDERED in in_boxes and self._can_reorder:
             shape[Path.REORDERED] = PathWork(
@@ -80,27 +91,30 @@ class FetchWork:
         return shape
 
     def _add(self, holder: PlacedRank, reader: PlacedRank, share: Share) -> None:
-        theirs, ours = holder.engine.group(share.group), reader.engine.group(share.group)
-        size = _Size(share.group, share.position_bytes(ours), len(share.layers), ours.block_size)
+        """What is read into blocks: directly, and from slots in the reader's order."""
+        size = _size(reader, share)
         self._sizes[size] += 1
-        self._need(Path.PACKED, size.layer_bytes)
-        num_positions = 2 * max(theirs.block_size, ours.block_size)
-        canonical = SlotOrder(canonical_order().axes, num_positions)
-        heads = (share.first_head, share.num_heads)
-        box = Box(share.group, share.layers, share.parts, *heads, 0, num_positions)
-        slot = slot_rank(reader, box, canonical)
-        either, here = {theirs.block_size, ours.block_size}, {ours.block_size}
+        either, here = {_block_size(holder, share), size.block_size}, {size.block_size}
         self._direct.add(holder, reader, share, cuts=either)
-        self._gather.add(holder, slot, share, cuts={theirs.block_size})
-        self._scatter.add(slot, reader, share, cuts=here)
-        order = reader_order(reader.rank.regions, ours)
+        order = reader_order(reader.rank.regions, reader.engine.group(share.group))
         if order is None:
             self._can_reorder = False
             return
         self._need(Path.REORDERED, size.layer_bytes * order.block_size)
-        slot = slot_rank(reader, box, order)
+        slot = slot_rank(reader, _box(holder, reader, share), order)
         self._reordered_gather.add(holder, slot, share, cuts=either)
         self._reordered_read.add(slot, reader, share, cuts=here)
+
+    def _add_packed(self, holder: PlacedRank, readers: list[PlacedRank], share: Share) -> None:
+        """What goes through slots of ours: gathered and read once, scattered to each reader."""
+        size = _size(readers[0], share)
+        self._joined_sizes[size] += 1
+        self._need(Path.PACKED, size.layer_bytes)
+        box = _box(holder, readers[0], share)
+        slot = slot_rank(readers[0], box, SlotOrder(canonical_order().axes, box.stop))
+        self._gather.add(holder, slot, share, cuts={_block_size(holder, share)})
+        for reader in readers:
+            self._scatter.add(slot, reader, share, cuts={size.block_size})
 
     def _need(self, path: Path, num_bytes: int) -> None:
         self._least_box_bytes[path] = max(self._least_box_bytes[path], num_bytes)
@@ -129,6 +143,28 @@ class _Size(NamedTuple):
             return 0
         num_blocks = num_blocks_for(stop, self.block_size) - start // self.block_size
         return num_blocks * self.block_size * self.position_bytes
+
+
+def _size(reader: PlacedRank, share: Share) -> _Size:
+    group = reader.engine.group(share.group)
+    return _Size(share.group, share.position_bytes(group), len(share.layers), group.block_size)
+
+
+def _sum(sizes: Counter[_Size], spans: Spans) -> tuple[int, int]:
+    """Bytes of all shares at these positions, and how many have any."""
+    num_bytes = sum(size.num_bytes(spans) * times for size, times in sizes.items())
+    return num_bytes, sum(times for size, times in sizes.items() if size.num_bytes(spans))
+
+
+def _block_size(placed: PlacedRank, share: Share) -> int:
+    return placed.engine.group(share.group).block_size
+
+
+def _box(holder: PlacedRank, reader: PlacedRank, share: Share) -> Box:
+    """Of the share, long enough for every pattern of its blocks."""
+    stop = 2 * max(_block_size(holder, share), _block_size(reader, share))
+    heads = (share.first_head, share.num_heads)
+    return Box(share.group, share.layers, share.parts, *heads, 0, stop)
 
 
 class _Runs:

@@ -5,7 +5,7 @@ So tensor parallelism, replicas and pipeline stages of any kind need no case of 
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from math import lcm
@@ -23,7 +23,8 @@ Cell = tuple[str, int, str]
 class Share:
     """Rank ``reader`` reads layers x parts x heads of one group from rank ``holder``.
 
-    The parts have heads of one size; which tokens is up to the fetch.
+    The parts have heads of one size; which tokens is up to the fetch. ``others`` are further
+    readers of a joined share: each gets a copy of what ``reader`` reads.
     """
 
     holder: int
@@ -33,6 +34,12 @@ class Share:
     parts: tuple[str, ...]
     first_head: int
     num_heads: int
+    others: tuple[int, ...] = ()
+
+    @property
+    def readers(self) -> tuple[int, ...]:
+        """All ranks that it is for."""
+        return self.reader, *self.others
 
     def position_bytes(self, group: GroupSpec) -> int:
         """Bytes at one position of the block table; ``group`` is either side's."""
@@ -49,7 +56,10 @@ class _Held(NamedTuple):
 
 
 class _Wanted(NamedTuple):
-    """Heads of one cell that one reader needs, and every rank that holds them all."""
+    """Heads of one cell that one reader needs, and every rank that holds them all.
+
+    ``others`` need the same, and get a copy of what the reader reads.
+    """
 
     reader: int
     cell: Cell
@@ -57,16 +67,24 @@ class _Wanted(NamedTuple):
     first: int
     stop: int
     candidates: tuple[int, ...]
+    others: tuple[int, ...] = ()
 
 
 class ReadMap:
     """All that the decode ranks hold, with every prefill rank that it could be read from.
 
-    ``decode`` may be some ranks of the engine only.
+    ``decode`` may be some ranks of the engine only; ``places`` says where each of them is, for
+    `joined`. Without, all are in one place.
     Raises `GeometryError` (``incompatible``) when no prefill rank holds something.
     """
 
-    def __init__(self, prefill: Iterable[RankSpec], decode: Iterable[RankSpec]) -> None:
+    def __init__(
+        self,
+        prefill: Iterable[RankSpec],
+        decode: Iterable[RankSpec],
+        *,
+        places: Mapping[int, Hashable] | None = None,
+    ) -> None:
         held = _held(prefill)
         self._wanted = [
             wanted
@@ -74,6 +92,7 @@ class ReadMap:
             for region in reader.regions
             for wanted in _wanted(reader.rank, region, held)
         ]
+        self._joined = _joined(self._wanted, places or {})
         self._offsets = _offsets(self._wanted)
         self.num_choices = min(MAX_CHOICES, lcm(*{len(w.candidates) for w in self._wanted}))
         """After so many values of ``replica_index`` the shares are the same again.
@@ -87,11 +106,18 @@ class ReadMap:
         Readers that want the same, and values of ``replica_index`` next to each other, take
         different holders, so that replicas share the load within a fetch and over fetches.
         """
+        return self._shares(self._wanted, replica_index)
+
+    def joined(self, replica_index: int = 0) -> tuple[Share, ...]:
+        """The same, but what several readers in one place want is read once, for all of them."""
+        return self._shares(self._joined, replica_index)
+
+    def _shares(self, wanted: list[_Wanted], replica_index: int) -> tuple[Share, ...]:
         layers: dict[tuple[Share, int, str], list[int]] = defaultdict(list)
-        for one in self._chosen(replica_index % self.num_choices):
+        for one in self._chosen(wanted, replica_index % self.num_choices):
             group, layer, part = one.cell
-            num_heads = one.stop - one.first
-            heads = Share(one.candidates[0], one.reader, group, (), (), one.first, num_heads)
+            readers, num_heads = (one.candidates[0], one.reader), one.stop - one.first
+            heads = Share(*readers, group, (), (), one.first, num_heads, one.others)
             layers[heads, one.head_size, part].append(layer)
         parts: dict[tuple[Share, int, tuple[int, ...]], list[str]] = defaultdict(list)
         for (heads, head_size, part), held in layers.items():
@@ -101,13 +127,13 @@ class ReadMap:
             for (heads, _, held), names in parts.items()
         )
 
-    def _chosen(self, replica_index: int) -> list[_Wanted]:
+    def _chosen(self, wanted: list[_Wanted], replica_index: int) -> list[_Wanted]:
         """Each with the one candidate that is chosen; neighbouring heads of one become one."""
         chosen: list[_Wanted] = []
-        for wanted in self._wanted:
-            index = replica_index + self._offsets[wanted.candidates, wanted.reader]
-            holder = wanted.candidates[index % len(wanted.candidates)]
-            one = wanted._replace(candidates=(holder,))
+        for each in wanted:
+            index = replica_index + self._offsets[each.candidates, each.reader]
+            holder = each.candidates[index % len(each.candidates)]
+            one = each._replace(candidates=(holder,))
             if chosen and chosen[-1]._replace(first=one.first, stop=one.stop) == one:
                 chosen[-1] = chosen[-1]._replace(stop=one.stop)
             else:
@@ -148,6 +174,17 @@ def _wanted(reader: int, region: Region, held: dict[Cell, list[_Held]]) -> Itera
                     field="ranks",
                 )
             yield _Wanted(reader, cell, head_size, start, end, tuple(candidates))
+
+
+def _joined(wanted: Iterable[_Wanted], places: Mapping[int, Hashable]) -> list[_Wanted]:
+    """One for all readers in a place that want the same: the first of them reads it."""
+    readers: dict[tuple[_Wanted, Hashable], list[int]] = defaultdict(list)
+    for one in wanted:
+        readers[one._replace(reader=0), places.get(one.reader)].append(one.reader)
+    return [
+        one._replace(reader=first, others=tuple(others))
+        for (one, _), (first, *others) in readers.items()
+    ]
 
 
 def _offsets(wanted: Iterable[_Wanted]) -> dict[tuple[tuple[int, ...], int], int]:

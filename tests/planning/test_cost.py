@@ -44,6 +44,7 @@ def shapes(draw: st.DrawFn) -> FetchShape:
             gather_run_bytes=draw(RUN),
             scatter_run_bytes=draw(RUN),
             num_shares=num_shares,
+            num_copies=draw(st.floats(1, 64)),
         ),
         Path.REORDERED: PathWork(
             num_bytes=num_bytes,
@@ -102,6 +103,40 @@ def test_short_runs_are_packed_and_long_ones_are_read_directly():
 
     assert split.path in {Path.PACKED, Path.REORDERED}
     assert (same.path, same.box_bytes) == (Path.DIRECT, None)
+
+
+LATENT_TP_1_TO_8 = {
+    Path.DIRECT: PathWork(num_bytes=8 * 64 * MIB, num_descriptors=8 * 512),
+    Path.PACKED: PathWork(
+        num_bytes=64 * MIB,
+        gather_run_bytes=128 * KIB,
+        scatter_run_bytes=128 * KIB,
+        num_copies=8,
+    ),
+}
+
+
+def test_one_read_for_all_replicas_pays_over_a_slow_wire_and_not_on_shared_memory():
+    slow = Rates(wire_bytes_per_s=1.5e9)
+
+    over_tcp = choose(LATENT_TP_1_TO_8, slow, slot_bytes=SLOT_BYTES)
+    on_this_machine = choose(LATENT_TP_1_TO_8, Rates(), slot_bytes=SLOT_BYTES)
+
+    assert over_tcp.path is Path.PACKED
+    assert on_this_machine.path is Path.DIRECT
+
+
+def test_every_copy_of_a_byte_is_a_scatter_of_its_own():
+    rates = Rates(seconds_per_scattered_run=1e-6)
+    once = {Path.PACKED: replace(LATENT_TP_1_TO_8[Path.PACKED], num_copies=1)}
+
+    of_all, of_one = (
+        predict(shape, Path.PACKED, rates, slot_bytes=256 * KIB).stages
+        for shape in (LATENT_TP_1_TO_8, once)
+    )
+
+    assert of_all.scatter_s == pytest.approx(8 * of_one.scatter_s)
+    assert (of_all.gather_s, of_all.read_s) == (of_one.gather_s, of_one.read_s)
 
 
 def test_a_pipeline_takes_one_box_and_then_the_pace_of_its_longest_stage():

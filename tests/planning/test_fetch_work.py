@@ -47,6 +47,7 @@ class Case:
     prefill: dict[int, PlacedRank]
     decode: dict[int, PlacedRank]
     shares: tuple[Share, ...]
+    joined: tuple[Share, ...]
     start: int
     stop: int
 
@@ -55,7 +56,7 @@ class Case:
         return self.decode[0].engine.groups[0]
 
     def work(self) -> FetchWork:
-        return FetchWork(self.prefill, self.decode, self.shares)
+        return FetchWork(self.prefill, self.decode, self.shares, self.joined)
 
 
 def placed(group: GroupSpec, layout: KvLayout, tp_size: int, pp_size: int) -> dict[int, PlacedRank]:
@@ -66,7 +67,8 @@ def placed(group: GroupSpec, layout: KvLayout, tp_size: int, pp_size: int) -> di
 
 def of_sides(prefill: dict[int, PlacedRank], decode: dict[int, PlacedRank], *span: int) -> Case:
     specs = ([one.rank for one in side.values()] for side in (prefill, decode))
-    return Case(prefill, decode, ReadMap(*specs).shares(), *span)
+    reads = ReadMap(*specs)
+    return Case(prefill, decode, reads.shares(), reads.joined(), *span)
 
 
 @st.composite
@@ -108,26 +110,33 @@ def test_descriptors_and_runs_are_those_that_plain_loops_count(case: Case) -> No
         order = reader_order(reader.rank.regions, case.group)
         assert order is not None
         remote, local = in_engine(holder), in_engine(reader)
-        canonical = in_slot(case, share, canonical_order(), block_size=None)
         reordered = in_slot(case, share, order, block_size=case.group.block_size)
-        for name, source, target in (
-            ("direct", remote, local),
-            ("gather", remote, canonical),
-            ("scatter", canonical, local),
-            ("reordered gather", remote, reordered),
-            ("reordered read", reordered, local),
-        ):
-            runs[name] += num_runs(case, share, source, target)
-    num_bytes = sum(len(list(elements_of(case, share))) for share in case.shares) * itemsize(case)
-    assert shape[Path.DIRECT].num_bytes == shape[Path.PACKED].num_bytes == num_bytes
+        runs["direct"] += num_runs(case, share, remote, local)
+        runs["reordered gather"] += num_runs(case, share, remote, reordered)
+        runs["reordered read"] += num_runs(case, share, reordered, local)
+    for share in case.joined:
+        canonical = in_slot(case, share, canonical_order(), block_size=None)
+        runs["gather"] += num_runs(case, share, in_engine(case.prefill[share.holder]), canonical)
+        for reader_number in share.readers:
+            local = in_engine(case.decode[reader_number])
+            runs["scatter"] += num_runs(case, share, canonical, local)
+    num_bytes, joined_bytes = (
+        sum(len(list(elements_of(case, share))) for share in shares) * itemsize(case)
+        for shares in (case.shares, case.joined)
+    )
+    packed = shape[Path.PACKED]
+    assert shape[Path.DIRECT].num_bytes == num_bytes
+    assert packed.num_bytes == joined_bytes
+    assert packed.num_bytes * packed.num_copies == pytest.approx(num_bytes)
     assert shape[Path.DIRECT].num_descriptors == runs["direct"]
-    assert num_bytes / shape[Path.PACKED].gather_run_bytes == pytest.approx(runs["gather"])
-    assert num_bytes / shape[Path.PACKED].scatter_run_bytes == pytest.approx(runs["scatter"])
+    assert joined_bytes / packed.gather_run_bytes == pytest.approx(runs["gather"])
+    assert num_bytes / packed.scatter_run_bytes == pytest.approx(runs["scatter"])
     assert num_bytes / shape[Path.REORDERED].gather_run_bytes == pytest.approx(
         runs["reordered gather"]
     )
     assert shape[Path.REORDERED].num_descriptors == runs["reordered read"]
-    assert shape[Path.PACKED].num_shares == shape[Path.REORDERED].num_shares == len(case.shares)
+    assert packed.num_shares == len(case.joined)
+    assert shape[Path.REORDERED].num_shares == len(case.shares)
 
 
 @EXHAUSTIVE

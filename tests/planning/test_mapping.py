@@ -66,10 +66,10 @@ def places_of(share: Share) -> Iterator[Place]:
 
 
 def holders_by_place(shares: Iterable[Share], reader: int) -> dict[Place, list[int]]:
-    """Whom ``reader`` reads each place from: one holder, if all is well."""
+    """Whom ``reader`` has each place from: one holder, if all is well."""
     found = defaultdict(list)
     for share in shares:
-        for place in places_of(share) if share.reader == reader else ():
+        for place in places_of(share) if reader in share.readers else ():
             found[place].append(share.holder)
     return found
 
@@ -131,6 +131,85 @@ def test_within_a_fetch_the_readers_of_the_same_replicas_take_turns(case: Case) 
         most, least = max(times.values()), min(times[rank] for rank in replicas)
         assert most - least <= 1
         assert len({reader for reader, _ in pairs}) == len(pairs)
+
+
+def intervals_around(
+    place: Place, reader: RankSpec, prefill: Iterable[RankSpec]
+) -> Iterator[tuple[int, int]]:
+    """The heads that the reader wants together with this one: those that the same ranks hold."""
+    head, edges = place[3], set[int]()
+    for rank in (*prefill, reader):
+        heads = {held[3] for held in held_by(rank) if held[:3] == place[:3]}
+        edges |= {min(heads), max(heads) + 1} if heads else set()
+    if place in held_by(reader):
+        yield max(e for e in edges if e <= head), min(e for e in edges if e > head)
+
+
+@SOME
+@given(cases(), st.lists(st.integers(0, 1), min_size=8))
+def test_joined_shares_bring_every_place_to_every_reader_once_from_a_rank_that_has_it(
+    case: Case, drawn: list[int]
+) -> None:
+    prefill, decode = sides_of(case)
+    places = {rank.rank: drawn[rank.rank % len(drawn)] for rank in decode}
+    held = {rank.rank: held_by(rank) for rank in prefill}
+
+    shares = ReadMap(prefill, decode, places=places).joined(case.replica_index)
+
+    for reader in decode:
+        found = holders_by_place(shares, reader.rank)
+        assert found.keys() == held_by(reader)
+        assert all(len(holders) == 1 for holders in found.values())
+        assert all(place in held[holders[0]] for place, holders in found.items())
+    for share in shares:
+        assert len({places[reader] for reader in share.readers}) == 1
+
+
+@SOME
+@given(cases(), st.lists(st.integers(0, 1), min_size=8))
+def test_equal_heads_are_read_once_for_all_readers_in_one_place(
+    case: Case, drawn: list[int]
+) -> None:
+    prefill, decode = sides_of(case)
+    places = {rank.rank: drawn[rank.rank % len(drawn)] for rank in decode}
+    wanted: dict[Place, set[tuple[int, int, int]]] = defaultdict(set)
+    for reader in decode:
+        for place in held_by(reader):
+            for interval in intervals_around(place, reader, prefill):
+                wanted[place].add((places[reader.rank], *interval))
+
+    shares = ReadMap(prefill, decode, places=places).joined(case.replica_index)
+
+    times = Counter(place for share in shares for place in places_of(share))
+    assert times == {place: len(intervals) for place, intervals in wanted.items()}
+
+
+@pytest.mark.parametrize(
+    ("sizes", "num_heads", "parts", "readers"),
+    [
+        ((1, 8), 1, LATENT, [tuple(range(8))]),
+        ((4, 8), 1, LATENT, [tuple(range(8))]),
+        ((2, 8), 4, KV, [(0, 1), (2, 3), (4, 5), (6, 7)]),
+        ((1, 2), 8, KV, [(0,), (1,)]),
+    ],
+    ids=["latent", "replicated_latent", "replicas", "split"],
+)
+def test_joined_shares_are_one_for_each_interval_of_heads(
+    sizes: tuple[int, int], num_heads: int, parts: tuple[KvPart, ...], readers: list[tuple[int]]
+) -> None:
+    holders, takers = (ranks_of(tp_size, num_heads, parts=parts) for tp_size in sizes)
+
+    shares = ReadMap(holders, takers).joined()
+
+    assert [share.readers for share in shares] == readers
+
+
+def test_a_latent_that_is_joined_comes_from_another_replica_for_the_next_fetch() -> None:
+    reads = ReadMap(ranks_of(4, 1, parts=LATENT), ranks_of(8, 1, parts=LATENT))
+
+    holders = [share.holder for index in range(5) for share in reads.joined(index)]
+
+    assert holders == [0, 1, 2, 3, 0]
 
 
 def expected_heads(rank: int, tp_size: int, num_heads: int) -> range:
