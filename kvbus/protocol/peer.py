@@ -141,6 +141,24 @@ class Confirm(Request[Empty], frozen=True):
     token: Secret
 
 
+class Take(Request[Empty], frozen=True):
+    """Claim and confirm in one: asks, after the last byte landed, whether ``tables`` were good.
+
+    They are those of the ticket, and what was read. An ``ok`` says that they are the offer's, that
+    it is sealed and was live all along; it ends the offer. ``token`` is the reader's own, new for
+    each fetch: who shows it again is answered ``ok`` again. ``busy`` while another has the lease.
+    """
+
+    op: ClassVar[str] = "take"
+
+    agent_boot: Id
+    offer_id: Id
+    reader_id: Id
+    secret: Secret
+    token: Secret
+    tables: Tables
+
+
 class Release(Request[Empty], frozen=True):
     """Gives a lease back unread, or the read of it abandoned; nothing of it is in flight.
 
@@ -235,6 +253,7 @@ PREFILL_PEER_REQUESTS: tuple[type[Request[Any]], ...] = (
     Claim,
     Renew,
     Confirm,
+    Take,
     Release,
     PeerWithdraw,
     Pack,

@@ -3,14 +3,23 @@
 Refuses a map that lacks a field or is of another version; knows nothing of what the ticket opens.
 """
 
-from typing import Any
+import base64
+from collections.abc import Mapping
+from typing import Annotated, Any
 
+import msgpack
 import msgspec
 
 from kvbus.errors import ErrorCode, ProtocolError
+from kvbus.geometry import BlockTable
+from kvbus.protocol.engine import Tables
 from kvbus.protocol.message import Discreet, Endpoint, Id, Secret, Size, Text, Tokens
+from kvbus.protocol.unpack import unpack_map
 
 TICKET_VERSION = 1
+MAX_TICKET_BLOCKS = 16_384
+"""Most blocks that a ticket can name; a prefill agent's configuration allows some of them."""
+_Base64 = Annotated[str, msgspec.Meta(max_length=131_072)]
 
 
 class Ticket(Discreet, frozen=True):
@@ -19,6 +28,8 @@ class Ticket(Discreet, frozen=True):
     ``server_key`` is the agent's CURVE key, in Z85; empty when it has none. Only the decode engine
     or agent of the name ``audience`` may use it; all when that is empty. It is good until
     ``expires_at_s`` (seconds since 1970), where the site signs its tickets (`TicketKeys`).
+    ``blocks`` are the tables of an offer that was sealed when the ticket was made, see `tables`;
+    empty when it was not, or has too many.
     """
 
     agent_id: Id
@@ -37,6 +48,19 @@ class Ticket(Discreet, frozen=True):
     expires_at_s: Size = 0
     kvbus: int = TICKET_VERSION
     signature: Text = ""
+    blocks: _Base64 = ""
+
+    def tables(self) -> dict[str, BlockTable]:
+        """The block tables in ``blocks``, none when it is empty; raises `ProtocolError`."""
+        if not self.blocks:
+            return {}
+        try:
+            packed = base64.b64decode(self.blocks, validate=True)
+            tables = msgspec.convert(unpack_map(packed), Tables, builtin_types=(bytes,))
+        except (ValueError, ProtocolError, msgspec.ValidationError) as error:
+            message = f"blocks of the ticket are not block tables: {error}"
+            raise ProtocolError(message, code=ErrorCode.INVALID) from error
+        return tables
 
     def to_json(self) -> dict[str, Any]:
         """Strings and integers only, safe to pass through any JSON."""
@@ -59,3 +83,11 @@ class Ticket(Discreet, frozen=True):
                 ours=TICKET_VERSION,
             )
         return ticket
+
+
+def packed_tables(tables: Mapping[str, BlockTable], *, max_blocks: int) -> str:
+    """``tables`` as the ``blocks`` of a ticket: base64 of msgpack; empty when they are too many."""
+    if sum(len(table) for table in tables.values()) > max_blocks:
+        return ""
+    fields = msgspec.to_builtins(dict(tables), builtin_types=(bytes,))
+    return base64.b64encode(msgpack.packb(fields)).decode()

@@ -66,6 +66,12 @@ class TicketKeys:
 
 
 def _signature(key: bytes, ticket: Ticket) -> str:
-    """HMAC-SHA256 of all other fields: compact JSON, in the order in which the page has them."""
-    unsigned = msgspec.json.encode(msgspec.structs.replace(ticket, signature=""))
+    """HMAC-SHA256 of all other fields: compact JSON, in the order in which the page has them.
+
+    Without ``blocks`` when there are none: agents that do not know the field sign without it.
+    """
+    fields = msgspec.structs.replace(ticket, signature="").to_json()
+    if not ticket.blocks:
+        del fields["blocks"]
+    unsigned = msgspec.json.encode(fields)
     return hmac.digest(key, _CONTEXT + unsigned, "sha256").hex()

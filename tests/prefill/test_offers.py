@@ -24,6 +24,7 @@ REQUESTS = (
     ev.Claimed,
     ev.Renewed,
     ev.Confirmed,
+    ev.Taken,
     ev.Returned,
 )
 OWNERS_AND_TIME = (ev.EngineLost, ev.Stopped, ev.DeadlinePassed)
@@ -50,6 +51,13 @@ def claimed(reader_id: str = "reader", *, lease_s: float = 2.0) -> ev.Claimed:
 
 def renewed(epoch: int, *, lease_s: float = 2.0, known_blocks: int = 0) -> ev.Renewed:
     return ev.Renewed("o1", epoch, TOKEN, lease_s, {"full": known_blocks}, "renew")
+
+
+def taken(
+    reader_id: str = "reader", *, token: str = "own", blocks: tuple[int, ...] = (3, 4)
+) -> ev.Taken:
+    tables = {"full": BlockTable.of(blocks)}
+    return ev.Taken("o1", SECRET, reader_id, token, tables, "take")
 
 
 def offered_box(
@@ -130,6 +138,97 @@ def test_a_confirm_whose_reply_was_lost_is_answered_ok_again_and_reports_nothing
     commands = table.handle(confirm, 1.0)
 
     assert [type(c) for c in commands] == [ev.SendReply]
+
+
+def test_a_take_of_a_sealed_offer_that_nobody_has_leased_completes_it() -> None:
+    table = table_after(opened())
+
+    commands = table.handle(taken(), 1.0)
+
+    kinds = [type(c) for c in commands if not isinstance(c, ev.Publish)]
+    assert kinds == [ev.SendReply, ev.ReportReleased]
+    assert outcomes(commands) == [Outcome.COMPLETED]
+
+
+def test_a_take_whose_reply_was_lost_is_answered_ok_again_and_reports_nothing() -> None:
+    table = table_after(opened(), taken())
+
+    commands = table.handle(taken(), 1.0)
+
+    assert [type(c) for c in commands] == [ev.SendReply]
+
+
+@pytest.mark.parametrize(
+    "other", [taken(token="another"), replace(taken(), holder="other")], ids=["token", "key"]
+)
+def test_a_second_take_is_told_that_the_offer_is_completed(other: ev.Taken) -> None:
+    table = table_after(opened(), taken())
+
+    assert code_of(table.handle(other, 1.0)) is ErrorCode.OFFER_COMPLETED
+
+
+def test_a_confirm_of_a_lease_that_ended_before_another_reader_took_the_offer_is_stale() -> None:
+    table = table_after(opened(), claimed(), ev.Returned("o1", 1, TOKEN, "return"))
+    table.handle(taken("another"), 1.0)
+
+    commands = table.handle(ev.Confirmed("o1", 1, TOKEN, "confirm"), 1.0)
+
+    assert code_of(commands) is ErrorCode.STALE
+
+
+def test_a_take_of_an_offer_that_was_confirmed_is_no_repeated_one() -> None:
+    table = table_after(opened(), claimed(), ev.Confirmed("o1", 1, TOKEN, "confirm"))
+
+    assert code_of(table.handle(taken(), 1.0)) is ErrorCode.OFFER_COMPLETED
+
+
+def test_a_take_while_another_reader_has_the_lease_is_busy_until_that_gave_it_back() -> None:
+    table = table_after(opened(), claimed("another"))
+
+    first = table.handle(taken(), 1.0)
+    table.handle(ev.Returned("o1", 1, TOKEN, "return"), 1.0)
+    second = table.handle(taken(), 1.0)
+
+    assert code_of(first) is ErrorCode.BUSY
+    assert outcomes(second) == [Outcome.COMPLETED]
+
+
+def test_a_take_by_who_has_the_lease_ends_it_before_the_blocks_are_reported_released() -> None:
+    table = table_after(opened(), claimed())
+
+    commands = table.handle(taken(), 1.0)
+
+    kinds = [type(c) for c in commands if not isinstance(c, ev.Publish)]
+    assert kinds == [ev.SendReply, ev.EndLease, ev.ReportReleased]
+
+
+def test_a_take_with_the_readers_name_and_another_key_does_not_end_its_lease() -> None:
+    table = table_after(opened(), claimed())
+
+    assert code_of(table.handle(replace(taken(), holder="other"), 1.0)) is ErrorCode.BUSY
+    assert table.num_leases() == 1
+
+
+def test_what_was_read_out_of_other_blocks_than_those_of_the_offer_is_nothing() -> None:
+    table = table_after(opened())
+
+    commands = table.handle(taken(blocks=(3, 5)), 1.0)
+
+    assert code_of(commands) is ErrorCode.GEOMETRY
+    assert table.live["o1"].state is SEALED
+
+
+def test_a_take_before_the_seal_is_refused_and_the_offer_goes_on() -> None:
+    table = table_after(opened(sealed=False))
+
+    assert code_of(table.handle(taken(), 1.0)) is ErrorCode.OFFER_OPEN
+    assert table.live["o1"].state is OPEN
+
+
+def test_a_take_that_comes_when_the_offer_expires_is_late_though_nobody_told_the_time() -> None:
+    table = table_after(opened(ttl_s=1.0))
+
+    assert code_of(table.handle(taken(), 1.0)) is ErrorCode.OFFER_EXPIRED
 
 
 LATE: dict[str, Callable[[int], ev.Event]] = {
@@ -384,13 +483,13 @@ def test_a_claim_that_comes_too_late_is_told_what_became_of_the_offer(
 ) -> None:
     table = table_after(opened(), claimed(), end)
 
-    commands = table.handle(claimed(), 1.0)
-
-    assert code_of(commands) is code
+    assert code_of(table.handle(claimed(), 1.0)) is code
+    assert code_of(table.handle(taken(), 1.0)) is code
 
 
 WRONG_RIGHTS = {
     "claim": ev.Claimed("o1", "wrong", "reader", 2.0, "new", "claim"),
+    "take": replace(taken(), secret="wrong"),
     "withdraw": ev.Withdrawn("o1", "wrong", "withdraw"),
     "renew": ev.Renewed("o1", 1, "wrong", 2.0, {}, "renew"),
     "confirm": ev.Confirmed("o1", 1, "wrong", "confirm"),

@@ -32,6 +32,7 @@ READERS = st.sampled_from(["reader-a", "reader-a", "reader-b"])
 LEASES = st.sampled_from([2.0, 100.0, 1.0, 0.5])
 ANY_OFFER = st.sampled_from([0, 0, 0, 0, 1, 1, 2, 3])
 ANSWERS = ev.SendReply | ev.Refuse
+KINDS = ["claim", "take", "withdraw", "renew", "confirm", "return"]
 EPOCHS_AGO = st.sampled_from([0, 0, 0, 0, 0, 1, 2, -1])
 
 
@@ -53,6 +54,8 @@ class Expected:
     epoch: int = 0
     lease: tuple[int, str, float, float] | None = None
     lease_end: ErrorCode = ErrorCode.STALE
+    taken_with: str = ""
+    blocks: tuple[int, ...] = (1,)
     outcome: Outcome | None = None
     ended_by: ErrorCode | None = None
 
@@ -172,6 +175,7 @@ class OfferInterleavings(StoryMachine):
             code = ErrorCode.GEOMETRY
         elif code is None:
             offer.num_tokens, offer.expires_at = num_tokens, self.now + offer.ttl_s
+            offer.blocks += (9,)
         tables = {"full": BlockTable.of([9], first_block=first)}
         self.request(ev.Extended(offer_id, num_tokens, tables, self.reply_to()), code)
 
@@ -223,6 +227,7 @@ class OfferInterleavings(StoryMachine):
         epoch = offer.epoch - epochs_ago
         code = self.late(offer_id, epoch)
         said_before = offer.outcome is Outcome.COMPLETED and epoch == offer.epoch
+        said_before = said_before and not offer.taken_with
         if said_before and not self.forgotten(offer_id):
             code = None
         elif code is None and not offer.sealed:
@@ -230,6 +235,30 @@ class OfferInterleavings(StoryMachine):
         elif code is None:
             offer.end(Outcome.COMPLETED, ErrorCode.OFFER_COMPLETED)
         self.request(ev.Confirmed(offer_id, epoch, TOKEN, self.reply_to()), code)
+
+    @rule(
+        back=ANY_OFFER,
+        reader_id=READERS,
+        token=st.sampled_from(["own", "own", "another"]),
+        altered=st.sampled_from([False, False, False, True]),
+    )
+    def take(self, back: int, reader_id: str, token: str, altered: bool) -> None:
+        offer_id, offer = self.pick(back)
+        blocks = (*offer.blocks, 7) if altered else offer.blocks
+        code = self.refusal(offer_id)
+        if code is ErrorCode.OFFER_COMPLETED and token == offer.taken_with:
+            code = None
+        elif code is None and not offer.sealed:
+            code = ErrorCode.OFFER_OPEN
+        elif code is None and offer.lease is not None and offer.lease[1] != reader_id:
+            code = ErrorCode.BUSY
+        elif code is None and altered:
+            code = ErrorCode.GEOMETRY
+        elif code is None:
+            offer.end(Outcome.COMPLETED, ErrorCode.OFFER_COMPLETED)
+            offer.epoch, offer.taken_with = offer.epoch + 1, token
+        tables = {"full": BlockTable.of(blocks)}
+        self.request(ev.Taken(offer_id, SECRET, reader_id, token, tables, self.reply_to()), code)
 
     @rule(back=ANY_OFFER, epochs_ago=EPOCHS_AGO)
     def give_back(self, back: int, epochs_ago: int) -> None:
@@ -262,7 +291,7 @@ class OfferInterleavings(StoryMachine):
             assert refused == code
         assert (self.table.live, self.table.retired) == (before.live, before.retired)
 
-    @rule(back=ANY_OFFER, kind=st.sampled_from(["claim", "withdraw", "renew", "confirm", "return"]))
+    @rule(back=ANY_OFFER, kind=st.sampled_from(KINDS))
     def forge(self, back: int, kind: str) -> None:
         """Somebody who knows all that is published, and has no right."""
         offer_id, offer = self.pick(back)
@@ -273,6 +302,7 @@ class OfferInterleavings(StoryMachine):
             code = ErrorCode.STALE
         forged: dict[str, ev.RequestEvent] = {
             "claim": ev.Claimed(offer_id, TOKEN, "forger", 1.0, "new", reply_to),
+            "take": ev.Taken(offer_id, TOKEN, "forger", "own", {}, reply_to),
             "withdraw": ev.Withdrawn(offer_id, TOKEN, reply_to),
             "renew": ev.Renewed(offer_id, epoch, SECRET, 1.0, {}, reply_to),
             "confirm": ev.Confirmed(offer_id, epoch, SECRET, reply_to),
@@ -356,6 +386,8 @@ class OfferInterleavings(StoryMachine):
         offer = self.expected[offer_id]
         if offer.epoch != epoch:
             return ErrorCode.STALE
+        if offer.taken_with:  # the last number is that of the take, with a token of its own
+            return ErrorCode.FORBIDDEN
         return offer.lease_end if offer.lease is None else None
 
     # The checks.

@@ -1,5 +1,6 @@
 """A ticket survives any JSON on its way, and a map that is none is refused."""
 
+import base64
 import json
 from typing import Any
 
@@ -10,10 +11,25 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbus.errors import ErrorCode, ProtocolError
-from kvbus.protocol.ticket import TICKET_VERSION, Ticket
+from kvbus.geometry import BlockTable
+from kvbus.protocol.ticket import (
+    MAX_TICKET_BLOCKS,
+    TICKET_VERSION,
+    Ticket,
+    packed_tables,
+)
 from tests.protocol.strategies import PLAIN, TEXT, value_or_refusal
 
 NAMES = TEXT.filter(bool)
+TABLES = st.dictionaries(
+    NAMES,
+    st.builds(
+        BlockTable.of,
+        st.lists(st.integers(0, 2**32 - 1), max_size=9),
+        first_block=st.integers(0, 99),
+    ),
+    max_size=3,
+)
 TICKETS = st.builds(
     Ticket,
     *([NAMES] * 2),
@@ -23,6 +39,7 @@ TICKETS = st.builds(
     secret=NAMES.map(lambda name: 16 * name[:8]),
     server_key=TEXT,
     signature=TEXT,
+    blocks=TABLES.map(lambda tables: packed_tables(tables, max_blocks=27)),
     expires_at_s=st.integers(0, 2**40),
     kvbus=st.just(TICKET_VERSION),
 )
@@ -37,6 +54,7 @@ OPTIONAL = {
     "issued_at_s",
     "expires_at_s",
     "signature",
+    "blocks",
 }
 REFUSALS = {ErrorCode.INVALID, ErrorCode.UNSUPPORTED_VERSION}
 
@@ -104,6 +122,7 @@ HOSTILE: dict[str, object] = {
     "endpoint_in_this_process": FIELDS | {"endpoint": "inproc://x:1"},
     "endpoint_without_a_port": FIELDS | {"endpoint": "tcp://h"},
     "endpoint_with_a_source": FIELDS | {"endpoint": "tcp://10.0.0.1:1;h:1"},
+    "blocks_without_end": FIELDS | {"blocks": 131_073 * "A"},
     "half_a_character_as_endpoint": FIELDS | json.loads(r'{"endpoint": "tcp://\udfff"}'),
 }
 
@@ -139,3 +158,37 @@ def test_a_ticket_without_a_version_is_of_the_first() -> None:
     fields = {key: value for key, value in FIELDS.items() if key != "kvbus"}
 
     assert Ticket.from_json(fields) == msgspec.convert(FIELDS, Ticket)
+
+
+@given(TABLES)
+def test_a_ticket_names_blocks_as_the_offer_did_or_none_when_they_are_too_many(
+    tables: dict[str, BlockTable],
+) -> None:
+    num_blocks = sum(len(table) for table in tables.values())
+
+    ticket = msgspec.convert(FIELDS, Ticket)
+    blocks = packed_tables(tables, max_blocks=num_blocks)
+
+    assert msgspec.structs.replace(ticket, blocks=blocks).tables() == tables
+    assert packed_tables(tables, max_blocks=num_blocks - 1) == ""
+    assert ticket.tables() == {}
+
+
+def test_the_most_blocks_that_a_prefill_agent_may_name_fit_a_ticket() -> None:
+    names = [f"{number:03}{253 * 'g'}" for number in range(64)]
+    share = MAX_TICKET_BLOCKS // len(names)
+    tables = {name: BlockTable.of(range(share), first_block=2**20) for name in names}
+
+    blocks = packed_tables(tables, max_blocks=MAX_TICKET_BLOCKS)
+
+    assert blocks
+    assert Ticket.from_json(FIELDS | {"blocks": blocks}).tables() == tables
+
+
+@given(st.text() | st.binary().map(lambda noise: base64.b64encode(noise).decode()))
+def test_any_text_is_block_tables_or_refused(blocks: str) -> None:
+    ticket = Ticket.from_json(FIELDS | {"blocks": blocks})
+
+    tables = value_or_refusal(ticket.tables)
+
+    assert isinstance(tables, dict) or tables.code is ErrorCode.INVALID

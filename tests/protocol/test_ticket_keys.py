@@ -1,5 +1,6 @@
 """A signed ticket is taken as it was signed, in its time, by who has the key; and no other is."""
 
+import hmac
 from random import Random
 from typing import Any
 
@@ -62,6 +63,24 @@ def test_a_ticket_with_another_value_in_any_field_is_refused(field: str) -> None
     altered = msgspec.structs.replace(SIGNED, **{field: OTHER_VALUES[type(getattr(SIGNED, field))]})
 
     assert not is_taken(OLD, altered)
+
+
+def test_a_ticket_without_blocks_is_signed_as_by_agents_that_do_not_know_the_field() -> None:
+    fields = {**SIGNED.to_json(), "signature": ""}
+    del fields["blocks"]
+
+    signature = hmac.digest(32 * b"o", b"kvbus ticket\n" + msgspec.json.encode(fields), "sha256")
+
+    assert signature.hex() == SIGNED.signature
+
+
+def test_a_ticket_whose_blocks_were_taken_away_or_added_is_refused() -> None:
+    with_blocks = msgspec.structs.replace(UNSIGNED, blocks="gA==")
+    signed = OLD.sign(with_blocks, now_s=NOW_S, lifetime_s=LIFETIME_S)
+
+    assert is_taken(OLD, signed)
+    assert not is_taken(OLD, msgspec.structs.replace(signed, blocks=""))
+    assert not is_taken(OLD, msgspec.structs.replace(SIGNED, blocks="gA=="))
 
 
 def test_a_ticket_that_is_not_signed_is_refused_as_such() -> None:

@@ -44,6 +44,8 @@ class Stranger:
             yield "release", {**lease, "code": "cancelled"}
             yield "renew", {**lease, "lease_s": 1e-3}
         yield "withdraw", {**offer, "secret": FORGED}
+        taken = {"reader_id": "stranger", "token": FORGED, "tables": {}}
+        yield "take", {**offer, "secret": FORGED, **taken}
         yield "claim", {**offer, "secret": FORGED, "reader_id": "stranger", "lease_s": 30.0}
 
     def run(self, context: "zmq.Context[Any]", ended: threading.Event) -> None:

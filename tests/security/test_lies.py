@@ -46,6 +46,7 @@ class Leased:
         pack = {**pack_of(self.memory, self.lease["offer_id"]), **self.lease}
         return {
             "claim": ({**self.offer, "reader_id": "x", "lease_s": 1e-3}, "secret"),
+            "take": ({**self.offer, "reader_id": "x", "token": FORGED, "tables": {}}, "secret"),
             "withdraw": (self.offer, "secret"),
             "renew": ({**self.lease, "lease_s": 1e-3}, "token"),
             "confirm": (self.lease, "token"),

@@ -26,7 +26,7 @@ from kvbus.protocol import peer as p
 from kvbus.protocol import remote_ranks as s
 from kvbus.protocol import staging as g
 from kvbus.protocol.message import Empty, Message
-from kvbus.protocol.ticket import Ticket
+from kvbus.protocol.ticket import Ticket, packed_tables
 from kvbus.protocol.ticket_keys import TicketKeys
 
 PREFILL_BOOT = "0f8fad5bd9cb469fa16570867728950e"
@@ -100,6 +100,7 @@ UNSIGNED = Ticket(
     server_key=SERVER_KEY,
     audience="decode-0",
     prompt_digest=DIGEST,
+    blocks=packed_tables(TABLES, max_blocks=3),
 )
 TICKET = KEYS.sign(UNSIGNED, now_s=1_760_000_000, lifetime_s=3600).to_json()
 MEMORY = p.EngineMemory(engine=SPEC, ranks=(RANK,), addresses=({"kv": 0x7F00_0000_0000},))
@@ -258,6 +259,17 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
         ),
         p.Confirm: (
             p.Confirm(agent_boot=PREFILL_BOOT, offer_id="offer-1", epoch=1, token=TOKEN),
+            Empty(),
+        ),
+        p.Take: (
+            p.Take(
+                agent_boot=PREFILL_BOOT,
+                offer_id="offer-1",
+                reader_id="fetch-1",
+                secret=SECRET,
+                token=TOKEN,
+                tables=TABLES,
+            ),
             Empty(),
         ),
         p.Release: (

@@ -16,8 +16,17 @@ from kvbus.agent.process.ticket_keys import load_ticket_keys
 from kvbus.bus import Call, Handlers, new_secret
 from kvbus.errors import ErrorCode, LocalError
 from kvbus.protocol.engine import ExtendOffer, MakeOffer, Released, SealOffer, WithdrawOffer
-from kvbus.protocol.peer import Claim, Confirm, Handshake, PeerWithdraw, Release, Renew, Status
-from kvbus.protocol.ticket import Ticket
+from kvbus.protocol.peer import (
+    Claim,
+    Confirm,
+    Handshake,
+    PeerWithdraw,
+    Release,
+    Renew,
+    Status,
+    Take,
+)
+from kvbus.protocol.ticket import Ticket, packed_tables
 from kvbus.table import Driver
 from kvbus.transport import ProgressToken
 from kvbus_prefill.config import PrefillConfig
@@ -68,6 +77,7 @@ class PrefillService:
             Claim: self._claim,
             Renew: self._renew,
             Confirm: self._confirm,
+            Take: self._take,
             Release: self._release,
             PeerWithdraw: self._withdraw_for_router,
             **self._packing.handlers(),
@@ -147,6 +157,19 @@ class PrefillService:
         holder, lease = call.session.sender.key, (confirm.offer_id, confirm.epoch, confirm.token)
         self._driver.dispatch(ev.Confirmed(*lease, call, holder))
 
+    def _take(self, take: Take, call: Call) -> None:
+        self._driver.dispatch(
+            ev.Taken(
+                offer_id=take.offer_id,
+                secret=take.secret,
+                reader_id=take.reader_id,
+                token=take.token,
+                tables=take.tables,
+                reply_to=call,
+                holder=call.session.sender.key,
+            )
+        )
+
     def _release(self, release: Release, call: Call) -> None:
         holder, lease = call.session.sender.key, (release.offer_id, release.epoch, release.token)
         self._driver.dispatch(ev.Returned(*lease, call, holder))
@@ -171,6 +194,7 @@ class PrefillService:
             server_key=identity.server_key,
             audience=offer.audience,
             prompt_digest=offer.prompt_digest,
+            blocks=self._blocks_of(offer),
         )
         if self._ticket_keys is not None:
             lifetime_s = self._config.ticket_lifetime_s
@@ -189,6 +213,11 @@ class PrefillService:
                 reply_to=call,
             )
         )
+
+    def _blocks_of(self, offer: MakeOffer) -> str:
+        """What the ticket tells of the blocks: they are known, and do not change any more."""
+        max_blocks = self._config.ticket_blocks
+        return packed_tables(offer.tables, max_blocks=max_blocks) if offer.sealed else ""
 
     def _extend(self, more: ExtendOffer, call: Call) -> None:
         engine = self._agent.engines.engine_of(call)

@@ -8,6 +8,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from kvbus.agent.process.config import AgentConfig, Bound, Duration
+from kvbus.protocol.ticket import MAX_TICKET_BLOCKS
 from kvbus_prefill.offer.entry import OfferLimits
 from kvbus_prefill.slots.entry import SlotLimits
 
@@ -22,6 +23,15 @@ class PrefillConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_field
         Duration,
         Meta(description="How long a signed ticket is good; longer than its offer waits or grows."),
     ] = 3600.0
+    ticket_blocks: Annotated[
+        int,
+        Meta(
+            ge=0,
+            le=MAX_TICKET_BLOCKS,
+            description="Most blocks of a sealed offer that its ticket names, some 5.5 bytes each, "
+            "so that a decode agent can read them before it asks. 0: none.",
+        ),
+    ] = 1024
     max_offers: Annotated[Bound, Meta(description="Most offers at a time; more are `busy`.")] = 4096
     max_lease_s: Annotated[
         Duration, Meta(description="Longest lease that one claim or renewal grants.")

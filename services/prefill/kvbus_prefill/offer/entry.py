@@ -126,7 +126,11 @@ class OfferEntry:
     def check_right(self, event: ev.RequestEvent) -> None:
         """Raise `LocalError` (``forbidden``) when what ``event`` shows is not the right to ask."""
         match event:
-            case ev.Claimed(secret=secret) | ev.Withdrawn(secret=str(secret)):
+            case (
+                ev.Claimed(secret=secret)
+                | ev.Taken(secret=secret)
+                | ev.Withdrawn(secret=str(secret))
+            ):
                 check_right(secret, self.opened.secret)
             case ev.Renewed() | ev.Confirmed() | ev.Returned():
                 self.check_token(event.epoch, event.token)

@@ -45,6 +45,7 @@ __all__ = [
     "SendReply",
     "Stopped",
     "TableEvent",
+    "Taken",
     "Withdrawn",
 ]
 
@@ -133,6 +134,22 @@ class Confirmed:
 
 
 @dataclass(frozen=True, slots=True)
+class Taken:
+    """A reader without a lease has all bytes of ``tables``, and asks whether they were good.
+
+    It shows the offer's ``secret``; with the ``token``, its own, it can ask again.
+    """
+
+    offer_id: str
+    secret: str = field(repr=False)
+    reader_id: str
+    token: str = field(repr=False)
+    tables: Mapping[str, BlockTable]
+    reply_to: object
+    holder: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Returned:
     """A reader gives its lease back without having used it."""
 
@@ -143,7 +160,9 @@ class Returned:
     holder: str = ""
 
 
-RequestEvent = Opened | Extended | Sealed | Withdrawn | Claimed | Renewed | Confirmed | Returned
+RequestEvent = (
+    Opened | Extended | Sealed | Withdrawn | Claimed | Renewed | Confirmed | Taken | Returned
+)
 TableEvent = EngineLost | DrainStarted | Stopped | DeadlinePassed
 Event = RequestEvent | TableEvent
 

@@ -109,6 +109,47 @@ def confirm(offer: OfferEntry, event: ev.Confirmed, _: Context) -> Commands:
     return [ev.SendReply(event.reply_to, Empty()), *ended]
 
 
+# Taking: a reader that never had a lease asks whether what it has read is good. Why a yes is right:
+#
+#     offer   sealed ────────────────────────────────────────▶ released, blocks written anew
+#                 ticket      READ of its tables   take: yes ──▶┘
+#     reader        └──────────▶├──────────────┤──▶┘
+#
+# The engine writes to the blocks before the seal and after the release, and at no other time. The
+# ticket was made after the seal, and the take comes after the last byte: whatever was read while
+# the offer is live when the take comes was read in between. A lease keeps the offer from its expiry
+# meanwhile, and other readers away; it adds nothing to the bytes. The tables are compared: what
+# else was read, out of a ticket that was altered, is no KV of this offer.
+def take(offer: OfferEntry, event: ev.Taken, _: Context) -> Commands:
+    """Claim and confirm in one step: the reader has everything, the offer is done."""
+    lease = offer.lease
+    if lease is not None and (lease.reader_id, offer.holder) != (event.reader_id, event.holder):
+        raise LocalError("another reader has the lease", code=ErrorCode.BUSY)
+    if offer.tables != event.tables:
+        raise LocalError(
+            "the blocks that were read are not those of the offer: was the ticket altered?",
+            code=ErrorCode.GEOMETRY,
+            offer_id=offer.offer_id,
+        )
+    released = offer.release(Outcome.COMPLETED, ErrorCode.OFFER_COMPLETED, "ended")
+    # A number of its own: a confirm of the lease before, maybe another reader's, is stale.
+    offer.epoch, offer.token, offer.holder = offer.epoch + 1, event.token, event.holder
+    return [ev.SendReply(event.reply_to, Empty()), *released]
+
+
+def refuse_early_take(_offer: OfferEntry, _event: ev.Taken, _: Context) -> Commands:
+    """The engine still writes: what was read of it is nothing."""
+    raise LocalError("the offer is not sealed yet", code=ErrorCode.OFFER_OPEN)
+
+
+def take_again(offer: OfferEntry, event: ev.Taken, _: Context) -> Commands:
+    """The reply to the take that completed the offer was lost: say it again, to nobody else."""
+    is_same = (event.token, event.holder) == (offer.token, offer.holder)
+    if offer.outcome is not Outcome.COMPLETED or not is_same:
+        raise ended(offer)
+    return [ev.SendReply(event.reply_to, Empty())]
+
+
 def refuse_early_confirm(offer: OfferEntry, event: ev.Confirmed, _: Context) -> Commands:
     """The engine still writes, so its blocks cannot be released yet."""
     offer.live_lease(event.epoch)
@@ -189,6 +230,7 @@ TRANSITIONS: Mapping[tuple[OfferState, type[ev.Event]], Transition[OfferState]] 
     (OPEN, ev.Claimed): Transition(claim, (OPEN,)),
     (OPEN, ev.Renewed): Transition(renew, (OPEN,)),
     (OPEN, ev.Confirmed): Transition(refuse_early_confirm, (OPEN,)),
+    (OPEN, ev.Taken): Transition(refuse_early_take, (OPEN,)),
     (OPEN, ev.Returned): Transition(give_back, (OPEN,)),
     (OPEN, ev.EngineLost): Transition(end_with_engine, (RELEASED,)),
     (OPEN, ev.Stopped): Transition(end_with_agent, (RELEASED,)),
@@ -199,6 +241,7 @@ TRANSITIONS: Mapping[tuple[OfferState, type[ev.Event]], Transition[OfferState]] 
     (SEALED, ev.Claimed): Transition(claim, (SEALED,)),
     (SEALED, ev.Renewed): Transition(renew, (SEALED,)),
     (SEALED, ev.Confirmed): Transition(confirm, (RELEASED,)),
+    (SEALED, ev.Taken): Transition(take, (RELEASED,)),
     (SEALED, ev.Returned): Transition(give_back, (SEALED,)),
     (SEALED, ev.EngineLost): Transition(end_with_engine, (RELEASED,)),
     (SEALED, ev.Stopped): Transition(end_with_agent, (RELEASED,)),
@@ -209,5 +252,6 @@ TRANSITIONS: Mapping[tuple[OfferState, type[ev.Event]], Transition[OfferState]] 
     (RELEASED, ev.Claimed): Transition(refuse_ended, (RELEASED,)),
     (RELEASED, ev.Renewed): Transition(refuse_late, (RELEASED,)),
     (RELEASED, ev.Confirmed): Transition(confirm_again, (RELEASED,)),
+    (RELEASED, ev.Taken): Transition(take_again, (RELEASED,)),
     (RELEASED, ev.Returned): Transition(refuse_late, (RELEASED,)),
 }
