@@ -32,20 +32,28 @@ class PathPlan(
     msgspec.Struct,
     frozen=True,
     kw_only=True,
-    rename={"num_descriptors": "descriptors", "num_bytes": "bytes", "num_boxes": "boxes"},
+    rename={
+        "num_descriptors": "descriptors",
+        "num_copied_runs": "copied_runs",
+        "num_bytes": "bytes",
+        "num_boxes": "boxes",
+    },
 ):
     """One path, as ``--json`` has it: READs are ``num_descriptors`` of ``num_bytes`` in all.
 
-    ``over_read_bytes`` are read beyond what the decode engine needs. ``slot_bytes`` pass through
-    staging slots, which have room for whole blocks where only a part is read.
+    The mapped path has no READs: it copies ``num_copied_runs`` in their place. ``over_read_bytes``
+    are read beyond what the decode engine needs. ``slot_bytes`` pass through staging slots, which
+    have room for whole blocks where only a part is read.
     """
 
     seconds: float
     gather_s: float
     read_s: float
     scatter_s: float
+    copy_s: float
     num_bytes: int
     num_descriptors: int
+    num_copied_runs: int
     over_read_bytes: int
     slot_bytes: int
     num_boxes: int
@@ -53,24 +61,28 @@ class PathPlan(
 
     @property
     def mean_bytes(self) -> float:
-        """Bytes of a READ, on average; 0 when there is none."""
-        return self.num_bytes / self.num_descriptors if self.num_descriptors else 0.0
+        """Bytes of a READ or of a copied run, on average; 0 when there is none."""
+        num = self.num_descriptors + self.num_copied_runs
+        return self.num_bytes / num if num else 0.0
 
 
 def plan_paths(
-    handoff: PlannedHandoff, rates: Rates, *, slot_bytes: int
+    handoff: PlannedHandoff, rates: Rates, *, slot_bytes: int, same_machine: bool
 ) -> tuple[dict[Path, PathPlan], Path]:
-    """Every path that the handoff can take, through slots of ``slot_bytes``; and the fastest."""
+    """Every path that the handoff can take, through slots of ``slot_bytes``; and the fastest.
+
+    On the ``same_machine`` the decode agent has mapped the prefill engine's memory.
+    """
     work = FetchWork(handoff.holder.ranks, handoff.reader.ranks, handoff.shares)
-    counted = work.shape(handoff.spans, slot_bytes=slot_bytes)
+    counted = work.shape(handoff.spans, slot_bytes=slot_bytes, mapped=same_machine)
     shape = _with_merged_reads(handoff, counted)
     needed = counted[Path.DIRECT].num_bytes if Path.DIRECT in counted else 0
     choice = choose(shape, rates, slot_bytes=slot_bytes)
     plans: dict[Path, PathPlan] = {}
     for one in choice.predictions:
-        found, is_direct = shape[one.path], one.path is Path.DIRECT
+        found, in_boxes = shape[one.path], one.box_bytes is not None
         num_boxes, box_bytes = one.num_boxes, None
-        if not is_direct:
+        if in_boxes:
             box_bytes = max(one.box_bytes or 1, work.least_box_bytes(one.path))
             if num_boxes <= MAX_CUT:
                 num_boxes = _num_boxes(handoff, one.path, box_bytes)
@@ -79,10 +91,12 @@ def plan_paths(
             gather_s=one.stages.gather_s,
             read_s=one.stages.read_s,
             scatter_s=one.stages.scatter_s,
-            num_bytes=found.num_bytes if is_direct else needed,
+            copy_s=one.stages.copy_s,
+            num_bytes=needed if in_boxes else found.num_bytes,
             num_descriptors=num_boxes if found.num_descriptors is None else found.num_descriptors,
-            over_read_bytes=found.num_bytes - needed if is_direct else 0,
-            slot_bytes=0 if is_direct else found.num_bytes,
+            num_copied_runs=found.num_copied_runs or 0,
+            over_read_bytes=0 if in_boxes else found.num_bytes - needed,
+            slot_bytes=found.num_bytes if in_boxes else 0,
             num_boxes=num_boxes,
             box_bytes=box_bytes,
         )
@@ -90,7 +104,7 @@ def plan_paths(
 
 
 def _with_merged_reads(handoff: PlannedHandoff, shape: FetchShape) -> FetchShape:
-    """The shape with the READs of the direct path counted after neighbours have merged."""
+    """The shape with direct READs and copied runs counted after neighbours have merged."""
     if Path.DIRECT not in shape or (shape[Path.DIRECT].num_descriptors or 0) > MAX_MADE:
         return shape
     num_descriptors = num_bytes = 0
@@ -100,8 +114,11 @@ def _with_merged_reads(handoff: PlannedHandoff, shape: FetchShape) -> FetchShape
         made = plan.descriptors(handoff.holder.tables, handoff.reader.tables, handoff.spans)
         num_descriptors += len(made.local)
         num_bytes += made.num_bytes
-    direct = PathWork(num_bytes=num_bytes, num_descriptors=num_descriptors)
-    return {**shape, Path.DIRECT: direct}
+    merged = {
+        Path.DIRECT: PathWork(num_bytes=num_bytes, num_descriptors=num_descriptors),
+        Path.MAPPED: PathWork(num_bytes=num_bytes, num_copied_runs=num_descriptors),
+    }
+    return {path: merged.get(path, work) for path, work in shape.items()}
 
 
 def _num_boxes(handoff: PlannedHandoff, path: Path, box_bytes: int) -> int:

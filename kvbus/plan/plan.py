@@ -33,6 +33,7 @@ class PathOption(StrEnum):
     DIRECT = "direct"
     PACKED = "packed"
     REORDERED = "reordered"
+    MAPPED = "mapped"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +56,10 @@ class PlanOptions:
     path: Annotated[PathOption, Option(help="The path, or auto for the fastest.")] = PathOption.AUTO
     contiguous: Annotated[
         bool, Option("--contiguous", help="Blocks in order, as in an empty cache; else scattered.")
+    ] = False
+    same_machine: Annotated[
+        bool,
+        Option("--same-machine", help="Agents of one machine and user: memory can be mapped."),
     ] = False
     slot_bytes: Annotated[
         int,
@@ -128,7 +133,9 @@ def make_plan(options: PlanOptions) -> Plan:
     specs = ([one.rank for one in engine.ranks.values()] for engine in (holder, reader))
     shares = ReadMap(*specs).shares()
     handoff = PlannedHandoff(holder, reader, shares, spans)
-    paths, fastest = plan_paths(handoff, rates, slot_bytes=options.slot_bytes)
+    paths, fastest = plan_paths(
+        handoff, rates, slot_bytes=options.slot_bytes, same_machine=options.same_machine
+    )
     chosen = fastest if options.path is PathOption.AUTO else fetch_shape.Path(options.path)
     if chosen not in paths:
         possible = ", ".join(paths)

@@ -24,6 +24,7 @@ HOW = {
     Path.DIRECT: "straight from blocks to blocks",
     Path.PACKED: "one a box, gathered before and scattered after it",
     Path.REORDERED: "gathered so that each block is read into its place",
+    Path.MAPPED: "copied from blocks to blocks by the decode agent, without a READ",
 }
 
 
@@ -114,10 +115,14 @@ def _read_table(plan: Plan) -> Table:
 
 
 def _path_table(plan: Plan) -> Table:
-    headings = ("time", "gather", "READ", "scatter", "READs", "mean", "boxes", "over-\nread")
+    same_machine = plan.options.same_machine
+    moved = "READs,\nruns" if same_machine else "READs"
+    headings = ("time", "gather", "READ", "scatter", moved, "mean", "boxes", "over-\nread")
     columns = (Column(heading, justify="right", no_wrap=True) for heading in headings)
     table = _table("Paths", Column("path", no_wrap=True), *columns)
     for path in ALL_PATHS:
+        if path is Path.MAPPED and not same_machine:
+            continue
         found = plan.paths.get(path)
         cells = _cells(found) if found else ["cannot" if plan.num_bytes else ""]
         table.add_row(path, *cells, style=CHOSEN if path is plan.chosen else "")
@@ -129,9 +134,9 @@ def _cells(path: PathPlan) -> list[str]:
     return [
         time_text(path.seconds),
         time_text(path.gather_s) if in_boxes else "",
-        time_text(path.read_s),
+        time_text(path.read_s) if path.read_s else "",
         time_text(path.scatter_s) if path.scatter_s else "",
-        f"{path.num_descriptors:,}",
+        f"{path.num_descriptors + path.num_copied_runs:,}",
         bytes_text(path.mean_bytes),
         f"{path.num_boxes:,}" if in_boxes else "",
         bytes_text(path.over_read_bytes),
@@ -156,7 +161,7 @@ def explain_choice(plan: Plan) -> str:
         return "there is nothing to read"
     slower = sorted(plan.paths.items(), key=lambda one: one[1].seconds)
     others = ", ".join(
-        f"{path} would take {time_text(one.seconds)} with {_reads(one)}"
+        f"{path} would take {time_text(one.seconds)} with {_moves(path, one)}"
         for path, one in slower
         if path is not plan.chosen
     )
@@ -166,7 +171,7 @@ def explain_choice(plan: Plan) -> str:
     only = "it is the only path that this handoff can take"
     start = "predicted to be the fastest" if others else only
     chosen = plan.paths[plan.chosen]
-    return f"{start}: {_reads(chosen)} on average, {HOW[plan.chosen]}{others}"
+    return f"{start}: {_moves(plan.chosen, chosen)} on average, {HOW[plan.chosen]}{others}"
 
 
 def describe_group(group: GroupSpec) -> str:
@@ -191,6 +196,9 @@ def describe_heads(plan: Plan, read: PlannedRead) -> str:
     return numbers
 
 
-def _reads(path: PathPlan) -> str:
-    count = path.num_descriptors
-    return f"{count:,} READ{'' if count == 1 else 's'} of {bytes_text(path.mean_bytes)}"
+def _moves(path: Path, planned: PathPlan) -> str:
+    """How many READs of how many bytes, or runs that are copied."""
+    count, one = planned.num_descriptors, "READ"
+    if path is Path.MAPPED:
+        count, one = planned.num_copied_runs, "run"
+    return f"{count:,} {one}{'' if count == 1 else 's'} of {bytes_text(planned.mean_bytes)}"

@@ -5,6 +5,7 @@ Addresses are numbers here.
 
 from kvbus.planning.boxes import cut_into_boxes, reader_order
 from kvbus.planning.compatibility import check_compatible
+from kvbus.planning.copies import Copies, check_sources, cut_copies
 from kvbus.planning.direct import Descriptors, DirectPlan
 from kvbus.planning.fetch_shape import FetchShape, Path
 from kvbus.planning.fetch_work import FetchWork
@@ -15,6 +16,7 @@ from kvbus.planning.slot_reads import SlotReads, from_slot, whole_slot
 from kvbus.planning.spans import Spans, chunk_spans, tail_spans, whole_spans
 
 __all__ = [
+    "Copies",
     "Descriptors",
     "DirectPlan",
     "FetchShape",
@@ -27,7 +29,9 @@ __all__ = [
     "SlotReads",
     "Spans",
     "check_compatible",
+    "check_sources",
     "chunk_spans",
+    "cut_copies",
     "cut_into_boxes",
     "from_slot",
     "reader_order",

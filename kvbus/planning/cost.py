@@ -33,6 +33,11 @@ class Rates:
     """A run is what is contiguous in the engine's memory and in the slot."""
     scatter_bytes_per_s: float = 6.5e9
     seconds_per_scattered_run: float = 65e-9
+    copy_bytes_per_s: float = 14e9
+    """From blocks into blocks, on one core."""
+    seconds_per_copied_run: float = 20e-9
+    seconds_per_copy: float = 100e-6
+    """From the start of a copy of one byte to its end, as the caller sees it."""
     num_cores: int = 2
     """Cores that the stages of a fetch share, on the machine of the two that has fewer."""
     slots_in_flight: int = 3
@@ -48,21 +53,22 @@ class Rates:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stages:
-    """Seconds that gather, READ and scatter take, of one box or of a whole fetch."""
+    """Seconds that gather, READ, scatter and copy take, of one box or of a whole fetch."""
 
     gather_s: float = 0.0
     read_s: float = 0.0
     scatter_s: float = 0.0
+    copy_s: float = 0.0
 
     @property
     def sum_s(self) -> float:
         """One after the other."""
-        return self.gather_s + self.read_s + self.scatter_s
+        return self.gather_s + self.read_s + self.scatter_s + self.copy_s
 
     @property
     def longest_s(self) -> float:
         """The stage that sets the pace when there are cores for all."""
-        return max(self.gather_s, self.read_s, self.scatter_s)
+        return max(self.gather_s, self.read_s, self.scatter_s, self.copy_s)
 
     def times(self, factor: float) -> "Stages":
         """So many of them."""
@@ -70,6 +76,7 @@ class Stages:
             gather_s=self.gather_s * factor,
             read_s=self.read_s * factor,
             scatter_s=self.scatter_s * factor,
+            copy_s=self.copy_s * factor,
         )
 
 
@@ -78,7 +85,7 @@ class Prediction:
     """What a fetch would take on one path.
 
     ``seconds`` is corrected by ``correction``, ``stages`` are not: they are the seconds that each
-    stage is busy. The direct path has no boxes.
+    stage is busy. The direct and the mapped path have no boxes.
     """
 
     path: Path
@@ -111,9 +118,9 @@ class Choice:
 #
 # So no stage is faster than itself, and no more stages run at once than there are cores and slots:
 # with one lane nothing overlaps, with three the longest stage hides the others. A stage that a path
-# lacks takes no time, and the direct path is one box of everything that only has a READ. The round
-# trip of a request is a part of its gather. Boxes are counted in fractions, so that a byte more
-# never makes a fetch cheaper.
+# lacks takes no time, and the direct path is one box of everything that only has a READ, the mapped
+# path one that only has a copy. The round trip of a request is a part of its gather. Boxes are
+# counted in fractions, so that a byte more never makes a fetch cheaper.
 def predict(
     shape: FetchShape, path: Path, rates: Rates, *, slot_bytes: int, correction: float = 1.0
 ) -> Prediction:
@@ -184,6 +191,10 @@ def _predict(
 
 def _stages(work: PathWork, rates: Rates, *, num_bytes: float) -> Stages:
     """Of so many bytes that go through all stages together."""
+    if work.num_copied_runs is not None:
+        num_runs = work.num_copied_runs * num_bytes / work.num_bytes
+        copy_s = num_bytes / rates.copy_bytes_per_s + num_runs * rates.seconds_per_copied_run
+        return Stages(copy_s=copy_s + rates.seconds_per_copy)
     gather_s = scatter_s = 0.0
     if work.gather_run_bytes is not None:
         gather_s = num_bytes / rates.gather_bytes_per_s + rates.seconds_per_request

@@ -7,12 +7,12 @@ sizes and strides give the right pairs; what differs is only how long the contig
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
-from math import prod
 
 import numpy as np
 import numpy.typing as npt
 
 from kvbus.geometry import BlockTable
+from kvbus.planning.copies import Copies
 from kvbus.planning.mapping import Share
 from kvbus.planning.pairs import (
     Form,
@@ -74,35 +74,27 @@ class DirectPlan:
         Both sides' tables must cover the positions; raises `IndexError` when one does not. A group
         without positions needs no tables.
         """
-        lattices: list[_Lattice] = []
+        copies = self.copies(remote_tables, local_tables, spans)
+        remote_at, local_at, num_bytes = _merged(_ascending(_runs(copies)))
+        return Descriptors(local=_rows(local_at, num_bytes), remote=_rows(remote_at, num_bytes))
+
+    def copies(
+        self,
+        remote_tables: Mapping[str, BlockTable],
+        local_tables: Mapping[str, BlockTable],
+        spans: Spans,
+    ) -> list[Copies]:
+        """The same bytes as copies, for a process that has both sides at their addresses.
+
+        Targets ascend where the offsets nest. Tables and errors are as for `descriptors`.
+        """
+        copies: list[Copies] = []
         for bundle in self._bundles:
             start, stop = spans[bundle.group]
             if start < stop:
                 remote, local = remote_tables[bundle.group], local_tables[bundle.group]
-                lattices.extend(bundle.lattices(remote, local, start, stop))
-        remote_at, local_at, num_bytes = _merged(_ascending(_runs(lattices)))
-        return Descriptors(local=_rows(local_at, num_bytes), remote=_rows(remote_at, num_bytes))
-
-
-@dataclass(frozen=True, slots=True)
-class _Lattice:
-    """Runs of one length: one at each sum of an outer offset, a unit and an inner offset."""
-
-    pattern: Pattern
-    units: Offsets
-
-    @property
-    def shape(self) -> tuple[int, int, int]:
-        outer, inner = self.pattern.outer, self.pattern.inner
-        return outer.shape[1], self.units.shape[1], inner.shape[1]
-
-    def write(self, runs: Offsets) -> None:
-        """Fill ``runs`` of shape (3, n), in ascending order if the offsets nest."""
-        for side in (0, 1):
-            corners = self.pattern.outer[side][:, None] + self.units[side]
-            addresses = runs[side].reshape(self.shape)
-            np.add(corners[:, :, None], self.pattern.inner[side], out=addresses)
-        runs[2] = self.pattern.run_bytes
+                copies.extend(bundle.copies(remote, local, start, stop))
+        return copies
 
 
 class _Bundle:
@@ -114,10 +106,10 @@ class _Bundle:
         self._corners = np.array(corners, dtype=np.int64).T
         self._patterns: dict[int, Pattern] = {}
 
-    def lattices(
+    def copies(
         self, remote: BlockTable, local: BlockTable, start: int, stop: int
-    ) -> Iterator[_Lattice]:
-        """The runs of positions [start, stop), one lattice for each length of a unit."""
+    ) -> Iterator[Copies]:
+        """The runs of positions [start, stop), a lattice for each length of a unit."""
         form = self._form
         starts, lengths = cut_into_units(
             start, stop, {form.remote.block_size, form.local.block_size}
@@ -128,7 +120,8 @@ class _Bundle:
         for length in np.unique(lengths).tolist():
             alike = units[:, lengths == length]
             order = np.argsort(alike[1], kind="stable")
-            yield _Lattice(self._pattern(length), alike[:, order])
+            outer, inner, run_bytes = self._pattern(length)
+            yield Copies(outer, alike[:, order], inner, run_bytes)
 
     def num_runs(self, num_tokens: int) -> int:
         """Runs of so many tokens that start a block."""
@@ -162,13 +155,14 @@ def _unit_offsets(strides: Strides, table: BlockTable, starts: Offsets) -> Offse
     return blocks * strides.block_bytes + starts % strides.block_size * strides.token_bytes
 
 
-def _runs(lattices: Sequence[_Lattice]) -> Offsets:
-    """Of shape (3, n): remote address, local address, bytes."""
-    sizes = [prod(lattice.shape) for lattice in lattices]
-    runs = np.empty((3, sum(sizes)), dtype=np.int64)
-    ends = np.cumsum(sizes, dtype=np.int64).tolist()
-    for lattice, size, end in zip(lattices, sizes, ends, strict=True):
-        lattice.write(runs[:, end - size : end])
+def _runs(copies: Sequence[Copies]) -> Offsets:
+    """Of shape (3, n): remote address, local address, bytes; each lattice ascends if it nests."""
+    runs = np.empty((3, sum(one.num_runs for one in copies)), dtype=np.int64)
+    end = 0
+    for one in copies:
+        start, end = end, end + one.num_runs
+        one.write_addresses(runs[:2, start:end])
+        runs[2, start:end] = one.run_bytes
     return runs
 
 

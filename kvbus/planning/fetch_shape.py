@@ -16,6 +16,8 @@ class Path(StrEnum):
     """Gather into a slot in the canonical order, READ the slot, scatter it."""
     REORDERED = "reordered"
     """Gather into a slot in the reader's order, READ from the slot into its blocks."""
+    MAPPED = "mapped"
+    """Copy from blocks to blocks: the decode agent has mapped the prefill engine's."""
 
 
 ALL_PATHS: tuple[Path, ...] = tuple(Path)
@@ -25,10 +27,11 @@ ALL_PATHS: tuple[Path, ...] = tuple(Path)
 class PathWork:
     """What a fetch is on one path; None stands for a stage that the path does not have.
 
-    ``num_bytes`` go through the READ, parts of blocks that nobody asked for included. Runs are mean
-    lengths in bytes. Without ``num_descriptors`` a box is one. With a gather the fetch goes in
-    boxes, none of which spans two shares. A byte is scattered ``num_copies`` times on average, once
-    for each rank that it is read for. Raises `LocalError` for less than nothing.
+    ``num_bytes`` go through the READ, parts of blocks that nobody asked for included, or through
+    the one copy of the mapped path, in ``num_copied_runs``. Runs are mean lengths in bytes. Without
+    ``num_descriptors`` a box is one. With a gather the fetch goes in boxes, none of which spans two
+    shares. A byte is scattered ``num_copies`` times on average, once for each rank that it is read
+    for. Raises `LocalError` for less than nothing.
     """
 
     num_bytes: int
@@ -37,11 +40,12 @@ class PathWork:
     scatter_run_bytes: float | None = None
     num_shares: int = 1
     num_copies: float = 1.0
+    num_copied_runs: int | None = None
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
             value = getattr(self, name)
-            least = 0 if name in ("num_bytes", "num_descriptors") else 1
+            least = 0 if name in ("num_bytes", "num_descriptors", "num_copied_runs") else 1
             if value is not None and not value >= least:  # so NaN is refused, too
                 raise LocalError(f"{name} is {value}: it is at least {least}", field=name)
 

@@ -40,7 +40,7 @@ class FetchWork:
         self._sizes, self._joined_sizes = Counter[_Size](), Counter[_Size]()
         self._least_box_bytes = {Path.PACKED: 1, Path.REORDERED: 1}
         self._can_direct = self._can_reorder = True
-        self._direct, self._gather, self._scatter = _Runs(), _Runs(), _Runs()
+        self._runs, self._gather, self._scatter = _Runs(), _Runs(), _Runs()
         self._reordered_gather, self._reordered_read = _Runs(), _Runs()
         for share in shares:
             holder, reader = prefill[share.holder], decode[share.reader]
@@ -55,12 +55,15 @@ class FetchWork:
         """The smallest box that `cut_into_boxes` can make of every share; 1 when there is none."""
         return self._least_box_bytes.get(path, 1)
 
-    def shape(self, spans: Spans, *, slot_bytes: int | None = None) -> FetchShape:
+    def shape(
+        self, spans: Spans, *, slot_bytes: int | None = None, mapped: bool = False
+    ) -> FetchShape:
         """What a fetch of these positions is on each path that it can take.
 
-        It cannot go in boxes when nothing is moved, or when their least box is larger than
-        ``slot_bytes``; nor reordered when a reader's regions have different orders or it is
-        unregistered; nor direct when either side is.
+        It can be copied when this process has both sides ``mapped``. It cannot go in boxes when
+        nothing is moved, or when their least box is larger than ``slot_bytes``; nor reordered when
+        a reader's regions have different orders or it is unregistered; nor direct when either side
+        is.
         """
         num_bytes, num_shares = _sum(self._sizes, spans)
         in_boxes = {
@@ -69,9 +72,9 @@ class FetchWork:
             if num_bytes and (slot_bytes is None or least <= slot_bytes)
         }
         shape = {}
+        num_runs = self._runs.count(spans) if mapped or self._can_direct else 0
         if self._can_direct:
-            num_descriptors = self._direct.count(spans)
-            shape[Path.DIRECT] = PathWork(num_bytes=num_bytes, num_descriptors=num_descriptors)
+            shape[Path.DIRECT] = PathWork(num_bytes=num_bytes, num_descriptors=num_runs)
         if Path.PACKED in in_boxes:
             joined_bytes, num_joined = _sum(self._joined_sizes, spans)
             shape[Path.PACKED] = PathWork(
@@ -88,6 +91,8 @@ class FetchWork:
                 num_descriptors=self._reordered_read.count(spans),
                 num_shares=num_shares,
             )
+        if mapped:
+            shape[Path.MAPPED] = PathWork(num_bytes=num_bytes, num_copied_runs=num_runs)
         return shape
 
     def _add(self, holder: PlacedRank, reader: PlacedRank, share: Share) -> None:
@@ -95,7 +100,7 @@ class FetchWork:
         size = _size(reader, share)
         self._sizes[size] += 1
         either, here = {_block_size(holder, share), size.block_size}, {size.block_size}
-        self._direct.add(holder, reader, share, cuts=either)
+        self._runs.add(holder, reader, share, cuts=either)
         order = reader_order(reader.rank.regions, reader.engine.group(share.group))
         if order is None:
             self._can_reorder = False

@@ -64,6 +64,7 @@ def test_a_forced_path_is_taken_or_refused_and_no_other_is():
                 DIRECT: prefill and decode,
                 PACKED: bool(slots and here),
                 REORDERED: bool(slots and decode),
+                Path.MAPPED: False,
             }
             if can[wanted]:
                 assert open_paths(way, wanted.value, packs_here=bool(here)) == (wanted,)

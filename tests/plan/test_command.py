@@ -16,7 +16,9 @@ PATH_KEYS = {
     "gather_s",
     "read_s",
     "scatter_s",
+    "copy_s",
     "descriptors",
+    "copied_runs",
     "bytes",
     "over_read_bytes",
     "slot_bytes",
@@ -66,7 +68,8 @@ def test_the_json_is_the_last_line_and_its_keys_stay() -> None:
         "rates",
     }
     assert set(found["from"]) == {"model", "tp", "pp", "axes", "groups"}
-    assert set(found["paths"]) == {"direct", "packed", "reordered"}
+    assert set(found["paths"]) == {"direct", "packed", "reordered", "mapped"}
+    assert found["paths"].pop("mapped") is None
     assert all(set(path) == PATH_KEYS for path in found["paths"].values())
     assert set(found["choice"]) == {"path", "is_forced", "reason"}
     assert found["reads"][1] == {
@@ -81,6 +84,30 @@ def test_the_json_is_the_last_line_and_its_keys_stay() -> None:
     }
     assert (found["tokens"], found["bytes"]) == ([0, 32], 8192)
     assert found["paths"]["direct"]["descriptors"] == 256
+
+
+def test_the_mapped_path_is_shown_for_agents_of_the_same_machine() -> None:
+    table = plan("--same-machine", decode=f"tp=2,{SMALL}", tokens="2048").stdout
+    found = as_json("--same-machine", decode=f"tp=2,{SMALL}", tokens="2048")
+    apart = plan(decode=f"tp=2,{SMALL}", tokens="2048").stdout
+
+    mapped = found["paths"]["mapped"]
+    assert set(mapped) == PATH_KEYS
+    assert (mapped["descriptors"], mapped["copied_runs"]) == (0, 16_384)
+    assert (mapped["bytes"], mapped["slot_bytes"], mapped["over_read_bytes"]) == (1 << 19, 0, 0)
+    assert mapped["copy_s"] == mapped["seconds"]
+    assert found["choice"]["path"] == "mapped"
+    assert "16,384 runs of 32 B on average, copied from blocks" in found["choice"]["reason"]
+    assert any(line.split()[0:1] == ["mapped"] for line in table.splitlines())
+    assert max(map(len, table.splitlines())) <= 80
+    assert "mapped" not in apart
+
+
+def test_the_mapped_path_of_agents_apart_cannot_be_forced() -> None:
+    result = plan("--path", "mapped")
+
+    assert result.exit_code == 2
+    assert "--path: this handoff cannot take mapped" in result.stderr
 
 
 def test_a_path_can_be_forced() -> None:

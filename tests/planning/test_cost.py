@@ -29,6 +29,9 @@ RATES = st.builds(
     seconds_per_gathered_run=SECONDS,
     scatter_bytes_per_s=RATE,
     seconds_per_scattered_run=SECONDS,
+    copy_bytes_per_s=RATE,
+    seconds_per_copied_run=SECONDS,
+    seconds_per_copy=SECONDS,
     num_cores=st.integers(1, 64),
     slots_in_flight=st.integers(1, 16),
 )
@@ -52,6 +55,7 @@ def shapes(draw: st.DrawFn) -> FetchShape:
             num_descriptors=draw(COUNT),
             num_shares=num_shares,
         ),
+        Path.MAPPED: PathWork(num_bytes=num_bytes, num_copied_runs=draw(COUNT)),
     }
 
 
@@ -305,6 +309,37 @@ def test_more_descriptors_are_never_faster(shape, rates, more):
 
     for path in (Path.DIRECT, Path.REORDERED):
         assert at_least(seconds(grown, path, rates), seconds(shape, path, rates))
+
+
+@given(shapes(), RATES, st.integers(0, 1 << 22))
+def test_more_copied_runs_are_never_faster_and_no_rate_of_a_read_matters(shape, rates, more):
+    grown = with_all(shape, num_copied_runs=shape[Path.MAPPED].num_copied_runs + more)
+    slow = replace(rates, seconds_per_read=1.0, seconds_per_request=1.0, wire_bytes_per_s=1.0)
+
+    found = seconds(shape, Path.MAPPED, rates)
+
+    assert at_least(seconds(grown, Path.MAPPED, rates), found)
+    assert seconds(shape, Path.MAPPED, slow) == found
+
+
+def test_a_mapped_fetch_is_one_copy_without_boxes_and_needs_no_slot():
+    work = PathWork(num_bytes=10 * MIB, num_copied_runs=1000)
+    rates = replace(
+        Rates(), copy_bytes_per_s=10 * MIB, seconds_per_copied_run=1e-3, seconds_per_copy=0.5
+    )
+
+    found = predict({Path.MAPPED: work}, Path.MAPPED, rates, slot_bytes=1)
+
+    assert found.seconds == found.stages.copy_s == pytest.approx(1 + 1 + 0.5)
+    assert (found.box_bytes, found.num_boxes) == (None, 0)
+
+
+def test_mapped_memory_is_copied_where_both_sides_differ_and_where_they_are_alike():
+    split = {**NHD_TP_1_TO_2, Path.MAPPED: PathWork(num_bytes=64 * MIB, num_copied_runs=65_536)}
+    same = with_all(split, num_descriptors=16, num_copied_runs=16, gather_run_bytes=4 * MIB)
+
+    for shape in (split, same):
+        assert choose(shape, Rates(), slot_bytes=SLOT_BYTES).path is Path.MAPPED
 
 
 @given(shapes(), RATES, st.floats(1, 1000))

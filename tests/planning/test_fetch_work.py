@@ -28,7 +28,7 @@ from kvbus.geometry import (
 )
 from kvbus.planning import PlacedRank, ReadMap, Share, whole_spans
 from kvbus.planning.boxes import cut_into_boxes, reader_order
-from kvbus.planning.fetch_shape import Path
+from kvbus.planning.fetch_shape import Path, PathWork
 from kvbus.planning.fetch_work import FetchWork
 from tests.examples import num_examples
 from tests.geometry.layouts import Element, byte_offset
@@ -102,7 +102,7 @@ def cases(draw: st.DrawFn) -> Case:
 def test_descriptors_and_runs_are_those_that_plain_loops_count(case: Case) -> None:
     spans = whole_spans([case.group], case.start, case.stop)
 
-    shape = case.work().shape(spans)
+    shape = case.work().shape(spans, mapped=True)
 
     runs = {"direct": 0, "gather": 0, "scatter": 0, "reordered gather": 0, "reordered read": 0}
     for share in case.shares:
@@ -129,6 +129,7 @@ def test_descriptors_and_runs_are_those_that_plain_loops_count(case: Case) -> No
     assert packed.num_bytes == joined_bytes
     assert packed.num_bytes * packed.num_copies == pytest.approx(num_bytes)
     assert shape[Path.DIRECT].num_descriptors == runs["direct"]
+    assert shape[Path.MAPPED] == PathWork(num_bytes=num_bytes, num_copied_runs=runs["direct"])
     assert joined_bytes / packed.gather_run_bytes == pytest.approx(runs["gather"])
     assert num_bytes / packed.scatter_run_bytes == pytest.approx(runs["scatter"])
     assert num_bytes / shape[Path.REORDERED].gather_run_bytes == pytest.approx(
@@ -284,10 +285,24 @@ def test_shares_without_positions_do_not_count() -> None:
 def test_a_fetch_of_nothing_has_no_boxes() -> None:
     case = of_sides(placed(GROUP, NHD, 1, 1), placed(GROUP, NHD, 1, 1), 0, 0)
 
-    shape = case.work().shape({"group": (7, 7)})
+    shape = case.work().shape({"group": (7, 7)}, mapped=True)
 
     assert (shape[Path.DIRECT].num_bytes, shape[Path.DIRECT].num_descriptors) == (0, 0)
-    assert set(shape) == {Path.DIRECT}
+    assert shape[Path.MAPPED] == PathWork(num_bytes=0, num_copied_runs=0)
+    assert set(shape) == {Path.DIRECT, Path.MAPPED}
+
+
+def test_what_is_mapped_is_copied_though_it_is_unregistered() -> None:
+    case = of_sides(placed(GROUP, NHD, 2, 1), placed(GROUP, HND, 1, 1), 0, 40)
+    usual = case.work().shape({"group": (0, 40)}, mapped=True)
+    for side in (case.prefill, case.decode):
+        side[0] = replace(side[0], addresses={})
+
+    shape = case.work().shape({"group": (0, 40)}, mapped=True)
+
+    assert shape[Path.MAPPED] == usual[Path.MAPPED]
+    assert set(shape) == {Path.PACKED, Path.MAPPED}
+    assert Path.MAPPED not in case.work().shape({"group": (0, 40)})
 
 
 @pytest.mark.parametrize(

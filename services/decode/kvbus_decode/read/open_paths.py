@@ -47,7 +47,7 @@ def no_common_order(wanted: str) -> ConfigError:
 
 def _closed(route: Route, *, packs_here: bool) -> dict[Path, str]:
     """Why paths cannot be taken."""
-    closed: dict[Path, str] = {}
+    closed = {Path.MAPPED: "this agent does not map the memory of prefill engines"}
     if not (route.prefill_direct and route.decode_direct):
         closed[Path.DIRECT] = _unregistered(route)
     if not route.decode_direct:
