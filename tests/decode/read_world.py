@@ -24,6 +24,7 @@ STAGES: dict[str, tuple[Stage, ...]] = {
     "reordered": (Stage.PACK, Stage.READ),
     "packed": (Stage.PACK, Stage.READ, Stage.COPY),
     "delegated": (Stage.DELEGATE,),
+    "mapped": (Stage.COPY,),
     "zeroing": (Stage.COPY,),
 }
 
@@ -146,8 +147,8 @@ class ReadWorld(StoryMachine):
 
     def copy(self, leg: Leg, num_blocks: int = 2) -> None:
         """What a thread copies now."""
-        if leg.work.kind == "zeroing":
-            self.write(leg, ZEROS, num_blocks)
+        if Stage.READ not in leg.stages:  # zeros, or out of the holder's own blocks
+            self.write(leg, leg.work.content, num_blocks)
             return
         slot = self.own[leg.device, leg.slot]
         assert slot.leg is leg, "copied out of a slot that is another leg's by now"
@@ -190,6 +191,9 @@ class ReadWorld(StoryMachine):
                 self.running.delegates.append(command)
             case ev.AbortRead(leg):
                 assert leg in [r.leg for r in self.running.reads]
+                self.check_aborted_once(leg)
+            case ev.AbortCopy(leg):
+                assert leg in [c.leg for c in self.running.copies]
                 self.check_aborted_once(leg)
             case ev.StopDelegate(leg):
                 assert leg in [d.leg for d in self.running.delegates]

@@ -28,6 +28,10 @@ def packed(holder: str = "holder") -> Leg:
     return Leg((Stage.PACK, Stage.READ, Stage.COPY), None, holder, "host")
 
 
+def mapped() -> Leg:
+    return Leg((Stage.COPY,), None, "holder")
+
+
 def zeroing() -> Leg:
     return Leg((Stage.COPY,), None)
 
@@ -177,7 +181,28 @@ def test_a_failed_leg_stops_the_others_and_the_chunk_ends_with_the_last_writer()
     assert ended == [ev.ChunkEnded("read", 3, "any", 0.0, FAILED)]
 
 
-@pytest.mark.parametrize("make", [direct, zeroing, delegated])
+def test_a_mapped_box_is_copied_alone_and_counts_as_read() -> None:
+    drive, leg = Drive(), mapped()
+
+    started = drive.want(leg)
+    ended = drive.tell(ev.CopyEnded("read", leg, 8))
+
+    assert started == [ev.StartCopy("read", leg)]
+    assert ended == [ev.ChunkEnded("read", 8, "any", 0.0)]
+
+
+def test_a_copy_of_a_stopped_read_is_cut_short_and_waited_for() -> None:
+    drive, leg = Drive(), mapped()
+    drive.want(leg)
+
+    stopped = drive.tell(ev.ReadStopped("read", ABORTED))
+    (ended,) = drive.tell(ev.CopyEnded("read", leg, 3, ABORTED))
+
+    assert stopped == [ev.AbortCopy(leg)]
+    assert ended == ev.ChunkEnded("read", 3, "any", 0.0, ABORTED)
+
+
+@pytest.mark.parametrize("make", [direct, mapped, zeroing, delegated])
 def test_a_stopped_read_waits_for_what_can_still_write(make) -> None:
     drive, leg = Drive(), make()
     drive.want(leg)

@@ -16,7 +16,9 @@ from kvbus_decode.read import events as ev
 from tests.decode.read_world import BOX_BYTES, SLOT_LEASE_S, ReadWorld, RemoteSlot, SeenRead
 from tests.examples import num_examples
 
-KINDS = st.sampled_from(["direct", "reordered", "packed", "packed", "packed", "delegated"])
+KINDS = st.sampled_from(
+    ["direct", "mapped", "reordered", "packed", "packed", "packed", "delegated"]
+)
 HOLDERS = st.sampled_from(["holder a", "holder b", "holder b"])
 DEVICES = st.sampled_from(["host", "host", "gpu"])
 LEGS = st.lists(st.tuples(KINDS, HOLDERS, DEVICES), max_size=7)
@@ -44,7 +46,7 @@ class ReadInterleavings(ReadWorld):
         self, kinds: list[tuple[str, str, str]], engine: str, num_zeroed: int, within_s: float
     ) -> None:
         key = f"read {len(self.seen)}"
-        unpacked = [kind for kind in kinds if kind[0] in ("direct", "delegated")]
+        unpacked = [kind for kind in kinds if kind[0] in ("direct", "mapped", "delegated")]
         packed = [kind for kind in kinds if kind not in unpacked]
         wanted = ev.ChunkWanted(
             key,
@@ -105,9 +107,13 @@ class ReadInterleavings(ReadWorld):
         copied = self.running.copies[which % len(self.running.copies)]
         self.copy(copied.leg, 1 if fails else 2)
         self.running.copies.remove(copied)
+        num_bytes = 0
+        if copied.leg.work.kind == "mapped":
+            num_bytes = 1 if fails else BOX_BYTES
+        self.seen[copied.leg.work.read].num_bytes += num_bytes
         if fails:
             self.expect_failure(copied.leg.work.read)
-        self.tell(ev.CopyEnded(copied.key, copied.leg, FAILURE if fails else None))
+        self.tell(ev.CopyEnded(copied.key, copied.leg, num_bytes, FAILURE if fails else None))
 
     @precondition(lambda self: self.running.delegates)
     @rule(which=ANY, fails=FAILS)

@@ -22,10 +22,10 @@ from kvbus_decode.fetch.table import FetchTable
 from kvbus_decode.metrics import READINGS, DecodeMetrics
 from kvbus_decode.peer.lease_client import LeaseClient
 from kvbus_decode.peer.route import Route
+from kvbus_decode.read.chunk import check_tables, make_chunk
 from kvbus_decode.read.delegate import DelegateServer
 from kvbus_decode.read.events import ChunkEnded
 from kvbus_decode.read.leg import Leg, Stage
-from kvbus_decode.read.legs import check_tables, make_chunk
 from kvbus_decode.read.reader import Reader
 from kvbus_decode.read.remote_ranks import DelegateJob
 from kvbus_decode.tickets import TicketGate

@@ -22,7 +22,7 @@ from kvbus_decode.peer.lease_client import LeaseClient
 from kvbus_decode.peer.memory_check import check_memory
 from kvbus_decode.peer.route import Route
 from kvbus_decode.read import events as ev
-from kvbus_decode.read.legs import Chunk, check_tables, make_chunk
+from kvbus_decode.read.chunk import Chunk, check_tables, make_chunk
 from kvbus_decode.read.reader import Reader
 from kvbus_decode.tickets import TicketGate
 

@@ -12,6 +12,7 @@ from kvbus.table.events import DeadlinePassed, Stopped
 from kvbus_decode.read.leg import Leg
 
 __all__ = [
+    "AbortCopy",
     "AbortRead",
     "AskDelegate",
     "AskPack",
@@ -102,10 +103,14 @@ class ReadEnded:
 
 @dataclass(frozen=True, slots=True)
 class CopyEnded:
-    """No thread copies for the leg any more."""
+    """Nothing copies for the leg any more; ``error`` is None when all of it was copied.
+
+    ``num_bytes`` were read by copying alone, out of memory of this machine.
+    """
 
     key: Hashable
     leg: Leg
+    num_bytes: int = 0
     error: KVBusError | None = None
 
 
@@ -170,7 +175,9 @@ class PostRead:
 
 @dataclass(frozen=True, slots=True)
 class StartCopy:
-    """Copy into the engine's blocks, out of the leg's slot of ours or zeros; answer `CopyEnded`."""
+    """Copy into the engine's blocks: out of the leg's slot of ours, out of memory that is mapped
+    here, or zeros; answer `CopyEnded`.
+    """
 
     key: Hashable
     leg: Leg
@@ -187,6 +194,13 @@ class AskDelegate:
 @dataclass(frozen=True, slots=True)
 class AbortRead:
     """Post nothing more; `ReadEnded` follows when what was posted is terminal."""
+
+    leg: Leg
+
+
+@dataclass(frozen=True, slots=True)
+class AbortCopy:
+    """Begin no further part of the copy; `CopyEnded` follows when those that run have ended."""
 
     leg: Leg
 
@@ -219,6 +233,7 @@ Command = (
     | StartCopy
     | AskDelegate
     | AbortRead
+    | AbortCopy
     | StopDelegate
     | ChunkEnded
 )

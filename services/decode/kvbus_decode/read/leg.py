@@ -3,6 +3,7 @@
     direct       wanted ────────────────────────▶ reading ─────────────▶ over
     reordered    wanted ─▶ packing ─────────────▶ reading ─────────────▶ over
     packed       wanted ─▶ packing ─▶ packed ───▶ reading ─▶ copying ──▶ over
+    mapped       wanted ───────────────────────────────────▶ copying ──▶ over
     zeroing      wanted ───────────────────────────────────▶ copying ──▶ over
     delegated    wanted ─▶ delegated ──────────────────────────────────▶ over
 
@@ -11,9 +12,9 @@ delegated. Such a leg is never over before the agent has said that it ended: NIX
 another agent cannot be called back. All others are over as soon as they are stopped.
 
 Other ways to move a box are other stages, and need nothing new here. One READ that feeds several of
-our ranks is a packed leg whose copy writes to all of them. Memory of the same machine that is
-mapped needs a copy alone, as zeroing does. An optimistic read is a direct leg that is started
-before the lease is there: a leg knows no lease, the fetch decides what its bytes are worth.
+our ranks is a packed leg whose copy writes to all of them. An optimistic read is a direct leg that
+is started before the lease is there: a leg knows no lease, the fetch decides what its bytes are
+worth.
 """
 
 from collections.abc import Hashable
@@ -38,7 +39,7 @@ class LegState(StrEnum):
     """A READ is planned or posted."""
 
     COPYING = "copying"
-    """A thread copies into the engine's blocks: out of a slot of ours, or zeros."""
+    """Threads copy into the engine's blocks: out of a slot of ours, mapped memory, or zeros."""
 
     DELEGATED = "delegated"
     """Another agent of the engine reads for its ranks."""

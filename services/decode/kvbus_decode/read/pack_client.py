@@ -9,7 +9,7 @@ from kvbus.protocol.staging import Pack, Packed, Unpack
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.peer.route import Source
 from kvbus_decode.read import events as ev
-from kvbus_decode.read.legs import BoxJob
+from kvbus_decode.read.jobs import BoxJob
 
 UNPACK_TIMEOUT_S = 5.0
 

@@ -27,8 +27,10 @@ from kvbus_decode.fetch.events import Requested
 from kvbus_decode.peer.directory import PeerDirectory
 from kvbus_decode.peer.route import Route
 from kvbus_decode.read import events as ev
+from kvbus_decode.read.chunk import Chunk
+from kvbus_decode.read.jobs import DirectJob, Rows
 from kvbus_decode.read.leg import Leg
-from kvbus_decode.read.legs import Chunk, DirectJob, Rows, box_legs, direct_legs, zero_legs
+from kvbus_decode.read.legs import box_legs, direct_legs, zero_legs
 from kvbus_decode.read.pack_client import PackClient
 from kvbus_decode.read.path_choice import PathChoice, PathChooser
 from kvbus_decode.read.remote_ranks import RemoteRanks
@@ -58,6 +60,7 @@ class Reader:
             ev.StartCopy: self._start_copy,
             ev.AskDelegate: remote.ask,
             ev.AbortRead: self._abort,
+            ev.AbortCopy: self._abort_copy,
             ev.StopDelegate: remote.abort,
             ev.ChunkEnded: self._end,
         }
@@ -207,7 +210,7 @@ class Reader:
         command.leg.work.transfer = None  # it holds its descriptors
         error: KVBusError | None = outcome.error
         if outcome.status is ReadStatus.ABORTED:
-            error = LocalError("the read was aborted", code=ErrorCode.CANCELLED)
+            error = _aborted("read")
         self._dispatch(ev.ReadEnded(command.key, command.leg, outcome.num_bytes, error))
 
     def _abort(self, command: ev.AbortRead) -> None:
@@ -219,7 +222,7 @@ class Reader:
     def _start_copy(self, command: ev.StartCopy) -> None:
         """From a slot of ours, or zeros, into the engine's blocks, in a thread."""
         leg, work = command.leg, command.leg.work
-        self._copiers.start(
+        work.copying = self._copiers.start(
             partial(work.copy, leg.slot),
             partial(self._on_copied, command),
             engine=work.chunk.route.engine,
@@ -227,5 +230,16 @@ class Reader:
             group=work.group,
         )
 
+    def _abort_copy(self, command: ev.AbortCopy) -> None:
+        """What has not begun is not done."""
+        copying = command.leg.work.copying
+        if copying is not None:
+            copying.stop(_aborted("copy"))
+
     def _on_copied(self, command: ev.StartCopy, error: KVBusError | None) -> None:
-        self._dispatch(ev.CopyEnded(command.key, command.leg, error))
+        command.leg.work.copying = None
+        self._dispatch(ev.CopyEnded(command.key, command.leg, error=error))
+
+
+def _aborted(what: str) -> LocalError:
+    return LocalError(f"the {what} was aborted", code=ErrorCode.CANCELLED)

@@ -67,7 +67,8 @@ def land(read: ReadEntry, leg: Leg, event: ev.ReadEnded, _now: float) -> Command
 
 
 def end_copy(read: ReadEntry, leg: Leg, event: ev.CopyEnded, _now: float) -> Commands:
-    """The thread is done with the blocks, and with the slot."""
+    """The threads are done with the blocks, and with the slot."""
+    read.num_bytes += event.num_bytes
     if event.error is not None:
         return _fail(read, leg, event.error)
     leg.state = OVER
@@ -100,6 +101,11 @@ def abort_read(_read: ReadEntry, leg: Leg, _event: ev.LegStopped, _now: float) -
     return [ev.AbortRead(leg)]
 
 
+def abort_copy(_read: ReadEntry, leg: Leg, _event: ev.LegStopped, _now: float) -> Commands:
+    """A thread finishes the part that it is at: the leg goes on until none is at any."""
+    return [ev.AbortCopy(leg)]
+
+
 def abort_delegate(_read: ReadEntry, leg: Leg, _event: ev.LegStopped, _now: float) -> Commands:
     """The other agent writes until it says that it does not."""
     return [ev.StopDelegate(leg)]
@@ -108,11 +114,6 @@ def abort_delegate(_read: ReadEntry, leg: Leg, _event: ev.LegStopped, _now: floa
 def abandon(_read: ReadEntry, leg: Leg, _event: ev.EngineGone, _now: float) -> Commands:
     """The other agent loses the engine as well, and sees to its own memory."""
     leg.state = OVER
-    return []
-
-
-def ignore(_read: ReadEntry, _leg: Leg, _event: Any, _now: float) -> Commands:
-    """It comes too late to matter, or the leg has to go on to its own end."""
     return []
 
 
@@ -133,7 +134,7 @@ TRANSITIONS: Mapping[tuple[LegState, type[Any]], Transition[LegState]] = {
     (READING, ev.ReadEnded): Transition(land, (COPYING, OVER)),
     (READING, ev.LegStopped): Transition(abort_read, (READING,)),
     (COPYING, ev.CopyEnded): Transition(end_copy, (OVER,)),
-    (COPYING, ev.LegStopped): Transition(ignore, (COPYING,)),
+    (COPYING, ev.LegStopped): Transition(abort_copy, (COPYING,)),
     (DELEGATED, ev.DelegateEnded): Transition(end_delegate, (OVER,)),
     (DELEGATED, ev.LegStopped): Transition(abort_delegate, (DELEGATED,)),
     (DELEGATED, ev.EngineGone): Transition(abandon, (OVER,)),

@@ -1,0 +1,93 @@
+"""Owns threads that do the jobs of many works in fair turns.
+
+Refuses to stop a job that has begun: a work that is stopped ends when none of its jobs runs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+Job = Callable[[], None]
+
+
+@dataclass(slots=True, eq=False)
+class Work:
+    """Jobs that are done for one purpose; ``error`` is why it was stopped, or failed."""
+
+    on_end: Callable[[Exception | None], None]
+    jobs: deque[Job] = field(default_factory=deque)
+    num_threads: int = 1
+    error: Exception | None = None
+
+    def stop(self, error: Exception) -> None:
+        """Begin no further job; its end follows when none runs."""
+        self.error = self.error or error
+
+    def do_next(self) -> bool:
+        """Do one job; returns whether there may be another."""
+        try:
+            job = self.jobs.popleft()
+        except IndexError:  # another thread may have taken the last one
+            return False
+        if self.error is not None:
+            return False
+        try:
+            job()
+        except Exception as error:
+            self.stop(error)
+        return self.error is None
+
+
+# The queue of the threads holds each work as often as threads may serve it, and never a job. A
+# thread takes a work, does one job of it, and puts it to the end of the queue:
+#
+#     queue   [large] [small] [large]    small waits for one job of each work before it,
+#                │                       however many more these have
+#                └─ one job ─▶ to the end, or out when nothing is left
+#
+# What each thread does next it finds by itself: the event loop hears of the end alone.
+class FairThreads:
+    """At most ``num_threads`` jobs at once; a work that comes waits for one job of each other."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, *, num_threads: int) -> None:
+        self._loop, self._num_threads = loop, num_threads
+        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="kvbus-copy")
+
+    def start(self, job: Job, on_end: Callable[[Exception | None], None]) -> Work:
+        """Have one job done; ``on_end`` is called in the event loop, once, with why it failed."""
+        work = Work(on_end, deque([job]))
+        self._threads.submit(self._turn, work)
+        return work
+
+    def start_planned(
+        self, plan: Callable[[], Iterable[Job]], on_end: Callable[[Exception | None], None]
+    ) -> Work:
+        """Have the jobs of ``plan`` done, which is called in a thread itself; else as `start`."""
+        work = Work(on_end)
+        self._threads.submit(self._plan, work, plan)
+        return work
+
+    def _plan(self, work: Work, plan: Callable[[], Iterable[Job]]) -> None:
+        """No other thread serves the work yet."""
+        work.jobs.append(lambda: work.jobs.extend(plan()))
+        work.do_next()
+        work.num_threads = max(1, min(self._num_threads, len(work.jobs)))
+        for _ in range(work.num_threads):
+            self._threads.submit(self._turn, work)
+
+    def _turn(self, work: Work) -> None:
+        if work.do_next():
+            self._threads.submit(self._turn, work)
+        else:
+            self._loop.call_soon_threadsafe(self._leave, work)
+
+    def _leave(self, work: Work) -> None:
+        """In the event loop: one thread less serves the work."""
+        work.num_threads -= 1
+        if not work.num_threads:
+            work.jobs.clear()  # what was not begun holds memory
+            work.on_end(work.error)
