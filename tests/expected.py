@@ -4,7 +4,7 @@ Refuses to ask kvbus who reads what from whom: tokens, heads and layers are look
 are, in the views of the engines and in what their regions say that they hold.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -60,12 +60,26 @@ def expected_after(
     return expected
 
 
-def num_moved_bytes(target: "Engine", num_tokens: int, first_token: int = 0) -> int:
-    """Bytes of all that the tokens need, on every rank that holds it."""
-    num_bytes = 0
-    for (_, layer, _), view in target.views().items():
+def num_read_bytes(
+    target: "Engine",
+    num_tokens: int,
+    first_token: int = 0,
+    *,
+    path: str = "direct",
+    places: Sequence[object] | None = None,
+) -> int:
+    """Bytes of all that the tokens need, on every rank that holds it.
+
+    ``packed``, heads that several ranks hold are read once for all that are in one place: at one
+    of several agents, where ``places`` says which agent has which rank.
+    """
+    num_bytes, seen = 0, set[object]()
+    for (rank, layer, part), view in target.views().items():
         needed = positions(_group_of(target.spec, layer), first_token, num_tokens)
-        num_bytes += len(needed) * view[0, 0].nbytes
+        heads = places and places[rank], layer, part, *target.heads(rank, layer, part)
+        if path != "packed" or heads not in seen:
+            num_bytes += len(needed) * view[0, 0].nbytes
+        seen.add(heads)
     return num_bytes
 
 

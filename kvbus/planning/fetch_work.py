@@ -55,6 +55,10 @@ class FetchWork:
         """The smallest box that `cut_into_boxes` can make of every share; 1 when there is none."""
         return self._least_box_bytes.get(path, 1)
 
+    def repeated_bytes(self, spans: Spans) -> int:
+        """Bytes that joined shares read once, and the others again for each further reader."""
+        return _sum(self._sizes, spans)[0] - _sum(self._joined_sizes, spans)[0]
+
     def shape(
         self, spans: Spans, *, slot_bytes: int | None = None, mapped: bool = False
     ) -> FetchShape:

@@ -66,7 +66,7 @@ async def test_a_small_work_waits_for_one_job_of_a_large_one() -> None:
     threads.start_planned(lambda: log.jobs("large", 9), log.end("large"))
     await until(log.begun.is_set)
 
-    threads.start(log.job("small"), log.end("small"))
+    threads.start([log.job("small")], log.end("small"))
     log.gate.set()
     await until(lambda: len(log.ends) == 2)
 
@@ -90,9 +90,38 @@ async def test_a_stopped_work_begins_no_further_job_and_ends_after_the_one_that_
     assert log.ends == [("large", STOPPED)]
 
 
+async def test_a_work_of_several_jobs_that_is_stopped_between_two_ends_with_the_one_that_runs() -> (
+    None
+):
+    log, threads = Log(), fair_threads()
+    jobs = [log.job("first"), log.held_job("second"), log.job("third")]
+    work = threads.start(jobs, log.end("copy"))
+    await until(log.begun.is_set)
+
+    work.stop(STOPPED)
+    log.gate.set()
+    await until(lambda: log.ends)
+
+    assert log.done == ["first", "second"]
+    assert log.ends == [("copy", STOPPED)]
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 5])
+async def test_a_work_of_several_jobs_ends_once_when_all_are_done(num_threads: int) -> None:
+    log, threads = Log(), fair_threads(num_threads)
+
+    threads.start([log.job(name) for name in "abc"], log.end("copy"))
+    await until(lambda: log.ends)
+    threads.start([log.job("after")], log.end("after"))
+    await until(lambda: len(log.ends) == 2)
+
+    assert sorted(log.done) == ["a", "after", "b", "c"]
+    assert log.ends == [("copy", None), ("after", None)]
+
+
 async def test_a_work_that_is_stopped_before_its_turn_is_not_even_planned() -> None:
     log, threads = Log(), fair_threads()
-    threads.start(log.held_job("first"), log.end("first"))
+    threads.start([log.held_job("first")], log.end("first"))
 
     work = threads.start_planned(lambda: log.jobs("late", 2), log.end("late"))
     work.stop(STOPPED)
@@ -109,7 +138,7 @@ async def test_a_job_that_fails_ends_its_work_and_no_other() -> None:
         raise failure
 
     threads.start_planned(lambda: [fail, log.job("after")], log.end("failing"))
-    threads.start(log.job("other"), log.end("other"))
+    threads.start([log.job("other")], log.end("other"))
     await until(lambda: len(log.ends) == 2)
 
     assert log.done == ["other"]

@@ -18,11 +18,14 @@ from tests.stories import StoryMachine
 LIMITS = ReadLimits(legs_in_flight=2, num_slots=3, max_retired=2)
 SLOT_LEASE_S = 2.0
 BOX_BYTES = 10
+NUM_READERS = 3
+"""Ranks that a joined box is copied to, each with two blocks."""
 ZEROS = "zeros"
 STAGES: dict[str, tuple[Stage, ...]] = {
     "direct": (Stage.READ,),
     "reordered": (Stage.PACK, Stage.READ),
     "packed": (Stage.PACK, Stage.READ, Stage.COPY),
+    "joined": (Stage.PACK, Stage.READ, Stage.COPY),
     "delegated": (Stage.DELEGATE,),
     "mapped": (Stage.COPY,),
     "zeroing": (Stage.COPY,),
@@ -31,11 +34,11 @@ STAGES: dict[str, tuple[Stage, ...]] = {
 
 @dataclass(frozen=True)
 class Box:
-    """What a leg brings: ``content`` into two blocks that no other leg has."""
+    """What a leg brings: ``content`` into two blocks of each reader, which no other leg has."""
 
     read: str
     kind: str
-    blocks: tuple[int, int]
+    blocks: tuple[int, ...]
     content: str
 
 
@@ -117,23 +120,24 @@ class ReadWorld(StoryMachine):
         return (self.table,)
 
     def make_legs(self, read: str, kinds: list[tuple[str, str, str]]) -> tuple[Leg, ...]:
-        """Legs of (kind, holder, device), each with two new blocks."""
+        """Legs of (kind, holder, device), each with two new blocks of each rank it is for."""
         legs = []
         for number, (kind, source, device) in enumerate(kinds):
-            first = len(self.memory)
-            self.memory |= {first: "old", first + 1: "old"}
+            first, num_readers = len(self.memory), NUM_READERS if kind == "joined" else 1
+            blocks = tuple(range(first, first + 2 * num_readers))
+            self.memory |= dict.fromkeys(blocks, "old")
             content = ZEROS if kind == "zeroing" else f"{read}, box {number}"
-            box = Box(read, kind, (first, first + 1), content)
+            box = Box(read, kind, blocks, content)
             legs.append(Leg(STAGES[kind], box, source=source, device=device))
         return tuple(legs)
 
-    def write(self, leg: Leg, content: str, num_blocks: int = 2) -> None:
-        """Bytes arrive in the engine's blocks."""
+    def write(self, leg: Leg, content: str, num_blocks: int | None = None) -> None:
+        """Bytes arrive in the engine's blocks, in all of them or in so many."""
         box: Box = leg.work
         assert self.seen[box.read].ended is None, "bytes land in blocks that the engine has back"
         self.memory |= dict.fromkeys(box.blocks[:num_blocks], content)
 
-    def land(self, leg: Leg, num_blocks: int = 2) -> None:
+    def land(self, leg: Leg, num_blocks: int | None = None) -> None:
         """What a READ brings now: out of a slot, or out of the holder's own blocks."""
         content = leg.work.content
         if Stage.PACK in leg.stages:
@@ -145,7 +149,7 @@ class ReadWorld(StoryMachine):
         else:
             self.write(leg, content, num_blocks)
 
-    def copy(self, leg: Leg, num_blocks: int = 2) -> None:
+    def copy(self, leg: Leg, num_blocks: int | None = None) -> None:
         """What a thread copies now."""
         if Stage.READ not in leg.stages:  # zeros, or out of the holder's own blocks
             self.write(leg, leg.work.content, num_blocks)
@@ -238,7 +242,7 @@ class ReadWorld(StoryMachine):
         if ended.error is None:
             assert not seen.stopped
             for box in seen.boxes:
-                assert [self.memory[b] for b in box.blocks] == [box.content] * 2, "wrong tokens"
+                assert {self.memory[b] for b in box.blocks} == {box.content}, "wrong tokens"
         seen.ended = ended
         for box in seen.boxes:
             self.memory |= dict.fromkeys(box.blocks, "the engine's next request")

@@ -13,11 +13,18 @@ from hypothesis.stateful import precondition, rule
 
 from kvbus.errors import ErrorCode, LocalError, RemoteError
 from kvbus_decode.read import events as ev
-from tests.decode.read_world import BOX_BYTES, SLOT_LEASE_S, ReadWorld, RemoteSlot, SeenRead
+from tests.decode.read_world import (
+    BOX_BYTES,
+    NUM_READERS,
+    SLOT_LEASE_S,
+    ReadWorld,
+    RemoteSlot,
+    SeenRead,
+)
 from tests.examples import num_examples
 
 KINDS = st.sampled_from(
-    ["direct", "mapped", "reordered", "packed", "packed", "packed", "delegated"]
+    ["direct", "mapped", "reordered", "packed", "packed", "joined", "delegated"]
 )
 HOLDERS = st.sampled_from(["holder a", "holder b", "holder b"])
 DEVICES = st.sampled_from(["host", "host", "gpu"])
@@ -87,7 +94,7 @@ class ReadInterleavings(ReadWorld):
         self.tell(ev.DeadlinePassed())
         posted = self.running.reads[which % len(self.running.reads)]
         self.expire_remote_slots()
-        self.land(posted.leg, 1 if fails else 2)
+        self.land(posted.leg, 1 if fails else None)
         self.running.reads.remove(posted)
         num_bytes = 1 if fails else BOX_BYTES
         self.seen[posted.leg.work.read].num_bytes += num_bytes
@@ -96,16 +103,16 @@ class ReadInterleavings(ReadWorld):
         self.tell(ev.ReadEnded(posted.key, posted.leg, num_bytes, FAILURE if fails else None))
 
     @precondition(lambda self: self.running.copies)
-    @rule(which=ANY)
-    def copy_a_part(self, which: int) -> None:
-        self.copy(self.running.copies[which % len(self.running.copies)].leg, 1)
+    @rule(which=ANY, num_blocks=st.integers(1, 2 * NUM_READERS - 1))
+    def copy_a_part(self, which: int, num_blocks: int) -> None:
+        self.copy(self.running.copies[which % len(self.running.copies)].leg, num_blocks)
 
     @precondition(lambda self: self.running.copies)
     @rule(which=ANY, fails=FAILS)
     def end_copy(self, which: int, fails: bool) -> None:
         self.tell(ev.DeadlinePassed())
         copied = self.running.copies[which % len(self.running.copies)]
-        self.copy(copied.leg, 1 if fails else 2)
+        self.copy(copied.leg, 1 if fails else None)
         self.running.copies.remove(copied)
         num_bytes = 0
         if copied.leg.work.kind == "mapped":
@@ -125,7 +132,7 @@ class ReadInterleavings(ReadWorld):
         if leg in self.abandoned:
             self.tell(ev.DelegateEnded(asked.key, leg, BOX_BYTES, "any"))
             return
-        self.write(leg, leg.work.content, 1 if fails else 2)
+        self.write(leg, leg.work.content, 1 if fails else None)
         if fails:
             self.expect_failure(read)
             self.tell(ev.DelegateEnded(asked.key, leg, error=FAILURE))

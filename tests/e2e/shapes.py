@@ -15,7 +15,7 @@ from kvbus.geometry import EngineSpec, GroupSpec, KvLayout, num_blocks_for
 from kvbus.protocol.engine import Fetched, Outcome
 from tests.agents import AgentProcess
 from tests.engines import Blocks, Engine, engine, expected_after, make_spec, same
-from tests.expected import num_moved_bytes
+from tests.expected import num_read_bytes
 from tests.host_engines import HostEngine, host_engine
 from tests.memories import Memory
 
@@ -152,7 +152,7 @@ async def hand_over(
         await _grow(offer, source, theirs, (*steps, offered))
     fetched = await fetch.completed()
     assert same(target.snapshot(), wanted)
-    assert fetched.num_bytes == num_moved_bytes(target, num_tokens, first_token)
+    assert fetched.num_bytes == num_read_bytes(target, num_tokens, first_token, path=fetched.path)
     assert await offer.released() is Outcome.COMPLETED
     return fetched
 

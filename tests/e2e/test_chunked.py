@@ -18,7 +18,7 @@ from tests.e2e.shapes import (
     two_engines,
 )
 from tests.engines import Blocks, Engine, expected_after, failure_of, same
-from tests.expected import num_moved_bytes
+from tests.expected import num_read_bytes
 from tests.memories import Memory
 
 pytestmark = [pytest.mark.anyio, pytest.mark.parametrize("path", PATHS)]
@@ -114,7 +114,7 @@ async def test_chunks_arrive_while_the_offer_is_open(shapes, path, first_token):
 
         assert torch.equal(states, target.views_of(growing.before)[0, 4, "conv"])
         assert same(target.snapshot(), growing.wanted)
-        assert fetched.num_bytes == num_moved_bytes(target, 71, first_token)
+        assert fetched.num_bytes == num_read_bytes(target, 71, first_token, path=fetched.path)
         assert fetched.path == path
         assert await growing.offer.released() is Outcome.COMPLETED
 

@@ -14,7 +14,7 @@ from kvbus.protocol.engine import AgentRanks, Outcome
 from tests.agents import AgentProcess, Agents, agents_ended, until
 from tests.e2e.spread_engines import ACCESS, spread_engine
 from tests.engines import FULL, NHD, SMALL, failure_of, make_spec, same, works
-from tests.expected import expected_after, num_moved_bytes
+from tests.expected import expected_after, num_read_bytes
 
 pytestmark = pytest.mark.anyio
 
@@ -81,7 +81,7 @@ async def test_every_bit_arrives_whatever_agents_the_ranks_are_at(sites, path, p
 
         assert same(target.snapshot(), wanted)
         assert outcome is Outcome.COMPLETED
-        assert fetched.num_bytes == num_moved_bytes(target, num_tokens)
+        assert fetched.num_bytes == num_read_bytes(target, num_tokens, path=path, places=decode)
         assert fetched.path == path
         assert all(agent.metric("progress_tokens") == 0 for agent in sites.prefill)
 
@@ -112,7 +112,7 @@ async def test_replicas_at_several_agents_are_read_once_whichever_they_are(
             fetched = await fetch.completed()
 
             assert same(target.snapshot(), wanted)
-            assert fetched.num_bytes == num_moved_bytes(target, num_tokens)
+            assert fetched.num_bytes == num_read_bytes(target, num_tokens, path=path, places=decode)
 
 
 @pytest.mark.parametrize("path", ["direct", "packed"])
@@ -176,7 +176,7 @@ async def test_an_open_offer_is_read_piece_by_piece_at_every_agent(sites, path):
         fetched = await fetch.completed()
 
         assert same(target.snapshot(), wanted)
-        assert fetched.num_bytes == num_moved_bytes(target, num_tokens)
+        assert fetched.num_bytes == num_read_bytes(target, num_tokens, path=path, places="010")
 
 
 def _equal_in(engine, wanted, blocks) -> bool:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING
 
 import anyio
@@ -32,8 +33,8 @@ OnEnd = Callable[[KVBusError | None], None]
 class Copiers:
     """At most ``num_threads`` copies at once; those of many jobs and those of one take fair turns.
 
-    A copy of one job is given the tensors of one group on one rank. These are made once, in a
-    thread, and kept until the engine is forgotten. A copy that waits for a thread starts as soon as
+    Copies with tensors get those of one group on each rank. These are made once, in a thread, and
+    kept until the engine is forgotten. A copy that waits for a thread starts as soon as
     another ends, without the event loop's doing.
     """
 
@@ -68,32 +69,32 @@ class Copiers:
         on_end: OnEnd,
         *,
         engine: LocalEngine,
-        memory: RankMemory,
+        memories: Collection[RankMemory],
         group: GroupSpec,
     ) -> Work | None:
-        """Have ``copy`` called in a thread; ``on_end`` gets why it failed, or None.
+        """Have ``copy`` called in threads, once for each of ``memories``.
 
-        That is called in the event loop, once; at once, and nothing is returned, for an engine that
-        is lost.
+        ``on_end`` gets why it failed, or None, when nothing of it runs. That is called in the event
+        loop, once; at once, and nothing is returned, for an engine that is lost.
         """
-        imported, key = self.prepare(), (memory, group.name)
-        known = self._paged.get(key)
+        imported = self.prepare()
+        known = {one: paged for one in memories if (paged := self._paged.get((one, group.name)))}
 
-        def in_thread() -> None:
-            nonlocal known
+        def in_thread(memory: RankMemory) -> None:
             imported.result()
-            paged = known = known or _paged_memory(memory, group)
+            paged = known[memory] = known.get(memory) or _paged_memory(memory, group)
             if memory.stream is None:
                 copy(paged)
             else:
                 memory.stream.run(lambda: copy(paged), gone=lambda: engine.lost)
 
         def end(error: KVBusError | None) -> None:
-            if known is not None and error is None and not engine.lost:
-                self._paged[key] = known
+            if error is None and not engine.lost:
+                self._paged |= {(memory, group.name): paged for memory, paged in known.items()}
             on_end(error)
 
-        return self._start(engine, end, lambda ended: self._threads.start(in_thread, ended))
+        jobs = [partial(in_thread, memory) for memory in memories]
+        return self._start(engine, end, lambda ended: self._threads.start(jobs, ended))
 
     def start_jobs(
         self, plan: Callable[[], Iterable[Job]], on_end: OnEnd, *, engine: LocalEngine
@@ -112,7 +113,7 @@ class Copiers:
                 _failure(error)
             on_end()
 
-        self._threads.start(job, end)
+        self._threads.start([job], end)
 
     def _start(
         self,

@@ -39,7 +39,7 @@ class Work:
             job()
         except Exception as error:
             self.stop(error)
-        return self.error is None
+        return self.error is None and bool(self.jobs)
 
 
 # The queue of the threads holds each work as often as threads may serve it, and never a job. A
@@ -57,10 +57,13 @@ class FairThreads:
         self._loop, self._num_threads = loop, num_threads
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="kvbus-copy")
 
-    def start(self, job: Job, on_end: Callable[[Exception | None], None]) -> Work:
-        """Have one job done; ``on_end`` is called in the event loop, once, with why it failed."""
-        work = Work(on_end, deque([job]))
-        self._threads.submit(self._turn, work)
+    def start(self, jobs: Iterable[Job], on_end: Callable[[Exception | None], None]) -> Work:
+        """Have the jobs done; ``on_end`` is called in the event loop, once, with why they failed.
+
+        That is when none of them runs any more.
+        """
+        work = Work(on_end, deque(jobs))
+        self._serve(work)
         return work
 
     def start_planned(
@@ -75,6 +78,10 @@ class FairThreads:
         """No other thread serves the work yet."""
         work.jobs.append(lambda: work.jobs.extend(plan()))
         work.do_next()
+        self._serve(work)
+
+    def _serve(self, work: Work) -> None:
+        """By as many threads as it has jobs for."""
         work.num_threads = max(1, min(self._num_threads, len(work.jobs)))
         for _ in range(work.num_threads):
             self._threads.submit(self._turn, work)

@@ -221,7 +221,7 @@ class Packing:
             partial(self._gather, gather, memory, command.slot),
             lambda error: driver.dispatch(ev.GatherEnded(slot_id, error)),
             engine=gather.engine,
-            memory=gather.memory,
+            memories=(gather.memory,),
             group=gather.group,
         )
 

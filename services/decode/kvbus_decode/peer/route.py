@@ -57,10 +57,15 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class SourcePlan:
-    """What is read from one source, on any path; ``direct`` is None when that one is not open."""
+    """What is read from one source, on any path; ``direct`` is None when that one is not open.
+
+    The packed path has ``joined`` shares. Each is read from where its first reader reads anyway, so
+    no source has these alone.
+    """
 
     source: Source
     shares: tuple[Share, ...]
+    joined: tuple[Share, ...]
     direct: DirectPlan | None
 
 
@@ -87,12 +92,16 @@ class Route:
         """Whether READs can start in the blocks of every rank of the prefill engine."""
         self.decode_direct = all(placed.direct for placed in self.readers.values())
         """Whether READs can end in the blocks of every rank of ours that is here."""
-        self._map = ReadMap(ranks, [placed.rank for placed in self.readers.values()])
+        self._map = ReadMap(
+            ranks,
+            [placed.rank for placed in self.readers.values()],
+            places={number: memory.device for number, memory in engine.ranks.items()},
+        )
         self._num_blocks = _num_blocks(ranks)
         self._position_bytes = _position_bytes(self.readers.values())
         self._plans = [tuple(self._make_plans(n)) for n in range(self._map.num_choices)]
         holders = {rank: placed for s in sources for rank, placed in s.ranks.items()}
-        self.work = FetchWork(holders, self.readers, self._map.shares())
+        self.work = FetchWork(holders, self.readers, self._map.shares(), self._map.joined())
         """What a fetch is on each path; which replicas it reads makes no difference to that."""
         self._next_replica_index = 0
 
@@ -155,15 +164,19 @@ class Route:
         )
 
     def _make_plans(self, replica_index: int) -> list[SourcePlan]:
-        by_source: dict[Source, list[Share]] = defaultdict(list)
-        for share in self._map.shares(replica_index):
-            by_source[self._holders[share.holder]].append(share)
+        joined = self._by_source(self._map.joined(replica_index))
         return [
-            SourcePlan(source, tuple(shares), self._direct_plan(source, shares))
-            for source, shares in by_source.items()
+            SourcePlan(source, shares, joined.get(source, ()), self._direct_plan(source, shares))
+            for source, shares in self._by_source(self._map.shares(replica_index)).items()
         ]
 
-    def _direct_plan(self, source: Source, shares: list[Share]) -> DirectPlan | None:
+    def _by_source(self, shares: Iterable[Share]) -> dict[Source, tuple[Share, ...]]:
+        found: dict[Source, list[Share]] = defaultdict(list)
+        for share in shares:
+            found[self._holders[share.holder]].append(share)
+        return {source: tuple(shares) for source, shares in found.items()}
+
+    def _direct_plan(self, source: Source, shares: tuple[Share, ...]) -> DirectPlan | None:
         if not (self.prefill_direct and self.decode_direct):
             return None
         return DirectPlan(source.ranks, self.readers, shares)

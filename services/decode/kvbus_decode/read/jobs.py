@@ -55,7 +55,7 @@ class DirectJob:
 
 @dataclass(slots=True, eq=False)
 class BoxJob:
-    """One box, from a rank of a source into one of ours; ``packed`` is where it lies there.
+    """One box, from a rank of a source into ours; ``packed`` is where it lies there.
 
     ``slots`` are those of ours that it is scattered from. Without, ``reads`` are the READs from a
     slot at address 0 into the blocks.
@@ -75,9 +75,9 @@ class BoxJob:
     aborted: bool = False
 
     @property
-    def rank(self) -> RankMemory:
-        """The rank of ours that it is for."""
-        return self.chunk.route.engine.ranks[self.share.reader]
+    def ranks(self) -> tuple[RankMemory, ...]:
+        """The ranks of ours that it is for: with slots of ours, all of a joined share."""
+        return tuple(self.chunk.route.engine.ranks[number] for number in self.share.readers)
 
     @property
     def num_bytes(self) -> int:
@@ -109,7 +109,7 @@ class BoxJob:
         return from_slot(self.reads, packed.address, packed.device), "DRAM", packed.memory
 
     def copy(self, slot: int | None, memory: "PagedMemory") -> None:
-        """Scatter number ``slot`` of ours into the blocks; in a thread."""
+        """Scatter number ``slot`` of ours into the blocks of one rank; in a thread."""
         from kvbus.memory import copying  # noqa: PLC0415  # imports torch: seconds
 
         if self.slots is None or slot is None:
@@ -124,7 +124,7 @@ class ZeroJob:
     """Positions of one group that are zeroed on one rank."""
 
     chunk: Chunk
-    rank: RankMemory
+    ranks: tuple[RankMemory]
     group: GroupSpec
     span: tuple[int, int]
     copying: Work | None = None

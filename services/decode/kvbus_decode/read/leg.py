@@ -11,10 +11,12 @@ What may write into the engine's blocks is reading (unless into a slot of ours),
 delegated. Such a leg is never over before the agent has said that it ended: NIXL, a thread and
 another agent cannot be called back. All others are over as soon as they are stopped.
 
-Other ways to move a box are other stages, and need nothing new here. One READ that feeds several of
-our ranks is a packed leg whose copy writes to all of them. An optimistic read is a direct leg that
-is started before the lease is there: a leg knows no lease, the fetch decides what its bytes are
-worth.
+One READ that feeds several of our ranks is a packed leg whose copy writes to all of them. So its
+slot of ours is given on when none of them is copied to any more.
+
+Other ways to move a box are other stages, and need nothing new here. An optimistic read is a direct
+leg that is started before the lease is there: a leg knows no lease, the fetch decides what its
+bytes are worth.
 """
 
 from collections.abc import Hashable

@@ -31,6 +31,7 @@ def direct_legs(chunk: Chunk) -> list[Leg]:
 def box_legs(chunk: Chunk, path: Path, *, box_bytes: int, staging: StagingDevices) -> list[Leg]:
     """One leg for each box; those of different sources and ranks take turns.
 
+    A packed box is for all ranks that want the same and have their slots on one device.
     Raises `GeometryError` when ``box_bytes`` is too small for any, and as `StagingDevices.at`.
     """
     slots = {
@@ -41,7 +42,7 @@ def box_legs(chunk: Chunk, path: Path, *, box_bytes: int, staging: StagingDevice
     queues = [
         deque(_legs_of_share(chunk, plan, share, path, box_bytes=box_bytes, slots=slots))
         for plan in chunk.route.plans(chunk.replica_index)
-        for share in plan.shares
+        for share in (plan.joined if path is Path.PACKED else plan.shares)
     ]
     legs: list[Leg] = []
     while queues:
@@ -54,7 +55,7 @@ def zero_legs(chunk: Chunk) -> list[Leg]:
     """One leg for each rank that holds a group with a tail."""
     engine = chunk.route.engine
     return [
-        Leg(ZEROING, ZeroJob(chunk, rank, engine.spec.group(name), span))
+        Leg(ZEROING, ZeroJob(chunk, (rank,), engine.spec.group(name), span))
         for name, span in chunk.tail.items()
         for rank in engine.ordered_ranks()
         if name in rank.num_blocks

@@ -102,9 +102,12 @@ class PathChooser:
         """Whether direct is best without asking the model.
 
         Its descriptors cost less than the first request of the other paths would, or than half of
-        a gather of its bytes.
+        a gather of its bytes; and next to nothing is read for several ranks.
         """
         rates = self._calibration.rates
+        repeated_s = route.work.repeated_bytes(spans) / rates.wire_bytes_per_s
+        if repeated_s > rates.seconds_per_request:
+            return False
         plans = route.plans(replica_index)
         num = sum(plan.direct.num_descriptors(spans) for plan in plans if plan.direct)
         spent_s = num * rates.seconds_per_descriptor

@@ -220,13 +220,13 @@ class Reader:
             work.transfer.abort()
 
     def _start_copy(self, command: ev.StartCopy) -> None:
-        """From a slot of ours, or zeros, into the engine's blocks, in a thread."""
+        """From a slot of ours, or zeros, into the blocks of each rank, in threads."""
         leg, work = command.leg, command.leg.work
         work.copying = self._copiers.start(
             partial(work.copy, leg.slot),
             partial(self._on_copied, command),
             engine=work.chunk.route.engine,
-            memory=work.rank,
+            memories=work.ranks,
             group=work.group,
         )
 
