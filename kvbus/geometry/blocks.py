@@ -4,6 +4,7 @@ Refuses ids outside the cache and ids named twice, because a table like that put
 one slot.
 """
 
+from struct import unpack
 from typing import Annotated
 
 import msgspec
@@ -13,6 +14,8 @@ import numpy.typing as npt
 from kvbus.errors import GeometryError
 
 MAX_BLOCKS = 1 << 20
+FEW_IDS = 64
+"""So many are looked at one by one: a call of numpy costs more."""
 
 BlockIds = npt.NDArray[np.uint32]
 
@@ -42,12 +45,20 @@ class BlockTable(msgspec.Struct, frozen=True):
 
     def array(self) -> BlockIds:
         """The ids, shape (len(self),); raises `GeometryError` when the bytes are not whole ids."""
-        if len(self.ids) % 4:
-            raise GeometryError(f"block table of {len(self.ids)} bytes is not whole uint32 ids")
+        self._num_ids()
         return np.frombuffer(self.ids, dtype="<u4")
 
     def __len__(self) -> int:
         return len(self.ids) // 4
+
+    def block(self, number: int) -> int:
+        """The id of block ``number`` of the request; raises `IndexError` when it is not here."""
+        at = 4 * (number - self.first_block)
+        if not 0 <= at <= len(self.ids) - 4:
+            raise IndexError(
+                f"no block {number} in a block table from {self.first_block} on, of {len(self)}"
+            )
+        return int.from_bytes(self.ids[at : at + 4], "little")
 
     def extended(self, more: "BlockTable") -> "BlockTable":
         """This table followed by ``more``, whose first_block must be the next one.
@@ -65,31 +76,45 @@ class BlockTable(msgspec.Struct, frozen=True):
             )
         return BlockTable(ids=self.ids + more.ids, first_block=self.first_block)
 
+    def largest(self) -> int:
+        """The largest id; 0 when there is none."""
+        few = self._few()
+        return int(self.array().max()) if few is None else max(few, default=0)
+
     def check_ids(self, num_blocks: int) -> None:
         """Raise `GeometryError` unless every id is below ``num_blocks`` and named once."""
-        ids = self.array()
-        if not ids.size:
-            return
-        if int(ids.max()) >= num_blocks:
+        num_ids = self._num_ids()
+        if num_ids and (largest := self.largest()) >= num_blocks:
             raise GeometryError(
-                f"block id {int(ids.max())} is out of range, the cache has {num_blocks} blocks",
-                block_id=int(ids.max()),
+                f"block id {largest} is out of range, the cache has {num_blocks} blocks",
+                block_id=largest,
                 num_blocks=num_blocks,
             )
-        if np.unique(ids).size != ids.size:
+        few = self._few()
+        if (np.unique(self.array()).size if few is None else len(set(few))) != num_ids:
             raise GeometryError("block table names a block twice")
 
     def check_covers(self, start: int, stop: int, block_size: int) -> None:
         """Raise `GeometryError` unless the table is exactly the blocks of tokens [start, stop)."""
         first = start // block_size
         needed = num_blocks_for(stop, block_size) - first if stop > start else 0
-        if self.array().size != needed or (needed and self.first_block != first):
+        if self._num_ids() != needed or (needed and self.first_block != first):
             raise GeometryError(
                 f"tokens {start} to {stop} in blocks of {block_size} need {needed} blocks from "
                 f"block {first} on, the table has {len(self)} from block {self.first_block} on",
                 needed=needed,
                 given=len(self),
             )
+
+    def _num_ids(self) -> int:
+        if len(self.ids) % 4:
+            raise GeometryError(f"block table of {len(self.ids)} bytes is not whole uint32 ids")
+        return len(self.ids) // 4
+
+    def _few(self) -> tuple[int, ...] | None:
+        """The ids as integers; None when an array is faster."""
+        num_ids = self._num_ids()
+        return unpack(f"<{num_ids}I", self.ids) if num_ids <= FEW_IDS else None
 
 
 def num_blocks_for(num_tokens: int, block_size: int) -> int:

@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from kvbus.geometry import BlockTable
 from kvbus.planning.copies import Copies
+from kvbus.planning.few_runs import MAX_RUNS, FewRuns, Run, merged_rows
 from kvbus.planning.mapping import Share
 from kvbus.planning.pairs import (
     Form,
@@ -74,6 +75,8 @@ class DirectPlan:
         Both sides' tables must cover the positions; raises `IndexError` when one does not. A group
         without positions needs no tables.
         """
+        if self._has_few(spans):
+            return Descriptors(*merged_rows(self._few(remote_tables, local_tables, spans)))
         copies = self.copies(remote_tables, local_tables, spans)
         remote_at, local_at, num_bytes = _merged(_ascending(_runs(copies)))
         return Descriptors(local=_rows(local_at, num_bytes), remote=_rows(remote_at, num_bytes))
@@ -96,6 +99,24 @@ class DirectPlan:
                 copies.extend(bundle.copies(remote, local, start, stop))
         return copies
 
+    def _has_few(self, spans: Spans) -> bool:
+        """Few by the estimate, then counted: units that are cut short may have more runs."""
+        if self.num_descriptors(spans) > MAX_RUNS:
+            return False
+        return sum(b.few.count(*spans[b.group]) for b in self._bundles) <= MAX_RUNS
+
+    def _few(
+        self,
+        remote_tables: Mapping[str, BlockTable],
+        local_tables: Mapping[str, BlockTable],
+        spans: Spans,
+    ) -> Iterator[Run]:
+        for bundle in self._bundles:
+            start, stop = spans[bundle.group]
+            if start < stop:
+                remote, local = remote_tables[bundle.group], local_tables[bundle.group]
+                yield from bundle.few.runs(remote, local, start, stop)
+
 
 class _Bundle:
     """Pairs of one form: one pattern of runs serves them all."""
@@ -105,6 +126,7 @@ class _Bundle:
         self._form = form
         self._corners = np.array(corners, dtype=np.int64).T
         self._patterns: dict[int, Pattern] = {}
+        self.few = FewRuns(form, self._pattern)
 
     def copies(
         self, remote: BlockTable, local: BlockTable, start: int, stop: int

@@ -76,12 +76,12 @@ def test_what_happens_between_the_next_offer_and_its_fetch_is_no_hop() -> None:
 
 
 def test_the_first_handoffs_are_skipped_and_rare_hops_left_out() -> None:
-    notes = [(0, FETCH), (90 * MS, COMPLETED)]
-    for start in (100 * MS, 200 * MS, 300 * MS):
-        notes += [(start, FETCH), (start + 1 * MS, COMPLETED)]
-    notes.append((300 * MS + 1, "heartbeat"))
+    notes = []
+    for start, took in ((0, 90), (100, 90), (200, 90), (300, 1), (400, 1), (500, 1)):
+        notes += [(start * MS, FETCH), ((start + took) * MS, COMPLETED)]
+    notes.append((500 * MS + 1, "heartbeat"))
 
-    hops = traced_hops({"engine": notes}, skip=1)
+    hops = traced_hops({"engine": notes}, skip=3)
 
     assert [(hop.what, hop.at_us) for hop in hops] == [(FETCH, 0), (COMPLETED, 1000)]
 

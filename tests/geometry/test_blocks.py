@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from kvbus.errors import GeometryError
 from kvbus.geometry import BlockTable, head_interval, num_blocks_for
-from kvbus.geometry.blocks import MAX_BLOCKS
+from kvbus.geometry.blocks import FEW_IDS, MAX_BLOCKS
 
 ids = st.lists(st.integers(0, 2**32 - 1), max_size=20)
 
@@ -76,10 +76,13 @@ def test_bytes_that_are_not_whole_ids_are_refused_by_every_reader(num_bytes: int
         BlockTable.of([]).extended(table)
 
 
-@given(st.lists(st.integers(0, 12), max_size=8), st.integers(1, 12))
+@given(st.lists(st.integers(0, 12), max_size=8), st.integers(1, 12), st.booleans())
 def test_ids_pass_exactly_when_all_are_in_range_and_none_is_named_twice(
-    block_ids: list[int], num_blocks: int
+    block_ids: list[int], num_blocks: int, many: bool
 ) -> None:
+    if many:
+        num_blocks += 2 * FEW_IDS
+        block_ids = [*range(2 * FEW_IDS), *(2 * FEW_IDS + number for number in block_ids)]
     table = BlockTable.of(block_ids)
     fine = all(number < num_blocks for number in block_ids) and len(set(block_ids)) == len(
         block_ids
@@ -90,6 +93,28 @@ def test_ids_pass_exactly_when_all_are_in_range_and_none_is_named_twice(
         return
     with pytest.raises(GeometryError):
         table.check_ids(num_blocks)
+
+
+@pytest.mark.parametrize("others", [range(5), range(2 * FEW_IDS)], ids=["few", "many"])
+def test_a_block_that_is_named_twice_is_refused(others: range) -> None:
+    with pytest.raises(GeometryError, match="twice"):
+        BlockTable.of([*others, 3]).check_ids(4 * FEW_IDS)
+
+
+@pytest.mark.parametrize("num_ids", [0, 1, FEW_IDS, FEW_IDS + 1])
+def test_the_largest_id_is_found_among_few_and_many(num_ids: int) -> None:
+    block_ids = [7, *range(num_ids, 1, -1)] if num_ids else []
+
+    assert BlockTable.of(block_ids).largest() == max(block_ids, default=0)
+
+
+def test_a_block_is_found_by_its_number_in_the_request_or_is_not_here() -> None:
+    table = BlockTable.of([70_000, 5], first_block=3)
+
+    assert [table.block(3), table.block(4)] == [70_000, 5]
+    for absent in (0, 2, 5):
+        with pytest.raises(IndexError, match=f"no block {absent}"):
+            table.block(absent)
 
 
 def test_an_id_out_of_range_is_named_with_the_range() -> None:

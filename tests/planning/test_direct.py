@@ -29,6 +29,7 @@ from kvbus.planning import (
     Share,
     Spans,
     chunk_spans,
+    direct,
     whole_spans,
 )
 from tests.examples import num_examples
@@ -114,6 +115,40 @@ def test_reads_ascend_never_write_a_byte_twice_and_never_continue_each_other(cas
     assert (local[:, 1] > 0).all()
     assert not local[:, 2].any()
     assert not remote[:, 2].any()
+
+
+@settings(SOME, max_examples=num_examples(300))
+@given(cases(), st.data())
+def test_few_runs_by_integers_are_those_by_arrays(case: Case, data: st.DataObject) -> None:
+    start = data.draw(st.integers(case.start, case.stop))
+    stop = data.draw(st.integers(start, case.stop))
+    whole, groups = (case.start, case.stop), case.prefill.engine.groups
+    spans = chunk_spans(groups, whole, (start, stop), last=data.draw(st.booleans()))
+    plan, tables = plan_of(case), (case.prefill.tables, case.decode.tables)
+
+    by_integers = plan.descriptors(*tables, spans)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(direct, "MAX_RUNS", -1)
+        by_arrays = plan.descriptors(*tables, spans)
+
+    event("few" if len(by_arrays.local) <= direct.MAX_RUNS else "many")
+    assert by_integers.local.tolist() == by_arrays.local.tolist()
+    assert by_integers.remote.tolist() == by_arrays.remote.tolist()
+
+
+def test_a_plan_of_one_full_block_has_few_runs_and_of_a_part_of_it_perhaps_many() -> None:
+    shape = {"num_blocks": 4, "block_size": 16, "num_layers": 40}
+    placed = _one_region(0, **shape)
+    plan = _plan(placed, placed)
+    table = {"full": BlockTable.of([2])}
+
+    whole = plan.descriptors(table, table, {"full": (0, 16)})
+    part = plan.descriptors(table, table, {"full": (0, 15)})
+
+    assert (len(whole.local), len(part.local)) == (1, 80)
+    assert plan.num_descriptors({"full": (0, 15)}) <= direct.MAX_RUNS < 80
+    assert plan._has_few({"full": (0, 16)})
+    assert not plan._has_few({"full": (0, 15)})
 
 
 @SOME
@@ -213,6 +248,20 @@ def test_whole_blocks_of_equal_engines_are_one_read_each_and_neighbours_are_one_
         [(1 << 20) + 6 * block, block, 0],
         [(1 << 20) + 2 * block, 2 * block, 0],
     ]
+
+
+@pytest.mark.parametrize("max_runs", [-1, direct.MAX_RUNS])
+def test_runs_that_continue_each_other_on_one_side_only_stay_apart(
+    max_runs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(direct, "MAX_RUNS", max_runs)
+    placed = _one_region(0, num_blocks=8, block_size=4)
+    in_order, scattered = {"full": BlockTable.of([1, 2])}, {"full": BlockTable.of([3, 5])}
+
+    for remote, local in ((in_order, scattered), (scattered, in_order)):
+        found = _plan(placed, placed).descriptors(remote, local, {"full": (0, 8)})
+
+        assert len(found.local) == 2
 
 
 def test_a_share_of_some_layers_parts_and_heads_moves_nothing_else() -> None:

@@ -139,7 +139,7 @@ class Route:
             if stop <= start:
                 continue
             table = tables.get(group.name, BlockTable(b""))
-            largest, num_blocks = int(table.array().max(initial=0)), self._num_blocks[group.name]
+            largest, num_blocks = table.largest(), self._num_blocks[group.name]
             if largest >= num_blocks:
                 raise GeometryError(
                     f"the offer names block {largest} of group '{group.name}', the prefill engine "
