@@ -25,7 +25,7 @@ from kvbus.geometry import (
     SlotOrder,
     StatePart,
 )
-from kvbus.protocol import attach, engine, peer
+from kvbus.protocol import attach, engine, mapped, peer
 from kvbus.protocol.message import Empty, ErrorBody, Message, Request
 from kvbus.protocol.ticket import Ticket
 
@@ -45,6 +45,8 @@ SHARED = (
     SlotOrder,
     engine.AgentRanks,
     peer.EngineMemory,
+    mapped.MemorySocket,
+    mapped.LentSegment,
     engine.StageTimes,
 )
 ROOMS: dict[str, tuple[type[Request[Any]], ...]] = {
@@ -53,6 +55,7 @@ ROOMS: dict[str, tuple[type[Request[Any]], ...]] = {
     "prefill": engine.PREFILL_REQUESTS,
     "decode": engine.DECODE_REQUESTS,
     "peer": tuple(dict.fromkeys(peer.PREFILL_PEER_REQUESTS + peer.DECODE_PEER_REQUESTS)),
+    "memory": mapped.MEMORY_REQUESTS,
 }
 EVENT_KINDS = tuple(dict.fromkeys(peer.EVENTS.values()))
 

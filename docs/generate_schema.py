@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from kvbus.protocol import attach, engine, peer
+from kvbus.protocol import attach, engine, mapped, peer
 from kvbus.protocol.envelope import Notice, Reply, RequestFrame
 from kvbus.protocol.message import ErrorBody, Message, Request
 from kvbus.protocol.ticket import Ticket
@@ -22,6 +22,7 @@ REQUESTS: dict[str, tuple[type[Request[Any]], ...]] = {
     "decode": engine.DECODE_REQUESTS,
     "prefill_peer": peer.PREFILL_PEER_REQUESTS,
     "decode_peer": peer.DECODE_PEER_REQUESTS,
+    "memory": mapped.MEMORY_REQUESTS,
 }
 
 

@@ -37,8 +37,8 @@ class _Action(ctypes.Structure):
 # serves a peer. That ends the process, and with it the handoffs of all other engines.
 #
 #     load or store ──▶ SIGBUS ──▶ whose address?
-#                                   a watched mapping   zeros under all of it, its owner is told;
-#                                                       the same instruction then goes on
+#                                   a watched mapping   its owner is told, then zeros under all of
+#                                                       it; the same instruction goes on
 #                                   any other           as before us: the process ends
 #
 # `signal.signal` is of no use: Python runs its handlers later, in the main thread, and the
@@ -87,8 +87,8 @@ class BusErrors:
         for first, (length_bytes, on_cut) in list(self._watched.items()):
             if first <= address < first + length_bytes:
                 with suppress(Exception):
-                    libc.map_zeros_over(first, length_bytes)
                     on_cut()
+                    libc.map_zeros_over(first, length_bytes)
                     return True
         return False
 

@@ -10,6 +10,7 @@ import os
 
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
+_MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
 _MAP_FAILED = ctypes.c_void_p(-1).value
 _READ_WRITE = _mmap.PROT_READ | _mmap.PROT_WRITE
@@ -31,9 +32,10 @@ _libc.sigaction.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p]
 _libc.fstatfs.argtypes = [ctypes.c_int, ctypes.c_void_p]
 
 
-def map_shared(fd: int, length_bytes: int) -> int:
-    """Map the file, readable and writable, where the kernel likes; return the address."""
-    return _mmap_at(None, length_bytes, _mmap.MAP_SHARED, fd)
+def map_shared(fd: int, length_bytes: int, *, writable: bool = True) -> int:
+    """Map the file, readable, where the kernel likes; return the address."""
+    protection = _READ_WRITE if writable else _mmap.PROT_READ
+    return _mmap_at(None, length_bytes, _mmap.MAP_SHARED, fd, protection=protection)
 
 
 def map_zeros_over(address: int, length_bytes: int) -> None:
@@ -42,12 +44,13 @@ def map_zeros_over(address: int, length_bytes: int) -> None:
     _mmap_at(address, length_bytes, flags, -1)  # -1: what mmap asks for when there is no file
 
 
-def populate(address: int, length_bytes: int) -> None:
-    """Enter all pages there into the page table, writable, without a change of their bytes.
+def populate(address: int, length_bytes: int, *, writable: bool = True) -> None:
+    """Enter all pages there into the page table, without a change of their bytes.
 
     Fails with EINVAL before Linux 5.14.
     """
-    if _libc.madvise(address, length_bytes, _MADV_POPULATE_WRITE) != 0:
+    advice = _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ
+    if _libc.madvise(address, length_bytes, advice) != 0:
         raise _last_error()
 
 
@@ -71,8 +74,10 @@ def set_signal_action(number: int, new: int, old: int | None) -> None:
         raise _last_error()
 
 
-def _mmap_at(address: int | None, length_bytes: int, flags: int, fd: int) -> int:
-    mapped: int | None = _libc.mmap(address, length_bytes, _READ_WRITE, flags, fd, 0)
+def _mmap_at(
+    address: int | None, length_bytes: int, flags: int, fd: int, *, protection: int = _READ_WRITE
+) -> int:
+    mapped: int | None = _libc.mmap(address, length_bytes, protection, flags, fd, 0)
     if mapped is None or mapped == _MAP_FAILED:
         raise _last_error()
     return mapped

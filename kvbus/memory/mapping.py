@@ -1,11 +1,12 @@
-"""Owns the agent's mapping of a segment that an engine passed as a file descriptor.
+"""Owns the agent's mapping of a segment that came as a file descriptor, of an engine or an agent.
 
-Refuses to trust the engine: the file must be a memory file of exactly the claimed size, it is
-sealed against truncation where the kernel allows that, and its pages are reserved before use.
+Refuses to trust who passed it: the file must be a memory file of exactly the claimed size. That of
+an engine is sealed against truncation where the kernel allows that, and its pages are reserved.
 """
 
 import fcntl
 import os
+import resource
 import stat
 from collections.abc import Callable
 from functools import partial
@@ -20,42 +21,26 @@ from kvbus.memory.pages import MappedFile, Pages
 from kvbus.memory.room import check_mappings, check_memory
 
 _POPULATE_WITHIN_S = 2.0  # an engine waits for it while it registers
+_LENT_PERCENT = 50  # of the files that a process may open: the others are for its sockets
 _MEMORY_FILE_SYSTEMS = {0x01021994: "tmpfs", 0x958458F6: "hugetlbfs"}
 
 
-class SegmentMapping(MappedFile):
-    """An engine's segment, mapped here; ``discarded`` once its bytes are gone from here.
+class PassedMapping(MappedFile):
+    """Memory of another process, mapped here; ``discarded`` once its bytes are gone from here.
 
-    Takes over ``fd`` and closes it, also when it raises. ``sealed`` is False when the engine can
-    still truncate the file (torch's shared storage cannot be sealed): then the next access here is
-    SIGBUS, which `survive_cuts` is for. Enters the pages into the page table, so that no read has
-    to, for two seconds at most, and takes longer when the engine left pages unreserved: an event
-    loop calls it in a thread.
-    Raises ``SegmentError``.
+    ``sealed`` is False when who made the file can still truncate it (torch's shared storage cannot
+    be sealed): then the next access here is SIGBUS, which `survive_cuts` is for.
     """
 
-    def __init__(self, fd: int, *, size_bytes: int) -> None:
+    sealed: bool
+
+    def __init__(self, size_bytes: int) -> None:
         self.discarded = False
         self._unwatch: Callable[[], None] = _nothing
         self.size_bytes = size_bytes
-        try:
-            check_mappings()
-            self.sealed = _seal_against_shrinking(fd)
-            _check_file(fd, size_bytes)
-            _reserve_holes(fd, size_bytes)
-            self._pages = Pages(fd, size_bytes)
-            self._pages.populate(_POPULATE_WITHIN_S)
-        except OSError as error:
-            raise SegmentError(
-                f"cannot map the engine's segment of {size_bytes} bytes: {error.strerror}; "
-                "its descriptor must be open for reading and writing, and memory be free",
-                size_bytes=size_bytes,
-            ) from error
-        finally:
-            os.close(fd)
 
     def survive_cuts(self, bus_errors: BusErrors, on_cut: OnCut) -> None:
-        """Have this process live when the engine truncates the file; ``on_cut`` is told of it.
+        """Have this process live when somebody truncates the file; ``on_cut`` is told of it.
 
         Zeros take the place of all of the segment then, as after `discard`.
         """
@@ -82,6 +67,49 @@ class SegmentMapping(MappedFile):
             self.discarded, self._tensor = True, None
             self._unwatch()
 
+    def close(self) -> None:
+        """As every mapping."""
+        super().close()
+        self._unwatch()
+
+
+class SegmentMapping(PassedMapping):
+    """An engine's segment, mapped here.
+
+    Takes over ``fd`` and closes it, also when it raises. Enters the pages into the page table, so
+    that no read has to, for two seconds at most, and takes longer when the engine left pages
+    unreserved: an event loop calls it in a thread. With ``lend`` it keeps ``lent_fd``, open for
+    reading only, for agents that map the segment too; None when there is no room for it.
+    Raises ``SegmentError``.
+    """
+
+    lent_fd: int | None = None
+
+    def __init__(self, fd: int, *, size_bytes: int, lend: bool = False) -> None:
+        super().__init__(size_bytes)
+        try:
+            check_mappings()
+            self.sealed = _seal_against_shrinking(fd)
+            _check_file(fd, size_bytes)
+            _reserve_holes(fd, size_bytes)
+            self._pages = Pages(fd, size_bytes)
+            self._pages.populate(_POPULATE_WITHIN_S)
+        except OSError as error:
+            raise SegmentError(
+                f"cannot map the engine's segment of {size_bytes} bytes: {error.strerror}; "
+                "its descriptor must be open for reading and writing, and memory be free",
+                size_bytes=size_bytes,
+            ) from error
+        else:
+            self.lent_fd = _reopened(fd) if lend else None
+        finally:
+            os.close(fd)
+
+    def discard(self) -> None:
+        """As every mapping of others' memory; nobody is lent it any more."""
+        super().discard()
+        self._end_lending()
+
     def unmap(self) -> None:
         """`close`, which no transfer may be in flight for: `discard` is for that."""
         self.close()
@@ -89,10 +117,53 @@ class SegmentMapping(MappedFile):
     def close(self) -> None:
         """As every mapping."""
         super().close()
-        self._unwatch()
+        self._end_lending()
+
+    def _end_lending(self) -> None:
+        fd, self.lent_fd = self.lent_fd, None
+        if fd is not None:
+            os.close(fd)
+
+
+class LentMapping(PassedMapping):
+    """A segment of an engine of another agent, mapped here to be read, and not to be written.
+
+    Takes over ``fd`` and closes it, also when it raises. Raises ``SegmentError``.
+    """
+
+    def __init__(self, fd: int, *, size_bytes: int) -> None:
+        super().__init__(size_bytes)
+        try:
+            self.sealed = _seal_against_shrinking(fd)
+            _check_file(fd, size_bytes)
+            check_memory(_missing_bytes(fd, size_bytes))
+            self._pages = Pages(fd, size_bytes, writable=False)
+        except OSError as error:
+            raise SegmentError(
+                f"cannot map the other agent's segment of {size_bytes} bytes: {error.strerror}",
+                size_bytes=size_bytes,
+            ) from error
+        finally:
+            os.close(fd)
 
 
 def _nothing() -> None: ...
+
+
+# The descriptor that an engine passed is open for writing. One that is opened anew, by its name in
+# /proc, has a mode of its own: who gets it cannot map the memory writable by mistake.
+def _reopened(fd: int) -> int | None:
+    """The file, open for reading only; None when this process should open no more."""
+    try:
+        lent_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY | os.O_CLOEXEC)
+    except OSError:
+        return None
+    # The kernel gives the lowest number that is free, so this one tells how many are open.
+    most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if lent_fd * 100 < most * _LENT_PERCENT:
+        return lent_fd
+    os.close(lent_fd)
+    return None
 
 
 def _seal_against_shrinking(fd: int) -> bool:
@@ -126,6 +197,10 @@ def _check_file(fd: int, size_bytes: int) -> None:
 # it would be this process's memory: the room is checked first, for what is not there yet only.
 def _reserve_holes(fd: int, size_bytes: int) -> None:
     """Reserve what the engine did not, unless a sparse file promises more than the machine has."""
-    present_bytes = os.fstat(fd).st_blocks * 512
-    check_memory(size_bytes - present_bytes)
+    check_memory(_missing_bytes(fd, size_bytes))
     os.posix_fallocate(fd, 0, size_bytes)
+
+
+def _missing_bytes(fd: int, size_bytes: int) -> int:
+    """How much of the file is not there yet."""
+    return size_bytes - os.fstat(fd).st_blocks * 512

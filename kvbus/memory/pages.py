@@ -25,11 +25,12 @@ _POPULATED_AT_ONCE_BYTES = 1 << 28
 
 
 class Pages:
-    """The pages of a memory file, mapped shared, readable and writable. Raises ``OSError``."""
+    """The pages of a memory file, mapped shared and readable. Raises ``OSError``."""
 
-    def __init__(self, fd: int, length_bytes: int) -> None:
-        self.address = libc.map_shared(fd, length_bytes)
+    def __init__(self, fd: int, length_bytes: int, *, writable: bool = True) -> None:
+        self.address = libc.map_shared(fd, length_bytes, writable=writable)
         self.length_bytes = length_bytes
+        self._writable = writable
 
     @property
     def __array_interface__(self) -> dict[str, Any]:
@@ -38,7 +39,7 @@ class Pages:
             "version": 3,
             "typestr": "|u1",
             "shape": (self.length_bytes,),
-            "data": (self.address, False),
+            "data": (self.address, not self._writable),
         }
 
     def populate(self, within_s: float) -> None:
@@ -52,7 +53,7 @@ class Pages:
                 if time.monotonic() >= deadline:
                     return
                 length = min(_POPULATED_AT_ONCE_BYTES, self.length_bytes - offset)
-                libc.populate(self.address + offset, length)
+                libc.populate(self.address + offset, length, writable=self._writable)
 
     # An engine dies while NIXL reads from its memory, or writes into it. NIXL cannot cancel, and
     # has only addresses. To unmap them would crash this process, or let the bytes land in whatever
@@ -105,7 +106,7 @@ class MappedFile(OwnedMemory):
         return self._tensor
 
     def view(self) -> npt.NDArray[np.uint8]:
-        """Return all bytes, writable, without torch."""
+        """Return all bytes, writable where the mapping is, without torch."""
         return np.asarray(self._mapped())
 
     def close(self) -> None:

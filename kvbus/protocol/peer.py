@@ -10,6 +10,7 @@ import msgspec
 
 from kvbus.geometry import EngineSpec, RankSpec
 from kvbus.protocol.engine import AgentRanks, AgentRole, Tables
+from kvbus.protocol.mapped import MemorySocket
 from kvbus.protocol.message import (
     Address,
     Empty,
@@ -46,7 +47,7 @@ class HandshakeDone(Message, frozen=True):
     ``memory_id`` stands for the processes of these ranks. ``others`` are the agents that have the
     rest, each to be shaken hands with. ``slot_bytes`` is the largest box of a `Pack`.
     ``nixl_metadata`` has one blob for each kind of memory. ``access`` is shown in what is
-    asked about these ranks later.
+    asked about these ranks later. ``memory_socket`` is for an agent of the same machine.
     """
 
     protocol: int
@@ -60,6 +61,7 @@ class HandshakeDone(Message, frozen=True):
     access: Secret
     slot_bytes: Size = 0
     others: tuple[AgentRanks, ...] = ()
+    memory_socket: MemorySocket | None = None
 
 
 class Handshake(Request[HandshakeDone], frozen=True):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from msgspec import inspect as types
 
 from kvbus.errors import ProtocolError
-from kvbus.protocol import attach, engine, peer
+from kvbus.protocol import attach, engine, mapped, peer
 from kvbus.protocol.message import Empty, ErrorBody, Message
 
 REQUESTS = (
@@ -18,6 +18,7 @@ REQUESTS = (
     *engine.DECODE_REQUESTS,
     *peer.PREFILL_PEER_REQUESTS,
     *peer.DECODE_PEER_REQUESTS,
+    *mapped.MEMORY_REQUESTS,
 )
 MESSAGES: tuple[type[Message], ...] = tuple(
     dict.fromkeys(

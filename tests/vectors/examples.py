@@ -22,6 +22,7 @@ from kvbus.geometry import (
 )
 from kvbus.protocol import attach as a
 from kvbus.protocol import engine as e
+from kvbus.protocol import mapped as m
 from kvbus.protocol import peer as p
 from kvbus.protocol import remote_ranks as s
 from kvbus.protocol import staging as g
@@ -162,6 +163,22 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
             Empty(),
         ),
     },
+    "memory": {
+        m.LendMemory: (
+            m.LendMemory(
+                agent_boot=PREFILL_BOOT,
+                engine_id="prefill-0",
+                memory_id=MEMORY_ID,
+                access=ACCESS,
+                first=0,
+            ),
+            m.MemoryLent(
+                agent_boot=PREFILL_BOOT,
+                num_segments=1,
+                segments=(m.LentSegment(rank=0, segment_id="kv", size_bytes=128 * 16_384),),
+            ),
+        ),
+    },
     "engine": {
         e.Register: (e.Register(engine=SPEC, rank=RANK, notices=True, access=ACCESS), Empty()),
         e.AwaitReady: (e.AwaitReady(), Empty()),
@@ -232,6 +249,9 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
                 access=ACCESS,
                 slot_bytes=4 << 20,
                 others=OTHERS,
+                memory_socket=m.MemorySocket(
+                    path="/run/kvbus/memory.sock", machine="5b7e2c1a-3f60-4d0e-9c55-0a1b2c3d4e5f"
+                ),
             ),
         ),
         p.Claim: (

@@ -24,13 +24,15 @@ from tests.vectors import examples, refused_examples
 
 FOLDER = Path(__file__).parent
 Vector = dict[str, Any]
+UNIX_ROOMS = ("attach", "memory")
 
 
 def files() -> Iterator[tuple[Path, str]]:
     """Every file of vectors and its text."""
     rooms: dict[str, list[Vector]] = {
         "attach": list(_attach()),
-        **{room: list(_requests(room)) for room in examples.ROOMS if room != "attach"},
+        "memory": list(_memory()),
+        **{room: list(_requests(room)) for room in examples.ROOMS if room not in UNIX_ROOMS},
         "notices": list(_notices()),
         "events": list(_events()),
         "errors": list(_errors()),
@@ -52,6 +54,15 @@ def _attach() -> Iterator[Vector]:
     frame = wire.encode_error(error)
     body = ErrorBody(code=error.code, message=error.message, detail=error.detail)
     yield _vector(body, "attach", frame, frame[4:], num_fds=0)
+
+
+def _memory() -> Iterator[Vector]:
+    for kind, (request, reply) in examples.ROOMS["memory"].items():
+        frame = wire.encode_frame({"op": kind.op, "body": to_body(request)})
+        yield _vector(request, "attach", frame, frame[4:], num_fds=0)
+        frame = wire.encode_frame({"ok": to_body(reply)})
+        num_fds = len(to_body(reply)["segments"])
+        yield _vector(reply, "attach", frame, frame[4:], num_fds=num_fds)
 
 
 def _requests(room: str) -> Iterator[Vector]:

@@ -36,7 +36,8 @@ EngineHook = Callable[[LocalEngine], None]
 class EngineDirectory:
     """All local engines; the agent's attach handler, and the handler of registration requests.
 
-    ``on_ready`` and ``on_lost`` are told of engines, ``memory`` takes back what they passed.
+    ``on_ready`` and ``on_lost`` are told of engines, ``memory`` takes back what they passed. With
+    ``lend`` other agents of this machine can be passed it, too.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class EngineDirectory:
         memory: MemoryReturn,
         bus_errors: BusErrors,
         max_process_segments: int,
+        lend: bool,
         tasks: TaskGroup,
         on_ready: EngineHook,
         on_lost: EngineHook,
@@ -57,7 +59,11 @@ class EngineDirectory:
         self._transport, self._tasks = transport, tasks
         self._memory = memory
         self._intake = SegmentIntake(
-            staging, bus_errors, max_segments=max_process_segments, on_cut=self._lose_cut
+            staging,
+            bus_errors,
+            max_segments=max_process_segments,
+            lend=lend,
+            on_cut=self._lose_cut,
         )
         self._on_ready, self._on_lost = on_ready, on_lost
         self._by_connection: dict[AttachConnection, EngineProcess] = {}

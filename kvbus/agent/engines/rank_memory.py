@@ -85,7 +85,7 @@ class Segments:
     _events: dict[bytes, None] = field(default_factory=dict)
 
     async def take(
-        self, segment: PassSegment, fds: list[int], staging: StagingDevices
+        self, segment: PassSegment, fds: list[int], staging: StagingDevices, *, lend: bool
     ) -> SegmentMapping:
         """Map the one descriptor of ``fds``, in a thread, as reserving its pages can take long.
 
@@ -99,7 +99,9 @@ class Segments:
             staging.check_packs()
         self.check_new(segment.segment_id, HOST)
         fd, size_bytes = fds.pop(), segment.size_bytes
-        mapping = await anyio.to_thread.run_sync(lambda: SegmentMapping(fd, size_bytes=size_bytes))
+        mapping = await anyio.to_thread.run_sync(
+            lambda: SegmentMapping(fd, size_bytes=size_bytes, lend=lend)
+        )
         if self.unmapped:
             mapping.unmap()
             raise _ended()

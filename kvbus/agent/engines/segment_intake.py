@@ -28,17 +28,18 @@ class SegmentIntake:
         bus_errors: BusErrors,
         *,
         max_segments: int,
+        lend: bool,
         on_cut: Callable[[EngineProcess], None],
     ) -> None:
         self._staging, self._bus_errors = staging, bus_errors
-        self._max_segments, self._on_cut = max_segments, on_cut
+        self._max_segments, self._lend, self._on_cut = max_segments, lend, on_cut
 
     async def take(
         self, process: EngineProcess, segment: PassSegment, fds: list[int]
     ) -> SegmentPassed:
         """Map the one descriptor of ``fds``; raises `KVBusError`."""
         self._check_room(process)
-        mapping = await process.segments.take(segment, fds, self._staging)
+        mapping = await process.segments.take(segment, fds, self._staging, lend=self._lend)
         if not mapping.sealed:
             segment_id, loop = segment.segment_id, asyncio.get_running_loop()
             log.info("segment.unsealed", engine_id=process.engine_id, segment_id=segment_id)

@@ -19,6 +19,7 @@ from kvbus.errors import ConfigError
 Duration = Annotated[float, Meta(gt=0, le=86_400)]
 Bound = Annotated[int, Meta(ge=1, le=1 << 20)]
 MAX_PORT = 65_535
+MEMORY_SOCKET = "memory.sock"
 
 
 class TransportConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -140,6 +141,14 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "off, so that KV of another shape goes in small pieces.",
         ),
     ] = 128 << 20
+    mapped: Annotated[
+        bool,
+        Meta(
+            description="Whether a prefill agent lends the memory of its engines, read-only, to "
+            "decode agents of this machine and user, and whether a decode agent maps it and "
+            "copies from there."
+        ),
+    ] = True
     exposure: Annotated[
         Literal["memory", "staging"],
         Meta(
@@ -171,6 +180,11 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     def attach_path(self) -> Path:
         """The socket that engines are told."""
         return self.runtime_path / "attach.sock"
+
+    @property
+    def memory_path(self) -> Path:
+        """The socket at which a prefill agent lends memory."""
+        return self.runtime_path / MEMORY_SOCKET
 
 
 C = TypeVar("C", bound=AgentConfig)

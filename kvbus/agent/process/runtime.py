@@ -97,6 +97,7 @@ class Runtime:
             memory=MemoryReturn(self.transport, lambda: self.service),
             bus_errors=self.bus_errors,
             max_process_segments=self.config.max_process_segments,
+            lend=self.role is AgentRole.PREFILL and self.config.mapped,
             tasks=self.tasks,
             on_ready=self._on_engine_ready,
             on_lost=self._on_engine_lost,
@@ -178,6 +179,7 @@ class Runtime:
             staging=self.staging,
             data_plane=self._data_plane(sockets),
             access=self.access,
+            bus_errors=self.bus_errors,
         )
 
     def _data_plane(self, sockets: _Sockets) -> DataPlane:

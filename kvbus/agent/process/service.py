@@ -17,6 +17,7 @@ from kvbus.agent.process.identity import AgentIdentity
 from kvbus.agent.process.metrics import AgentMetrics
 from kvbus.agent.staging.devices import StagingDevices
 from kvbus.bus import BusContext, EventPublisher, Handlers
+from kvbus.memory.bus_errors import BusErrors
 from kvbus.protocol.peer import Status
 from kvbus.transport import Transport
 
@@ -36,6 +37,7 @@ class Agent:
     staging: StagingDevices
     data_plane: DataPlane
     access: Access
+    bus_errors: BusErrors
 
 
 class Service(Protocol):

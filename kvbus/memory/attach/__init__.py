@@ -10,7 +10,7 @@ Refuses other users (SO_PEERCRED) and anything that is not exactly this format:
   the message that names them, the first byte of its length: write the message with one ``sendmsg``
   that carries the control message; if it writes less than all, send the rest without. A message
   carries at most 64. The sender keeps its own copies and may close them when ``sendmsg`` returned.
-- The agent answers each message with one message, in order, and never sends descriptors.
+- The agent answers each message with one message, in order, and sends no descriptors to an engine.
   ``{"ok": {...}}`` is the answer; ``{"error": {"code": str, "message": str, "detail": {...}}}``
   says that the request was not done and why.
 - A body that is not a msgpack map gets an error, and the connection goes on. After a broken frame
@@ -21,9 +21,12 @@ Refuses other users (SO_PEERCRED) and anything that is not exactly this format:
   ECONNRESET in place of end-of-file, after the error.
 - End-of-file means that the other process is gone. An engine keeps its connection open for as long
   as it lives, and lets no child process inherit it.
+
+The memory socket of a prefill agent, at which other agents get its engines' memory, has the same
+format; there the agent's answers carry the descriptors.
 """
 
 from kvbus.memory.attach.client import AttachClient
-from kvbus.memory.attach.server import AttachConnection, AttachServer
+from kvbus.memory.attach.server import AttachConnection, AttachServer, PassingAnswer
 
-__all__ = ["AttachClient", "AttachConnection", "AttachServer"]
+__all__ = ["AttachClient", "AttachConnection", "AttachServer", "PassingAnswer"]

@@ -5,7 +5,6 @@ cancelled ends the connection.
 """
 
 import asyncio
-import socket
 from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,18 +15,15 @@ from anyio.abc import TaskGroup
 
 from kvbus.errors import (
     ClosedError,
-    ConfigError,
     ErrorCode,
     LocalError,
     PeerLost,
     ProtocolError,
-    RequestRefused,
     SegmentError,
 )
 from kvbus.memory.attach import wire
 from kvbus.memory.attach.channel import FrameChannel, close_fds
-from kvbus.memory.attach.identity import check_agent
-from kvbus.memory.attach.path import check_path_length
+from kvbus.memory.attach.connect import connect_to_agent
 from kvbus.memory.attach.process_end import ProcessEnd
 
 _MAX_UNANSWERED = 64
@@ -56,7 +52,7 @@ class AttachClient:
         self._process: ProcessEnd | None = None
 
     async def __aenter__(self) -> Self:
-        connected = _connect(self.path)
+        connected = connect_to_agent(self.path)
         self._process = ProcessEnd(connected)
         self._channel = channel = FrameChannel(connected)
         self._tasks = await anyio.create_task_group().__aenter__()
@@ -138,23 +134,3 @@ class AttachClient:
             self._unasked_reply = reply
         elif not (pending := self._pending.popleft()).done():
             pending.set_result(reply)
-
-
-def _connect(path: Path) -> socket.socket:
-    check_path_length(path)
-    connected = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    connected.setblocking(False)
-    try:
-        connected.connect(str(path))
-    except BlockingIOError as error:
-        connected.close()
-        raise RequestRefused(f"the agent at {path} is busy", code=ErrorCode.BUSY) from error
-    except OSError as error:
-        connected.close()
-        raise PeerLost(f"no agent at {path}: {error.strerror}") from error
-    try:
-        check_agent(connected, path)
-    except ConfigError:
-        connected.close()
-        raise
-    return connected

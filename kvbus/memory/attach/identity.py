@@ -36,8 +36,8 @@ def check_agent(connected: socket.socket, path: Path) -> None:
     if agent.uid != os.geteuid():
         raise ConfigError(
             f"who listens at {path} is of uid {agent.uid} (pid {agent.pid}), not of ours "
-            f"({os.geteuid()}): no memory is passed to it; run engine and agent as one user, and "
-            "look who made that socket",
+            f"({os.geteuid()}): no memory is passed; run both as one user, and look who made that "
+            "socket",
             uid=agent.uid,
             pid=agent.pid,
         )

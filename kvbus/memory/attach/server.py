@@ -1,4 +1,4 @@
-"""Owns the agent's side of the attach socket: who may connect, one task a connection, the replies.
+"""Owns an agent's side of a Unix socket: who may connect, one task a connection, the replies.
 
 Refuses other users and more connections than the bound, with an error reply each. What a message
 means is the handler's.
@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable, Collection
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 import structlog
@@ -37,9 +37,9 @@ class AttachCounts:
 
 
 class AttachConnection(FrameChannel):
-    """One engine process, from its connect to its end; compares and hashes by identity.
+    """One process at the other end, from its connect to its end; compares and hashes by identity.
 
-    Its owner may ``hang_up`` to send the engine away; ``on_closed`` follows.
+    Its owner may ``hang_up`` to send it away; ``on_closed`` follows.
     """
 
     def __init__(self, accepted: socket.socket, *, frame_timeout_s: float) -> None:
@@ -47,14 +47,22 @@ class AttachConnection(FrameChannel):
         self.peer = PeerIdentity.of(accepted)
 
 
-Handler = Callable[[AttachConnection, dict[str, Any], list[int]], Awaitable[dict[str, Any]]]
+class PassingAnswer(NamedTuple):
+    """What ``ok`` holds, and descriptors that go with it: the server's, which closes them."""
+
+    ok: dict[str, Any]
+    fds: list[int]
+
+
+Answer = dict[str, Any] | PassingAnswer
+Handler = Callable[[AttachConnection, dict[str, Any], list[int]], Awaitable[Answer]]
 
 
 class AttachServer:
     """Listens at ``path`` while ``serve`` runs.
 
-    ``on_message(connection, message, fds)`` returns what ``ok`` holds, or raises a ``KVBusError``
-    that becomes the error reply. It owns the descriptors that it takes out of the
+    ``on_message(connection, message, fds)`` returns the answer, or raises a ``KVBusError`` that
+    becomes the error reply. It owns the descriptors that it takes out of the
     list (``fds.pop()``); those that are left in it are closed after the reply is made. Messages of
     one connection are handled one after the other, those of several at the same time.
     ``on_closed(connection)`` is called once for each accepted connection, however it ends: the
@@ -111,7 +119,7 @@ class AttachServer:
     def _refusal(self, peer: PeerIdentity) -> KVBusError | None:
         if peer.uid not in self._allowed_uids:
             self.counts.num_refused_users += 1
-            log.warning("attach.user_refused", uid=peer.uid, pid=peer.pid)
+            log.warning("attach.user_refused", path=str(self.path), uid=peer.uid, pid=peer.pid)
             return LocalError(f"uid {peer.uid} may not attach here", uid=peer.uid)
         if len(self._connections) >= self._max_connections:
             self.counts.num_refused_busy += 1
@@ -159,14 +167,19 @@ class AttachServer:
             self.counts.num_malformed += 1
             await connection.send(wire.encode_error(error))
             return False
+        passed: list[int] = []
         try:
-            reply = await self._reply(connection, body, fds)
-        finally:
+            reply = await self._reply(connection, body, fds, passed)
             close_fds(fds)
-        await connection.send(reply)
+            await connection.send(reply, passed)
+        finally:
+            close_fds([*fds, *passed])
         return True
 
-    async def _reply(self, connection: AttachConnection, body: bytes, fds: list[int]) -> bytes:
+    async def _reply(
+        self, connection: AttachConnection, body: bytes, fds: list[int], passed: list[int]
+    ) -> bytes:
+        """The frame of the answer; the descriptors that go with it are put into ``passed``."""
         try:
             message = wire.decode_body(body)
         except ProtocolError as error:
@@ -178,9 +191,13 @@ class AttachServer:
             return wire.encode_error(error)
         except Exception:  # one bad message fails alone
             return self._internal_error(connection)
+        if isinstance(answer, PassingAnswer):
+            passed += answer.fds
+            answer = answer.ok
         try:
             return wire.encode_frame({"ok": answer})
         except ProtocolError:
+            close_fds(passed)
             return self._internal_error(connection)
 
     def _internal_error(self, connection: AttachConnection) -> bytes:

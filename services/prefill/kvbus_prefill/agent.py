@@ -32,6 +32,7 @@ from kvbus.transport import ProgressToken
 from kvbus_prefill.config import PrefillConfig
 from kvbus_prefill.gather import Packing
 from kvbus_prefill.handshake import answer_handshake
+from kvbus_prefill.lending import MemoryLender
 from kvbus_prefill.metrics import READINGS, PrefillMetrics
 from kvbus_prefill.offer import events as ev
 from kvbus_prefill.offer.entry import OfferEntry
@@ -59,6 +60,7 @@ class PrefillService:
         self._tokens: dict[tuple[str, int], ProgressToken] = {}
         self._metrics = PrefillMetrics(agent.metrics)
         self._packing = Packing(agent, config, self._metrics, self._table)
+        self._lender = MemoryLender(agent, config)
         agent.metrics.add_readings(self._readings, READINGS)
 
     def engine_handlers(self) -> Handlers:
@@ -87,6 +89,7 @@ class PrefillService:
         """Its offers end; nobody is there to be told."""
         self._packing.end_engine(engine)
         self._driver.dispatch(ev.EngineLost(engine.engine_id))
+        self._lender.end_engine(engine)
 
     async def copied(self, engine: LocalEngine) -> None:
         """Return when nothing gathers from the engine's memory any more."""
@@ -124,7 +127,9 @@ class PrefillService:
         return self._table.story(asked.offer_id)
 
     def _shake_hands(self, handshake: Handshake, call: Call) -> None:
-        shake = partial(answer_handshake, self._agent, self._config, self._table)
+        shake = partial(
+            answer_handshake, self._agent, self._config, self._table, lender=self._lender
+        )
         self._agent.tasks.start_soon(shake, handshake, call)
 
     def _claim(self, claim: Claim, call: Call) -> None:

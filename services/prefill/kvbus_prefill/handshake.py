@@ -18,18 +18,25 @@ from kvbus.protocol.envelope import PROTOCOL_VERSION
 from kvbus.protocol.peer import Handshake, HandshakeDone
 from kvbus.protocol.rights import check_right
 from kvbus_prefill.config import PrefillConfig
+from kvbus_prefill.lending import MemoryLender
 from kvbus_prefill.offer.table import OfferTable
 
 log = structlog.get_logger()
 
 
 async def answer_handshake(
-    agent: Agent, config: PrefillConfig, offers: OfferTable, handshake: Handshake, call: Call
+    agent: Agent,
+    config: PrefillConfig,
+    offers: OfferTable,
+    handshake: Handshake,
+    call: Call,
+    *,
+    lender: MemoryLender,
 ) -> None:
     """Reply with the engine's memory, or refuse."""
 
     async def answer() -> None:
-        done = await _shake_hands(agent, config, offers, handshake)
+        done = await _shake_hands(agent, config, offers, handshake, lender)
         log.info(
             "handshake.done",
             peer=handshake.agent_id,
@@ -42,7 +49,11 @@ async def answer_handshake(
 
 
 async def _shake_hands(
-    agent: Agent, config: PrefillConfig, offers: OfferTable, handshake: Handshake
+    agent: Agent,
+    config: PrefillConfig,
+    offers: OfferTable,
+    handshake: Handshake,
+    lender: MemoryLender,
 ) -> HandshakeDone:
     check_protocol(handshake.min_protocol, handshake.max_protocol)
     engine = _engine(agent, offers, handshake)
@@ -62,6 +73,7 @@ async def _shake_hands(
         slot_bytes=agent.staging.slot_bytes,
         access=engine.access,
         others=engine.others,
+        memory_socket=lender.socket_for(engine),
     )
 
 

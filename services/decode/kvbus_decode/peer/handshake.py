@@ -15,16 +15,18 @@ from kvbus.agent.engines.local_engine import LocalEngine
 from kvbus.agent.process.guard import guarded
 from kvbus.agent.process.service import Agent
 from kvbus.errors import ErrorCode, GeometryError, KVBusError, RequestTimeout
-from kvbus.geometry import validate_engine, validate_rank
-from kvbus.planning import PlacedRank, check_compatible
+from kvbus.planning import check_compatible
 from kvbus.protocol.engine import AgentRanks
 from kvbus.protocol.envelope import PROTOCOL_VERSION
 from kvbus.protocol.peer import EngineMemory, Handshake, HandshakeDone
 from kvbus.protocol.ticket import Ticket
+from kvbus_decode.config import DecodeConfig
+from kvbus_decode.peer.borrowing import MemoryBorrower
 from kvbus_decode.peer.directory import Peer, PeerAddress, PeerDirectory
 from kvbus_decode.peer.handshake_client import ask_any_handshake, ask_handshake
+from kvbus_decode.peer.mapped_memory import MappedMemory
 from kvbus_decode.peer.nixl import NixlMemory, NixlPeers
-from kvbus_decode.peer.route import Route, Source
+from kvbus_decode.peer.route import Route, Source, placed_ranks
 
 log = structlog.get_logger()
 
@@ -62,9 +64,11 @@ class RouteKey:
 class RouteBook:
     """All routes, and the handshakes under way."""
 
-    def __init__(self, agent: Agent, peers: PeerDirectory) -> None:
+    def __init__(self, agent: Agent, config: DecodeConfig, peers: PeerDirectory) -> None:
         self._agent, self._peers = agent, peers
         self._nixl = NixlPeers(agent.transport)
+        self.borrower = MemoryBorrower(agent, config, self._forget_mapped)
+        """The memory that is mapped here."""
         self._routes: dict[RouteKey, Route] = {}
         self._shaking: dict[RouteKey, asyncio.Future[Route]] = {}
 
@@ -156,6 +160,10 @@ class RouteBook:
             self._agent.tasks.start_soon(self._forget_nixl, peer)
         return sorted({source.agent_boot for route, source in old if source is route.home})
 
+    def _forget_mapped(self, memory: MappedMemory) -> None:
+        """Memory that is zeros now: routes that copy from it are made anew."""
+        self._keep_only(lambda _, route: all(one.mapped is not memory for one in route.sources))
+
     def _keep_only(self, wanted: Callable[[RouteKey, Route], bool]) -> None:
         self._routes = {key: route for key, route in self._routes.items() if wanted(key, route)}
 
@@ -203,7 +211,7 @@ class RouteBook:
         )
         done = await ask_handshake(peer.client, ticket, handshake, timeout_s=timeout_s)
         check_compatible(done.memory.engine, engine.spec)
-        home = await self._source(peer, ticket.agent_boot, done, deadline=deadline)
+        home = await self._source(peer, ticket.agent_boot, done, engine, deadline=deadline)
         self._peers.listen(peer, done.events_endpoint)
         others = [await self._meet(other, done, engine, deadline=deadline) for other in done.others]
         sources = home, *others
@@ -228,7 +236,7 @@ class RouteBook:
                     code=ErrorCode.INCOMPATIBLE,
                     field="engine",
                 )
-            return await self._source(peer, boot, done, deadline=deadline)
+            return await self._source(peer, boot, done, engine, deadline=deadline)
         finally:
             self._peers.release(peer)
 
@@ -244,12 +252,13 @@ class RouteBook:
         )
 
     async def _source(
-        self, peer: Peer, boot: str, done: HandshakeDone, *, deadline: float
+        self, peer: Peer, boot: str, done: HandshakeDone, engine: LocalEngine, *, deadline: float
     ) -> Source:
-        placed, memory = _placed(done.memory), NixlMemory.of(done)
+        placed, memory = placed_ranks(done.memory), NixlMemory.of(done)
         live = [source.nixl for source in self._sources() if source.peer is peer]
         await self._nixl.add(peer, memory, live, deadline=deadline)
         self._agent.data_plane.end_if_exposed()
+        within_s = deadline - self._agent.loop.time()
         return Source(
             peer=peer,
             agent_boot=boot,
@@ -258,6 +267,7 @@ class RouteBook:
             access=done.access,
             slot_bytes=done.slot_bytes,
             ranks=placed,
+            mapped=await self.borrower.borrow(boot, done, engine, within_s=within_s),
         )
 
     def _keep(self, key: RouteKey, route: Route) -> None:
@@ -281,18 +291,3 @@ def _key(ticket: Ticket, engine: LocalEngine) -> RouteKey:
         engine_instance=ticket.engine_instance,
         memory_id=engine.memory_id,
     )
-
-
-def _placed(memory: EngineMemory) -> dict[int, PlacedRank]:
-    """The peer's ranks for the planner; raises `GeometryError` for what cannot be."""
-    validate_engine(memory.engine)
-    if len(memory.addresses) != len(memory.ranks):
-        raise GeometryError(f"{len(memory.ranks)} ranks with {len(memory.addresses)} addresses")
-    placed: dict[int, PlacedRank] = {}
-    for rank, addresses in zip(memory.ranks, memory.addresses, strict=True):
-        validate_rank(memory.engine, rank)
-        named = {segment.segment_id for segment in rank.segments}
-        if addresses and not named <= addresses.keys():
-            raise GeometryError(f"rank {rank.rank} has segments without an address")
-        placed[rank.rank] = PlacedRank(memory.engine, rank, addresses)
-    return placed

@@ -58,7 +58,7 @@ class LeaseClient(EventListener):
             on_dropped=self._drop_peer,
             listener=self,
         )
-        self.routes = RouteBook(agent, self.peers)
+        self.routes = RouteBook(agent, config, self.peers)
         self._draining = Draining(agent, lambda fetch_id: fetch_id not in self.active)
 
     def end(self, fetch_id: str) -> None:

@@ -16,6 +16,8 @@ from kvbus.geometry import (
     BlockTable,
     EngineSpec,
     RankSpec,
+    validate_engine,
+    validate_rank,
     validate_ranks,
 )
 from kvbus.planning import (
@@ -27,7 +29,9 @@ from kvbus.planning import (
     SlotReads,
     Spans,
 )
+from kvbus.protocol.peer import EngineMemory
 from kvbus_decode.peer.directory import Peer
+from kvbus_decode.peer.mapped_memory import MappedMemory
 from kvbus_decode.peer.nixl import NixlMemory
 
 PER_POSITION = (AxisName.LAYER, AxisName.KV, AxisName.HEAD, AxisName.DIM)
@@ -38,7 +42,8 @@ class Source:
     """One agent that has ranks of the prefill engine, and its memory there.
 
     ``slot_bytes`` is the largest box that it packs; 0 when it packs none. ``access`` is shown in
-    all that is asked about this memory.
+    all that is asked about this memory. ``mapped`` is all of it, where it is mapped here: who
+    copies from there holds that object.
     """
 
     peer: Peer
@@ -48,6 +53,7 @@ class Source:
     access: str = field(repr=False)
     slot_bytes: int
     ranks: Mapping[int, PlacedRank]
+    mapped: MappedMemory | None = None
 
     @property
     def nixl_agent(self) -> str:
@@ -200,3 +206,18 @@ def _position_bytes(readers: Iterable[PlacedRank]) -> Counter[str]:
             sizes = (region.size(axis) for axis in PER_POSITION)
             position_bytes[region.group] += itemsize * prod(sizes)
     return position_bytes
+
+
+def placed_ranks(memory: EngineMemory) -> dict[int, PlacedRank]:
+    """The peer's ranks for the planner; raises `GeometryError` for what cannot be."""
+    validate_engine(memory.engine)
+    if len(memory.addresses) != len(memory.ranks):
+        raise GeometryError(f"{len(memory.ranks)} ranks with {len(memory.addresses)} addresses")
+    placed: dict[int, PlacedRank] = {}
+    for rank, addresses in zip(memory.ranks, memory.addresses, strict=True):
+        validate_rank(memory.engine, rank)
+        named = {segment.segment_id for segment in rank.segments}
+        if addresses and not named <= addresses.keys():
+            raise GeometryError(f"rank {rank.rank} has segments without an address")
+        placed[rank.rank] = PlacedRank(memory.engine, rank, addresses)
+    return placed

@@ -1,0 +1,161 @@
+"""The memory of prefill engines of this machine that is mapped here, or why it is not.
+
+Refuses nothing to who asks for it: where memory cannot be mapped, KV is read with NIXL.
+"""
+
+import asyncio
+import weakref
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import anyio
+import structlog
+
+from kvbus.agent.engines.local_engine import LocalEngine
+from kvbus.agent.process.machine import machine_id
+from kvbus.agent.process.service import Agent
+from kvbus.agent.staging.devices import HOST
+from kvbus.errors import KVBusError, ProtocolError
+from kvbus.memory.attach.channel import FrameChannel, close_fds
+from kvbus.protocol.mapped import MemorySocket
+from kvbus.protocol.peer import HandshakeDone
+from kvbus_decode.config import DecodeConfig
+from kvbus_decode.peer.lend_client import LentSegments, connect
+from kvbus_decode.peer.mapped_memory import MappedMemory
+
+log = structlog.get_logger()
+
+MAP_WITHIN_S = 2.0
+"""A prefill agent that takes longer was stopped."""
+MOST_STATES = 1024
+WITH_NIXL = ("direct", "packed", "reordered")
+OPEN = "open"
+
+Place = tuple[str, str, str]
+"""An agent's boot id, an engine of it, and the memory of that."""
+MemoryHook = Callable[[MappedMemory], None]
+MemoryRef = weakref.ReferenceType[MappedMemory]
+
+
+class MemoryBorrower:
+    """Maps memory once for all routes that read it; ``on_end`` is told when it is zeros.
+
+    ``states`` says of the engines that were met whether their memory is mapped here, or why not.
+    """
+
+    def __init__(self, agent: Agent, config: DecodeConfig, on_end: MemoryHook) -> None:
+        self._agent, self._config, self._on_end = agent, config, on_end
+        self._known = weakref.WeakValueDictionary[Place, MappedMemory]()
+        self.states: dict[str, str] = {}
+
+    @property
+    def num_bytes(self) -> int:
+        """How much is mapped here now."""
+        return sum(memory.num_bytes for memory in self._known.values())
+
+    async def borrow(
+        self, boot: str, done: HandshakeDone, engine: LocalEngine, *, within_s: float
+    ) -> MappedMemory | None:
+        """The memory that a handshake was about, mapped; None when it is read with NIXL."""
+        engine_id = done.memory.engine.engine_id
+        place, who = (boot, engine_id, done.memory_id), f"{engine_id} at {done.agent_id}"
+        if (known := self._known.get(place)) is not None and known.is_open:
+            return known
+        socket, closed = done.memory_socket or MemorySocket(), self._reason_not_to(done, engine)
+        if not closed:
+            try:
+                with anyio.fail_after(min(MAP_WITHIN_S, within_s / 2)):
+                    memory = await self._map(Path(socket.path), who, boot, done)
+            except TimeoutError:
+                closed = "the prefill agent did not lend it in time"
+            except anyio.EndOfStream:
+                closed = "the prefill agent hung up"
+            except (KVBusError, OSError, ValueError) as error:
+                closed = str(error)
+            else:
+                self._known[place] = memory
+                self._note(who, OPEN)
+                return memory
+        self._note(who, closed)
+        return None
+
+    def _reason_not_to(self, done: HandshakeDone, engine: LocalEngine) -> str:
+        """Why it is not even tried; empty when it is."""
+        socket, path = done.memory_socket, self._config.path
+        reasons = {
+            "closed here by config (mapped = false)": not self._config.mapped,
+            f"closed here by config (path = '{path}')": path in WITH_NIXL,
+            "the decode engine is on a GPU": engine.devices != {HOST},
+            "the prefill agent is of a version that lends nothing": socket is None,
+        }
+        if socket is not None:
+            reasons[f"the prefill agent lends nothing: {socket.closed}"] = bool(socket.closed)
+            is_here = bool(socket.machine) and socket.machine == machine_id()
+            reasons["the prefill agent is on another machine"] = not is_here
+        return next((reason for reason, applies in reasons.items() if applies), "")
+
+    async def _map(self, path: Path, who: str, boot: str, done: HandshakeDone) -> MappedMemory:
+        """Raises `KVBusError`, and what sockets and paths raise."""
+        channel = connect(path)
+        lent = LentSegments(channel, boot, done)
+        try:
+            await lent.take_all()
+            memory = MappedMemory(who, channel, lent.mapped)
+        except BaseException:
+            for mapping in lent.mapped.values():
+                mapping.close()
+            channel.close()
+            raise
+        self._begin(memory, channel, lent)
+        return memory
+
+    # Neither who watches the files nor who waits for the connection may hold the memory: it goes
+    # when nobody reads it any more, and hangs up then.
+    def _begin(self, memory: MappedMemory, channel: FrameChannel, lent: LentSegments) -> None:
+        reference, tasks = weakref.ref(memory), self._agent.tasks
+        on_cut = partial(_see_cut, reference, self._agent.loop, self._end)
+        for mapping in lent.mapped.values():
+            if not mapping.sealed:
+                mapping.survive_cuts(self._agent.bus_errors, on_cut)
+        tasks.start_soon(self._watch, channel, reference)
+        tasks.start_soon(_populate, memory)
+
+    async def _watch(self, channel: FrameChannel, reference: MemoryRef) -> None:
+        """Wait for the end of the connection, by whichever side."""
+        try:
+            _, fds = await channel.receive()
+            close_fds(fds)  # who speaks unasked is as good as gone
+        except (anyio.EndOfStream, ProtocolError):
+            pass
+        finally:
+            if (memory := reference()) is not None:
+                self._end(memory)
+            channel.close()
+
+    def _end(self, memory: MappedMemory) -> None:
+        memory.end("the prefill engine, or its agent, has ended")
+        for place in [place for place, known in self._known.items() if known is memory]:
+            del self._known[place]
+        self._note(memory.who, memory.closed)
+        self._on_end(memory)
+
+    def _note(self, who: str, state: str) -> None:
+        """Say it once: handshakes are many."""
+        if self.states.pop(who, "") != state:
+            event = "mapped.opened" if state == OPEN else "mapped.closed"
+            log.info(event, memory=who, reason=state)
+        self.states[who] = state
+        while len(self.states) > MOST_STATES:
+            del self.states[next(iter(self.states))]
+
+
+async def _populate(memory: MappedMemory) -> None:
+    await anyio.to_thread.run_sync(memory.populate, abandon_on_cancel=True)
+
+
+def _see_cut(reference: MemoryRef, loop: asyncio.AbstractEventLoop, end: MemoryHook) -> None:
+    """In whatever thread has touched what is not there."""
+    if (memory := reference()) is not None:
+        memory.cut()
+        loop.call_soon_threadsafe(end, memory)

@@ -1,0 +1,83 @@
+"""The memory of a prefill engine of this machine, mapped here, and the connection that it hangs on.
+
+Refuses to take addresses away from who may still copy from them: when the engine ends they read
+zeros, and they go when nobody holds the object any more.
+"""
+
+import time
+import weakref
+from collections.abc import Iterable, Mapping
+
+from kvbus.memory.attach.channel import FrameChannel
+from kvbus.memory.mapping import LentMapping
+from kvbus_decode.peer.directory import Extent
+
+POPULATE_WITHIN_S = 2.0
+
+Lent = Mapping[tuple[int, str], LentMapping]
+"""Each segment of each rank."""
+
+
+# Who copies knows addresses only, in a thread that nobody can stop. So these rules:
+#
+#     the engine or its agent ends   end-of-file ──▶ `end`: zeros under all addresses, at once;
+#                                    `is_open` is False before the first zero is there
+#     its file is cut                SIGBUS in a copy ──▶ zeros there, `is_open` is False; the loop
+#                                    then does the rest of `end`
+#     nobody of ours wants it        the route is dropped: nothing changes for a fetch that still
+#                                    holds this object, as its confirm may say yes
+#     nobody holds it                the connection is closed, and the addresses go
+#
+# A copy that has read a zero for a byte therefore finds `is_open` False when it asks afterwards.
+class MappedMemory:
+    """Where each segment of the ranks is in this process, read-only, as long as somebody has this.
+
+    ``who`` is the engine and its agent, for people; ``extents`` are all of it, in order of address.
+    """
+
+    def __init__(self, who: str, channel: FrameChannel, lent: Lent) -> None:
+        self.who = who
+        self.addresses: dict[int, dict[str, int]] = {}
+        for (rank, segment_id), mapping in lent.items():
+            self.addresses.setdefault(rank, {})[segment_id] = mapping.address
+        mappings = tuple(lent.values())
+        self.extents: tuple[Extent, ...] = tuple(
+            sorted((one.address, one.address + one.size_bytes) for one in mappings)
+        )
+        self.closed = ""
+        """Why it is not open any more; empty while it is."""
+        self._pages = tuple(one.pages for one in mappings)
+        self._let_go = weakref.finalize(self, _let_go, channel, mappings)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether every byte there is, and was until now, the engine's own."""
+        return not self.closed
+
+    @property
+    def num_bytes(self) -> int:
+        """How much is mapped."""
+        return sum(end - first for first, end in self.extents)
+
+    def cut(self) -> None:
+        """Some of it is gone; from any thread."""
+        self.closed = self.closed or "the prefill engine cut its memory"
+
+    def end(self, reason: str) -> None:
+        """All of it is zeros from now on; idempotent."""
+        self.closed = self.closed or reason
+        self._let_go()
+
+    def populate(self) -> None:
+        """Enter pages into the page table, so that no copy has to: in a thread, for two seconds."""
+        deadline = time.monotonic() + POPULATE_WITHIN_S
+        for pages in self._pages:
+            if not self.is_open:
+                return
+            pages.populate(deadline - time.monotonic())
+
+
+def _let_go(channel: FrameChannel, mappings: Iterable[LentMapping]) -> None:
+    channel.hang_up()
+    for mapping in mappings:
+        mapping.close()

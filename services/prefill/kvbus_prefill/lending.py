@@ -1,0 +1,160 @@
+"""Lends the memory of engines to decode agents of this machine, read-only, by a Unix socket.
+
+Refuses other users, who does not hold the right to the memory, and a second engine on one
+connection: its end is how a reader learns that the engine is gone.
+"""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import anyio
+import structlog
+
+from kvbus.agent.engines.local_engine import LocalEngine
+from kvbus.agent.process.machine import machine_id
+from kvbus.agent.process.refusals import Refusals
+from kvbus.agent.process.service import Agent
+from kvbus.errors import ConfigError, ErrorCode, KVBusError, LocalError, ProtocolError
+from kvbus.memory.attach import AttachConnection, AttachServer, PassingAnswer
+from kvbus.memory.mapping import SegmentMapping
+from kvbus.protocol.mapped import (
+    MAX_LENT_AT_ONCE,
+    LendMemory,
+    LentSegment,
+    MemoryLent,
+    MemorySocket,
+)
+from kvbus.protocol.message import from_body, to_body
+from kvbus_prefill.config import PrefillConfig
+
+log = structlog.get_logger()
+
+MAX_CONNECTIONS = 256
+MAX_PROCESS_CONNECTIONS = 192
+"""One for each engine of ours that a decode agent reads; others find room besides."""
+
+
+class MemoryLender:
+    """The memory socket; ``socket_for`` is what a handshake tells of it."""
+
+    def __init__(self, agent: Agent, config: PrefillConfig) -> None:
+        self._agent = agent
+        self._readers: dict[AttachConnection, LocalEngine] = {}
+        self._refusals = Refusals(agent.metrics, lines_s=config.max_refusal_lines_s)
+        self._closed = "closed there by config (mapped = false)"
+        self._server = AttachServer(
+            config.memory_path,
+            self._answer,
+            self._end,
+            max_connections=MAX_CONNECTIONS,
+            max_process_connections=MAX_PROCESS_CONNECTIONS,
+        )
+        if config.mapped:
+            self._closed = "the agent is starting"
+            agent.tasks.start_soon(self._serve)
+
+    @property
+    def num_readers(self) -> int:
+        """How many maps of engines here other agents have."""
+        return len(self._readers)
+
+    def socket_for(self, engine: LocalEngine) -> MemorySocket:
+        """Where the engine's memory is lent, or why it is not."""
+        closed = self._closed
+        if not closed and any(mapping is None for *_, mapping in _segments(engine)):
+            closed = "memory of a GPU is not lent"
+        if not closed and any(mapping.lent_fd is None for *_, mapping in _lent(engine)):
+            closed = "the prefill agent has too many open files (ulimit -n) to lend more"
+        if closed:
+            return MemorySocket(closed=closed)
+        return MemorySocket(path=str(self._server.path), machine=machine_id())
+
+    def end_engine(self, engine: LocalEngine) -> None:
+        """The engine is gone: its readers see the end of their connections."""
+        for connection, lent in self._readers.items():
+            if lent is engine:
+                connection.hang_up()
+
+    async def _serve(self) -> None:
+        async with anyio.create_task_group() as tasks:
+            try:
+                await tasks.start(self._server.serve)
+            except ConfigError as error:
+                self._closed = error.message
+                log.warning("lending.closed", reason=error.message)
+            else:
+                self._closed = ""
+
+    async def _answer(
+        self, connection: AttachConnection, message: dict[str, Any], fds: list[int]
+    ) -> PassingAnswer:
+        try:
+            return self._lend(connection, message)
+        except KVBusError as error:
+            self._refusals.note(str(message.get("op")), f"pid {connection.peer.pid}", error)
+            raise
+
+    def _lend(self, connection: AttachConnection, message: dict[str, Any]) -> PassingAnswer:
+        op, body = message.get("op"), message.get("body")
+        if op != LendMemory.op or not isinstance(body, dict):
+            raise ProtocolError(
+                f"a message here is '{LendMemory.op}' with a map 'body'", code=ErrorCode.UNKNOWN_OP
+            )
+        wanted = from_body(LendMemory, body)
+        engine = self._engine(wanted)
+        if self._readers.setdefault(connection, engine) is not engine:
+            raise LocalError("this connection is for another engine", code=ErrorCode.STALE)
+        lent = list(_lent(engine))
+        some = lent[wanted.first : wanted.first + MAX_LENT_AT_ONCE]
+        segments = tuple(LentSegment(rank, name, one.size_bytes) for rank, name, one in some)
+        answer = MemoryLent(self._agent.identity.boot, len(lent), segments)
+        return PassingAnswer(to_body(answer), _duplicates([one for *_, one in some]))
+
+    def _engine(self, wanted: LendMemory) -> LocalEngine:
+        """The engine that is asked for, for who has the right to it; raises `LocalError`."""
+        if wanted.agent_boot != self._agent.identity.boot:
+            raise LocalError("another process of the agent is here", code=ErrorCode.STALE)
+        engine = self._agent.engines.part(wanted.engine_id, (), access=wanted.access)
+        if engine.memory_id != wanted.memory_id:
+            raise LocalError("the engine came back with other memory", code=ErrorCode.STALE)
+        if closed := self.socket_for(engine).closed:
+            raise LocalError(f"the memory is not lent: {closed}", code=ErrorCode.CONFIG)
+        return engine
+
+    def _end(self, connection: AttachConnection) -> None:
+        self._readers.pop(connection, None)
+
+
+def _segments(engine: LocalEngine) -> Iterator[tuple[int, str, SegmentMapping | None]]:
+    """What the ranks here are made of, None for what no host maps."""
+    for memory in engine.ordered_ranks():
+        for segment in memory.rank.segments:
+            mapping = memory.mappings[segment.segment_id]
+            shared = mapping if isinstance(mapping, SegmentMapping) else None
+            yield memory.rank.rank, segment.segment_id, shared
+
+
+def _lent(engine: LocalEngine) -> Iterator[tuple[int, str, SegmentMapping]]:
+    for rank, name, mapping in _segments(engine):
+        if mapping is not None:
+            yield rank, name, mapping
+
+
+# A reply may wait for its reader, and the engine end meanwhile. Its descriptors are closed then,
+# and their numbers may be those of other files at once: what is sent is a copy of our own.
+def _duplicates(mappings: list[SegmentMapping]) -> list[int]:
+    """A descriptor of each; raises `LocalError` (``busy``) when no more can be had."""
+    fds: list[int] = []
+    try:
+        for mapping in mappings:
+            if mapping.lent_fd is None:
+                raise LocalError("the engine is gone", code=ErrorCode.ENGINE_LOST)
+            fds.append(os.dup(mapping.lent_fd))
+    except BaseException as error:
+        for fd in fds:
+            os.close(fd)
+        if not isinstance(error, OSError):
+            raise
+        raise LocalError(f"cannot lend: {error.strerror}", code=ErrorCode.BUSY) from error
+    return fds
