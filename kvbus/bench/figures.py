@@ -24,6 +24,7 @@ class CaseName(StrEnum):
     LOAD = "load"
     IDLE = "idle"
     RATE = "rate"
+    BURST = "burst"
     TP_1_TO_2 = "tp-1-to-2"
     TP_2_TO_1 = "tp-2-to-1"
     HND_TO_NHD = "hnd-to-nhd"

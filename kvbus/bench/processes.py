@@ -87,13 +87,13 @@ class BenchAgent:
 
 @contextlib.contextmanager
 def agent(
-    role: str, folder: Path, *, path: str = "", notes: Path | None = None, **more: str
+    role: str, folder: Path, *, path: str = "", notes: Path | None = None, **more: str | int
 ) -> Iterator[BenchAgent]:
     """Start the ``role`` agent below ``folder``; a decode agent reads by ``path``, if given.
 
     ``more`` are keys of its configuration. With ``notes`` it is traced, see `module_command`.
     """
-    port, name = free_port(), f"{role}-{path or 'auto'}"
+    port, name = free_port(), "-".join([role, path or "auto", *map(str, more.values())])
     settings = {"metrics_bind": f"127.0.0.1:{port}", **({"path": path} if path else {}), **more}
     config = write_agent_config(name, folder, **settings)
     command = module_command(f"{role} agent", f"kvbus_{role}", str(config), notes=notes)

@@ -30,6 +30,8 @@ LOOK_S = 1.0
 ENDS_WITHIN_S = 1.0
 """A process that ends closes its connections first."""
 IPC = "ipc://"
+MAX_PENDING = 1 << 20
+"""Requests without a reply: as many as the largest `max_fetches` or `max_offers` of an agent."""
 
 T = TypeVar("T")
 
@@ -109,7 +111,11 @@ class EngineSession:
             tasks = await stack.enter_async_context(anyio.create_task_group())
             stack.callback(tasks.cancel_scope.cancel)
             self._client = RequestClient(
-                context, self._welcome.engine_endpoint, boot=self.boot, on_notice=self._on_notice
+                context,
+                self._welcome.engine_endpoint,
+                boot=self.boot,
+                on_notice=self._on_notice,
+                max_pending=MAX_PENDING,
             )
             tasks.start_soon(self._client.run)
             tasks.start_soon(self._watch)

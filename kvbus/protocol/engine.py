@@ -192,6 +192,13 @@ class StageTimes(msgspec.Struct, frozen=True):
     waiting: float = 0.0
     reading: float = 0.0
     confirming: float = 0.0
+    queued: float = 0.0
+
+    @property
+    def total(self) -> float:
+        """Seconds from the request to the end."""
+        spent_s: tuple[float, ...] = msgspec.structs.astuple(self)
+        return sum(spent_s)
 
 
 class Landed(Message, frozen=True):

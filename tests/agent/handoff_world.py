@@ -23,7 +23,7 @@ from kvbus_prefill.offer.table import OfferTable
 from tests.stories import StoryMachine
 
 OFFER_LIMITS = OfferLimits(max_lease_s=2.0, max_hold_s=6.0)
-FETCH_LIMITS = FetchLimits(lease_s=2.0, request_timeout_s=1.0, busy_retry_s=0.25)
+FETCH_LIMITS = FetchLimits(num_places=2, lease_s=2.0, request_timeout_s=1.0, busy_retry_s=0.25)
 NUM_TOKENS, BLOCK_SIZE = 32, 8
 NUM_BLOCKS = NUM_TOKENS // BLOCK_SIZE
 STATE = NUM_TOKENS

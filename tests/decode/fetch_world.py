@@ -13,10 +13,17 @@ from kvbus_decode.fetch.entry import FetchLimits, FetchState
 from kvbus_decode.fetch.table import FetchTable
 from kvbus_decode.fetch.transitions import TRANSITIONS
 from tests.decode.watched import Watched, blocks, ticket_of, token_of
+from tests.decode.watched_turns import WatchedTurns
 from tests.stories import StoryMachine
 
 LIMITS = FetchLimits(
-    max_fetches=3, max_retired=3, lease_s=2.0, request_timeout_s=1.0, busy_retry_s=0.25
+    max_fetches=5,
+    num_places=2,
+    patience_s=1.5,
+    max_retired=5,
+    lease_s=2.0,
+    request_timeout_s=1.0,
+    busy_retry_s=0.25,
 )
 Asked = ev.ResolvePeer | ev.SendClaim | ev.SendRenew | ev.ReadChunk | ev.SendConfirm
 
@@ -38,6 +45,7 @@ class FetchWorld(StoryMachine):
         self.table = FetchTable(LIMITS)
         self.now = 0.0
         self.seen: dict[str, Watched] = {}
+        self.turns = WatchedTurns(LIMITS.num_places, LIMITS.patience_s)
         self.pending: list[Pending] = []
         self.cause: ev.Event = ev.DeadlinePassed()
         self.draining = False
@@ -109,6 +117,7 @@ class FetchWorld(StoryMachine):
         states = {f: fetch.state for f, fetch in self.table.live.items()}
         due = self.table.next_deadline()
         self.cause = event
+        self.see_arrival(event)
 
         commands = self.table.handle(event, self.now)
 
@@ -117,6 +126,7 @@ class FetchWorld(StoryMachine):
             self.obey(command)
         answers = [c.reply_to for c in commands if isinstance(c, ev.SendReply | ev.Refuse)]
         assert answers == ([event.reply_to] if hasattr(event, "reply_to") else [])
+        self.check_turns()
         for watched in self.seen.values():
             assert watched.report or self.now < watched.deadline, "reported by its deadline"
         for fetch_id, watched in self.seen.items():
@@ -132,10 +142,34 @@ class FetchWorld(StoryMachine):
         for fetch_id, state in states.items():
             after = self.state_of(fetch_id)
             is_hit = hit == fetch_id or (hit is None and after is not state)
+            allowed = {state}
             if is_hit and not isinstance(event, ev.Requested):
-                assert after in TRANSITIONS[state, type(event)].to
-            else:
-                assert after is state
+                allowed = set(TRANSITIONS[state, type(event)].to)
+            if FetchState.QUEUED in {
+                state,
+                *allowed,
+            }:  # its turn may come by any event, and at once
+                allowed |= set(TRANSITIONS[FetchState.QUEUED, ev.TurnCame].to)
+            assert after in allowed
+
+    def see_arrival(self, event: ev.Event) -> None:
+        """From here on the fetch waits for its turn."""
+        watched = self.seen.get(getattr(event, "fetch_id", ""))
+        if watched is None or watched.report is not None:
+            return
+        is_new = event is watched.requested and watched.requested.route is not None
+        if is_new or isinstance(event, ev.PeerReady):
+            watched.queued_at = self.now
+            self.turns.wait(watched.agent_boot, watched.requested.fetch_id)
+
+    def check_turns(self) -> None:
+        """A fetch is active while a claim, a read or a confirm is under way."""
+        ended = {fetch_id for fetch_id, watched in self.seen.items() if watched.report}
+        steps = ev.SendClaim | ev.SendConfirm
+        active = {p.asked.fetch_id for p in self.pending if isinstance(p.asked, steps)}
+        active |= {fetch_id for fetch_id, watched in self.seen.items() if watched.in_flight}
+        self.turns.settle(self.now, active=active - ended, ended=ended)
+        self.turns.check()
 
     def state_of(self, fetch_id: str) -> FetchState | None:
         fetch = self.table.live.get(fetch_id) or self.table.retired.get(fetch_id)
@@ -168,6 +202,8 @@ class FetchWorld(StoryMachine):
                 assert watched.num_aborts == 1
             case ev.SendReply() | ev.Refuse():
                 pass
+            case ev.HoldPeer(fetch_id):
+                assert self.turns.waits(fetch_id)
             case _:
                 self.ask(command)
 
@@ -178,6 +214,10 @@ class FetchWorld(StoryMachine):
         if isinstance(command, ev.SendRenew | ev.SendConfirm):
             assert command.epoch in watched.granted - watched.given_back
             assert command.token == token_of(command.epoch)
+        if self.turns.waits(command.fetch_id):
+            assert isinstance(command, ev.SendClaim), "it has not begun"
+            self.turns.begin(watched.agent_boot, command.fetch_id, self.now)
+            watched.begun_at = self.now
         if isinstance(command, ev.SendClaim | ev.SendRenew):
             self.check_question(command, watched)
         if isinstance(command, ev.SendConfirm):

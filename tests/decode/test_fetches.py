@@ -18,6 +18,7 @@ LIMITS = FetchLimits(max_fetches=2, max_retired=2, request_timeout_s=5.0, busy_r
 TICKET = Ticket("p", "boot", "tcp://p", "engine-p", "engine-boot", "o1", "r1", 32, "secret")
 PER_FETCH = (
     ev.PeerReady,
+    ev.TurnCame,
     ev.LeaseGranted,
     ev.StepFailed,
     ev.RenewFailed,

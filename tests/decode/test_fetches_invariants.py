@@ -89,9 +89,11 @@ class FetchInterleavings(FetchWorld):
             offer = Offered(num_ready, sealed and num_ready == NUM_TOKENS)
             self.seen[fetch_id] = Watched(event, self.now, boot, offer)
 
+        first = ev.HoldPeer if self.turns.is_full() else ev.SendClaim
+        first = ev.ResolvePeer if route is None else first
+
         commands = {type(command) for command in self.tell(event)}
 
-        first = ev.ResolvePeer if route is None else ev.SendClaim
         assert commands == ({ev.Refuse} if must_refuse else {ev.SendReply, first})
 
     @rule(
@@ -196,6 +198,17 @@ class FetchInterleavings(FetchWorld):
         (answer, *_) = self.tell(ev.CancelRequested(fetch_id, self.reply_to()))
 
         assert isinstance(answer, ev.SendReply) == kept
+
+    @precondition(lambda self: self.turns.queues)
+    @rarely(3)
+    @rule(code=st.sampled_from(ErrorCode))
+    def lose_what_a_queued_fetch_holds(self, code: ErrorCode) -> None:
+        """Its peer is gone, or it was so when it was to be held."""
+        self.tell(ev.DeadlinePassed())
+        for queue in list(self.turns.queues.values())[:1]:
+            fetch_id = queue[0]
+            self.tell(ev.StepFailed(fetch_id, RemoteError("any", code=code)))
+            assert self.seen[fetch_id].report is not None
 
     @rarely(11)
     @rule(boot=BOOTS)

@@ -72,6 +72,8 @@ class Watched:
     asked_at: float
     agent_boot: str
     offer: Offered = field(default_factory=Offered)
+    queued_at: float | None = None
+    begun_at: float | None = None
     told_ready: int = 0
     told_sealed: bool = False
     told_blocks: int = 0
@@ -201,12 +203,14 @@ class Watched:
         self.report = report
 
     def check_stages(self, report: ev.ReportFetched, now: float) -> None:
-        """Every moment is in one stage, and reading is when a chunk was in flight."""
+        """Every moment is in one stage; reading is when a chunk was in flight, queued the wait."""
         spent, reading_s = report.stages_s, self.reading_s
         if self.in_flight:
             reading_s += now - self.chunk_started_at
-        total_s = spent.resolving + spent.claiming + spent.waiting + spent.reading
-        assert total_s + spent.confirming == pytest.approx(now - self.asked_at)
+        assert spent.total == pytest.approx(now - self.asked_at)
+        queued_at = now if self.queued_at is None else self.queued_at
+        begun_at = now if self.begun_at is None else self.begun_at
+        assert spent.queued == pytest.approx(begun_at - queued_at)
         assert spent.reading == pytest.approx(reading_s)
 
     def check_idle(self, *, is_asking: bool) -> None:

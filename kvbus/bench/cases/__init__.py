@@ -9,6 +9,7 @@ from pathlib import Path
 import anyio
 from rich.console import Console
 
+from kvbus.bench.cases.burst import measure_burst
 from kvbus.bench.cases.idle import measure_idle, measure_memory
 from kvbus.bench.cases.load import measure_load
 from kvbus.bench.cases.publishing import measure_chunked, measure_host
@@ -43,6 +44,7 @@ CASES: Mapping[CaseName, Case] = {
     CaseName.LOAD: measure_load,
     CaseName.IDLE: measure_idle,
     CaseName.RATE: measure_rate,
+    CaseName.BURST: measure_burst,
     CaseName.TP_1_TO_2: partial(measure_reshape, source=NHD_1, target=NHD_2, of_naive=OF_NAIVE),
     CaseName.TP_2_TO_1: partial(measure_reshape, source=NHD_2, target=NHD_1),
     CaseName.HND_TO_NHD: partial(measure_reshape, source=HND_1, target=NHD_1),

@@ -13,7 +13,7 @@ MIB = 1 << 20
 OF_RAW = Target(0.90, at_least=True)
 FIXED = Target(2.0)
 NUM_SMALL = 1000
-STAGES = ("resolving", "claiming", "waiting", "reading", "confirming")
+STAGES = ("resolving", "queued", "claiming", "waiting", "reading", "confirming")
 
 
 async def measure_transfer(

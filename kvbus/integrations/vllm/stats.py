@@ -34,11 +34,7 @@ class StatsRecorder:
 
     def add_load(self, notice: Fetched) -> None:
         """A load was completed."""
-        times = notice.stages_s
-        seconds = (
-            times.resolving + times.claiming + times.waiting + times.reading + times.confirming
-        )
-        self.add(LOAD_SECONDS, seconds)
+        self.add(LOAD_SECONDS, notice.stages_s.total)
         self.add(LOAD_BYTES, notice.num_bytes)
 
     def take(self) -> Figures | None:

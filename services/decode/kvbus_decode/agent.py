@@ -47,6 +47,7 @@ class DecodeService:
         self._delegates = DelegateServer(agent, self._tickets, leases, self._reader)
         self._driver.commands |= {
             ev.ResolvePeer: leases.resolve,
+            ev.HoldPeer: leases.hold_peer,
             ev.SendClaim: leases.claim,
             ev.SendRenew: leases.renew,
             ev.ReadChunk: self._read_chunk,
@@ -106,6 +107,7 @@ class DecodeService:
         draining = self._table.num_in(FetchState.DRAINING)
         return {
             "fetches": len(self._table.live),
+            "queued_fetches": self._table.num_in(FetchState.QUEUED),
             "draining_fetches": draining,
             "delegated_reads": self._delegates.num_reads,
             "slots": self._reader.num_slots_in_use,
@@ -270,6 +272,7 @@ class DecodeService:
             blocks_free=fetched.blocks_free,
             total_ms=round(total_s * 1e3, 3),
             resolving_ms=round(stages.resolving * 1e3, 3),
+            queued_ms=round(stages.queued * 1e3, 3),
             claiming_ms=round(stages.claiming * 1e3, 3),
             waiting_ms=round(stages.waiting * 1e3, 3),
             reading_ms=round(stages.reading * 1e3, 3),

@@ -18,6 +18,13 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
     max_fetches: Annotated[
         Bound, Meta(description="Most fetches at a time, draining ones included; more are `busy`.")
     ] = 4096
+    fetches_at_once: Annotated[
+        Bound,
+        Meta(
+            description="Most fetches that begin before one of them ends or stalls; the others "
+            "wait in order, without leases."
+        ),
+    ] = 32
     lease_s: Annotated[
         Duration, Meta(description="Lease that is asked for; renewed after a third of it.")
     ] = 10.0
@@ -75,6 +82,7 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
         """The bounds of the fetch table."""
         return FetchLimits(
             max_fetches=self.max_fetches,
+            num_places=self.fetches_at_once,
             lease_s=self.lease_s,
             request_timeout_s=self.request_timeout_s,
             busy_retry_s=self.busy_retry_s,

@@ -12,6 +12,7 @@ from kvbus_decode.fetch.entry import STAGES
 READINGS = {
     "fetches": "Fetches that are live, draining ones included.",
     "delegated_reads": "Chunks that are read for engines whose home is another agent.",
+    "queued_fetches": "Fetches that wait for their turn.",
     "draining_fetches": "Fetches that ended while transfers were in flight.",
     "quarantined_blocks": "Blocks that are withheld because a transfer can still write into them.",
     "peers": "Prefill agents that this agent talks to.",

@@ -18,6 +18,9 @@ class FetchState(StrEnum):
     RESOLVING = "resolving"
     """The prefill agent is being connected to, and asked whether its engine fits ours."""
 
+    QUEUED = "queued"
+    """As many fetches as may be are under way: it waits for its turn, without a lease."""
+
     CLAIMING = "claiming"
     """The lease was asked for, or is asked for again because another reader has it."""
 
@@ -45,22 +48,27 @@ class FetchState(StrEnum):
 
 STAGES = (
     FetchState.RESOLVING,
+    FetchState.QUEUED,
     FetchState.CLAIMING,
     FetchState.WAITING,
     FetchState.READING,
     FetchState.CONFIRMING,
 )
 ENDS = (FetchState.COMPLETED, FetchState.FAILED, FetchState.CANCELLED)
+UNDER_WAY = (FetchState.CLAIMING, FetchState.READING, FetchState.CONFIRMING)
 
 
 @dataclass(frozen=True, slots=True)
 class FetchLimits:
     """Bounds of the table; durations in seconds.
 
-    A fetch whose transfers cannot be stopped keeps its place in ``max_fetches`` until they end.
+    A fetch whose transfers cannot be stopped counts in ``max_fetches`` until they end. To begin, it
+    needs one of ``num_places``, and has it for at most ``patience_s``.
     """
 
     max_fetches: int = 4096
+    num_places: int = 32
+    patience_s: float = 1.0
     max_retired: int = 4096
     lease_s: float = 10.0
     request_timeout_s: float = 5.0
@@ -87,7 +95,8 @@ class FetchEntry:
 
     ``num_ready`` and ``sealed`` are what the last grant said of the offer, ``read_to`` is where the
     chunks that have landed end. ``chunk`` is set from ReadChunk to ChunkRead. ``hinted`` is True
-    when news came in while a claim or renewal was under way, whose reply may be older.
+    when news came in while a claim or renewal was under way, whose reply may be older. ``place``
+    is None before its turn, and after it let others begin; then ``place_until`` has no meaning.
     """
 
     requested: ev.Requested
@@ -97,6 +106,8 @@ class FetchEntry:
     stages_s: dict[FetchState, float] = field(default_factory=dict)
     held: ReaderLease | None = None
     claim_again_at: float | None = None
+    place: int | None = None
+    place_until: float = 0.0
     tables: dict[str, BlockTable] = field(default_factory=dict)
     num_ready: int = 0
     sealed: bool = False
@@ -114,6 +125,11 @@ class FetchEntry:
     def fetch_id(self) -> str:
         """The engine's own name of the fetch."""
         return self.requested.fetch_id
+
+    @property
+    def agent_boot(self) -> str:
+        """The process that has the offer."""
+        return self.requested.ticket.agent_boot
 
     @property
     def read_to(self) -> int:
@@ -162,6 +178,8 @@ class FetchEntry:
         if self.state is FetchState.DRAINING or self.state in ENDS:
             return None
         times = [self.deadline]
+        if self.place is not None:
+            times.append(self.place_until)
         if self.claim_again_at is not None:
             times.append(self.claim_again_at)
         if self.held is not None and self.state is not FetchState.CONFIRMING:
@@ -169,6 +187,11 @@ class FetchEntry:
             if not self.held.renewing:
                 times.append(self.held.renew_at)
         return min(times)
+
+    def makes_progress(self, now: float) -> bool:
+        """Whether it keeps its place: it does nothing while it waits for tokens, or has stalled."""
+        is_active = self.state in UNDER_WAY and self.claim_again_at is None
+        return is_active and now < self.place_until
 
     def request_timeout_s(self, at: Context) -> float:
         """How long one request for this fetch may take."""

@@ -30,6 +30,7 @@ __all__ = [
     "EngineLost",
     "Event",
     "FetchEvent",
+    "HoldPeer",
     "LeaseConfirmed",
     "LeaseGranted",
     "OfferAdvanced",
@@ -53,6 +54,7 @@ __all__ = [
     "StopRead",
     "Stopped",
     "TableEvent",
+    "TurnCame",
 ]
 
 
@@ -84,6 +86,13 @@ class Requested:
 @dataclass(frozen=True, slots=True)
 class PeerReady:
     """The prefill agent is connected and its engine fits ours."""
+
+    fetch_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class TurnCame:
+    """A place came free for a queued fetch; the table says so to itself."""
 
     fetch_id: str
 
@@ -162,6 +171,7 @@ class PeerGone:
 
 FetchEvent = (
     PeerReady
+    | TurnCame
     | LeaseGranted
     | StepFailed
     | RenewFailed
@@ -180,6 +190,14 @@ class ResolvePeer:
 
     fetch_id: str
     timeout_s: float
+    requested: Requested
+
+
+@dataclass(frozen=True, slots=True)
+class HoldPeer:
+    """Keep what a queued fetch will need, its route is known; `StepFailed` if that is gone."""
+
+    fetch_id: str
     requested: Requested
 
 
@@ -293,6 +311,7 @@ Command = (
     SendReply
     | Refuse
     | ResolvePeer
+    | HoldPeer
     | SendClaim
     | SendRenew
     | ReadChunk

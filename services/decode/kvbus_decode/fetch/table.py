@@ -3,7 +3,7 @@
 from kvbus.errors import ErrorCode, KVBusError, LocalError
 from kvbus.protocol.message import Empty
 from kvbus.protocol.ticket import Ticket
-from kvbus.table import Context, Table
+from kvbus.table import Context, FairPool, Table
 from kvbus_decode.fetch import events as ev
 from kvbus_decode.fetch.entry import FetchEntry, FetchLimits, FetchState
 from kvbus_decode.fetch.transitions import TRANSITIONS, Commands
@@ -22,8 +22,22 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
         limits = limits or FetchLimits()
         super().__init__(limits, max_retired=limits.max_retired)
         self.draining = False
+        self._places: FairPool[str, str] = FairPool(limits.num_places, may_have=lambda *_: True)
 
+    # Depth first: of many fetches the first ones end early, and no lease waits for its read.
+    #
+    #   requested ─▶ resolving ─▶ queued ─ place ─▶ claiming ─▶ reading ─▶ confirming ─▶ end
+    #                             agent by agent        └─▶ waiting ─▶ ┘  (no place from here on)
+    #
+    # The bound is on what begins. A fetch lets the next one begin when it ends, though its blocks
+    # may still drain; when it cannot go on by itself, as its offer grows or has another reader;
+    # and after `patience_s`, as its agent may have stopped. It goes on without a place. Places are
+    # given agent by agent in turn, so one that has stopped has few of them, and not for long.
     def _handle(self, event: ev.Event, now: float) -> Commands:
+        commands = self._handle_one(event, now)
+        return commands + self._take_turns(now)
+
+    def _handle_one(self, event: ev.Event, now: float) -> Commands:
         if isinstance(event, ev.Requested):
             try:
                 return self._request(event, now)
@@ -64,20 +78,51 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
         timeout_s = fetch.request_timeout_s(Context(now, self.limits))
         reply = ev.SendReply(event.reply_to, Empty())
         commands: Commands = [reply, ev.ResolvePeer(event.fetch_id, timeout_s, event)]
-        if event.route is not None:  # the peer waits for the claim, the engine not for the reply
-            fetch.state = FetchState.CLAIMING
+        if event.route is not None and self._take_place(fetch, now):
+            fetch.state = FetchState.CLAIMING  # the peer waits for this, the engine not for that
             commands = [ev.SendClaim(event.fetch_id, timeout_s, event), reply]
+        elif event.route is not None:
+            fetch.state = FetchState.QUEUED
+            commands = [reply, ev.HoldPeer(event.fetch_id, event)]
         self._add(fetch, event, now, commands)
+        return commands
+
+    def _take_place(self, fetch: FetchEntry, now: float) -> bool:
+        """Whether a new fetch may begin; it waits for its turn otherwise."""
+        self._places.wait(fetch.agent_boot, fetch.key)
+        granted = self._places.acquire()  # nobody else waits while a place is free
+        if granted is not None:
+            fetch.place, fetch.place_until = granted[1], now + self.limits.patience_s
+        return granted is not None
+
+    def _take_turns(self, now: float) -> Commands:
+        """Places that came free go to fetches that wait for one."""
+        commands: Commands = []
+        while (granted := self._places.acquire()) is not None:
+            fetch = self.live[granted[0]]
+            fetch.place, fetch.place_until = granted[1], now + self.limits.patience_s
+            commands += self._apply(fetch, ev.TurnCame(fetch.key), now)
+        return commands
+
+    def _apply(self, entry: FetchEntry, event: object, now: float) -> Commands:
+        """As every table; then the fetch waits for a place, or does not, or gives its own back."""
+        was_queued = entry.state is FetchState.QUEUED
+        commands = super()._apply(entry, event, now)
+        is_queued = entry.state is FetchState.QUEUED
+        if is_queued and not was_queued:
+            self._places.wait(entry.agent_boot, entry.key)
+        elif was_queued and not is_queued and entry.place is None:
+            self._places.leave(entry.agent_boot, entry.key)
+        if entry.place is not None and not entry.makes_progress(now):
+            self._places.release(entry.place)
+            entry.place = None
+            self._deadlines.set(entry.key, None if entry.is_over else entry.due_at)
         return commands
 
     def _hit_by(self, event: ev.TableEvent) -> list[FetchEntry]:
         match event:
             case ev.PeerGone(agent_boot):
-                return [
-                    f
-                    for f in list(self.live.values())
-                    if f.requested.ticket.agent_boot == agent_boot
-                ]
+                return [f for f in list(self.live.values()) if f.agent_boot == agent_boot]
             case ev.EngineLost(engine_id):
                 return [f for f in list(self.live.values()) if f.requested.engine_id == engine_id]
             case ev.Stopped():

@@ -5,7 +5,7 @@ back. Every handler returns the commands for the agent, in order.
 
 Blocks are never freed under a read: while a chunk is in flight the end is reported at once, and the
 blocks when the read has ended (draining). A chunk is what the prefill agent said is ready, and only
-a sealed offer is confirmed.
+a sealed offer is confirmed. Claims are sent when the table says that a fetch has its turn.
 """
 
 from collections.abc import Mapping
@@ -17,15 +17,22 @@ from kvbus.table import Transition
 from kvbus_decode.fetch import events as ev
 from kvbus_decode.fetch.entry import ENDS, STAGES, Context, FetchEntry, FetchState
 
-RESOLVING, CLAIMING, WAITING = FetchState.RESOLVING, FetchState.CLAIMING, FetchState.WAITING
+RESOLVING, QUEUED = FetchState.RESOLVING, FetchState.QUEUED
+CLAIMING, WAITING = FetchState.CLAIMING, FetchState.WAITING
 READING, CONFIRMING, DRAINING = FetchState.READING, FetchState.CONFIRMING, FetchState.DRAINING
 COMPLETED, FAILED, CANCELLED = ENDS
 
 Commands = list[ev.Command]
 
 
-def start_claim(fetch: FetchEntry, _event: ev.PeerReady, at: Context) -> Commands:
-    """The peer is known: ask it for the lease."""
+def queue(fetch: FetchEntry, _event: ev.PeerReady, at: Context) -> Commands:
+    """The peer is known: the claim waits for its turn, which may come at once."""
+    fetch.enter(QUEUED, at.now)
+    return []
+
+
+def start_claim(fetch: FetchEntry, _event: ev.TurnCame, at: Context) -> Commands:
+    """It may begin: ask for the lease."""
     fetch.enter(CLAIMING, at.now)
     return [ev.SendClaim(fetch.fetch_id, fetch.request_timeout_s(at), fetch.requested)]
 
@@ -224,7 +231,7 @@ def _table() -> Mapping[tuple[FetchState, type[ev.Event]], Transition[FetchState
         rows |= {(state, kind): Transition(ignore, (state,)) for kind in IGNORED_BY_DEFAULT}
     for state in STAGES:
         ends = (DRAINING,) if state is READING else (FAILED,)
-        stays = () if state in (RESOLVING, CONFIRMING) else (state,)
+        stays = () if state in (RESOLVING, QUEUED) else (state,)
         rows[state, ev.CancelRequested] = Transition(
             cancel, (DRAINING,) if state is READING else (CANCELLED,)
         )
@@ -242,6 +249,7 @@ def _table() -> Mapping[tuple[FetchState, type[ev.Event]], Transition[FetchState
 
 IGNORED_BY_DEFAULT: tuple[type[ev.Event], ...] = (
     ev.PeerReady,
+    ev.TurnCame,
     ev.LeaseGranted,
     ev.StepFailed,
     ev.RenewFailed,
@@ -257,7 +265,8 @@ IGNORED_BY_DEFAULT: tuple[type[ev.Event], ...] = (
 AFTER_A_GRANT = (WAITING, READING, CONFIRMING, FAILED)
 
 SPECIFIC: Mapping[tuple[FetchState, type[ev.Event]], Transition[FetchState]] = {
-    (RESOLVING, ev.PeerReady): Transition(start_claim, (CLAIMING,)),
+    (RESOLVING, ev.PeerReady): Transition(queue, (QUEUED,)),
+    (QUEUED, ev.TurnCame): Transition(start_claim, (CLAIMING,)),
     (CLAIMING, ev.LeaseGranted): Transition(take_grant, AFTER_A_GRANT),
     (CLAIMING, ev.StepFailed): Transition(retry_or_fail, (CLAIMING, FAILED)),
     (CLAIMING, ev.OfferAdvanced): Transition(note_hint, (CLAIMING,)),

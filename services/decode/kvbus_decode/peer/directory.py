@@ -29,6 +29,9 @@ from kvbus_decode.config import DecodeConfig
 
 log = structlog.get_logger()
 
+REQUESTS_OF_A_FETCH = 8
+"""At most so many of one wait for replies of one peer: a claim or renewal, packs, releases."""
+
 Extent = tuple[int, int]
 """First and one-past-last address of registered memory."""
 
@@ -110,6 +113,7 @@ class PeerDirectory:
     ) -> None:
         self._agent, self._config = agent, config
         self._on_boot, self._on_gone, self._on_dropped = on_boot, on_gone, on_dropped
+        self._room = REQUESTS_OF_A_FETCH * config.max_fetches
         self._peers: dict[PeerAddress, Peer] = {}
         self._allowed = AllowedPeers(config.allowed_peers) if config.allowed_peers else None
         self._subscriber = EventSubscriber(
@@ -165,6 +169,7 @@ class PeerDirectory:
             on_boot=lambda boot: self._see_boot(address, boot),
             on_gone=lambda boot: self._lose(address, boot),
             on_fault=_log_fault,
+            max_pending=self._room,
             options=replace(options, allowed=self._allowed),
         )
         peer = Peer(address, client)

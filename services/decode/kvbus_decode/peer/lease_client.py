@@ -87,17 +87,16 @@ class LeaseClient(EventListener):
         else:
             self._agent.tasks.start_soon(self._resolve, fetch, command.timeout_s)
 
+    def hold_peer(self, command: ev.HoldPeer) -> None:
+        """Keep the peers of a fetch that waits for its turn."""
+        self._begin_on_route(command.requested)
+
     def claim(self, command: ev.SendClaim) -> None:
-        """Ask for the lease; for a fetch whose route was known this is the first step."""
+        """Ask for the lease; for a fetch that had not to wait this is the first step."""
         fetch_id, requested = command.fetch_id, command.requested
         ticket, sent_at = requested.ticket, self._agent.loop.time()
-        try:
-            fetch = self.active.get(fetch_id)
-            if fetch is None:
-                fetch = self._begin(requested)
-                self._hold_route(fetch, requested.route)
-        except KVBusError as error:
-            self._dispatch(ev.StepFailed(fetch_id, error))
+        fetch = self.active.get(fetch_id) or self._begin_on_route(requested)
+        if fetch is None:
             return
         if fetch.route is not None and fetch.route.others:
             self._hold_progress(fetch, fetch.route, command.timeout_s)
@@ -223,6 +222,16 @@ class LeaseClient(EventListener):
         self._by_offer[requested.ticket.offer_id].add(fetch.fetch_id)
         fetch.peers.append(self.peers.acquire(PeerAddress.of(requested.ticket)))
         fetch.home.check_alive(requested.ticket.agent_boot)
+        return fetch
+
+    def _begin_on_route(self, requested: ev.Requested) -> ActiveFetch | None:
+        """The fetch, whose route is known, is under way; None when it cannot be."""
+        try:
+            fetch = self._begin(requested)
+            self._hold_route(fetch, requested.route)
+        except KVBusError as error:
+            self._dispatch(ev.StepFailed(requested.fetch_id, error))
+            return None
         return fetch
 
     async def _resolve(self, fetch: ActiveFetch, timeout_s: float) -> None:
