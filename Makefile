@@ -8,6 +8,7 @@ INSTALLED := $(VENV)/.installed
 VENV_VLLM := .venv-vllm
 BIN_VLLM := $(VENV_VLLM)/bin
 INSTALLED_VLLM := $(VENV_VLLM)/.installed
+KERNEL := hatch_build.py kvbus/memory/copy_runs.c
 NEW_ENOUGH := $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	|| { echo "error: kvbus needs Python 3.11 or later; set PYTHON=/path/to/python3.11"; exit 1; }
 TEST_PROCESSES ?= 2
@@ -27,7 +28,7 @@ help: ## Show the targets
 
 venv: $(INSTALLED) ## Build .venv
 
-$(INSTALLED): pyproject.toml constraints.txt
+$(INSTALLED): pyproject.toml constraints.txt $(KERNEL)
 	@$(NEW_ENOUGH)
 	$(PYTHON) -m venv --clear $(VENV)
 	$(PIP) torch
@@ -36,7 +37,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 # vLLM's wheel asks for packages that have no build for this torch: what else it requires comes first, and
 # then the wheel alone. What it requires does not take the numpy of constraints.txt.
-$(INSTALLED_VLLM): pyproject.toml constraints.txt constraints-vllm.txt tests/vllm/requirements.py
+$(INSTALLED_VLLM): pyproject.toml constraints.txt constraints-vllm.txt tests/vllm/requirements.py $(KERNEL)
 	@$(NEW_ENOUGH)
 	$(PYTHON) -m venv --clear $(VENV_VLLM)
 	grep -v '^numpy==' constraints.txt | cat - constraints-vllm.txt > $(CONSTRAINTS_VLLM)

@@ -5,6 +5,7 @@ Refuses a source that lies outside of the memory that it is told of.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -64,8 +65,10 @@ Job = tuple[Copies, ...]
 def cut_copies(copies: Iterable[Copies], *, job_bytes: int) -> list[Job]:
     """Jobs of at most ``job_bytes`` that make each copy once, in the order given.
 
-    Small copies share a job. A large lattice is cut where its parts stay long: between outer
-    offsets if it can be, else between units, then inner offsets, then within runs.
+    Small copies share a job. A large lattice is cut between outer offsets if it can be, so that
+    units which are neighbours stay together; where a unit has several runs, between units, so that
+    what the outer offsets take of one is read together. Then the other way, then within units and
+    runs.
     """
     jobs: list[Job] = []
     room = 0
@@ -97,24 +100,16 @@ def _parts(one: Copies, job_bytes: int) -> Iterator[Copies]:
     if one.num_bytes <= job_bytes:
         yield one
         return
-    num_outer, num_units, num_inner = one.shape
-    if num_outer > 1:
-        for outer in _columns(one.outer, job_bytes // (one.num_bytes // num_outer)):
-            yield from _parts(replace(one, outer=outer), job_bytes)
-    elif num_units > 1:
-        for units in _columns(one.units, job_bytes // (one.num_bytes // num_units)):
-            yield from _parts(replace(one, units=units), job_bytes)
-    elif num_inner > 1:
-        for inner in _columns(one.inner, job_bytes // one.run_bytes):
-            yield from _parts(replace(one, inner=inner), job_bytes)
-    else:
-        for first in range(0, one.run_bytes, job_bytes):
-            yield replace(
-                one, inner=one.inner + first, run_bytes=min(job_bytes, one.run_bytes - first)
-            )
-
-
-def _columns(offsets: Offsets, most: int) -> Iterator[Offsets]:
-    """At most so many offsets at a time; one at least."""
-    step = max(1, most)
-    return (offsets[:, at : at + step] for at in range(0, offsets.shape[1], step))
+    by_unit = one.inner.shape[1] > 1
+    for name in ("units", "outer", "inner") if by_unit else ("outer", "units"):
+        offsets: Offsets = getattr(one, name)
+        num = offsets.shape[1]
+        if num > 1:
+            step = max(1, job_bytes * num // one.num_bytes)
+            for at in range(0, num, step):
+                fewer: dict[str, Any] = {name: offsets[:, at : at + step]}
+                yield from _parts(replace(one, **fewer), job_bytes)
+            return
+    for first in range(0, one.run_bytes, job_bytes):
+        num_bytes = min(job_bytes, one.run_bytes - first)
+        yield replace(one, inner=one.inner + first, run_bytes=num_bytes)

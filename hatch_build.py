@@ -1,0 +1,68 @@
+"""Compiles the copy kernel when kvbus is built or installed.
+
+``python hatch_build.py`` compiles it in this folder. Without a compiler the build goes on: kvbus
+then copies by numpy, which is slower.
+"""
+
+import os
+import shlex
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+FOLDER = Path(__file__).parent / "kvbus" / "memory"
+SOURCE, LIBRARY = FOLDER / "copy_runs.c", FOLDER / "copy_runs.so"
+
+
+def compile_kernel(library: Path = LIBRARY) -> str | None:
+    """Compile by ``CC`` (default: cc). Returns why not, if there is none: not an old one either."""
+    compiler = shlex.split(os.environ.get("CC") or "cc")
+    new = library.with_suffix(f".{os.getpid()}")
+    command = [*compiler, "-O2", "-std=c99", "-shared", "-fPIC", "-o", str(new), str(SOURCE)]
+    library.unlink(missing_ok=True)
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            return f"{shlex.join(command)} failed: {done.stderr.strip()}"
+        new.replace(library)
+    except OSError as error:
+        return f"{compiler[0]}: {error.strerror}"
+    finally:
+        new.unlink(missing_ok=True)
+    return None
+
+
+def told(problem: str) -> str:
+    """What a person is told of it."""
+    return (
+        "kvbus is built without its copy kernel, so copies on one machine are slower: install a C "
+        f"compiler, or name one in CC, and install kvbus again ({problem})"
+    )
+
+
+try:
+    from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+except ImportError:  # run by hand, or imported, where nothing is built
+    pass
+else:
+
+    class KernelHook(BuildHookInterface[Any]):
+        """Runs before each wheel, editable ones included."""
+
+        def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+            """Put the kernel into the wheel, which is then one of this platform."""
+            problem = compile_kernel()
+            if problem is not None:
+                self.app.display_warning(told(problem))
+                return
+            platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+            build_data["pure_python"] = False
+            build_data["tag"] = f"py3-none-{platform}"
+            build_data["artifacts"].append(str(LIBRARY.relative_to(Path(__file__).parent)))
+
+
+if __name__ == "__main__":
+    failed = compile_kernel()
+    sys.exit(told(failed) if failed else 0)
