@@ -26,6 +26,8 @@ class EventSocket:
         self._socket, self._traffic = open_publisher(context, endpoint, options, watch=watch)
         self.endpoint = bound_endpoint(self._socket)
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._topics: set[bytes] = set()
+        self._reads = False
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin to read what subscribers say."""
@@ -39,13 +41,23 @@ class EventSocket:
             self._loop = None
         self._socket.close()
 
+    def is_wanted(self, topic: str) -> bool:
+        """Whether somebody has subscribed to it, as far as was read."""
+        wanted = topic.encode()
+        return any(wanted[:end] in self._topics for end in range(len(wanted) + 1))
+
     def send(self, topic: str, frame: bytes) -> None:
         """Send to whoever has subscribed; dropped for those that are behind, and once closed."""
-        if not self._socket.closed:
-            self._socket.send_multipart((topic.encode(), frame), zmq.NOBLOCK)
+        if self._socket.closed:
+            return
+        self._socket.send_multipart((topic.encode(), frame), zmq.NOBLOCK)
+        if self._loop is not None and not self._reads:
+            self._reads = True
+            self._loop.call_soon(self.read)
 
     def read(self) -> None:
         """Read what was asked for; sending swallows its signal, so that this is called as well."""
+        self._reads = False
         if self._socket.closed:
             return
         for _ in range(_BATCH):
@@ -55,12 +67,18 @@ class EventSocket:
                 return
             self._note(frame)
         if self._loop is not None:
+            self._reads = True
             self._loop.call_soon(self.read)
 
     def _note(self, frame: zmq.Frame) -> None:
+        asked = frame.bytes
+        is_topic = len(asked) <= 1 + MAX_TOPIC_BYTES and asked[:1] in (b"\0", b"\1")
+        if is_topic and asked[:1] == b"\1":
+            self._topics.add(asked[1:])
+        elif is_topic:  # ZeroMQ tells it when the last one has left the topic, or has gone
+            self._topics.discard(asked[1:])
         if self._traffic is None or (fd := descriptor_of(frame)) is None:
             return
-        asked = frame.bytes
         self._traffic.delivered(fd, len(asked))
-        if len(asked) > 1 + MAX_TOPIC_BYTES or asked[:1] not in (b"\0", b"\1"):
+        if not is_topic:
             self._traffic.unwanted.add(fd)

@@ -46,13 +46,15 @@ class EventPublisher(SocketActor):
         self.endpoint = self._socket.endpoint
 
     def publish(self, op: str, message: Message) -> int:
-        """Send an event; returns its seq among the events of this ``op``. Dropped once closed."""
+        """Send an event; returns its seq among the events of this ``op``. Dropped once closed.
+
+        It is not even encoded when nobody has subscribed to it.
+        """
         if op == Heartbeat.op:
             raise LocalError("the heartbeat topic is the publisher's own")
-        seq = self._seqs.get(op, 0) + 1
-        frame = encode_notice(op, seq, self.boot, message)
-        self._seqs[op] = seq
-        self._send(op, frame)
+        seq = self._seqs[op] = self._seqs.get(op, 0) + 1
+        if self._socket is not None and self._socket.is_wanted(op):
+            self._socket.send(op, encode_notice(op, seq, self.boot, message))
         return seq
 
     def hang_up(self) -> None:
@@ -76,10 +78,6 @@ class EventPublisher(SocketActor):
             return
         self._socket.start(asyncio.get_running_loop())
 
-    def _send(self, op: str, frame: bytes) -> None:
-        if self._socket is not None:
-            self._socket.send(op, frame)
-
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
         if self._socket is not None:
             self._socket.start(loop)
@@ -95,7 +93,7 @@ class EventPublisher(SocketActor):
         self._num_heartbeats += 1
         beat = Heartbeat(seqs=self._seqs, uptime_s=now - self._started_at)
         frame = encode_notice(beat.op, self._num_heartbeats, self.boot, beat)
-        self._send(beat.op, frame)
         if self._socket is not None:
+            self._socket.send(beat.op, frame)
             self._socket.read()
         self.timers.at(now + self._heartbeat_s, self._beat)

@@ -1,10 +1,15 @@
 """Events arrive in order, and what was lost is told."""
 
+from typing import Any
+
+import anyio
 import pytest
 import zmq
 
 from kvbus.bus import EventPublisher, EventSubscriber, SocketOptions
+from kvbus.bus import publisher as publisher_module
 from kvbus.errors import LocalError
+from kvbus.protocol.envelope import encode_notice
 from kvbus.protocol.message import Empty
 from tests.bus.messages import Echoed
 
@@ -30,6 +35,59 @@ async def test_events_arrive_in_order_with_a_seq_for_each_op(
         ("event", "offer.created", 2),
         ("event", "offer.released", 1),
     ]
+
+
+async def test_an_event_that_nobody_wants_is_counted_and_not_encoded(
+    context, endpoint, running, raw_peer, monkeypatch
+) -> None:
+    encoded: list[str] = []
+
+    def note(op: str, *rest: Any) -> bytes:
+        encoded.append(op)
+        return encode_notice(op, *rest)
+
+    monkeypatch.setattr(publisher_module, "encode_notice", note)
+    source = EventPublisher(context, endpoint, boot="source", heartbeat_s=0.02)
+    listener = raw_peer(zmq.SUB, endpoint)
+
+    async with running(source):
+        seqs = [source.publish("offer.sealed", Empty())]
+        listener.socket.subscribe("offer.")
+        while "offer.sealed" not in encoded:
+            seqs += [source.publish("offer.sealed", Empty()), source.publish("offer", Empty())]
+            await anyio.sleep(0.01)
+        first = await listener.get()
+        listener.socket.unsubscribe("offer.")
+        while "offer.sealed" in encoded:
+            encoded.clear()
+            source.publish("offer.sealed", Empty())
+            await anyio.sleep(0.01)
+
+    assert "offer" not in encoded
+    assert seqs[0] == 1
+    assert first["op"] == "offer.sealed"
+    assert first["seq"] in seqs[1:]
+
+
+async def test_an_event_that_nobody_wants_any_more_is_not_encoded_after_a_subscriber_died(
+    context, endpoint, running, raw_peer
+) -> None:
+    source = EventPublisher(context, endpoint, boot="source", heartbeat_s=0.02)
+    listener, other = raw_peer(zmq.SUB, endpoint), raw_peer(zmq.SUB, endpoint)
+
+    async with running(source):
+        for one in (listener, other):
+            one.socket.subscribe("")
+            await one.get()
+        listener.socket.close(linger=0)
+        await other.get()
+        still_wanted = source._socket.is_wanted("offer.sealed")
+        other.socket.close(linger=0)
+        while source._socket.is_wanted("offer.sealed"):
+            source.publish("offer.released", Empty())
+            await anyio.sleep(0.01)
+
+    assert still_wanted
 
 
 async def test_a_missing_seq_is_told_before_the_event_that_shows_it(
