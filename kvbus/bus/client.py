@@ -33,6 +33,8 @@ _T = TypeVar("_T")
 
 _MAX_RETRY_S = 2.0
 _OWN_TIMEOUT_S = 5.0
+# A notice is sent again after 0.25 s; until then the sender has room for thousands.
+_ACKNOWLEDGE_S = 0.005
 
 
 def _ignore(_: Message | KVBusError) -> None: ...
@@ -75,7 +77,7 @@ class RequestClient(SocketActor):
         self._unsent: dict[int, None] = {}
         self._secret, self._last_id = new_secret(), first_request_id()
         self._heard_at = 0.0
-        self._acking = False
+        self._acking = self._will_acknowledge = False
         socket = open_dealer(context, endpoint, options := options or SocketOptions())
         self._connection = Connection(
             socket,
@@ -91,7 +93,7 @@ class RequestClient(SocketActor):
             on_frames=self._on_frames,
             on_failure=self._fail,
             on_writable=self._flush,
-            on_drained=self._acknowledge,
+            on_drained=self._plan_acknowledgement,
         )
 
     @property
@@ -276,8 +278,15 @@ class RequestClient(SocketActor):
         except Exception as error:  # the user's callback must not end the connection
             self._on_fault(error)
 
-    def _acknowledge(self) -> None:
-        """Acknowledge a whole batch of notices at once; one acknowledgement is under way."""
+    def _plan_acknowledgement(self) -> None:
+        """Soon: who waits for the notice goes first, and one is for all that come meanwhile."""
+        if self._inbox.acknowledge_due and not self._will_acknowledge:
+            self._will_acknowledge = True
+            self.timers.at(self.timers.now() + _ACKNOWLEDGE_S, self._acknowledge)
+
+    def _acknowledge(self, _: int) -> None:
+        """Acknowledge all notices so far; one acknowledgement is under way."""
+        self._will_acknowledge = False
         if not self._inbox.acknowledge_due or self._acking or self.closed:
             return
         self._inbox.acknowledge_due = False

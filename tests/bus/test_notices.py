@@ -53,6 +53,26 @@ async def test_notices_arrive_once_and_in_order_and_are_acknowledged_in_batches(
     assert client.counters.requests < NUM_NOTICES
 
 
+async def test_who_waits_for_a_notice_runs_before_its_acknowledgement_is_made(
+    context, endpoint, running
+) -> None:
+    received: asyncio.Future[Notice] = asyncio.get_running_loop().create_future()
+    server = serve(context, endpoint)
+    client = RequestClient(
+        context, endpoint, boot="client", on_notice=received.set_result, ping_s=60
+    )
+
+    async with running(server, client):
+        await client.ask(Ask(), timeout_s=30)
+        before = client.counters.requests
+        session_of(server, "client").notify("fetch.completed", {"number": 1})
+        await received
+        at_the_waiter = client.counters.requests
+        await drained(client, server)
+
+    assert at_the_waiter == before
+
+
 @pytest.mark.parametrize("key", ["seq", "ack", "re"])
 async def test_notices_arrive_once_though_notices_or_acknowledgements_are_lost(
     context, endpoint, running, lossy_wire, key
