@@ -275,6 +275,16 @@ class PrefillService:
         self._agent.loop.call_later(self._config.late_read_s, token.close)
 
     def _report_released(self, released: ev.ReportReleased) -> None:
+        """The engine first: it waits for its blocks, while the log and the counters do not."""
+        engine = self._agent.engines.engines.get(released.engine_id)
+        if engine is not None:
+            engine.notify(
+                Released(
+                    offer_id=released.offer_id,
+                    request_id=released.request_id,
+                    outcome=released.outcome,
+                )
+            )
         lived_s = self._driver.now - released.opened_at
         self._metrics.offers.labels(released.outcome).inc()
         self._metrics.offer_life_s.observe(lived_s)
@@ -287,15 +297,6 @@ class PrefillService:
             num_tokens=released.num_tokens,
             lived_s=round(lived_s, 6),
         )
-        engine = self._agent.engines.engines.get(released.engine_id)
-        if engine is not None:
-            engine.notify(
-                Released(
-                    offer_id=released.offer_id,
-                    request_id=released.request_id,
-                    outcome=released.outcome,
-                )
-            )
 
     def _check_idle(self) -> None:
         if not self._table.live:

@@ -89,8 +89,8 @@ def claim(offer: OfferEntry, event: ev.Claimed, at: Context) -> Commands:
     offer.lease = Lease(offer.epoch, event.reader_id, at.now, held_until)
     return [
         *revoked,
-        ev.BeginLease(offer.offer_id, offer.epoch),
         ev.SendReply(event.reply_to, _grant(offer, offer.lease, event.lease_s, {}, at)),
+        ev.BeginLease(offer.offer_id, offer.epoch),
         ev.Publish("lease.granted", LeaseEvent(offer_id=offer.offer_id, epoch=offer.epoch)),
     ]
 
