@@ -37,7 +37,7 @@ class Rates:
     """From blocks into blocks, on one core."""
     seconds_per_copied_run: float = 20e-9
     seconds_per_copy: float = 100e-6
-    """From the start of a copy of one byte to its end, as the caller sees it."""
+    """From the start of a copy of one byte to its end, as the caller sees it; a scatter is one."""
     num_cores: int = 2
     """Cores that the stages of a fetch share, on the machine of the two that has fewer."""
     slots_in_flight: int = 3
@@ -204,6 +204,7 @@ def _stages(work: PathWork, rates: Rates, *, num_bytes: float) -> Stages:
     if work.scatter_run_bytes is not None:
         scattered_bytes = num_bytes * work.num_copies
         scatter_s = scattered_bytes / rates.scatter_bytes_per_s
+        scatter_s += work.num_copies * rates.seconds_per_copy
         scatter_s += scattered_bytes / work.scatter_run_bytes * rates.seconds_per_scattered_run
     return Stages(
         gather_s=gather_s, read_s=read_s + num_bytes / rates.wire_bytes_per_s, scatter_s=scatter_s

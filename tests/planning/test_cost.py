@@ -150,6 +150,7 @@ def test_a_pipeline_takes_one_box_and_then_the_pace_of_its_longest_stage():
         seconds_per_request=0,
         seconds_per_gathered_run=0,
         seconds_per_scattered_run=0,
+        seconds_per_copy=0,
         gather_bytes_per_s=4 * MIB,
         wire_bytes_per_s=2 * MIB,
         scatter_bytes_per_s=1 * MIB,
@@ -171,7 +172,13 @@ def test_a_pipeline_takes_one_box_and_then_the_pace_of_its_longest_stage():
 
 def test_boxes_are_large_where_requests_are_dear_and_small_where_they_are_free():
     dear = replace(Rates(), seconds_per_request=10e-3)
-    free = replace(Rates(), seconds_per_request=0, seconds_per_read=0, seconds_per_descriptor=0)
+    free = replace(
+        Rates(),
+        seconds_per_request=0,
+        seconds_per_read=0,
+        seconds_per_descriptor=0,
+        seconds_per_copy=0,
+    )
 
     large = predict(NHD_TP_1_TO_2, Path.PACKED, dear, slot_bytes=SLOT_BYTES)
     small = predict(NHD_TP_1_TO_2, Path.PACKED, free, slot_bytes=SLOT_BYTES)
