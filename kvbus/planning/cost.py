@@ -33,9 +33,9 @@ class Rates:
     """A run is what is contiguous in the engine's memory and in the slot."""
     scatter_bytes_per_s: float = 6.5e9
     seconds_per_scattered_run: float = 65e-9
-    copy_bytes_per_s: float = 14e9
+    copy_bytes_per_s: float = 12e9
     """From blocks into blocks, on one core."""
-    seconds_per_copied_run: float = 20e-9
+    seconds_per_copied_run: float = 60e-9
     seconds_per_copy: float = 100e-6
     """From the start of a copy of one byte to its end, as the caller sees it; a scatter is one."""
     num_cores: int = 2

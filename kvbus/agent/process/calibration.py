@@ -13,6 +13,7 @@ import anyio
 import structlog
 
 from kvbus.errors import KVBusError
+from kvbus.memory.run_rates import measure_runs
 from kvbus.planning.cost import Rates
 from kvbus.transport.calibration import measure_reads
 
@@ -22,15 +23,16 @@ log = structlog.get_logger()
 class Calibration:
     """Measures in worker threads: reads when the agent starts, copies once there is one to make.
 
-    Copies need torch, which most agents never import. So the choice of a path begins with default
-    rates of copies; `Rates` that differ a little choose the same path in most cases, and where they
-    do not, `PeerRates` corrects them by what fetches take. ``on_change`` follows each measurement.
+    Copies to and from slots need torch, which most agents never import. So the choice of a path
+    begins with default rates of copies; `Rates` that differ a little choose the same path in most
+    cases, and where they do not, `PeerRates` corrects them by what fetches take. ``on_change``
+    follows each measurement.
     """
 
     def __init__(self, *, slots_in_flight: int, on_change: Callable[[], None]) -> None:
         self.rates = Rates(num_cores=_num_cores(), slots_in_flight=slots_in_flight)
         self._on_change = on_change
-        self.copies_asked = False
+        self.copies_asked = self.runs_asked = False
 
     async def measure_reads(self, name: str) -> None:
         """Takes some 0.2 s; ``name`` is the NIXL agent's, which contains the boot id."""
@@ -42,6 +44,13 @@ class Calibration:
             return
         self.copies_asked = True
         await self._measure("copies", _measure_copies)
+
+    async def measure_runs(self) -> None:
+        """Copies from blocks into blocks. Takes some 0.1 s; a second call changes nothing."""
+        if self.runs_asked:
+            return
+        self.runs_asked = True
+        await self._measure("runs", measure_runs)
 
     async def _measure(self, part: str, measure: Callable[[], Any]) -> None:
         try:
