@@ -20,11 +20,12 @@ MAX_CUT = 1 << 17
 
 @dataclass(frozen=True, slots=True)
 class PlannedHandoff:
-    """Who reads which positions from whom."""
+    """Who reads which positions from whom; the packed path by ``joined`` shares."""
 
     holder: SyntheticEngine
     reader: SyntheticEngine
     shares: tuple[Share, ...]
+    joined: tuple[Share, ...]
     spans: Spans
 
 
@@ -43,7 +44,8 @@ class PathPlan(
 
     The mapped path has no READs: it copies ``num_copied_runs`` in their place. ``over_read_bytes``
     are read beyond what the decode engine needs. ``slot_bytes`` pass through staging slots, which
-    have room for whole blocks where only a part is read.
+    have room for whole blocks where only a part is read. ``scattered_bytes`` are written out of
+    slots: more than are read, where several ranks hold the same.
     """
 
     seconds: float
@@ -56,6 +58,7 @@ class PathPlan(
     num_copied_runs: int
     over_read_bytes: int
     slot_bytes: int
+    scattered_bytes: int
     num_boxes: int
     box_bytes: int | None
 
@@ -73,7 +76,7 @@ def plan_paths(
 
     On the ``same_machine`` the decode agent has mapped the prefill engine's memory.
     """
-    work = FetchWork(handoff.holder.ranks, handoff.reader.ranks, handoff.shares)
+    work = FetchWork(handoff.holder.ranks, handoff.reader.ranks, handoff.shares, handoff.joined)
     counted = work.shape(handoff.spans, slot_bytes=slot_bytes, mapped=same_machine)
     shape = _with_merged_reads(handoff, counted)
     needed = counted[Path.DIRECT].num_bytes if Path.DIRECT in counted else 0
@@ -92,11 +95,12 @@ def plan_paths(
             read_s=one.stages.read_s,
             scatter_s=one.stages.scatter_s,
             copy_s=one.stages.copy_s,
-            num_bytes=needed if in_boxes else found.num_bytes,
+            num_bytes=needed if one.path is Path.REORDERED else found.num_bytes,
             num_descriptors=num_boxes if found.num_descriptors is None else found.num_descriptors,
             num_copied_runs=found.num_copied_runs or 0,
             over_read_bytes=0 if in_boxes else found.num_bytes - needed,
             slot_bytes=found.num_bytes if in_boxes else 0,
+            scattered_bytes=needed if one.path is Path.PACKED else 0,
             num_boxes=num_boxes,
             box_bytes=box_bytes,
         )
@@ -124,7 +128,7 @@ def _with_merged_reads(handoff: PlannedHandoff, shape: FetchShape) -> FetchShape
 def _num_boxes(handoff: PlannedHandoff, path: Path, box_bytes: int) -> int:
     """How many boxes the shares are cut into."""
     num_boxes = 0
-    for share in handoff.shares:
+    for share in handoff.joined if path is Path.PACKED else handoff.shares:
         reader = handoff.reader.ranks[share.reader]
         group = reader.engine.group(share.group)
         order: SlotOrder | None = canonical_order()

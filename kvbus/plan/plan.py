@@ -131,8 +131,9 @@ def make_plan(options: PlanOptions) -> Plan:
     holder = synthesize(prefill, spans, step=None if options.contiguous else PREFILL_STEP)
     reader = synthesize(decode, spans, step=None if options.contiguous else DECODE_STEP)
     specs = ([one.rank for one in engine.ranks.values()] for engine in (holder, reader))
-    shares = ReadMap(*specs).shares()
-    handoff = PlannedHandoff(holder, reader, shares, spans)
+    read_map = ReadMap(*specs)
+    shares = read_map.shares()
+    handoff = PlannedHandoff(holder, reader, shares, read_map.joined(), spans)
     paths, fastest = plan_paths(
         handoff, rates, slot_bytes=options.slot_bytes, same_machine=options.same_machine
     )

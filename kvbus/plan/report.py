@@ -85,6 +85,8 @@ def print_plan(plan: Plan, console: Console) -> None:
         console.print(f"nothing is read from prefill ranks {numbers_text(plan.unread_ranks)}")
     console.print()
     console.print(_path_table(plan))
+    if line := describe_joined(plan):
+        console.print(line)
     console.print(f"{plan.chosen}: {explain_choice(plan)}", style=CHOSEN)
     rates = plan.options.rates or RATES_OF_DEFAULT
     slots = bytes_text(plan.options.slot_bytes)
@@ -172,6 +174,17 @@ def explain_choice(plan: Plan) -> str:
     start = "predicted to be the fastest" if others else only
     chosen = plan.paths[plan.chosen]
     return f"{start}: {_moves(plan.chosen, chosen)} on average, {HOW[plan.chosen]}{others}"
+
+
+def describe_joined(plan: Plan) -> str:
+    """What the packed path reads for several ranks at once; empty when it is nothing."""
+    packed = plan.paths.get(Path.PACKED)
+    if packed is None or packed.scattered_bytes <= packed.num_bytes:
+        return ""
+    return (
+        f"{Path.PACKED} reads what several decode ranks hold alike once:"
+        f" {bytes_text(packed.num_bytes)} for {bytes_text(packed.scattered_bytes)}"
+    )
 
 
 def describe_group(group: GroupSpec) -> str:

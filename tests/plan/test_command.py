@@ -22,6 +22,7 @@ PATH_KEYS = {
     "bytes",
     "over_read_bytes",
     "slot_bytes",
+    "scattered_bytes",
     "boxes",
     "box_bytes",
 }
@@ -101,6 +102,15 @@ def test_the_mapped_path_is_shown_for_agents_of_the_same_machine() -> None:
     assert any(line.split()[0:1] == ["mapped"] for line in table.splitlines())
     assert max(map(len, table.splitlines())) <= 80
     assert "mapped" not in apart
+
+
+def test_what_is_read_once_for_several_ranks_is_said() -> None:
+    shown = plan(decode=f"tp=32,{SMALL}", tokens="2048").stdout
+    alone = plan(decode=f"tp=8,{SMALL}", tokens="2048").stdout
+
+    line = "packed reads what several decode ranks hold alike once: 512 KiB for 2 MiB"
+    assert line in " ".join(shown.split())
+    assert "alike" not in alone
 
 
 def test_the_mapped_path_of_agents_apart_cannot_be_forced() -> None:

@@ -75,6 +75,20 @@ def test_replicas_are_read_once_for_each_reader() -> None:
     assert plan.num_bytes == 2 * 2 * 16 * 8 * HEAD_BYTES
 
 
+@pytest.mark.parametrize(
+    ("decode_tp", "num_boxes", "num_copies"), [(8, 8, 1), (16, 8, 2), (32, 8, 4)]
+)
+def test_what_ranks_hold_alike_is_packed_once(
+    decode_tp: int, num_boxes: int, num_copies: int
+) -> None:
+    plan = planned(SMALL, f"tp={decode_tp},{SMALL}", 32)
+
+    packed = plan.paths[Path.PACKED]
+    assert packed.num_boxes == packed.num_descriptors == num_boxes
+    assert packed.num_bytes == packed.slot_bytes == 2 * 2 * 32 * 8 * HEAD_BYTES
+    assert packed.scattered_bytes == plan.num_bytes == num_copies * packed.num_bytes
+
+
 def test_stages_are_read_by_layer() -> None:
     plan = planned(f"pp=2,{SMALL}", SMALL, 16)
 
