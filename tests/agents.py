@@ -259,6 +259,7 @@ class Agents:
         }
         if role == "decode":
             defaults["calibrate"] = False  # half a second of each start
+            defaults["mapped"] = False  # most tests are about what two machines do as well
         self.all.append(AgentProcess(role, folder, {**defaults, **settings}, dict(env or {})))
         return self.all[-1]
 

@@ -43,6 +43,7 @@ class Source:
     ticket: Ticket
     num_written: int = 0
     sealed: bool = False
+    is_cut: bool = False
     outcome: Outcome | None = None
 
     @property
@@ -218,6 +219,11 @@ class HandoffWorld(StoryMachine):
     def overwrite(self, source: Source, outcome: Outcome) -> None:
         source.outcome = outcome
         self.memory |= dict.fromkeys(source.slots(), "overwritten")
+
+    def cut(self, source: Source) -> None:
+        """The memory of a live offer is zeros, and who reads it in place finds out, in the end."""
+        source.is_cut = True
+        self.memory |= dict.fromkeys(source.slots(), "zeros")
 
     def tell_prefill(self, event: pre.Event) -> None:
         self.num_events += 1

@@ -167,6 +167,7 @@ class HandoffInterleavings(HandoffWorld):
     def end_read(self, which: int, works: bool) -> None:
         chunk = list(self.reads.values())[which % len(self.reads)]
         target = self.targets[chunk.fetch_id]
+        works &= not target.source.is_cut
         for place in target.places(chunk):
             if works and place not in target.landed:
                 self.land_at(chunk, place)
@@ -174,6 +175,12 @@ class HandoffInterleavings(HandoffWorld):
         lost = None if works else RemoteError("fabric", code=ErrorCode.TRANSFER_FAILED)
         num_bytes = chunk.stop - chunk.start
         self.tell_decode(dec.ChunkRead(chunk.fetch_id, num_bytes, lost, "direct"))
+
+    @precondition(lambda self: self.reads)
+    @rule(which=st.integers(0, 3))
+    def cut_memory(self, which: int) -> None:
+        chunk = list(self.reads.values())[which % len(self.reads)]
+        self.cut(self.targets[chunk.fetch_id].source)
 
     @precondition(lambda self: self.targets)
     @rule(num_rounds=st.integers(1, 4), num_more=st.sampled_from([0, 5, 8, 16]))

@@ -9,16 +9,37 @@ from kvbus.errors import ConfigError
 from kvbus.planning import Path
 from kvbus_decode.read.open_paths import open_paths
 
-DIRECT, PACKED, REORDERED = Path.DIRECT, Path.PACKED, Path.REORDERED
+DIRECT, PACKED, REORDERED, MAPPED = Path.DIRECT, Path.PACKED, Path.REORDERED, Path.MAPPED
 
 
-def route(prefill: bool, decode: bool, *slots: int) -> SimpleNamespace:
-    """A route between engines that are direct or not; ``slots`` are those of its sources."""
-    sources = [
-        SimpleNamespace(slot_bytes=size, peer=SimpleNamespace(endpoint=f"tcp://prefill-{number}"))
-        for number, size in enumerate(slots)
-    ]
-    return SimpleNamespace(prefill_direct=prefill, decode_direct=decode, sources=sources)
+def route(
+    prefill: bool, decode: bool, *slots: int, maps: str = "none", on_host: bool = True
+) -> SimpleNamespace:
+    """A route between engines that are direct or not; ``slots`` are those of its sources.
+
+    ``maps`` says how much of their memory is mapped here; ``on_host`` whether ours can be.
+    """
+    sources = [source(number, size, maps) for number, size in enumerate(slots)]
+    return SimpleNamespace(
+        prefill_direct=prefill,
+        decode_direct=decode,
+        decode_mapped=on_host,
+        sources=sources,
+        is_mapped=on_host and all(one.mapped and one.mapped.is_open for one in sources),
+    )
+
+
+def source(number: int, slot_bytes: int, maps: str) -> SimpleNamespace:
+    """The first source is mapped unless ``maps`` is none; others only if it is all."""
+    is_mapped = maps == "all" or (maps != "none" and number == 0)
+    closed = "it was cut" if maps == "closed" else ""
+    mapped = SimpleNamespace(closed=closed, is_open=not closed) if is_mapped else None
+    return SimpleNamespace(
+        slot_bytes=slot_bytes,
+        peer=SimpleNamespace(endpoint=f"tcp://prefill-{number}"),
+        mapped=mapped,
+        unmapped="" if mapped else "it is elsewhere",
+    )
 
 
 @pytest.mark.parametrize(
@@ -54,6 +75,31 @@ def test_where_none_is_left_the_key_and_both_sides_are_named(
 
     assert refused.match(words)
     assert refused.value.detail == {"key": "staging_bytes"}
+
+
+@pytest.mark.parametrize("direct", [True, False])
+def test_memory_that_is_mapped_is_open_registered_or_not(direct):
+    way = route(direct, direct, 0, 0, maps="all")
+
+    assert open_paths(way, "mapped", packs_here=False) == (MAPPED,)
+    assert MAPPED in open_paths(way, "auto", packs_here=False)
+
+
+@pytest.mark.parametrize(
+    ("maps", "on_host", "words"),
+    [
+        ("none", True, r"prefill-0\) is not mapped here: it is elsewhere"),
+        ("some", True, r"prefill-1\) is not mapped here: it is elsewhere"),
+        ("closed", True, r"prefill-0\) is not mapped here: it was cut"),
+        ("all", False, "the decode engine is on a GPU"),
+    ],
+)
+def test_the_mapped_path_is_refused_with_the_reason_that_it_is_closed(maps, on_host, words):
+    way = route(True, True, 8, 8, maps=maps, on_host=on_host)
+
+    with pytest.raises(ConfigError, match=f"forces 'mapped', but .*{words}"):
+        open_paths(way, "mapped", packs_here=True)
+    assert MAPPED not in open_paths(way, "auto", packs_here=True)
 
 
 def test_a_forced_path_is_taken_or_refused_and_no_other_is():

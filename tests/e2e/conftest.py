@@ -58,7 +58,8 @@ def shaped() -> Iterator[Agents]:
         }
         agents.start(agents.prepare("prefill", **settings))
         for path in (*PATHS, "auto"):  # side by side they are too slow on few cores
-            agents.start(agents.prepare("decode", path=path, **settings))
+            mapped = path == "mapped"
+            agents.start(agents.prepare("decode", path=path, mapped=mapped, **settings))
         yield agents
 
 

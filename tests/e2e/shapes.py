@@ -19,7 +19,7 @@ from tests.expected import num_read_bytes
 from tests.host_engines import HostEngine, host_engine
 from tests.memories import Memory
 
-PATHS = ("direct", "packed", "reordered")
+PATHS = ("direct", "packed", "reordered", "mapped")
 GROUP = GroupSpec("full", (0, 1), 16, 8, 4, "bfloat16")
 SLOT_BYTES = 8 << 10
 SPARE_BLOCKS = 3

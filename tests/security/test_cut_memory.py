@@ -34,17 +34,18 @@ ENDED = (
 )
 
 
-TCP = {"UCX_TLS": "tcp"}
-SHARED_MEMORY: dict[str, str] = {}
+TCP = {"env": {"UCX_TLS": "tcp"}}
+SHARED_MEMORY: dict[str, Any] = {"env": {}}
+MAPPED = {"env": {}, "mapped": True, "path": "mapped"}
 
 
 @pytest.fixture(scope="session")
 def shared_slow(request: pytest.FixtureRequest) -> Iterator[Agents]:
-    """Two agents whose reads take long, over a fabric."""
-    settings = {**SLOW_READS, "env": request.param}
+    """Two agents whose reads take long, over a fabric or out of mapped memory."""
+    env = {"env": request.param["env"]}
     with agents_ended(Agents) as agents:
-        prefill = agents.prepare("prefill", **{**PREFILL, **settings})
-        decode = agents.prepare("decode", **{**DECODE, **settings})
+        prefill = agents.prepare("prefill", **{**PREFILL, **SLOW_READS, **env})
+        decode = agents.prepare("decode", **{**DECODE, **SLOW_READS, **request.param})
         for agent in (prefill, decode):
             agent.expected_trouble.add("segment.cut")
         agents.start(prefill, decode)
@@ -98,12 +99,13 @@ def start_engine() -> Iterator[Callable[..., CuttingEngine]]:
 
 
 # Over TCP the agent serves the READ itself, and so touches the memory; what is unregistered it
-# copies. Through shared memory the kernel reads, finds none, and UCX gives up the connection.
+# copies. Through shared memory the kernel reads, finds none, and UCX gives up the connection. What
+# is mapped the decode agent touches; the prefill agent does not, and would confirm.
 @pytest.mark.parametrize(
     ("shared_slow", "role"),
-    [(TCP, "prefill"), (TCP, "staged-prefill"), (SHARED_MEMORY, "prefill")],
+    [(TCP, "prefill"), (TCP, "staged-prefill"), (SHARED_MEMORY, "prefill"), (MAPPED, "prefill")],
     indirect=["shared_slow"],
-    ids=["read over tcp", "copied", "read through shared memory"],
+    ids=["read over tcp", "copied", "read through shared memory", "mapped"],
 )
 async def test_a_prefill_engine_that_cuts_its_memory_fails_its_own_readers(
     slow: Agents, start_engine: Callable[..., CuttingEngine], role: str
@@ -131,7 +133,7 @@ async def test_a_prefill_engine_that_cuts_its_memory_fails_its_own_readers(
     assert still_works
 
 
-@pytest.mark.parametrize("shared_slow", [TCP], indirect=True, ids=["tcp"])
+@pytest.mark.parametrize("shared_slow", [TCP, MAPPED], indirect=True, ids=["tcp", "mapped"])
 async def test_a_decode_engine_that_cuts_its_memory_fails_its_own_fetches(
     slow: Agents, start_engine: Callable[..., CuttingEngine]
 ):

@@ -58,14 +58,21 @@ class RankMemory:
     @property
     def addresses(self) -> dict[str, int]:
         """Where each registered segment begins in this process."""
-        if not self.direct:
-            return {}
+        return self.mapped_addresses if self.direct else {}
+
+    @property
+    def mapped_addresses(self) -> dict[str, int]:
+        """Where each segment begins in this process, registered or not; none on a GPU."""
         mapped = self.mappings.items()
         return {name: one.address for name, one in mapped if isinstance(one, SegmentMapping)}
 
     def placed(self, engine: EngineSpec) -> PlacedRank:
-        """The rank as the planner wants it."""
+        """The rank as the planner of READs wants it."""
         return PlacedRank(engine, self.rank, self.addresses)
+
+    def mapped(self, engine: EngineSpec) -> PlacedRank:
+        """The rank as the planner of copies in this process wants it."""
+        return PlacedRank(engine, self.rank, self.mapped_addresses)
 
 
 @dataclass(slots=True, eq=False)

@@ -26,7 +26,13 @@ class TransportConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """How the agent moves bytes with NIXL."""
 
     slice_bytes: Annotated[
-        int, Meta(ge=4096, le=1 << 30, description="Largest post of one transfer, in bytes.")
+        int,
+        Meta(
+            ge=4096,
+            le=1 << 30,
+            description="Largest post of one transfer, and largest part of a copy out of mapped "
+            "memory, in bytes.",
+        ),
     ] = 8 << 20
     slice_descriptors: Annotated[
         int, Meta(ge=1, le=1 << 16, description="Most descriptors in one post.")

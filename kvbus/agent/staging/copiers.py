@@ -97,9 +97,21 @@ class Copiers:
         return self._start(engine, end, lambda ended: self._threads.start(jobs, ended))
 
     def start_jobs(
-        self, plan: Callable[[], Iterable[Job]], on_end: OnEnd, *, engine: LocalEngine
+        self,
+        plan: Callable[[], Iterable[Job]],
+        on_end: OnEnd,
+        *,
+        engine: LocalEngine,
+        at_once: bool = False,
     ) -> Work | None:
-        """Have the jobs of ``plan`` done in threads, and ``plan`` called there; else as `start`."""
+        """Have the jobs of ``plan`` done in threads, and ``plan`` called there; else as `start`.
+
+        With ``at_once`` all is done by this call, in the event loop: for what takes no longer than
+        the way to a thread.
+        """
+        if at_once and not engine.lost:
+            on_end(_done_at_once(plan))
+            return None
         return self._start(engine, on_end, lambda ended: self._threads.start_planned(plan, ended))
 
     def start_alone(self, job: Callable[[], None], on_end: Callable[[], None]) -> None:
@@ -159,6 +171,15 @@ def _import_torch() -> None:
     from kvbus.memory.copying import copy_on_one_thread  # noqa: PLC0415  # imports torch
 
     copy_on_one_thread()
+
+
+def _done_at_once(plan: Callable[[], Iterable[Job]]) -> KVBusError | None:
+    try:
+        for job in plan():
+            job()
+    except Exception as error:
+        return _failure(error)
+    return None
 
 
 def _failure(error: Exception) -> KVBusError:

@@ -59,11 +59,12 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
     ] = 5.0
 
     path: Annotated[
-        Literal["auto", "direct", "packed", "reordered"],
+        Literal["auto", "direct", "packed", "reordered", "mapped"],
         Meta(
             description="How KV is read: `direct` straight from blocks into blocks, `packed` "
             "through staging slots of both agents, `reordered` through slots of the prefill agent "
-            "that have our order, `auto` by whichever is predicted to be fastest."
+            "that have our order, `mapped` by one copy out of a prefill engine's memory on this "
+            "machine, `auto` by whichever is predicted to be fastest."
         ),
     ] = "auto"
     calibrate: Annotated[

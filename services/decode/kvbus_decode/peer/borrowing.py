@@ -56,8 +56,8 @@ class MemoryBorrower:
 
     async def borrow(
         self, boot: str, done: HandshakeDone, engine: LocalEngine, *, within_s: float
-    ) -> MappedMemory | None:
-        """The memory that a handshake was about, mapped; None when it is read with NIXL."""
+    ) -> MappedMemory | str:
+        """The memory that a handshake was about, mapped; or why it is not, and read with NIXL."""
         engine_id = done.memory.engine.engine_id
         place, who = (boot, engine_id, done.memory_id), f"{engine_id} at {done.agent_id}"
         if (known := self._known.get(place)) is not None and known.is_open:
@@ -78,7 +78,7 @@ class MemoryBorrower:
                 self._note(who, OPEN)
                 return memory
         self._note(who, closed)
-        return None
+        return closed
 
     def _reason_not_to(self, done: HandshakeDone, engine: LocalEngine) -> str:
         """Why it is not even tried; empty when it is."""

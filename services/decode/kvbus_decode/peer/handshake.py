@@ -259,6 +259,7 @@ class RouteBook:
         await self._nixl.add(peer, memory, live, deadline=deadline)
         self._agent.data_plane.end_if_exposed()
         within_s = deadline - self._agent.loop.time()
+        lent = await self.borrower.borrow(boot, done, engine, within_s=within_s)
         return Source(
             peer=peer,
             agent_boot=boot,
@@ -267,7 +268,8 @@ class RouteBook:
             access=done.access,
             slot_bytes=done.slot_bytes,
             ranks=placed,
-            mapped=await self.borrower.borrow(boot, done, engine, within_s=within_s),
+            mapped=lent if isinstance(lent, MappedMemory) else None,
+            unmapped=lent if isinstance(lent, str) else "",
         )
 
     def _keep(self, key: RouteKey, route: Route) -> None:

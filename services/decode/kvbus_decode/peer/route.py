@@ -5,7 +5,7 @@ Refuses to talk to anybody: a route is made of what handshakes brought.
 
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 from kvbus.agent.engines.local_engine import LocalEngine
@@ -43,7 +43,7 @@ class Source:
 
     ``slot_bytes`` is the largest box that it packs; 0 when it packs none. ``access`` is shown in
     all that is asked about this memory. ``mapped`` is all of it, where it is mapped here: who
-    copies from there holds that object.
+    copies from there holds that object. ``unmapped`` is why it is not.
     """
 
     peer: Peer
@@ -54,6 +54,7 @@ class Source:
     slot_bytes: int
     ranks: Mapping[int, PlacedRank]
     mapped: MappedMemory | None = None
+    unmapped: str = ""
 
     @property
     def nixl_agent(self) -> str:
@@ -63,16 +64,17 @@ class Source:
 
 @dataclass(frozen=True, slots=True)
 class SourcePlan:
-    """What is read from one source, on any path; ``direct`` is None when that one is not open.
+    """What is read from one source; ``direct`` and ``mapped`` are None when that one is not open.
 
-    The packed path has ``joined`` shares. Each is read from where its first reader reads anyway, so
-    no source has these alone.
+    ``mapped`` is between addresses of this process. The packed path has ``joined`` shares. Each is
+    read from where its first reader reads anyway, so no source has these alone.
     """
 
     source: Source
     shares: tuple[Share, ...]
     joined: tuple[Share, ...]
     direct: DirectPlan | None
+    mapped: DirectPlan | None
 
 
 class Route:
@@ -98,6 +100,9 @@ class Route:
         """Whether READs can start in the blocks of every rank of the prefill engine."""
         self.decode_direct = all(placed.direct for placed in self.readers.values())
         """Whether READs can end in the blocks of every rank of ours that is here."""
+        self.decode_mapped = all(rank.mapped_addresses for rank in engine.ranks.values())
+        """Whether the memory of every rank of ours that is here is mapped in this process."""
+        self._mapped_readers = {n: rank.mapped(engine.spec) for n, rank in engine.ranks.items()}
         self._map = ReadMap(
             ranks,
             [placed.rank for placed in self.readers.values()],
@@ -125,6 +130,12 @@ class Route:
     def memory_ids(self) -> tuple[str, ...]:
         """What of the prefill engine's memory was shaken hands about, the home's first."""
         return tuple(source.memory_id for source in self.sources)
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether this process has, and still has, the memory of both sides."""
+        open_maps = (source.mapped is not None and source.mapped.is_open for source in self.sources)
+        return self.decode_mapped and all(open_maps)
 
     def next_replica_index(self) -> int:
         """Another number for each fetch, so that replicas are read in turn."""
@@ -172,7 +183,13 @@ class Route:
     def _make_plans(self, replica_index: int) -> list[SourcePlan]:
         joined = self._by_source(self._map.joined(replica_index))
         return [
-            SourcePlan(source, shares, joined.get(source, ()), self._direct_plan(source, shares))
+            SourcePlan(
+                source,
+                shares,
+                joined.get(source, ()),
+                self._direct_plan(source, shares),
+                self._mapped_plan(source, shares),
+            )
             for source, shares in self._by_source(self._map.shares(replica_index)).items()
         ]
 
@@ -186,6 +203,13 @@ class Route:
         if not (self.prefill_direct and self.decode_direct):
             return None
         return DirectPlan(source.ranks, self.readers, shares)
+
+    def _mapped_plan(self, source: Source, shares: tuple[Share, ...]) -> DirectPlan | None:
+        if not self.is_mapped or source.mapped is None:
+            return None
+        addresses = source.mapped.addresses
+        ranks = {n: replace(there, addresses=addresses[n]) for n, there in source.ranks.items()}
+        return DirectPlan(ranks, self._mapped_readers, shares)
 
 
 def _num_blocks(ranks: list[RankSpec]) -> dict[str, int]:

@@ -1,14 +1,25 @@
 """What the legs of a chunk carry: how each of them is carried out."""
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvbus.agent.engines.rank_memory import RankMemory
 from kvbus.agent.staging.slot_memory import SlotMemory
-from kvbus.agent.staging.turns import Work
-from kvbus.errors import ErrorCode, GeometryError, LocalError
+from kvbus.agent.staging.turns import Job, Work
+from kvbus.errors import ErrorCode, GeometryError, LocalError, RemoteError
 from kvbus.geometry import BlockTable, Box, GroupSpec, SlotOrder, num_blocks_for, slot_bytes
-from kvbus.planning import Descriptors, Share, from_slot, whole_slot
+from kvbus.memory.run_copy import copy_runs
+from kvbus.planning import (
+    Copies,
+    Descriptors,
+    Share,
+    check_sources,
+    cut_copies,
+    from_slot,
+    whole_slot,
+)
 from kvbus.protocol.staging import Packed
 from kvbus.transport import MemoryKind, Read
 from kvbus_decode.peer.route import Source, SourcePlan
@@ -19,6 +30,10 @@ if TYPE_CHECKING:
 
 Rows = tuple[Descriptors, MemoryKind, MemoryKind]
 """READs, and the kinds of memory: ours and theirs."""
+
+SHORT_BYTES = 128 << 10
+SHORT_RUNS = 64
+"""Copies up to these are made on the event loop."""
 
 
 @dataclass(slots=True, eq=False)
@@ -48,9 +63,75 @@ class DirectJob:
             chunk = self.chunk
             rows = self.plan.direct.descriptors(chunk.source, chunk.target, chunk.spans)
         except (IndexError, KeyError) as error:
-            message = f"the offer's block tables do not hold its tokens: {error}"
-            raise GeometryError(message) from error
+            raise _lacking(error) from error
         return rows, "DRAM", "DRAM"
+
+
+# The memory that is copied from may end at any moment; the bytes under its addresses are zeros then
+# (`kvbus_decode.peer.mapped_memory`). A fetch must not be completed with them:
+#
+#     the engine dies   its offers end in its agent, and then that hangs up: who has read a zero
+#                       asks for the confirm later, and is refused
+#     its agent dies    nobody is left who could confirm
+#     the file is cut   by an engine that lives: its lease goes on, and a confirm would say yes;
+#                       but the map is closed before the first zero is there
+#
+#     copy   ──read──read──[closed]──zero──zero──┐ last job has ended
+#                                                └─ is the map open? no: the leg has failed
+#
+# So a leg asks after its last job: a map that is open then was so at each of its reads. It asks in
+# all three cases, and needs the first two for nothing.
+@dataclass(slots=True, eq=False)
+class MappedJob:
+    """All that is copied from one source whose memory is mapped here, straight into the blocks.
+
+    Others wait for ``job_bytes`` at most, and so much is copied in vain after a stop.
+    """
+
+    chunk: Chunk
+    plan: SourcePlan
+    job_bytes: int
+    copying: Work | None = None
+    copied_bytes: list[int] = field(default_factory=list)
+    """Of each job that was done."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes that were copied."""
+        return sum(self.copied_bytes)
+
+    @property
+    def is_short(self) -> bool:
+        """Whether all of it takes no longer than its way to a thread would."""
+        chunk, mapped = self.chunk, self.plan.mapped
+        if chunk.route.num_bytes(chunk.spans) > SHORT_BYTES:
+            return False
+        return mapped is not None and mapped.num_descriptors(chunk.spans) <= SHORT_RUNS
+
+    def jobs(self) -> list[Job]:
+        """The copies, cut so that others get their turn; raises `GeometryError`."""
+        mapped, memory, chunk = self.plan.mapped, self.plan.source.mapped, self.chunk
+        if mapped is None or memory is None:
+            raise LocalError("the memory of one side is not mapped", code=ErrorCode.INTERNAL)
+        try:
+            copies = mapped.copies(chunk.source, chunk.target, chunk.spans)
+        except (IndexError, KeyError) as error:
+            raise _lacking(error) from error
+        check_sources(copies, memory.extents)
+        return [partial(self._copy, job) for job in cut_copies(copies, job_bytes=self.job_bytes)]
+
+    def loss(self) -> RemoteError | None:
+        """Why nothing counts that was copied, if the memory that it came from is gone."""
+        memory = self.plan.source.mapped
+        if memory is None or memory.is_open:
+            return None
+        message = f"the memory that was copied from is gone: {memory.closed}"
+        return RemoteError(message, code=ErrorCode.TRANSFER_FAILED)
+
+    def _copy(self, copies: Sequence[Copies]) -> None:
+        if self.loss() is None:
+            copy_runs(copies)
+            self.copied_bytes.append(sum(one.num_bytes for one in copies))
 
 
 @dataclass(slots=True, eq=False)
@@ -134,3 +215,7 @@ class ZeroJob:
         from kvbus.memory import copying  # noqa: PLC0415  # imports torch: seconds
 
         copying.zero_positions(memory, self.chunk.target[self.group.name], *self.span)
+
+
+def _lacking(error: Exception) -> GeometryError:
+    return GeometryError(f"the offer's block tables do not hold its tokens: {error}")

@@ -9,7 +9,7 @@ from kvbus.geometry import canonical_order
 from kvbus.planning import Path, Share, cut_into_boxes, reader_order
 from kvbus_decode.peer.route import SourcePlan
 from kvbus_decode.read.chunk import Chunk
-from kvbus_decode.read.jobs import BoxJob, DirectJob, ZeroJob
+from kvbus_decode.read.jobs import BoxJob, DirectJob, MappedJob, ZeroJob
 from kvbus_decode.read.leg import Leg, Stage
 
 Stages = tuple[Stage, ...]
@@ -17,6 +17,7 @@ Stages = tuple[Stage, ...]
 DIRECT: Stages = (Stage.READ,)
 REORDERED: Stages = (Stage.PACK, Stage.READ)
 PACKED: Stages = (Stage.PACK, Stage.READ, Stage.COPY)
+MAPPED: Stages = (Stage.COPY,)
 ZEROING: Stages = (Stage.COPY,)
 
 
@@ -24,6 +25,14 @@ def direct_legs(chunk: Chunk) -> list[Leg]:
     """One leg for each source."""
     return [
         Leg(DIRECT, DirectJob(chunk, plan), plan.source)
+        for plan in chunk.route.plans(chunk.replica_index)
+    ]
+
+
+def mapped_legs(chunk: Chunk, *, job_bytes: int) -> list[Leg]:
+    """One leg for each source."""
+    return [
+        Leg(MAPPED, MappedJob(chunk, plan, job_bytes), plan.source)
         for plan in chunk.route.plans(chunk.replica_index)
     ]
 

@@ -47,7 +47,9 @@ def no_common_order(wanted: str) -> ConfigError:
 
 def _closed(route: Route, *, packs_here: bool) -> dict[Path, str]:
     """Why paths cannot be taken."""
-    closed = {Path.MAPPED: "this agent does not map the memory of prefill engines"}
+    closed: dict[Path, str] = {}
+    if not route.is_mapped:
+        closed[Path.MAPPED] = _unmapped(route)
     if not (route.prefill_direct and route.decode_direct):
         closed[Path.DIRECT] = _unregistered(route)
     if not route.decode_direct:
@@ -59,6 +61,17 @@ def _closed(route: Route, *, packs_here: bool) -> dict[Path, str]:
             reason = f"key 'staging_bytes' is 0 at the prefill agent ({source.peer.endpoint})"
             closed[Path.PACKED] = closed[Path.REORDERED] = reason
     return closed
+
+
+def _unmapped(route: Route) -> str:
+    if not route.decode_mapped:
+        return "the memory of the decode engine is on a GPU"
+    for source in route.sources:
+        if source.mapped is None or not source.mapped.is_open:
+            where = source.peer.endpoint
+            why = source.unmapped if source.mapped is None else source.mapped.closed
+            return f"the memory of the prefill engine ({where}) is not mapped here: {why}"
+    return "it ended"
 
 
 def _unregistered(route: Route) -> str:

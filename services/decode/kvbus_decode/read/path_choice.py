@@ -10,11 +10,13 @@ from kvbus.agent.process.service import Agent
 from kvbus.planning import FetchShape, Path, PeerRates, Spans
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.peer.route import Route
+from kvbus_decode.read.jobs import SHORT_BYTES
 from kvbus_decode.read.open_paths import no_common_order, open_paths
 
 log = structlog.get_logger()
 
-DIRECT_ONLY = (Path.DIRECT,)
+WITHOUT_BOXES = (Path.DIRECT, Path.MAPPED)
+THROUGH_SLOTS = (Path.PACKED, Path.REORDERED)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +32,7 @@ class PathChoice:
 
 
 DIRECT = PathChoice(Path.DIRECT)
+MAPPED = PathChoice(Path.MAPPED)
 
 
 class PathChooser:
@@ -55,17 +58,20 @@ class PathChooser:
         `cut_into_boxes` to refuse. Raises `ConfigError` when no path is open.
         """
         paths = self._paths.get(route) or self._open_paths(route)
-        is_empty = all(stop <= start for start, stop in spans.values())  # it only zeroes a tail
-        if paths == DIRECT_ONLY or is_empty:
-            return PathChoice(paths[0])
-        if Path.DIRECT in paths and self._is_plain(route, spans, replica_index):
-            return DIRECT
+        if Path.MAPPED in paths and not route.is_mapped:
+            paths = self._open_paths(route)
+        obvious = self._obvious(route, paths, spans, replica_index)
+        if obvious is not None:
+            return obvious
         work, slot_bytes = route.work, self._slot_bytes(route)
-        shape = work.shape(spans, slot_bytes=slot_bytes)
+        mapped = Path.MAPPED in paths
+        shape = work.shape(spans, slot_bytes=slot_bytes, mapped=mapped)
         if not any(path in shape for path in paths):
             shape = work.shape(spans)
         if not any(path in shape for path in paths):
             raise no_common_order(self._config.path)
+        if mapped and self._config.calibrate and not self._calibration.runs_asked:
+            self._agent.tasks.start_soon(self._calibration.measure_runs)
         choice = self._peer(route).choose(shape, paths=paths)
         if choice.box_bytes is None:
             return PathChoice(choice.path, shape=shape)
@@ -74,8 +80,21 @@ class PathChooser:
         box_bytes = min(slot_bytes, max(choice.box_bytes, work.least_box_bytes(choice.path)))
         return PathChoice(choice.path, box_bytes, shape)
 
+    def _obvious(
+        self, route: Route, paths: tuple[Path, ...], spans: Spans, replica_index: int
+    ) -> PathChoice | None:
+        """What needs no prediction: one path, nothing to move, or very little for what is open."""
+        if len(paths) == 1 and paths[0] in WITHOUT_BOXES:
+            return PathChoice(paths[0])
+        if all(stop <= start for start, stop in spans.values()):  # it only zeroes a tail
+            return PathChoice(paths[0])
+        if Path.MAPPED in paths:
+            return MAPPED if route.num_bytes(spans) <= SHORT_BYTES else None
+        is_plain = Path.DIRECT in paths and self._is_plain(route, spans, replica_index)
+        return DIRECT if is_plain else None
+
     def _open_paths(self, route: Route) -> tuple[Path, ...]:
-        """They stay open, or closed, for as long as the route is used."""
+        """They stay open, or closed, for as long as the route is used, but for memory that ends."""
         packs_here = self._agent.staging.packs
         paths = open_paths(route, self._config.path, packs_here=packs_here)
         self._paths[route] = paths
@@ -90,7 +109,7 @@ class PathChooser:
         if choice.shape is None:
             return
         now, path = self._agent.loop.time(), choice.path
-        if path is not Path.DIRECT and now - seconds < self._packed_since.setdefault(route, now):
+        if path in THROUGH_SLOTS and now - seconds < self._packed_since.setdefault(route, now):
             return
         self._peer(route).observe(choice.shape, path, seconds=seconds)
 

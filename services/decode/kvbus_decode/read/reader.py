@@ -5,7 +5,8 @@
                                  └──── what came of it ◀──┘        ChunkEnded ─▶ on_end
 
 A direct chunk starts no task. READs happen on the transport's thread, copies in threads of their
-own; only READs of many descriptors are planned in a thread as well.
+own, but for those of mapped memory that take some 50 µs; READs of many descriptors are planned in a
+thread as well.
 """
 
 import asyncio
@@ -25,18 +26,20 @@ from kvbus.transport import ReadOutcome, ReadStatus
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.fetch.events import Requested
 from kvbus_decode.peer.directory import PeerDirectory
+from kvbus_decode.peer.memory_check import check_memory
 from kvbus_decode.peer.route import Route
 from kvbus_decode.read import events as ev
 from kvbus_decode.read.chunk import Chunk
-from kvbus_decode.read.jobs import DirectJob, Rows
+from kvbus_decode.read.jobs import DirectJob, MappedJob, Rows
 from kvbus_decode.read.leg import Leg
-from kvbus_decode.read.legs import box_legs, direct_legs, zero_legs
+from kvbus_decode.read.legs import box_legs, direct_legs, mapped_legs, zero_legs
 from kvbus_decode.read.pack_client import PackClient
 from kvbus_decode.read.path_choice import PathChoice, PathChooser
 from kvbus_decode.read.remote_ranks import RemoteRanks
 from kvbus_decode.read.table import ReadTable
 
 MAX_INLINE_DESCRIPTORS = 16_384
+LOSS_KNOWN_WITHIN_S = 2.0
 
 OnEnd = Callable[[ev.ChunkEnded], None]
 
@@ -120,6 +123,8 @@ class Reader:
             choice = self._chooser.choose(chunk.route, chunk.spans, chunk.replica_index)
             if choice.path is Path.DIRECT:
                 legs = direct_legs(chunk)
+            elif choice.path is Path.MAPPED:
+                legs = mapped_legs(chunk, job_bytes=self._agent.transport.limits.slice_bytes)
             else:
                 staging, box_bytes = self._agent.staging, choice.box_bytes
                 legs = box_legs(chunk, choice.path, box_bytes=box_bytes, staging=staging)
@@ -220,8 +225,18 @@ class Reader:
             work.transfer.abort()
 
     def _start_copy(self, command: ev.StartCopy) -> None:
-        """From a slot of ours, or zeros, into the blocks of each rank, in threads."""
+        """From a slot of ours into each rank, zeros, or from mapped memory: in threads, unless that
+        is very short.
+        """
         leg, work = command.leg, command.leg.work
+        if isinstance(work, MappedJob):
+            work.copying = self._copiers.start_jobs(
+                work.jobs,
+                partial(self._on_mapped_copied, command, work),
+                engine=work.chunk.route.engine,
+                at_once=work.is_short,
+            )
+            return
         work.copying = self._copiers.start(
             partial(work.copy, leg.slot),
             partial(self._on_copied, command),
@@ -235,6 +250,30 @@ class Reader:
         copying = command.leg.work.copying
         if copying is not None:
             copying.stop(_aborted("copy"))
+
+    def _on_mapped_copied(
+        self, command: ev.StartCopy, work: MappedJob, error: KVBusError | None
+    ) -> None:
+        """No job of it runs: what was read counts if it was there to the end.
+
+        Else its agent is asked, who may know what has become of it.
+        """
+        work.copying = None
+        loss, num_bytes = work.loss(), work.num_bytes
+
+        def end(error: KVBusError | None) -> None:
+            self._dispatch(ev.CopyEnded(command.key, command.leg, num_bytes, error))
+
+        def end_lost(answer: KVBusError | None) -> None:
+            end(loss if answer is None or answer.code is ErrorCode.TIMEOUT else answer)
+
+        if error is not None or loss is None:
+            end(error)
+            return
+        chunk, sources = work.chunk, (work.plan.source,)
+        check_memory(
+            chunk.route, sources, chunk.offer_id, timeout_s=LOSS_KNOWN_WITHIN_S, on_end=end_lost
+        )
 
     def _on_copied(self, command: ev.StartCopy, error: KVBusError | None) -> None:
         command.leg.work.copying = None
