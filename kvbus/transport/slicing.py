@@ -68,6 +68,11 @@ class Slices:
         return int(self._ends[-1]) if len(self._ends) else 0
 
     @property
+    def num_rows(self) -> int:
+        """Rows of the whole read, long ones cut."""
+        return len(self._local)
+
+    @property
     def exhausted(self) -> bool:
         """Whether every row was taken."""
         return self._next_row >= len(self._local)

@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -16,12 +17,14 @@ from kvbus.transport.slicing import Rows, Slices, check_rows
 from kvbus.transport.types import (
     CloseReport,
     MemoryKind,
+    ReadStatus,
     Registration,
     TransportLimits,
     TransportStats,
 )
 from kvbus.transport.worker import Worker
 
+FIRST_ELSEWHERE, SLOW_ELSEWHERE = 1, 16
 ProgressToken = ExitStack
 """Keeps progress driven until it is closed: as the target of reads, and for connections."""
 
@@ -40,10 +43,11 @@ def _ignore(_: Exception) -> None: ...
 class Transport:
     """One NIXL agent, its thread, and what it registered, knows and reads.
 
-    Every method returns at once; futures are of `concurrent.futures`. `name` contains the boot
-    id: NIXL refuses another process under a name that it knows. `deliver` runs the callbacks on the
-    caller's thread; without one they run on the transport's. `on_broken` is told of a defect that
-    ended the thread: reads in progress will never end then.
+    Every method returns at once, `read` within the bounds of a short one; futures are of
+    `concurrent.futures`. `name` contains the boot id: NIXL refuses another process under a name
+    that it knows. `deliver` runs the callbacks on the caller's thread; without one they run where a
+    read ends. `on_broken` is told of a defect that ended the thread: reads in progress will never
+    end then.
     """
 
     def __init__(
@@ -61,6 +65,8 @@ class Transport:
         self._registrations: dict[int, Registration] = {}
         self._keys = itertools.count(1)
         self._peers: set[str] = set()
+        self._num_elsewhere: dict[str, int] = {}
+        """How many READs from each peer are left to the thread before one is done here."""
         self._num_started = self._num_ended = 0
 
     def start(self) -> Future[None]:
@@ -128,6 +134,7 @@ class Transport:
     ) -> Read:
         """Start a READ of descriptors, uint64 [n, 3] columns (address, length in bytes, device).
 
+        A short one may be done when this returns, where the limits have `here_bytes`.
         `on_end` is called exactly once, when nothing of it is in flight any more: never, should a
         peer stay stopped. The arrays must not change before. Raises `LocalError`: wrong arrays, or
         `busy` at `max_reads`.
@@ -143,12 +150,41 @@ class Transport:
         )
         scheduler = self._started()
         self._num_started += 1
+        if self._is_short(job) and self._worker.try_here(partial(self._read_here, job)):
+            return Read(partial(self._abort, job))
         try:
             self._worker.post(partial(scheduler.add, job))
         except LocalError:
             self._num_started -= 1
             raise
         return Read(partial(self._abort, job))
+
+    # Two wake-ups of threads cost more than a short READ. So one is posted by who asks for it, the
+    # event loop of an agent, if the transport's thread does nothing then. That holds the loop for
+    #
+    #     the post, which may copy      here_bytes in here_descriptors: some 100 µs
+    #     looks at the handle           here_s; then the thread goes on with it
+    #
+    # and never for a connection: the first READ from each peer, which may connect to it, is the
+    # thread's. So are some after one that took longer, as it does over TCP.
+    def _is_short(self, job: ReadJob) -> bool:
+        limits = self.limits
+        return (
+            job.slices.num_bytes <= limits.here_bytes
+            and job.slices.num_rows <= limits.here_descriptors
+            and job.kinds == ("DRAM", "DRAM")
+            and not self._num_elsewhere.get(job.peer, FIRST_ELSEWHERE)
+        )
+
+    def _read_here(self, job: ReadJob, scheduler: ReadScheduler) -> None:
+        scheduler.add(job)
+        scheduler.step()
+        until = time.perf_counter() + self.limits.here_s
+        while not job.ended and time.perf_counter() < until:
+            scheduler.agent.progress()
+            scheduler.step()
+        if not job.ended:
+            self._num_elsewhere[job.peer] = SLOW_ELSEWHERE
 
     def hold_progress(self) -> ProgressToken:
         """Have progress driven until the demand is closed; demands are counted."""
@@ -197,7 +233,11 @@ class Transport:
 
     def _read_ended(self, job: ReadJob) -> None:
         self._num_ended += 1
-        self._delivery.put(job.on_end, job.outcome())
+        outcome = job.outcome()
+        if outcome.status is ReadStatus.DONE:
+            num_elsewhere = self._num_elsewhere.get(job.peer, FIRST_ELSEWHERE)
+            self._num_elsewhere[job.peer] = max(0, num_elsewhere - 1)
+        self._delivery.put(job.on_end, outcome)
 
     def _register(self, registration: Registration) -> Registration:
         self._started().agent.register(registration)
@@ -224,6 +264,7 @@ class Transport:
             raise LocalError("a handle to the peer is outstanding", code=ErrorCode.BUSY, peer=peer)
         scheduler.agent.remove_peer(peer)
         self._peers.discard(peer)
+        self._num_elsewhere.pop(peer, None)
 
     def _abort_all(self) -> None:
         if self._worker.scheduler is not None:

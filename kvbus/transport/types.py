@@ -36,10 +36,15 @@ class TransportLimits:
     short_spin_s: float = 20e-6
     """The same when more than `spin_bytes` are posted: spinning would take the peer's core."""
     spin_bytes: int = 256 << 10
+    here_bytes: int = 0
+    """A READ of so many bytes may be done on the caller's thread, which waits for it briefly."""
+    here_descriptors: int = 32
+    here_s: float = 100e-6
+    """How long the caller's thread looks for the end of such a READ after its post."""
 
     def __post_init__(self) -> None:
         for name in self.__slots__:
-            if getattr(self, name) <= 0:
+            if getattr(self, name) <= 0 and name != "here_bytes":
                 raise LocalError(f"{name} must be above 0", **{name: getattr(self, name)})
 
 

@@ -1,4 +1,7 @@
-"""Owns the transport's thread: it does all NIXL calls, in turn, and sleeps when there are none."""
+"""Owns the transport's thread: it does NIXL's calls, in turn, and sleeps when there are none.
+
+Short ones another thread may do itself, while this one does none.
+"""
 
 import threading
 import time
@@ -10,6 +13,9 @@ from typing import TypeVar
 from kvbus.errors import ClosedError, ErrorCode, LocalError
 from kvbus.transport.scheduler import ReadScheduler
 from kvbus.transport.types import TransportLimits
+
+COPIED_S = 25e-6
+"""A pass that took longer has copied: UCX does so within progress, and a pause would be idle."""
 
 Result = TypeVar("Result")
 Command = Callable[[], None]
@@ -27,6 +33,7 @@ class Worker:
         self._limits, self._on_broken = limits, on_broken
         self._inbox: SimpleQueue[Command] = SimpleQueue()
         self._lock = threading.Lock()
+        self._in_nixl = threading.Lock()
         self._closed = False
         self._stopping = False
         self._thread = threading.Thread(target=self._run, name="kvbus-transport", daemon=True)
@@ -70,6 +77,26 @@ class Worker:
         self.post(command)
         return future
 
+    def try_here(self, call: Callable[[ReadScheduler], None]) -> bool:
+        """Have ``call`` use NIXL on the caller's thread; False when that would have to wait.
+
+        Nothing else is in progress then. What it leaves in progress, the worker's thread goes on
+        with.
+        """
+        if not self._in_nixl.acquire(blocking=False):
+            return False
+        try:
+            scheduler = self.scheduler
+            if self._closed or scheduler is None or scheduler.busy:
+                return False
+            call(scheduler)
+            self._moved_at = time.perf_counter()
+        finally:
+            self._in_nixl.release()
+        if scheduler.busy:
+            self._inbox.put(_nothing)  # wakes the thread
+        return True
+
     def demand(self, change: int) -> None:
         """Count one more or one less who needs progress driven."""
         with self._lock:
@@ -97,9 +124,10 @@ class Worker:
         try:
             while not self._stopping:
                 self._take_commands()
-                self._step()
-                if self._close_at is not None:
-                    self._try_to_stop(self._close_at)
+                with self._in_nixl:
+                    self._step()
+                    if self._close_at is not None:
+                        self._try_to_stop(self._close_at)
         except Exception as error:  # a defect: what was started never ends
             self._on_broken(error)
         finally:
@@ -111,7 +139,8 @@ class Worker:
         try:
             command = self._inbox.get(timeout=self._pause_s())
             while True:
-                command()
+                with self._in_nixl:
+                    command()
                 command = self._inbox.get_nowait()
         except Empty:
             return
@@ -122,8 +151,8 @@ class Worker:
     #     nothing demanded, nothing posted     no limit: a command wakes the thread
     #     progress demanded (a lease of ours   poll_s: as a target we are driven by our own calls
     #       is live, we are being read)        only, an idle target never answers
-    #     handles posted, one moved just now   0: the next one is about to end (for spin_s if few
-    #                                          bytes are posted, else for short_spin_s)
+    #     handles posted, one moved or was     0: the next one is about to end (for spin_s if few
+    #       copied just now                    bytes are posted, else for short_spin_s)
     #     handles posted, quiet for a while    poll_s
     #
     # Demand is counted under the lock, and its first one puts a command into the inbox: a thread
@@ -142,10 +171,12 @@ class Worker:
         if scheduler is None or not (self.demands or scheduler.busy):
             return
         self.passes += 1
+        began = time.perf_counter()
         if self.demands or scheduler.num_handles:
             scheduler.agent.progress()
-        if scheduler.step():
-            self._moved_at = time.perf_counter()
+        moved, now = scheduler.step(), time.perf_counter()
+        if moved or (now - began > COPIED_S and scheduler.busy):
+            self._moved_at = now
 
     def _try_to_stop(self, close_at: float) -> None:
         idle = self.scheduler is None or not self.scheduler.num_handles

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -60,10 +61,16 @@ class Reader:
     """A transport with memory to read into."""
 
     def __init__(self, limits: TransportLimits | None = None) -> None:
-        self.transport = Transport("reader/boot", limits=limits)
+        self.threads: list[str] = []
+        """On which thread each read has ended."""
+        self.transport = Transport("reader/boot", limits=limits, deliver=self._deliver)
         self.transport.start().result(20)
         self.memory = np.zeros(0, np.uint8)
         self.peer_metadata = b""
+
+    def _deliver(self, drain: Callable[[], None]) -> None:
+        self.threads.append(threading.current_thread().name)
+        drain()
 
     def allocate(self, size_bytes: int) -> None:
         self.memory = np.zeros(size_bytes, np.uint8)

@@ -21,6 +21,9 @@ from kvbus.transport import Transport, TransportLimits
 
 log = structlog.get_logger()
 
+HERE_BYTES = 256 << 10
+"""READs up to this are posted by the event loop."""
+
 
 async def run_agent(
     role: AgentRole, config: AgentConfig, boot: str, make_service: ServiceFactory
@@ -66,6 +69,7 @@ def _make_transport(config: AgentConfig, boot: str, loop: asyncio.AbstractEventL
         limits=TransportLimits(
             slice_bytes=config.transport.slice_bytes,
             slice_descriptors=config.transport.slice_descriptors,
+            here_bytes=HERE_BYTES,
         ),
         deliver=loop.call_soon_threadsafe,
         on_broken=_end_broken,

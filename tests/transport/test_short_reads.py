@@ -1,0 +1,130 @@
+"""Short reads on the caller's thread: which ones, for how long, and what becomes of the others."""
+
+import signal
+import threading
+
+import numpy as np
+import pytest
+
+from kvbus.transport import ReadStatus, TransportLimits
+from kvbus.transport.transport import SLOW_ELSEWHERE
+
+KIB = 1 << 10
+LONG_S = 20.0
+HERE, THERE = "MainThread", "kvbus-transport"
+
+
+@pytest.fixture
+def pair(start_peer, start_reader):
+    """A peer, and a reader that has read from it once; its short reads are done here."""
+
+    def make(**limits):
+        limits = TransportLimits(**{"here_bytes": 64 * KIB, "here_s": LONG_S, **limits})
+        peer, reader = start_peer("peer/1"), start_reader(limits)
+        address, metadata = peer.allocate(256 * KIB, seed=1)
+        reader.allocate(256 * KIB)
+        name = reader.transport.add_peer(metadata).result(20)
+        assert reader.read(name, address, [(0, 0, KIB)]).status is ReadStatus.DONE
+        return peer, reader, name, address
+
+    return make
+
+
+@pytest.mark.parametrize("transports", ["all", "tcp"])
+def test_the_second_short_read_is_done_when_it_was_asked_for(
+    pair, content, monkeypatch, transports
+):
+    monkeypatch.setenv("UCX_TLS", transports)
+    _, reader, name, address = pair()
+    spans = [(8 * KIB * to, 8 * KIB * at, 2 * KIB) for to, at in ((1, 7), (3, 2), (6, 4))]
+
+    _, ended = reader.start(name, address, spans)
+
+    assert ended.done()
+    assert ended.result().status is ReadStatus.DONE
+    assert ended.result().num_bytes == 6 * KIB
+    assert reader.threads == [THERE, HERE]
+    theirs = content(256 * KIB, 1)
+    for to, at, size in spans:
+        assert np.array_equal(reader.memory[to : to + size], theirs[at : at + size])
+    assert reader.transport.stats().outstanding_reads == 0
+
+
+@pytest.mark.parametrize(
+    ("limits", "spans"),
+    [
+        ({}, [(0, 0, 64 * KIB + 1)]),
+        ({"here_descriptors": 2}, [(8 * KIB * at, 8 * KIB * at, KIB) for at in range(3)]),
+        ({"here_bytes": 0}, [(0, 0, 1)]),
+    ],
+    ids=["bytes", "descriptors", "none allowed"],
+)
+def test_a_read_that_is_too_long_is_the_threads(pair, limits, spans):
+    _, reader, name, address = pair(**limits)
+
+    outcome = reader.read(name, address, spans)
+
+    assert outcome.status is ReadStatus.DONE
+    assert reader.threads == [THERE, THERE]
+
+
+def test_a_short_read_does_not_wait_for_the_thread_when_that_is_in_nixl(pair):
+    _, reader, name, address = pair()
+    holds, goes_on = threading.Event(), threading.Event()
+    reader.transport._worker.post(lambda: (holds.set(), goes_on.wait(LONG_S)))
+    assert holds.wait(LONG_S)
+
+    _, ended = reader.start(name, address, [(0, 0, KIB)])
+    was_done = ended.done()
+    goes_on.set()
+
+    assert not was_done
+    assert ended.result(LONG_S).status is ReadStatus.DONE
+    assert reader.threads == [THERE, THERE]
+
+
+def test_a_read_that_takes_longer_is_left_to_the_thread_and_so_are_those_after_it(
+    over_tcp, pair, content
+):
+    peer, reader, name, address = pair(here_s=1e-3)
+    peer.signal(signal.SIGSTOP)
+
+    _, ended = reader.start(name, address, [(4 * KIB, 4 * KIB, KIB)])
+    was_done = ended.done()
+    peer.signal(signal.SIGCONT)
+    outcomes = [ended.result(LONG_S)]
+    outcomes += [reader.read(name, address, [(0, 0, KIB)]) for _ in range(SLOW_ELSEWHERE - 1)]
+
+    assert not was_done
+    assert all(outcome.status is ReadStatus.DONE for outcome in outcomes)
+    assert reader.threads == [THERE] * (1 + SLOW_ELSEWHERE)
+    assert np.array_equal(
+        reader.memory[4 * KIB : 5 * KIB], content(256 * KIB, 1)[4 * KIB : 5 * KIB]
+    )
+
+
+def test_while_a_long_read_is_under_way_a_short_one_is_the_threads(over_tcp, pair):
+    peer, reader, name, address = pair()
+    peer.signal(signal.SIGSTOP)
+    _, long = reader.start(name, address, [(0, 0, 256 * KIB)])
+
+    _, short = reader.start(name, address, [(0, 0, KIB)])
+    was_done = short.done()
+    peer.signal(signal.SIGCONT)
+
+    assert not was_done
+    assert long.result(LONG_S).status is short.result(LONG_S).status is ReadStatus.DONE
+    assert HERE not in reader.threads
+
+
+def test_a_read_that_was_left_to_the_thread_can_be_aborted_and_ends_once(over_tcp, pair):
+    peer, reader, name, address = pair(here_s=1e-3)
+    peer.signal(signal.SIGSTOP)
+    read, ended = reader.start(name, address, [(0, 0, KIB)])
+
+    read.abort()
+    was_done = ended.done()
+    peer.signal(signal.SIGCONT)
+
+    assert not was_done
+    assert ended.result(LONG_S).status is ReadStatus.ABORTED
