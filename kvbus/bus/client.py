@@ -35,6 +35,8 @@ _MAX_RETRY_S = 2.0
 _OWN_TIMEOUT_S = 5.0
 # A notice is sent again after 0.25 s; until then the sender has room for thousands.
 _ACKNOWLEDGE_S = 0.005
+_ALIVE_S = 2.5
+"""More than two heartbeats: no ping is sent though one of them is late."""
 
 
 def _ignore(_: Message | KVBusError) -> None: ...
@@ -76,7 +78,7 @@ class RequestClient(SocketActor):
         self._own: set[int] = set()
         self._unsent: dict[int, None] = {}
         self._secret, self._last_id = new_secret(), first_request_id()
-        self._heard_at = 0.0
+        self._heard_at = self._alive_until = 0.0
         self._acking = self._will_acknowledge = False
         socket = open_dealer(context, endpoint, options := options or SocketOptions())
         self._connection = Connection(
@@ -110,6 +112,19 @@ class RequestClient(SocketActor):
     def silent_s(self) -> float:
         """For how long nothing came from the server; it is asked for a sign once in a while."""
         return self.timers.now() - self._heard_at
+
+    def note_alive(self, boot: str) -> None:
+        """A heartbeat of the server came another way: no ping is needed for a while.
+
+        That of another process is asked for its name at once.
+        """
+        if self.closed:
+            return
+        if boot == self.peer_boot:
+            self._heard_at = self.timers.now()
+            self._alive_until = self._heard_at + _ALIVE_S
+        elif self.peer_boot is not None and not self._own:
+            self._ping()
 
     @property
     def num_pending(self) -> int:
@@ -302,8 +317,11 @@ class RequestClient(SocketActor):
     def _keep_alive(self, _: int) -> None:
         """Ask a silent server for a sign: it may be a new one, or not know this connection."""
         now = self.timers.now()
-        silent_until = self._heard_at + self._ping_s
+        silent_until = max(self._heard_at + self._ping_s, self._alive_until)
         if now >= silent_until:
             silent_until = now + self._ping_s
-            self._own.add(self._send(Ping(), self._ping_s, _ignore))
+            self._ping()
         self.timers.at(silent_until, self._keep_alive)
+
+    def _ping(self) -> None:
+        self._own.add(self._send(Ping(), self._ping_s, _ignore))

@@ -42,6 +42,7 @@ class ServerCounters:
     """What a `RequestServer` saw and did since it was made."""
 
     requests: int = 0
+    pings: int = 0
     repeats_answered: int = 0
     repeats_absorbed: int = 0
     malformed: int = 0

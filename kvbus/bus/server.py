@@ -155,6 +155,7 @@ class RequestServer(SocketActor):
         if request.op == Acknowledge.op:
             self._on_ack(session, request)
         elif request.op == Ping.op:
+            self.counters.pings += 1
             self._post_ok(session, request)
         elif not self._known(session, request, fingerprint):
             self._begin(session, request, fingerprint)

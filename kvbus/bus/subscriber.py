@@ -25,7 +25,10 @@ class EventListener:
     """What a subscriber reports, always with the endpoint; override what is of interest."""
 
     def on_event(self, endpoint: str, event: Notice) -> None:
-        """An event arrived; heartbeats are kept from the user."""
+        """An event arrived that is no heartbeat."""
+
+    def on_heartbeat(self, endpoint: str, boot: str) -> None:
+        """The publisher lives, and says so about once a second."""
 
     def on_gap(self, endpoint: str, boot: str, topic: str) -> None:
         """Events of ``topic`` were lost; called before the event that showed it."""
@@ -208,6 +211,7 @@ class _Feed:
             self._tell(owner.listener.on_gap, self._endpoint, event.boot, topic)
         if event.op == Heartbeat.op:
             owner.counters.heartbeats += 1
+            self._tell(owner.listener.on_heartbeat, self._endpoint, event.boot)
         else:
             owner.counters.events += 1
             self._tell(owner.listener.on_event, self._endpoint, event)

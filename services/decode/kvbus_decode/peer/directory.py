@@ -115,6 +115,7 @@ class PeerDirectory:
         self._on_boot, self._on_gone, self._on_dropped = on_boot, on_gone, on_dropped
         self._room = REQUESTS_OF_A_FETCH * config.max_fetches
         self._peers: dict[PeerAddress, Peer] = {}
+        self._by_events: dict[str, Peer] = {}
         self._allowed = AllowedPeers(config.allowed_peers) if config.allowed_peers else None
         self._subscriber = EventSubscriber(
             agent.context,
@@ -154,9 +155,15 @@ class PeerDirectory:
     def listen(self, peer: Peer, events_endpoint: str) -> None:
         """Subscribe to the peer's events, in place of those of its earlier process."""
         if peer.events_endpoint != events_endpoint:
-            self._subscriber.remove(peer.events_endpoint)
+            self._forget_events(peer)
             peer.events_endpoint = events_endpoint
         self._subscriber.add(events_endpoint, server_key=peer.address.server_key)
+        self._by_events[events_endpoint] = peer
+
+    def note_heartbeat(self, events_endpoint: str, boot: str) -> None:
+        """The peer of these events lives: it need not be asked whether it does."""
+        if (peer := self._by_events.get(events_endpoint)) is not None:
+            peer.client.note_alive(boot)
 
     def _connect(self, address: PeerAddress) -> Peer:
         options = self._agent.access.connected(*address)
@@ -202,8 +209,12 @@ class PeerDirectory:
     def _drop(self, peer: Peer) -> None:
         del self._peers[peer.address]
         self._on_dropped(peer)
-        self._subscriber.remove(peer.events_endpoint)
+        self._forget_events(peer)
         peer.scope.cancel()
+
+    def _forget_events(self, peer: Peer) -> None:
+        self._subscriber.remove(peer.events_endpoint)
+        self._by_events.pop(peer.events_endpoint, None)
 
     def _drop_distrusted(self, keys: frozenset[str]) -> None:
         """Agents of these keys are met anew, if they are trusted at all; their fetches fail."""

@@ -196,6 +196,10 @@ class LeaseClient(EventListener):
         for fetch_id in list(known):
             self._dispatch(ev.OfferAdvanced(fetch_id))
 
+    def on_heartbeat(self, endpoint: str, boot: str) -> None:
+        """A peer lives."""
+        self.peers.note_heartbeat(endpoint, boot)
+
     def on_gap(self, endpoint: str, boot: str, topic: str) -> None:
         """Something of this agent was missed: all of its fetches ask."""
         for fetch_id, fetch in list(self.active.items()):
