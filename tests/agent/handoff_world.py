@@ -29,14 +29,15 @@ NUM_BLOCKS = NUM_TOKENS // BLOCK_SIZE
 STATE = NUM_TOKENS
 """Where the state stands among what a fetch reads: behind the last token."""
 
-Sent = dec.ResolvePeer | dec.SendClaim | dec.SendRenew | dec.SendConfirm
+Sent = dec.ResolvePeer | dec.SendClaim | dec.SendRenew | dec.SendConfirm | dec.SendTake
 
 
 @dataclass
 class Source:
     """An offer of the prefill engine, whose tokens are written one after the other.
 
-    The state is written over with every chunk; what the last one leaves is what counts.
+    The state is written over with every chunk; what the last one leaves is what counts. The ticket
+    of one that was sealed when it was offered ``names_blocks``.
     """
 
     number: int
@@ -45,6 +46,10 @@ class Source:
     sealed: bool = False
     is_cut: bool = False
     outcome: Outcome | None = None
+    names_blocks: bool = False
+
+    def __post_init__(self) -> None:
+        self.names_blocks = self.sealed
 
     @property
     def offer_id(self) -> str:
@@ -206,7 +211,7 @@ class HandoffWorld(StoryMachine):
                 self.tell_decode(dec.StepFailed(sent.fetch_id, error))
             case dec.ResolvePeer(fetch_id), _:
                 self.tell_decode(dec.PeerReady(fetch_id))
-            case dec.SendConfirm(fetch_id), _:
+            case ((dec.SendConfirm(fetch_id) | dec.SendTake(fetch_id)), _):
                 self.tell_decode(dec.LeaseConfirmed(fetch_id))
             case _, Granted() as granted:
                 ticket = self.targets[sent.fetch_id].source.ticket
@@ -266,7 +271,13 @@ class HandoffWorld(StoryMachine):
                 del self.targets[fetch_id]
             case dec.SendRelease(ticket, epoch, token):
                 self.send(ticket, pre.Returned(ticket.offer_id, epoch, token, 0))
-            case dec.ResolvePeer() | dec.SendClaim() | dec.SendRenew() | dec.SendConfirm():
+            case (
+                dec.ResolvePeer()
+                | dec.SendClaim()
+                | dec.SendRenew()
+                | dec.SendConfirm()
+                | dec.SendTake()
+            ):
                 self.ask(command)
 
     def check_report(self, report: dec.ReportFetched) -> None:
@@ -302,6 +313,9 @@ class HandoffWorld(StoryMachine):
                 self.send(ticket, renewed)
             case dec.SendConfirm(epoch=epoch, token=token):
                 self.send(ticket, pre.Confirmed(ticket.offer_id, epoch, token, number))
+            case dec.SendTake(fetch_id, tables):
+                right = (ticket.offer_id, ticket.secret, fetch_id, f"own-{fetch_id}")
+                self.send(ticket, pre.Taken(*right, tables, number))
 
     def send(self, ticket: Ticket, event: pre.RequestEvent) -> None:
         self.wire.append(Request(ticket.agent_boot, event))

@@ -8,9 +8,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from kvbus.errors import ErrorCode, RemoteError
+from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import Outcome
 from kvbus.protocol.ticket import Ticket
 from kvbus_decode.fetch import events as dec
+from kvbus_decode.fetch.ahead import Ahead
 from kvbus_prefill.offer import events as pre
 from tests.agent.handoff_world import NUM_TOKENS, HandoffWorld, Source, Target
 from tests.examples import num_examples
@@ -94,11 +96,23 @@ class HandoffInterleavings(HandoffWorld):
         timeout_s=st.sampled_from([60.0, 10.0, 1.0]),
         first_token=st.sampled_from([0, 0, 12, NUM_TOKENS]),
         has_state=st.booleans(),
+        ahead=st.sampled_from(["", "", "alone", "alone", "claims", "altered"]),
     )
     def fetch(
-        self, back: int, timeout_s: float, first_token: int = 0, has_state: bool = False
+        self,
+        back: int,
+        *,
+        timeout_s: float,
+        first_token: int = 0,
+        has_state: bool = False,
+        ahead: str = "",
     ) -> None:
+        """With ``ahead`` by the ticket's blocks, which may have been altered on their way."""
         source = self.recent_source(back)
+        blocks = source.blocks()
+        if ahead == "altered":
+            blocks = BlockTable.of(blocks.array()[::-1])
+        reads_ahead = source.names_blocks and ahead != ""
         fetch_id = f"fetch-{self.num_fetches}"
         self.num_fetches += 1
         self.targets[fetch_id] = Target(source, self.now + timeout_s, first_token, has_state)
@@ -113,6 +127,8 @@ class HandoffInterleavings(HandoffWorld):
                 timeout_s=timeout_s,
                 reply_to=fetch_id,
                 has_state=has_state,
+                route="known" if reads_ahead else None,
+                ahead=Ahead({"full": blocks}, ahead == "claims") if reads_ahead else None,
             )
         )
 

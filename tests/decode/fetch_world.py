@@ -24,8 +24,9 @@ LIMITS = FetchLimits(
     lease_s=2.0,
     request_timeout_s=1.0,
     busy_retry_s=0.25,
+    claim_after_s=0.25,
 )
-Asked = ev.ResolvePeer | ev.SendClaim | ev.SendRenew | ev.ReadChunk | ev.SendConfirm
+Asked = ev.ResolvePeer | ev.SendClaim | ev.SendRenew | ev.ReadChunk | ev.SendConfirm | ev.SendTake
 
 
 @dataclass
@@ -80,7 +81,8 @@ class FetchWorld(StoryMachine):
         fetch_id, watched = pending.asked.fetch_id, self.seen[pending.asked.fetch_id]
         renewed = isinstance(pending.asked, ev.SendRenew)
         claimed = None if renewed else ticket_of(fetch_id, watched.agent_boot)
-        told = self.bent(granted, lie, watched) if renewed and watched.listens else granted
+        bends = watched.listens and (renewed or lie != "another epoch")
+        told = self.bent(granted, lie, watched) if bends else granted
         watched.is_told(pending.sent_at, told)
         self.tell(ev.LeaseGranted(fetch_id, pending.sent_at, told, claimed))
         assert told is granted or watched.report is not None, f"took over {lie}"
@@ -131,6 +133,8 @@ class FetchWorld(StoryMachine):
             assert watched.report or self.now < watched.deadline, "reported by its deadline"
         for fetch_id, watched in self.seen.items():
             asked = self.asked_of(fetch_id)
+            is_idle = not (asked or watched.report or watched.granted or self.turns.waits(fetch_id))
+            assert not is_idle or self.table.live[fetch_id].ask_again_at, "waits for nothing"
             watched.check_idle(is_asking=bool(asked & {ev.SendClaim, ev.SendRenew}))
         if due is None or due > self.now or isinstance(event, ev.DeadlinePassed):
             self.check_declared(event, states)
@@ -165,7 +169,7 @@ class FetchWorld(StoryMachine):
     def check_turns(self) -> None:
         """A fetch is active while a claim, a read or a confirm is under way."""
         ended = {fetch_id for fetch_id, watched in self.seen.items() if watched.report}
-        steps = ev.SendClaim | ev.SendConfirm
+        steps = ev.SendClaim | ev.SendConfirm | ev.SendTake
         active = {p.asked.fetch_id for p in self.pending if isinstance(p.asked, steps)}
         active |= {fetch_id for fetch_id, watched in self.seen.items() if watched.in_flight}
         self.turns.settle(self.now, active=active - ended, ended=ended)
@@ -204,6 +208,7 @@ class FetchWorld(StoryMachine):
                 pass
             case ev.HoldPeer(fetch_id):
                 assert self.turns.waits(fetch_id)
+                assert not self.asked_of(fetch_id)
             case _:
                 self.ask(command)
 
@@ -215,13 +220,17 @@ class FetchWorld(StoryMachine):
             assert command.epoch in watched.granted - watched.given_back
             assert command.token == token_of(command.epoch)
         if self.turns.waits(command.fetch_id):
-            assert isinstance(command, ev.SendClaim), "it has not begun"
+            begins = (ev.ReadChunk, ev.SendTake) if watched.requested.ahead else ()
+            assert isinstance(command, (ev.SendClaim, *begins)), "it has not begun"
             self.turns.begin(watched.agent_boot, command.fetch_id, self.now)
             watched.begun_at = self.now
         if isinstance(command, ev.SendClaim | ev.SendRenew):
             self.check_question(command, watched)
         if isinstance(command, ev.SendConfirm):
             watched.ask_confirm()
+        if isinstance(command, ev.SendTake):
+            assert ev.SendClaim not in self.asked_of(command.fetch_id), "a lease is on its way"
+            watched.ask_take(command)
         if isinstance(command, ev.ReadChunk):
             watched.start_chunk(command, self.now)
         else:

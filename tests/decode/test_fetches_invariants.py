@@ -14,9 +14,10 @@ from hypothesis.stateful import invariant, precondition, rule
 
 from kvbus.errors import ErrorCode, RemoteError
 from kvbus_decode.fetch import events as ev
+from kvbus_decode.fetch.ahead import Ahead
 from kvbus_decode.fetch.entry import FetchState
 from tests.decode.fetch_world import LIMITS, FetchWorld, Pending
-from tests.decode.watched import NUM_TOKENS, Offered, Watched, ticket_of
+from tests.decode.watched import NUM_TOKENS, Offered, Watched, blocks, num_blocks, ticket_of
 from tests.examples import num_examples
 
 ENGINES = st.sampled_from(["engine-a", "engine-b"])
@@ -29,6 +30,10 @@ MAYBE_ERROR = st.one_of(
     st.none(),
     st.sampled_from([ErrorCode.BUSY, ErrorCode.TIMEOUT]),
     st.sampled_from(ErrorCode),
+)
+TICKET_TABLES = {"full": blocks(0, num_blocks(NUM_TOKENS))}
+AHEAD = st.sampled_from(
+    [None, Ahead(TICKET_TABLES, claims=False), Ahead(TICKET_TABLES, claims=True)]
 )
 LIES = st.sampled_from(["gap", "fewer tokens", "open again", "another epoch"])
 
@@ -52,6 +57,7 @@ class FetchInterleavings(FetchWorld):
         timeout_s=st.sampled_from([60.0, 60.0, 60.0, 3.0, 0.5]),
         again=st.sampled_from([None, None, None, 0, 1, 3]),
         route=st.sampled_from([None, "known"]),
+        ahead=AHEAD,
     )
     def request(
         self,
@@ -66,8 +72,12 @@ class FetchInterleavings(FetchWorld):
         timeout_s: float,
         again: int | None,
         route: str | None,
+        ahead: Ahead | None,
     ) -> None:
+        """One that reads ahead has a route, the seal, and no wish for chunks."""
         self.tell(ev.DeadlinePassed())
+        if ahead is not None:
+            route, chunk_tokens, num_ready, sealed = "known", 0, NUM_TOKENS, True
         fetch_id = f"fetch-{len(self.seen)}" if again is None else self.pick(again)
         if fetch_id in self.seen and not self.is_kept(fetch_id):
             return
@@ -83,18 +93,24 @@ class FetchInterleavings(FetchWorld):
             has_state=has_state,
             chunk_tokens=chunk_tokens,
             route=route,
+            ahead=ahead,
         )
         must_refuse = fetch_id in self.seen or self.is_full()
         if not must_refuse:
             offer = Offered(num_ready, sealed and num_ready == NUM_TOKENS)
             self.seen[fetch_id] = Watched(event, self.now, boot, offer)
 
-        first = ev.HoldPeer if self.turns.is_full() else ev.SendClaim
-        first = ev.ResolvePeer if route is None else first
+        first: set[type[ev.Command]] = {ev.ResolvePeer if route is None else ev.SendClaim}
+        if ahead is not None:
+            reads = first_token < NUM_TOKENS
+            first = {ev.SendClaim if reads and ahead.claims else ev.HoldPeer}
+            first.add(ev.ReadChunk if reads else ev.SendTake)
+        if route is not None and self.turns.is_full():
+            first = {ev.HoldPeer}
 
         commands = {type(command) for command in self.tell(event)}
 
-        assert commands == ({ev.Refuse} if must_refuse else {ev.SendReply, first})
+        assert commands == ({ev.Refuse} if must_refuse else {ev.SendReply, *first})
 
     @rule(
         back=ANY_FETCH,
@@ -158,11 +174,12 @@ class FetchInterleavings(FetchWorld):
             case ev.SendRenew() if error is not None:
                 self.tell(ev.RenewFailed(fetch_id, error))
             case _ if error is not None:
-                self.seen[fetch_id].confirm_lost = code is ErrorCode.TIMEOUT
+                can_come = isinstance(asked, ev.SendTake) and code is ErrorCode.BUSY
+                self.seen[fetch_id].confirm_lost = can_come or code is ErrorCode.TIMEOUT
                 self.tell(ev.StepFailed(fetch_id, error))
             case ev.ResolvePeer():
                 self.tell(ev.PeerReady(fetch_id))
-            case ev.SendConfirm():
+            case ev.SendConfirm() | ev.SendTake():
                 self.seen[fetch_id].confirmed = True
                 self.tell(ev.LeaseConfirmed(fetch_id))
             case ev.SendClaim() | ev.SendRenew():
@@ -170,16 +187,23 @@ class FetchInterleavings(FetchWorld):
                 granted = msgspec.structs.replace(granted, lease_s=lease_s)
                 self.tell_granted(pending, granted)
 
-    @precondition(lambda self: self.renewals())
+    @precondition(lambda self: self.bound_questions())
     @rule(which=ANY_PENDING, lie=LIES)
     def answer_falsely(self, which: int, lie: str) -> None:
         self.tell(ev.DeadlinePassed())
-        pending = self.renewals()[which % len(self.renewals())]
+        questions = self.bound_questions()
+        pending = questions[which % len(questions)]
         self.pending.remove(pending)
         self.tell_granted(pending, pending.granted or self.grant(pending.asked), lie)
 
-    def renewals(self) -> list[Pending]:
-        return [p for p in self.pending if isinstance(p.asked, ev.SendRenew)]
+    def bound_questions(self) -> list[Pending]:
+        """Those whose answer has to fit what an earlier grant, or the ticket, has said."""
+        return [
+            p
+            for p in self.pending
+            if isinstance(p.asked, ev.SendRenew)
+            or (isinstance(p.asked, ev.SendClaim) and self.seen[p.asked.fetch_id].requested.ahead)
+        ]
 
     @rarely(3)
     @rule(back=ANY_FETCH)

@@ -102,6 +102,9 @@ class Watched:
 
     def __post_init__(self) -> None:
         self.read_to = self.requested.first_token
+        if self.requested.ahead is not None:
+            self.told_ready, self.told_sealed = NUM_TOKENS, True
+            self.told_blocks = num_blocks(NUM_TOKENS)
 
     @property
     def deadline(self) -> float:
@@ -117,16 +120,19 @@ class Watched:
         return self.chunk is not None
 
     def is_told(self, sent_at: float, granted: Granted) -> None:
-        """The grant is about to be handed to the table."""
+        """The grant is about to be handed to the table; the ticket may have told it before."""
+        is_known = self.requested.ahead is not None and not self.granted
         self.granted.add(granted.epoch)
         if self.listens:
             self.told_ready, self.told_sealed = granted.num_tokens, granted.sealed
-            self.told_blocks += sum(len(table) for table in granted.tables.values())
+            more = {} if is_known else granted.tables
+            self.told_blocks += sum(len(table) for table in more.values())
             self.renew_at = sent_at + granted.lease_s / 3
 
     def start_chunk(self, chunk: ev.ReadChunk, now: float) -> None:
         """Check that the chunk follows the one before, and is all that is ready."""
-        assert self.granted
+        assert self.granted or self.requested.ahead, "read of what nobody has told"
+        assert (chunk.epoch > 0) == bool(self.granted)
         assert not self.in_flight
         assert not self.confirm_asked
         assert chunk.start == self.read_to, "every token once, and in order"
@@ -183,6 +189,12 @@ class Watched:
         read = self.read_to == NUM_TOKENS and (self.state_was_read or not wants_state)
         return self.told_sealed and read
 
+    def ask_take(self, take: ev.SendTake) -> None:
+        """A confirm of a fetch that never had a lease."""
+        assert not self.granted, "the lease is to be confirmed"
+        assert take.tables == {"full": blocks(0, num_blocks(NUM_TOKENS))}
+        self.ask_confirm()
+
     def ask_confirm(self) -> None:
         assert not self.in_flight
         assert not self.confirm_asked or self.confirm_lost, "confirmed again without a reason"
@@ -199,6 +211,7 @@ class Watched:
         if report.outcome is Outcome.COMPLETED:
             assert self.confirmed, "completed without the prefill agent's word"
         assert (report.num_bytes, report.path) == (self.num_bytes, self.path)
+        assert report.ahead == (self.requested.ahead is not None and self.begun_at is not None)
         self.check_stages(report, now)
         self.report = report
 

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 from kvbus.agent.engines.local_engine import LocalEngine
+from kvbus.bus import new_secret
 from kvbus_decode.fetch import events as ev
 from kvbus_decode.peer.directory import Peer
 from kvbus_decode.peer.route import Route
@@ -10,7 +11,10 @@ from kvbus_decode.peer.route import Route
 
 @dataclass(slots=True, eq=False)
 class ActiveFetch:
-    """One fetch that is under way, and what it uses; ``peers`` are held until its end."""
+    """One fetch that is under way, and what it uses; ``peers`` are held until its end.
+
+    ``take_token`` is this fetch's own: a yes to its `take` is said again to nobody else.
+    """
 
     requested: ev.Requested
     engine: LocalEngine
@@ -18,6 +22,7 @@ class ActiveFetch:
     peers: list[Peer] = field(default_factory=list)
     route: Route | None = None
     replica_index: int = 0
+    take_token: str = field(default_factory=new_secret, repr=False)
 
     @property
     def fetch_id(self) -> str:

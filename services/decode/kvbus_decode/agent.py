@@ -28,6 +28,7 @@ from kvbus_decode.read.events import ChunkEnded
 from kvbus_decode.read.leg import Leg, Stage
 from kvbus_decode.read.reader import Reader
 from kvbus_decode.read.remote_ranks import DelegateJob
+from kvbus_decode.read_ahead import ahead_of
 from kvbus_decode.tickets import TicketGate
 
 log = structlog.get_logger()
@@ -53,6 +54,7 @@ class DecodeService:
             ev.ReadChunk: self._read_chunk,
             ev.StopRead: self._stop_read,
             ev.SendConfirm: leases.confirm,
+            ev.SendTake: leases.take,
             ev.SendRelease: leases.release,
             ev.SendWithdraw: leases.withdraw,
             ev.ReportLanded: self._report_landed,
@@ -143,7 +145,8 @@ class DecodeService:
         )
         route = self._leases.routes.find(ticket, engine)
         if route is not None and self._reader.is_ready(route, requested):
-            requested = replace(requested, route=route)
+            ahead = ahead_of(requested, route, self._reader) if self._config.optimistic else None
+            requested = replace(requested, route=route, ahead=ahead)
         self._dispatch(requested)
 
     def _cancel_fetch(self, cancel: CancelFetch, call: Call) -> None:
@@ -269,6 +272,8 @@ class DecodeService:
             stage=fetched.stage,
             num_bytes=fetched.num_bytes,
             path=fetched.path,
+            ahead=fetched.ahead,
+            leased=fetched.leased,
             blocks_free=fetched.blocks_free,
             total_ms=round(total_s * 1e3, 3),
             resolving_ms=round(stages.resolving * 1e3, 3),

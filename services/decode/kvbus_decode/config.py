@@ -67,6 +67,13 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
             "machine, `auto` by whichever is predicted to be fastest."
         ),
     ] = "auto"
+    optimistic: Annotated[
+        bool,
+        Meta(
+            description="Whether blocks that a ticket names are read before the prefill agent has "
+            "granted the lease; it still has the last word on what was read."
+        ),
+    ] = True
     calibrate: Annotated[
         bool, Meta(description="Whether rates of this machine are measured; otherwise defaults.")
     ] = True

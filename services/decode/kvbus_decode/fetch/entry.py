@@ -3,6 +3,8 @@
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
 
+import msgspec
+
 from kvbus.errors import ErrorCode, KVBusError, LocalError, RemoteError
 from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import Outcome, StageTimes
@@ -10,6 +12,7 @@ from kvbus.protocol.peer import Granted
 from kvbus.table import Context as AnyContext
 from kvbus.table import Story
 from kvbus_decode.fetch import events as ev
+from kvbus_decode.fetch.ahead import Ahead
 
 
 class FetchState(StrEnum):
@@ -22,7 +25,7 @@ class FetchState(StrEnum):
     """As many fetches as may be are under way: it waits for its turn, without a lease."""
 
     CLAIMING = "claiming"
-    """The lease was asked for, or is asked for again because another reader has it."""
+    """The lease is waited for: it was asked for, or is again as another reader has it."""
 
     WAITING = "waiting"
     """The lease is ours and what was ready is read; the prefill engine still computes."""
@@ -31,7 +34,7 @@ class FetchState(StrEnum):
     """A chunk, all that was ready when it began, is on its way into the blocks."""
 
     CONFIRMING = "confirming"
-    """All bytes have landed; only the prefill agent knows whether the lease was live."""
+    """All bytes have landed; only the prefill agent knows whether they are good."""
 
     DRAINING = "draining"
     """The fetch has ended and said so, but bytes can still land: its blocks are not free."""
@@ -63,7 +66,8 @@ class FetchLimits:
     """Bounds of the table; durations in seconds.
 
     A fetch whose transfers cannot be stopped counts in ``max_fetches`` until they end. To begin, it
-    needs one of ``num_places``, and has it for at most ``patience_s``.
+    needs one of ``num_places``, and has it for at most ``patience_s``. A read without a lease asks
+    for one when it has taken ``claim_after_s``.
     """
 
     max_fetches: int = 4096
@@ -73,6 +77,7 @@ class FetchLimits:
     lease_s: float = 10.0
     request_timeout_s: float = 5.0
     busy_retry_s: float = 0.05
+    claim_after_s: float = 0.01
 
 
 Context = AnyContext[FetchLimits]
@@ -94,9 +99,11 @@ class FetchEntry:
     """One fetch; ``deadline`` is absolute.
 
     ``num_ready`` and ``sealed`` are what the last grant said of the offer, ``read_to`` is where the
-    chunks that have landed end. ``chunk`` is set from ReadChunk to ChunkRead. ``hinted`` is True
-    when news came in while a claim or renewal was under way, whose reply may be older. ``place``
-    is None before its turn, and after it let others begin; then ``place_until`` has no meaning.
+    chunks that have landed end. ``chunk`` is set from ReadChunk to ChunkRead. ``claiming`` while a
+    claim is under way; ``ask_again_at`` is when the next is due, or the next take. ``hinted`` is
+    True when news came in while a claim or renewal was under way, whose reply may be older.
+    ``place`` is None before its turn, and after it let others begin; then ``place_until`` has no
+    meaning.
     """
 
     requested: ev.Requested
@@ -105,7 +112,8 @@ class FetchEntry:
     entered_at: float = 0.0
     stages_s: dict[FetchState, float] = field(default_factory=dict)
     held: ReaderLease | None = None
-    claim_again_at: float | None = None
+    claiming: bool = False
+    ask_again_at: float | None = None
     place: int | None = None
     place_until: float = 0.0
     tables: dict[str, BlockTable] = field(default_factory=dict)
@@ -117,6 +125,7 @@ class FetchEntry:
     hinted: bool = False
     num_bytes: int = 0
     path: str = ""
+    read_ahead: bool = False
     ends_as: FetchState = FetchState.FAILED
     error: KVBusError | None = None
     story: Story = field(default_factory=Story, compare=False)
@@ -180,8 +189,8 @@ class FetchEntry:
         times = [self.deadline]
         if self.place is not None:
             times.append(self.place_until)
-        if self.claim_again_at is not None:
-            times.append(self.claim_again_at)
+        if self.ask_again_at is not None:
+            times.append(self.ask_again_at)
         if self.held is not None and self.state is not FetchState.CONFIRMING:
             times.append(self.held.expires_at)
             if not self.held.renewing:
@@ -190,7 +199,8 @@ class FetchEntry:
 
     def makes_progress(self, now: float) -> bool:
         """Whether it keeps its place: it does nothing while it waits for tokens, or has stalled."""
-        is_active = self.state in UNDER_WAY and self.claim_again_at is None
+        waits = self.ask_again_at is not None and self.chunk is None
+        is_active = self.state in UNDER_WAY and not waits
         return is_active and now < self.place_until
 
     def request_timeout_s(self, at: Context) -> float:
@@ -200,7 +210,10 @@ class FetchEntry:
     def retire(self) -> None:
         """Keep no tables, and not the request that is answered."""
         self.tables = {}
-        self.requested = replace(self.requested, tables={}, reply_to=None, route=None)
+        ticket = msgspec.structs.replace(self.requested.ticket, blocks="")
+        self.requested = replace(
+            self.requested, ticket=ticket, tables={}, reply_to=None, route=None, ahead=None
+        )
 
     def enter(self, state: FetchState, now: float) -> None:
         """Move to ``state`` and account the time in the one before."""
@@ -209,18 +222,20 @@ class FetchEntry:
             self.stages_s[self.state] = spent
         self.state, self.entered_at = state, now
 
+    def know(self, ahead: Ahead) -> None:
+        """Take the ticket's word for what the offer is; the prefill agent's follows."""
+        self.read_ahead, self.sealed = True, True
+        self.tables, self.num_ready = dict(ahead.tables), self.requested.ticket.num_tokens
+
     def hold(self, sent_at: float, granted: Granted) -> None:
         """Take over what a claim or a renewal granted.
 
         An offer only grows, up to its seal; what was read of it would be of another one. Raises
-        `RemoteError` when it takes back what an earlier grant said, `LocalError` when the offer
-        will never have the tokens, `GeometryError` when its blocks do not follow.
+        `RemoteError` when it takes back what an earlier grant or the ticket said, `LocalError` when
+        the offer will never have the tokens, `GeometryError` when its blocks do not follow.
         """
-        expires_at = sent_at + granted.lease_s
         before = self.held
-        self.held = ReaderLease(
-            granted.epoch, granted.token, expires_at, sent_at + granted.lease_s / 3
-        )
+        self.receive(sent_at, granted)
         if before is not None and before.epoch != granted.epoch:
             raise _taken_back("lease epoch", before.epoch, granted.epoch)
         if granted.num_tokens < self.num_ready:
@@ -234,10 +249,21 @@ class FetchEntry:
         if granted.sealed and self.requested.has_state and granted.num_tokens > wanted:
             message = f"the state is that of token {granted.num_tokens}, not of token {wanted}"
             raise LocalError(message, num_tokens=granted.num_tokens)
-        for group, more in granted.tables.items():
-            known = self.tables.get(group)
-            self.tables[group] = more if known is None else known.extended(more)
+        if before is None and self.read_ahead:
+            if granted.tables != self.tables:
+                raise _other_blocks()
+        else:
+            for group, more in granted.tables.items():
+                known = self.tables.get(group)
+                self.tables[group] = more if known is None else known.extended(more)
         self.num_ready, self.sealed = granted.num_tokens, granted.sealed
+
+    def receive(self, sent_at: float, granted: Granted) -> None:
+        """The lease is ours, to use or to give back."""
+        lease_s = granted.lease_s
+        self.held = ReaderLease(
+            granted.epoch, granted.token, sent_at + lease_s, sent_at + lease_s / 3
+        )
 
     def land(self, ended: ev.ChunkRead) -> None:
         """The chunk is over; its tokens count when all its bytes have landed."""
@@ -261,7 +287,16 @@ class FetchEntry:
             stages_s=StageTimes(**{state.value: spent for state, spent in self.stages_s.items()}),
             error=self.error,
             path=self.path,
+            ahead=self.read_ahead,
+            leased=self.held is not None,
         )
+
+
+def _other_blocks() -> RemoteError:
+    return RemoteError(
+        "the ticket names other blocks than the offer has: it was altered on its way here",
+        code=ErrorCode.GEOMETRY,
+    )
 
 
 def _taken_back(what: str, before: int, after: int) -> RemoteError:

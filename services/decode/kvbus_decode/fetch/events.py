@@ -20,6 +20,7 @@ from kvbus.table.events import (
     SendReply,
     Stopped,
 )
+from kvbus_decode.fetch.ahead import Ahead
 
 __all__ = [
     "CancelRequested",
@@ -49,6 +50,7 @@ __all__ = [
     "SendRelease",
     "SendRenew",
     "SendReply",
+    "SendTake",
     "SendWithdraw",
     "StepFailed",
     "StopRead",
@@ -67,6 +69,7 @@ class Requested:
     blocks zeroed. With ``chunk_tokens`` it wants chunks that end at multiples of it, and to be told
     of each that has landed; 0 without. ``route`` is how the prefill engine is read, None when that
     is not known yet and the peer has to be resolved, or when this agent is not ready to read.
+    ``ahead`` when the route is known and the ticket's own blocks can be read at once.
     """
 
     fetch_id: str
@@ -81,6 +84,7 @@ class Requested:
     zero_tail: bool = False
     chunk_tokens: int = 0
     route: object = None
+    ahead: Ahead | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +116,7 @@ class LeaseGranted:
 
 @dataclass(frozen=True, slots=True)
 class StepFailed:
-    """A command of this fetch ended with an error: resolve, claim or confirm."""
+    """A command of this fetch ended with an error: resolve, claim, confirm or take."""
 
     fetch_id: str
     error: KVBusError
@@ -148,7 +152,7 @@ class ChunkRead:
 
 @dataclass(frozen=True, slots=True)
 class LeaseConfirmed:
-    """The prefill agent says that the lease was live after the last byte had landed."""
+    """The prefill agent says that what was read is good, after the last byte had landed."""
 
     fetch_id: str
 
@@ -195,7 +199,7 @@ class ResolvePeer:
 
 @dataclass(frozen=True, slots=True)
 class HoldPeer:
-    """Keep what a queued fetch will need, its route is known; `StepFailed` if that is gone."""
+    """Keep what a fetch needs whose route is known; `StepFailed` if that is gone."""
 
     fetch_id: str
     requested: Requested
@@ -203,7 +207,7 @@ class HoldPeer:
 
 @dataclass(frozen=True, slots=True)
 class SendClaim:
-    """Ask for the lease; answer `LeaseGranted` or `StepFailed`."""
+    """Ask for the lease, by the route that it came with; answer `LeaseGranted` or `StepFailed`."""
 
     fetch_id: str
     timeout_s: float
@@ -226,7 +230,7 @@ class ReadChunk:
     """Read a chunk, tokens [start, stop), out of ``tables``; answer `ChunkRead`, once.
 
     Chunks of a fetch follow each other, one at a time. Groups of state are read with the ``last``
-    one, which may have no tokens.
+    one, which may have no tokens. Without a lease ``epoch`` is 0: nothing can be packed for it.
     """
 
     fetch_id: str
@@ -252,6 +256,15 @@ class SendConfirm:
     fetch_id: str
     epoch: int
     token: str = field(repr=False)
+    timeout_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class SendTake:
+    """Ask whether what was read of ``tables`` is good; answer `LeaseConfirmed` or `StepFailed`."""
+
+    fetch_id: str
+    tables: Mapping[str, BlockTable]
     timeout_s: float
 
 
@@ -285,6 +298,7 @@ class ReportFetched:
     """Tell the engine how the fetch ended; ``stage`` is the state that it ended in.
 
     ``num_bytes`` are those that have landed by then, ``path`` how the last of them were read.
+    ``ahead`` when it was read before the lease, ``leased`` when it got one.
     """
 
     fetch_id: str
@@ -297,6 +311,8 @@ class ReportFetched:
     stages_s: StageTimes
     error: KVBusError | None = None
     path: str = ""
+    ahead: bool = False
+    leased: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -317,6 +333,7 @@ Command = (
     | ReadChunk
     | StopRead
     | SendConfirm
+    | SendTake
     | SendRelease
     | SendWithdraw
     | ReportLanded

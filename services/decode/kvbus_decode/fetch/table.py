@@ -1,12 +1,17 @@
 """All fetches of one decode agent: admission, deadlines, and the dispatch of events (sans-IO)."""
 
 from kvbus.errors import ErrorCode, KVBusError, LocalError
-from kvbus.protocol.message import Empty
 from kvbus.protocol.ticket import Ticket
 from kvbus.table import Context, FairPool, Table
 from kvbus_decode.fetch import events as ev
 from kvbus_decode.fetch.entry import FetchEntry, FetchLimits, FetchState
-from kvbus_decode.fetch.transitions import TRANSITIONS, Commands
+from kvbus_decode.fetch.transitions import (
+    TRANSITIONS,
+    Commands,
+    begin,
+    resolve,
+    wait_for_turn,
+)
 
 
 class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
@@ -75,15 +80,13 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
                 max_fetches=self.limits.max_fetches,
             )
         fetch = FetchEntry(event, deadline=now + event.timeout_s, entered_at=now)
-        timeout_s = fetch.request_timeout_s(Context(now, self.limits))
-        reply = ev.SendReply(event.reply_to, Empty())
-        commands: Commands = [reply, ev.ResolvePeer(event.fetch_id, timeout_s, event)]
-        if event.route is not None and self._take_place(fetch, now):
-            fetch.state = FetchState.CLAIMING  # the peer waits for this, the engine not for that
-            commands = [ev.SendClaim(event.fetch_id, timeout_s, event), reply]
-        elif event.route is not None:
-            fetch.state = FetchState.QUEUED
-            commands = [reply, ev.HoldPeer(event.fetch_id, event)]
+        at = Context(now, self.limits)
+        if event.route is None:
+            commands = resolve(fetch, at)
+        elif self._take_place(fetch, now):
+            commands = begin(fetch, at)
+        else:
+            commands = wait_for_turn(fetch)
         self._add(fetch, event, now, commands)
         return commands
 

@@ -4,8 +4,9 @@ An event that comes too late for its fetch changes nothing, but a lease that it 
 back. Every handler returns the commands for the agent, in order.
 
 Blocks are never freed under a read: while a chunk is in flight the end is reported at once, and the
-blocks when the read has ended (draining). A chunk is what the prefill agent said is ready, and only
-a sealed offer is confirmed. Claims are sent when the table says that a fetch has its turn.
+blocks when the read has ended (draining). A chunk is what the prefill agent said is ready, in a
+grant or in the ticket (`kvbus_decode.fetch.ahead`), and only a sealed offer is confirmed. A fetch
+claims, or reads ahead, when the table says that it has its turn.
 """
 
 from collections.abc import Mapping
@@ -15,6 +16,7 @@ from kvbus.protocol.engine import Outcome
 from kvbus.protocol.message import Empty
 from kvbus.table import Transition
 from kvbus_decode.fetch import events as ev
+from kvbus_decode.fetch.ahead import Ahead
 from kvbus_decode.fetch.entry import ENDS, STAGES, Context, FetchEntry, FetchState
 
 RESOLVING, QUEUED = FetchState.RESOLVING, FetchState.QUEUED
@@ -25,20 +27,63 @@ COMPLETED, FAILED, CANCELLED = ENDS
 Commands = list[ev.Command]
 
 
+def resolve(fetch: FetchEntry, at: Context) -> Commands:
+    """A new fetch, whose peer is to be found."""
+    timeout_s, requested = fetch.request_timeout_s(at), fetch.requested
+    reply = ev.SendReply(requested.reply_to, Empty())
+    return [reply, ev.ResolvePeer(fetch.fetch_id, timeout_s, requested)]
+
+
+def wait_for_turn(fetch: FetchEntry) -> Commands:
+    """A new fetch whose route is known, while as many as may be are under way."""
+    fetch.state = QUEUED
+    reply = ev.SendReply(fetch.requested.reply_to, Empty())
+    return [reply, ev.HoldPeer(fetch.fetch_id, fetch.requested)]
+
+
+def begin(fetch: FetchEntry, at: Context) -> Commands:
+    """A new fetch whose turn it is; the peer waits for what it is asked, the engine not for that.
+
+    Its peers are held by the claim, where that comes first.
+    """
+    commands = start(fetch, ev.TurnCame(fetch.fetch_id), at)
+    holds: Commands = [] if fetch.claiming else [ev.HoldPeer(fetch.fetch_id, fetch.requested)]
+    return [*holds, *commands, ev.SendReply(fetch.requested.reply_to, Empty())]
+
+
 def queue(fetch: FetchEntry, _event: ev.PeerReady, at: Context) -> Commands:
     """The peer is known: the claim waits for its turn, which may come at once."""
     fetch.enter(QUEUED, at.now)
     return []
 
 
-def start_claim(fetch: FetchEntry, _event: ev.TurnCame, at: Context) -> Commands:
-    """It may begin: ask for the lease."""
+def start(fetch: FetchEntry, _event: ev.TurnCame, at: Context) -> Commands:
+    """It may begin: read what the ticket names, or ask for the lease."""
+    ahead = fetch.requested.ahead
+    if ahead is not None:
+        return _start_ahead(fetch, ahead, at)
     fetch.enter(CLAIMING, at.now)
-    return [ev.SendClaim(fetch.fetch_id, fetch.request_timeout_s(at), fetch.requested)]
+    return [_claim(fetch, at)]
+
+
+def _start_ahead(fetch: FetchEntry, ahead: Ahead, at: Context) -> Commands:
+    """Read what the ticket names; with the claim beside it, or after a while, or not at all.
+
+    An engine that has it all only takes the offer.
+    """
+    fetch.know(ahead)
+    commands = _go_on(fetch, at)
+    if fetch.chunk is None:
+        return commands
+    if ahead.claims:
+        return [_claim(fetch, at), *commands]
+    fetch.ask_again_at = at.now + at.limits.claim_after_s
+    return commands
 
 
 def take_grant(fetch: FetchEntry, event: ev.LeaseGranted, at: Context) -> Commands:
     """The lease, or more of it, and what the offer has by now; during a chunk that waits."""
+    fetch.claiming = False
     try:
         fetch.hold(event.sent_at, event.granted)
     except KVBusError as error:
@@ -48,10 +93,14 @@ def take_grant(fetch: FetchEntry, event: ev.LeaseGranted, at: Context) -> Comman
 
 
 def retry_or_fail(fetch: FetchEntry, event: ev.StepFailed, at: Context) -> Commands:
-    """A claim that found the offer leased to another reader is tried again until the deadline."""
-    if event.error.code is not ErrorCode.BUSY:
+    """A claim that found the offer leased to another reader is tried again until the deadline.
+
+    A read that is under way meanwhile goes on: the other one may give the offer back, and until
+    somebody completes it the bytes are good.
+    """
+    if event.error.code is not ErrorCode.BUSY or not fetch.claiming:
         return fail(fetch, event.error, at)
-    fetch.claim_again_at = at.now + at.limits.busy_retry_s
+    fetch.claiming, fetch.ask_again_at = False, at.now + at.limits.busy_retry_s
     return []
 
 
@@ -94,13 +143,13 @@ def complete(fetch: FetchEntry, _event: ev.LeaseConfirmed, at: Context) -> Comma
 
 
 def check_time(fetch: FetchEntry, _event: ev.DeadlinePassed, at: Context) -> Commands:
-    """The fetch's deadline, the lease's end, the next renewal, the next try of a busy claim."""
+    """The fetch's deadline, the lease's end, the next renewal, the next claim or take."""
     if fetch.deadline <= at.now:
         message = f"the fetch did not end within its deadline, it was {fetch.state}"
         return fail(fetch, RemoteError(message, code=ErrorCode.TIMEOUT), at)
-    if fetch.claim_again_at is not None and fetch.claim_again_at <= at.now:
-        fetch.claim_again_at, fetch.hinted = None, False
-        return [ev.SendClaim(fetch.fetch_id, fetch.request_timeout_s(at), fetch.requested)]
+    if fetch.ask_again_at is not None and fetch.ask_again_at <= at.now:
+        fetch.ask_again_at = None
+        return [_ask_for_yes(fetch, at) if fetch.state is CONFIRMING else _claim(fetch, at)]
     if fetch.held is None or fetch.state is CONFIRMING:
         return []
     if fetch.held.expires_at <= at.now:
@@ -115,10 +164,16 @@ def fail_step(fetch: FetchEntry, event: ev.StepFailed, at: Context) -> Commands:
 
 
 def confirm_again_or_fail(fetch: FetchEntry, event: ev.StepFailed, at: Context) -> Commands:
-    """No reply may mean that the offer is completed: ask until the deadline. A yes stays a yes."""
+    """No reply may mean that the offer is completed: ask until the deadline. A yes stays a yes.
+
+    Another reader that has the lease may give it back: the offer may still be taken then.
+    """
+    if event.error.code is ErrorCode.BUSY and fetch.held is None:
+        fetch.ask_again_at = at.now + at.limits.busy_retry_s
+        return []
     if event.error.code is not ErrorCode.TIMEOUT:
         return fail(fetch, event.error, at)
-    return [_confirm(fetch, at)]
+    return [_ask_for_yes(fetch, at)]
 
 
 def cancel(fetch: FetchEntry, event: ev.CancelRequested, at: Context) -> Commands:
@@ -168,23 +223,46 @@ def release_late_lease(fetch: FetchEntry, event: ev.LeaseGranted, _: Context) ->
     return [ev.SendRelease(fetch.requested.ticket, granted.epoch, granted.token, code)]
 
 
+def keep_late_lease(fetch: FetchEntry, event: ev.LeaseGranted, at: Context) -> Commands:
+    """While it lives, the prefill agent drives the read that drains; it goes back after that."""
+    if fetch.held is not None:
+        return release_late_lease(fetch, event, at)
+    fetch.receive(event.sent_at, event.granted)
+    return []
+
+
 def ignore(_fetch: FetchEntry, _event: ev.Event, _: Context) -> Commands:
     """Comes too late to matter, or is a hint that this state does not need."""
     return []
 
 
 def _go_on(fetch: FetchEntry, at: Context) -> Commands:
-    """Nothing is in flight: read what is ready, or confirm when that was all, or wait for more."""
+    """Nothing is in flight: read what is ready, or confirm when that was all, or wait for more.
+
+    Read ahead of the lease: what became of the claim is waited for.
+    """
     fetch.chunk = fetch.next_chunk()
     if fetch.chunk is not None:
         fetch.enter(READING, at.now)
         return [fetch.chunk]
-    fetch.enter(CONFIRMING if fetch.sealed else WAITING, at.now)
-    return [_confirm(fetch, at)] if fetch.sealed else []
+    if not fetch.sealed or fetch.claiming:
+        fetch.enter(CLAIMING if fetch.claiming else WAITING, at.now)
+        return []
+    fetch.enter(CONFIRMING, at.now)
+    fetch.ask_again_at = None
+    return [_ask_for_yes(fetch, at)]
 
 
-def _confirm(fetch: FetchEntry, at: Context) -> ev.SendConfirm:
-    return ev.SendConfirm(fetch.fetch_id, *fetch.lease, fetch.request_timeout_s(at))
+def _claim(fetch: FetchEntry, at: Context) -> ev.SendClaim:
+    fetch.claiming, fetch.hinted = True, False
+    return ev.SendClaim(fetch.fetch_id, fetch.request_timeout_s(at), fetch.requested)
+
+
+def _ask_for_yes(fetch: FetchEntry, at: Context) -> ev.SendConfirm | ev.SendTake:
+    timeout_s = fetch.request_timeout_s(at)
+    if fetch.held is None:
+        return ev.SendTake(fetch.fetch_id, dict(fetch.tables), timeout_s)
+    return ev.SendConfirm(fetch.fetch_id, *fetch.lease, timeout_s)
 
 
 def _renew(fetch: FetchEntry, at: Context) -> Commands:
@@ -266,7 +344,7 @@ AFTER_A_GRANT = (WAITING, READING, CONFIRMING, FAILED)
 
 SPECIFIC: Mapping[tuple[FetchState, type[ev.Event]], Transition[FetchState]] = {
     (RESOLVING, ev.PeerReady): Transition(queue, (QUEUED,)),
-    (QUEUED, ev.TurnCame): Transition(start_claim, (CLAIMING,)),
+    (QUEUED, ev.TurnCame): Transition(start, (CLAIMING, READING, CONFIRMING)),
     (CLAIMING, ev.LeaseGranted): Transition(take_grant, AFTER_A_GRANT),
     (CLAIMING, ev.StepFailed): Transition(retry_or_fail, (CLAIMING, FAILED)),
     (CLAIMING, ev.OfferAdvanced): Transition(note_hint, (CLAIMING,)),
@@ -274,11 +352,15 @@ SPECIFIC: Mapping[tuple[FetchState, type[ev.Event]], Transition[FetchState]] = {
     (WAITING, ev.OfferAdvanced): Transition(ask_for_news, (WAITING,)),
     (WAITING, ev.RenewFailed): Transition(note_renewal_failed, (WAITING, FAILED)),
     (READING, ev.LeaseGranted): Transition(take_grant, (READING, DRAINING)),
+    (READING, ev.StepFailed): Transition(retry_or_fail, (READING, DRAINING)),
     (READING, ev.OfferAdvanced): Transition(ask_for_news, (READING,)),
     (READING, ev.RenewFailed): Transition(note_renewal_failed, (READING, DRAINING)),
-    (READING, ev.ChunkRead): Transition(end_chunk, (READING, WAITING, CONFIRMING, FAILED)),
+    (READING, ev.ChunkRead): Transition(
+        end_chunk, (READING, CLAIMING, WAITING, CONFIRMING, FAILED)
+    ),
     (CONFIRMING, ev.LeaseConfirmed): Transition(complete, (COMPLETED,)),
     (CONFIRMING, ev.StepFailed): Transition(confirm_again_or_fail, (CONFIRMING, FAILED)),
+    (DRAINING, ev.LeaseGranted): Transition(keep_late_lease, (DRAINING,)),
     (DRAINING, ev.ChunkRead): Transition(finish_draining, (FAILED, CANCELLED)),
 }
 

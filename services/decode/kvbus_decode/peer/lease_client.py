@@ -15,7 +15,7 @@ from kvbus.bus import EventListener
 from kvbus.errors import ErrorCode, KVBusError
 from kvbus.protocol.envelope import Notice
 from kvbus.protocol.message import Empty
-from kvbus.protocol.peer import Claim, Confirm, Granted, PeerWithdraw, Release, Renew
+from kvbus.protocol.peer import Claim, Confirm, Granted, PeerWithdraw, Release, Renew, Take
 from kvbus.protocol.ticket import Ticket
 from kvbus_decode.active import ActiveFetch
 from kvbus_decode.config import DecodeConfig
@@ -88,7 +88,7 @@ class LeaseClient(EventListener):
             self._agent.tasks.start_soon(self._resolve, fetch, command.timeout_s)
 
     def hold_peer(self, command: ev.HoldPeer) -> None:
-        """Keep the peers of a fetch that waits for its turn."""
+        """Keep the peers of a fetch that asks for nothing yet."""
         self._begin_on_route(command.requested)
 
     def claim(self, command: ev.SendClaim) -> None:
@@ -103,7 +103,7 @@ class LeaseClient(EventListener):
         message = Claim(
             agent_boot=ticket.agent_boot,
             offer_id=ticket.offer_id,
-            reader_id=f"{self._agent.identity.boot}/{fetch_id}",
+            reader_id=self._reader_id(fetch_id),
             lease_s=self._config.lease_s,
             secret=ticket.secret,
         )
@@ -153,6 +153,22 @@ class LeaseClient(EventListener):
 
         timeout_s, offer_id = command.timeout_s, ticket.offer_id
         check_memory(route, route.others, offer_id, timeout_s=timeout_s, on_end=on_checked)
+
+    def take(self, command: ev.SendTake) -> None:
+        """Ask whether what was read without a lease is valid; the answer ends the offer."""
+        fetch_id, fetch = command.fetch_id, self.active[command.fetch_id]
+        ticket = fetch.requested.ticket
+        if fetch.route is None:  # and the table is about to hear why
+            return
+        message = Take(
+            agent_boot=ticket.agent_boot,
+            offer_id=ticket.offer_id,
+            reader_id=self._reader_id(fetch_id),
+            secret=ticket.secret,
+            token=fetch.take_token,
+            tables=dict(command.tables),
+        )
+        fetch.home.ask(message, command.timeout_s, partial(self._on_confirmed, fetch_id))
 
     def release(self, command: ev.SendRelease) -> None:
         """Return a lease; when that fails, it ends by itself.
@@ -237,6 +253,9 @@ class LeaseClient(EventListener):
             self._dispatch(ev.StepFailed(requested.fetch_id, error))
             return None
         return fetch
+
+    def _reader_id(self, fetch_id: str) -> str:
+        return f"{self._agent.identity.boot}/{fetch_id}"
 
     async def _resolve(self, fetch: ActiveFetch, timeout_s: float) -> None:
         async def find_route() -> None:

@@ -7,6 +7,7 @@ import structlog
 
 from kvbus.agent.process.calibration import Calibration
 from kvbus.agent.process.service import Agent
+from kvbus.errors import ErrorCode, LocalError
 from kvbus.planning import FetchShape, Path, PeerRates, Spans
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.peer.route import Route
@@ -16,6 +17,7 @@ from kvbus_decode.read.open_paths import no_common_order, open_paths
 log = structlog.get_logger()
 
 WITHOUT_BOXES = (Path.DIRECT, Path.MAPPED)
+"""Paths that need nothing of the prefill agent that is asked for under an epoch."""
 THROUGH_SLOTS = (Path.PACKED, Path.REORDERED)
 
 
@@ -51,8 +53,10 @@ class PathChooser:
             name = f"{agent.transport.name}-calibration"
             agent.tasks.start_soon(self._calibration.measure_reads, name)
 
-    def choose(self, route: Route, spans: Spans, replica_index: int) -> PathChoice:
-        """The path of a chunk, which `Chunk` describes.
+    def choose(
+        self, route: Route, spans: Spans, replica_index: int, *, leased: bool = True
+    ) -> PathChoice:
+        """The path of a chunk, which `Chunk` describes; one of `WITHOUT_BOXES` if not ``leased``.
 
         A box has to fit the slots of both sides; where no path has boxes that do, that is for
         `cut_into_boxes` to refuse. Raises `ConfigError` when no path is open.
@@ -60,6 +64,8 @@ class PathChooser:
         paths = self._paths.get(route) or self._open_paths(route)
         if Path.MAPPED in paths and not route.is_mapped:
             paths = self._open_paths(route)
+        if not leased:
+            paths = _without_boxes(paths)
         obvious = self._obvious(route, paths, spans, replica_index)
         if obvious is not None:
             return obvious
@@ -148,3 +154,12 @@ class PathChooser:
         if self._agent.staging.packs:
             slots.append(self._agent.staging.slot_bytes)
         return min(slots)
+
+
+def _without_boxes(paths: tuple[Path, ...]) -> tuple[Path, ...]:
+    """Those of ``paths`` that need no lease; raises `LocalError` when they have closed."""
+    found = tuple(path for path in paths if path in WITHOUT_BOXES)
+    if not found:
+        message = "the path that needs no lease has closed while the fetch waited"
+        raise LocalError(message, code=ErrorCode.ENGINE_LOST)
+    return found

@@ -34,7 +34,7 @@ from kvbus_decode.read.jobs import DirectJob, MappedJob, Rows
 from kvbus_decode.read.leg import Leg
 from kvbus_decode.read.legs import box_legs, direct_legs, mapped_legs, zero_legs
 from kvbus_decode.read.pack_client import PackClient
-from kvbus_decode.read.path_choice import PathChoice, PathChooser
+from kvbus_decode.read.path_choice import WITHOUT_BOXES, PathChoice, PathChooser
 from kvbus_decode.read.remote_ranks import RemoteRanks
 from kvbus_decode.read.table import ReadTable
 
@@ -92,13 +92,21 @@ class Reader:
             return True
         if requested.zero_tail:
             return False
+        return self._path_of_all(route, requested) is not Path.PACKED
+
+    def path_without_lease(self, route: Route, requested: Requested) -> Path | None:
+        """The path of a fetch that is read whole, if that needs no slot of the prefill agent."""
+        path = self._path_of_all(route, requested)
+        return path if path in WITHOUT_BOXES else None
+
+    def _path_of_all(self, route: Route, requested: Requested) -> Path | None:
+        """The path that all of the fetch would take now; None when there is none."""
         whole = requested.first_token, requested.num_tokens
         spans = chunk_spans(route.prefill.groups, whole, whole, last=True)
         try:
-            choice = self._chooser.choose(route, spans, replica_index=0)
+            return self._chooser.choose(route, spans, replica_index=0).path
         except KVBusError:
-            return True
-        return choice.path is not Path.PACKED
+            return None
 
     async def prepare(self, route: Route, requested: Requested) -> None:
         """Return when `is_ready` is true of the fetch."""
@@ -120,7 +128,8 @@ class Reader:
         when no path can be taken. ``remote_legs`` are parts that other agents read.
         """
         try:
-            choice = self._chooser.choose(chunk.route, chunk.spans, chunk.replica_index)
+            leased, replica_index = chunk.epoch > 0, chunk.replica_index
+            choice = self._chooser.choose(chunk.route, chunk.spans, replica_index, leased=leased)
             if choice.path is Path.DIRECT:
                 legs = direct_legs(chunk)
             elif choice.path is Path.MAPPED:
