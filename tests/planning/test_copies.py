@@ -117,6 +117,19 @@ def test_sources_are_refused_unless_the_runs_of_each_outer_offset_lie_in_one_ext
             check_sources([one], extents)
 
 
+@SOME
+@given(lattices())
+def test_an_extent_that_ends_or_starts_a_byte_too_early_or_late_is_refused(one: Copies) -> None:
+    sources = one.addresses()[0]
+    first, end = int(sources.min()), int(sources.max()) + one.run_bytes
+
+    check_sources([one], [(first, end)])
+
+    for short in ([(first + 1, end)], [(first, end - 1)], []):
+        with pytest.raises(GeometryError):
+            check_sources([one], short)
+
+
 def within(one: Copies) -> list[tuple[int, int]]:
     return list(product(one.units[0].tolist(), one.inner[0].tolist()))
 
