@@ -68,7 +68,7 @@ def copy_by_kernel(kernel: Kernel, copies: Copies) -> None:
 
 def copy_by_numpy(copies: Copies) -> None:
     """The same without a compiler: an assignment for each outer offset and unit."""
-    axes, rest = _even_axes(copies.inner)
+    axes, rest = even_axes(copies.inner)
     starts = replace(copies, inner=rest).addresses()
     for source, target in starts.T.tolist():
         if not axes:
@@ -77,16 +77,16 @@ def copy_by_numpy(copies: Copies) -> None:
         _view(target, axes, 1, copies.run_bytes)[...] = _view(source, axes, 0, copies.run_bytes)
 
 
-class _EvenAxis(NamedTuple):
+class EvenAxis(NamedTuple):
     """So many offsets, each as far from the one before: in the source and in the target."""
 
     size: int
     steps: tuple[int, int]
 
 
-def _even_axes(offsets: Offsets) -> tuple[list[_EvenAxis], Offsets]:
+def even_axes(offsets: Offsets) -> tuple[list[EvenAxis], Offsets]:
     """Axes, outermost first, and what is left: the offsets are all sums of one of each."""
-    axes: list[_EvenAxis] = []
+    axes: list[EvenAxis] = []
     while offsets.shape[1] > 1:
         first, step = offsets[:, :1], offsets[:, 1] - offsets[:, 0]
         even = first + step[:, None] * np.arange(offsets.shape[1])
@@ -97,12 +97,12 @@ def _even_axes(offsets: Offsets) -> tuple[list[_EvenAxis], Offsets]:
         table = offsets.reshape(2, -1, size)
         if (table - table[:, :, :1] != table[:, :1] - table[:, :1, :1]).any():
             break
-        axes.insert(0, _EvenAxis(size, (int(step[0]), int(step[1]))))
+        axes.insert(0, EvenAxis(size, (int(step[0]), int(step[1]))))
         offsets = table[:, :, 0]
     return axes, offsets
 
 
-def _view(address: int, axes: Iterable[_EvenAxis], side: int, run_bytes: int) -> Bytes:
+def _view(address: int, axes: Iterable[EvenAxis], side: int, run_bytes: int) -> Bytes:
     """The runs at ``address`` and on from there, the last axis one run."""
     reaches = [axis.steps[side] * (axis.size - 1) for axis in axes]
     below = sum(reach for reach in reaches if reach < 0)
