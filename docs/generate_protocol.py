@@ -47,6 +47,7 @@ SHARED = (
     peer.EngineMemory,
     mapped.MemorySocket,
     mapped.LentSegment,
+    mapped.Sharing,
     engine.StageTimes,
 )
 ROOMS: dict[str, tuple[type[Request[Any]], ...]] = {

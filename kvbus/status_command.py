@@ -3,6 +3,7 @@
 Refuses to wait longer than it was told.
 """
 
+from collections.abc import Iterator
 from functools import partial
 from typing import Annotated
 
@@ -16,6 +17,7 @@ from kvbus.bus import ask_agent
 from kvbus.errors import ConfigError, KVBusError, RequestTimeout
 from kvbus.keys.asker import KeyFile, ServerKey, curve_of
 from kvbus.output import fail, write_json
+from kvbus.protocol.mapped import Sharing
 from kvbus.protocol.peer import AgentStatus, Status
 
 
@@ -70,6 +72,20 @@ def status_table(answer: AgentStatus) -> Table:
     if not answer.engines:
         table.add_row("engines", "none")
     table.add_row("NIXL listens at", ", ".join(answer.data_endpoints) or "no TCP port")
+    for what, state in _sharing_rows(answer.sharing):
+        table.add_row(what, state)
     for what, count in answer.counts.items():
         table.add_row(what.replace("_", " "), str(count))
     return table
+
+
+def _sharing_rows(sharing: Sharing | None) -> Iterator[tuple[str, str]]:
+    """What is mapped between agents of one machine, and why something is not."""
+    if sharing is None:
+        return
+    if sharing.closed:
+        yield "shared memory", sharing.closed
+    if sharing.path:
+        yield "lends memory at", sharing.path
+    for engine, state in sharing.engines.items():
+        yield f"memory of {engine}", "mapped here" if state == "open" else f"not mapped: {state}"

@@ -22,11 +22,12 @@ from kvbus.agent.process.data_plane import choose_interfaces
 from kvbus.agent.process.defaults import DECODE_DEFAULTS, PREFILL_DEFAULTS
 from kvbus.bus import ClientCurve, ask_agent
 from kvbus.doctor.finding import ERROR, NOTE, OK, Finding
+from kvbus.doctor.sharing import sharing_findings
 from kvbus.errors import ConfigError, KVBusError
 from kvbus.memory.attach.folder import prepare_folder
 from kvbus.memory.attach.path import check_path_length
 from kvbus.memory.room import available_bytes
-from kvbus.protocol.peer import Status
+from kvbus.protocol.peer import AgentStatus, Status
 from kvbus.text import bytes_text
 
 ASK_S = 2.0
@@ -37,13 +38,15 @@ AgentSource = tuple[str, AgentConfig]
 class Bind(msgspec.Struct, frozen=True, kw_only=True):
     """One address of an agent.
 
-    ``error`` is empty when it can be bound; ``held_by`` is the id of the agent that answers there.
+    ``error`` is empty when it can be bound; ``held_by`` is the id of the agent that answers there,
+    ``status`` what it says.
     """
 
     key: str
     address: str
     error: str
     held_by: str = ""
+    status: AgentStatus | None = None
 
     @property
     def host_and_port(self) -> str:
@@ -79,6 +82,12 @@ class AgentFacts(msgspec.Struct, frozen=True, kw_only=True):
         """Whether this very agent answers at one of its addresses."""
         return any(bind.held_by == self.agent_id for bind in self.binds)
 
+    @property
+    def status(self) -> AgentStatus | None:
+        """What this very agent says, if it runs."""
+        found = [bind.status for bind in self.binds if bind.held_by == self.agent_id]
+        return found[0] if found else None
+
 
 def wanted_agents(paths: list[Path]) -> list[AgentSource]:
     """The agents of these files, or of both services' defaults; raises `ConfigError`."""
@@ -92,9 +101,10 @@ def wanted_agents(paths: list[Path]) -> list[AgentSource]:
 
 
 def check_agents(agents: Sequence[AgentSource]) -> Iterator[Finding]:
-    """What came of trying what they want."""
+    """What came of trying what they want, and what those that run share."""
     facts = [agent_facts(*agent) for agent in agents]
-    return agent_findings(facts, available_bytes=available_bytes())
+    yield from agent_findings(facts, available_bytes=available_bytes())
+    yield from sharing_findings([fact.status for fact in facts if fact.status is not None])
 
 
 def agent_facts(source: str, config: AgentConfig) -> AgentFacts:
@@ -135,8 +145,9 @@ def _interfaces(config: AgentConfig) -> tuple[tuple[str, ...], str]:
 def _bind(key: str, address: str, curve: ClientCurve | None) -> Bind:
     error = _bind_error(address)
     is_taken = key == "peer_bind" and error == os.strerror(errno.EADDRINUSE)
-    held_by = anyio.run(_agent_at, address, curve) if is_taken else ""
-    return Bind(key=key, address=address, error=error, held_by=held_by)
+    status = anyio.run(_status_at, address, curve) if is_taken else None
+    held_by = status.agent_id if status is not None else ""
+    return Bind(key=key, address=address, error=error, held_by=held_by, status=status)
 
 
 def _bind_error(address: str) -> str:
@@ -166,16 +177,15 @@ def _interface_address(name: str) -> str:
     return next((one.address for one in found if one.family == socket.AF_INET), "")
 
 
-async def _agent_at(address: str, curve: ClientCurve | None) -> str:
-    """The id of the agent that answers there, empty when none does."""
+async def _status_at(address: str, curve: ClientCurve | None) -> AgentStatus | None:
+    """What the agent says that answers there, None when none does."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     here = "127.0.0.1" if host in ("*", "0.0.0.0") else host  # noqa: S104 - compared
     try:
         endpoint = f"tcp://{here}:{port}"
-        status = await ask_agent(endpoint, Status(), timeout_s=ASK_S, curve=curve)
+        return await ask_agent(endpoint, Status(), timeout_s=ASK_S, curve=curve)
     except KVBusError:
-        return ""
-    return status.agent_id
+        return None
 
 
 def _folder_error(config: AgentConfig) -> str:

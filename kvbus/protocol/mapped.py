@@ -25,6 +25,21 @@ class MemorySocket(msgspec.Struct, frozen=True):
     closed: Text = ""
 
 
+class Sharing(msgspec.Struct, frozen=True):
+    """Whether an agent shares memory with others of its machine, and what decides that.
+
+    A prefill agent lends at ``path``. ``engines`` are those that a decode agent has met, and for
+    each ``open``, or why its memory is not mapped. ``closed`` says why there is none at all.
+    """
+
+    machine: Text = ""
+    uid: Size = 0
+    mount_namespace: Text = ""
+    path: Text = ""
+    closed: Text = ""
+    engines: dict[str, Text] = {}
+
+
 class LentSegment(msgspec.Struct, frozen=True):
     """One segment of a rank, and the size of its file."""
 

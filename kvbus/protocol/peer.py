@@ -10,7 +10,7 @@ import msgspec
 
 from kvbus.geometry import EngineSpec, RankSpec
 from kvbus.protocol.engine import AgentRanks, AgentRole, Tables
-from kvbus.protocol.mapped import MemorySocket
+from kvbus.protocol.mapped import MemorySocket, Sharing
 from kvbus.protocol.message import (
     Address,
     Empty,
@@ -191,6 +191,7 @@ class AgentStatus(Message, frozen=True):
 
     ``data_endpoints`` are the HOST:PORT at which NIXL listens, empty where it uses no TCP.
     ``story`` has a line for each of the last events of what was asked for, the oldest first.
+    ``sharing`` is about memory that agents of one machine map.
     """
 
     agent_id: Id
@@ -200,6 +201,7 @@ class AgentStatus(Message, frozen=True):
     counts: dict[str, int]
     data_endpoints: tuple[Text, ...] = ()
     story: tuple[Text, ...] = ()
+    sharing: Sharing | None = None
 
 
 class Status(Request[AgentStatus], frozen=True):

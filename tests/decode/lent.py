@@ -10,14 +10,17 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvbus.agent.engines.local_engine import EngineProcess
 from kvbus.agent.process.runtime import Runtime
+from kvbus.engine import DecodeSession, PrefillSession
 from kvbus_decode.agent import DecodeService
 from kvbus_decode.peer.handshake import RouteBook
 from kvbus_decode.peer.mapped_memory import MappedMemory
 from kvbus_prefill.lending import MemoryLender
 from tests.agents import until
 from tests.decode.inside import decode_agent
-from tests.engines import Engine, pair
+from tests.engines import Engine, engine, make_spec
+from tests.memories import Memory
 from tests.prefill.inside import PrefillAgent, given_back, prefill_agent
 
 
@@ -53,17 +56,24 @@ class Neighbours:
         return memory
 
     @asynccontextmanager
-    async def engines(self, **shape: Any) -> AsyncIterator[tuple[Engine, Engine]]:
-        """A `pair` of engines, until both agents have given their memory back."""
-        directories = self.prefill.runtime.agent.engines, self.decode.agent.engines
-        async with pair(self.prefill.attach, self.decode.config.attach_path, **shape) as (
-            source,
-            target,
+    async def engines(
+        self, *, tp: int = 1, memory: Memory | None = None
+    ) -> AsyncIterator[tuple[Engine, Engine]]:
+        """Engines that fit, until both agents have given their memory back."""
+        theirs, ours = self.prefill.attach, self.decode.config.attach_path
+        async with (
+            engine(PrefillSession, theirs, make_spec(tp=tp), seed=1, memory=memory) as source,
+            engine(DecodeSession, ours, make_spec(tp=tp), seed=2) as target,
         ):
-            known = [list(one.engines.values()) for one in directories]
-            processes = [each for engines in known for one in engines for each in one.processes]
+            processes = self.processes()
             yield source, target
         await until(lambda: all(given_back(process) for process in processes))
+
+    def processes(self) -> list[EngineProcess]:
+        """Those of all engines of both agents."""
+        directories = self.prefill.runtime.agent.engines, self.decode.agent.engines
+        engines = [one for directory in directories for one in directory.engines.values()]
+        return [process for one in engines for process in one.processes]
 
     def forget_routes(self) -> None:
         """As if their engine was gone."""

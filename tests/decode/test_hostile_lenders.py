@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import socket
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, suppress
@@ -22,6 +23,7 @@ from tests.decode.lent import Neighbours, neighbours
 from tests.engines import Engine, works
 
 pytestmark = pytest.mark.anyio
+NOBODY = 65534
 
 
 @pytest.fixture
@@ -79,10 +81,6 @@ async def liar(both: Neighbours, folder: Path, source: Engine, lie: Lie) -> Asyn
 
 def lent(boot: str, *segments: LentSegment, fds: list[int], num_segments: int = 1) -> PassingAnswer:
     return PassingAnswer(to_body(MemoryLent(boot, num_segments, segments)), fds)
-
-
-def truth(_: LendMemory, size: int, boot: str) -> PassingAnswer:
-    return lent(boot, LentSegment(0, "kv", size), fds=[memory_file(size)])
 
 
 def another_boot(_: LendMemory, size: int, __: str) -> PassingAnswer:
@@ -252,7 +250,7 @@ async def test_why_it_is_closed_is_said_once_however_many_handshakes_there_are(
                 both.forget_routes()
 
     said = [line for line in logs if line["event"] == "mapped.closed"]
-    assert [line["reason"] for line in said] == ["the prefill agent lends nothing: no"]
+    assert [line["reason"] for line in said] == ["no"]
     assert sum(line["event"] == "handshake.done" for line in logs) == 6
 
 
@@ -263,8 +261,11 @@ async def test_who_speaks_unasked_is_as_good_as_gone(both: Neighbours, folder: P
         reader: AttachConnection, message: dict[str, Any], _fds: list[int]
     ) -> PassingAnswer:
         readers.append(reader)
-        wanted = from_body(LendMemory, message["body"])
-        return truth(wanted, source.caches[0].rank.segments[0].size_bytes, both.prefill.boot)
+        del message
+        content = source.memories()[0].numpy().tobytes()
+        fd = memory_file(len(content))
+        os.pwrite(fd, content, 0)
+        return lent(both.prefill.boot, LentSegment(0, "kv", len(content)), fds=[fd])
 
     (folder / "h").mkdir(mode=0o700)
     server = AttachServer(folder / "h" / "memory.sock", answer, lambda _: None)
@@ -278,3 +279,36 @@ async def test_who_speaks_unasked_is_as_good_as_gone(both: Neighbours, folder: P
         await readers[0].send(wire.encode_frame({"ok": {}}))
         await until(lambda: not memory.is_open)
         tasks.cancel_scope.cancel()
+
+
+@pytest.mark.skipif(os.getuid() != 0, reason="only root can become another user")
+async def test_who_listens_as_another_user_is_told_nothing(both: Neighbours, folder: Path) -> None:
+    (folder / "h").mkdir(mode=0o700)
+    path = folder / "h" / "memory.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.setblocking(False)
+        listener.bind(str(path))
+        os.seteuid(NOBODY)
+        listener.listen()  # the kernel remembers who does this
+        os.seteuid(0)
+        tell(both, MemorySocket(str(path), machine_id()))
+        async with both.engines() as (source, target):
+            assert await works(source, target)
+            assert f"of uid {NOBODY}" in both.state
+
+            accepted, _ = listener.accept()
+            with accepted:
+                assert accepted.recv(1) == b""
+
+
+async def test_a_folder_that_others_may_enter_is_no_agents(both: Neighbours, folder: Path) -> None:
+    path = both.prefill.config.memory_path
+    async with both.engines() as (source, target):
+        path.parent.chmod(0o755)
+        try:
+            assert await works(source, target)
+        finally:
+            path.parent.chmod(0o700)
+
+        assert both.mapped == [None]
+        assert "others must not enter" in both.state

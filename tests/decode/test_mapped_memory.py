@@ -1,17 +1,25 @@
 """A decode agent maps the memory of a prefill engine of its machine, for as long as that lives."""
 
+import os
 import shutil
 import tempfile
 import weakref
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
+from msgspec.structs import replace
 
-from kvbus.engine import DecodeSession
+from kvbus.engine import DecodeSession, MemorySession, PrefillSession
+from kvbus.geometry import Segment, lay_out_rank
+from kvbus.memory.segment import SharedSegment
 from tests.agents import until
 from tests.decode.lent import bytes_at, bytes_of, neighbours
-from tests.engines import engine, make_spec, works
+from tests.engines import NUM_BLOCKS, engine, make_spec, works
+from tests.memories import NHD, Memory
+from tests.prefill.inside import given_back
 
 pytestmark = pytest.mark.anyio
 
@@ -92,9 +100,9 @@ async def test_two_routes_to_one_engine_share_what_is_mapped(folder) -> None:
 @pytest.mark.parametrize(
     ("settings", "reason"),
     [
-        ({"prefill": {"mapped": False}}, "lends nothing: closed there by config (mapped = false)"),
-        ({"decode": {"mapped": False}}, "closed here by config (mapped = false)"),
-        ({"decode": {"path": "direct"}}, "closed here by config (path = 'direct')"),
+        ({"prefill": {"mapped": False}}, "closed by the prefill agent's config (mapped = false)"),
+        ({"decode": {"mapped": False}}, "closed by the decode agent's config (mapped = false)"),
+        ({"decode": {"path": "direct"}}, "closed by the decode agent's config (path = 'direct')"),
     ],
 )
 async def test_what_config_closes_is_read_with_nixl_and_says_so(folder, settings, reason) -> None:
@@ -103,3 +111,72 @@ async def test_what_config_closes_is_read_with_nixl_and_says_so(folder, settings
 
         assert both.mapped == [None]
         assert reason in both.state
+
+
+async def test_unregistered_memory_is_mapped_as_well(folder) -> None:
+    async with (
+        neighbours(folder) as both,
+        both.engines(memory=Memory(direct=False)) as (source, target),
+    ):
+        assert await works(source, target)
+
+        assert bytes_of(both.the_memory(), source)
+
+
+async def test_a_rank_of_more_segments_than_a_message_carries_is_mapped_whole(folder) -> None:
+    spec, count = make_spec(), 150
+    rank = lay_out_rank(spec, 0, NHD, num_blocks=NUM_BLOCKS)
+    extra = tuple(Segment(f"more-{number}", 4096) for number in range(count))
+    with ExitStack() as stack:
+        sizes = {one.segment_id: one.size_bytes for one in (*rank.segments, *extra)}
+        storages = {name: stack.enter_context(SharedSegment(size)) for name, size in sizes.items()}
+        for number, storage in enumerate(storages.values()):
+            storage.view()[:] = number
+        async with neighbours(folder) as both, both.engines() as (_, target):
+            attach = both.prefill.attach
+            async with (
+                PrefillSession(attach, spec) as control,
+                MemorySession(attach, spec, 0) as one,
+            ):
+                await one.register(replace(rank, segments=(*rank.segments, *extra)), storages)
+                await control.register()
+                await control.ready()
+                offer = await control.offer("r", num_tokens=16, block_ids={"full": [1]})
+                fetch = target.decode.fetch(offer.ticket, num_tokens=16, block_ids={"full": [1]})
+                await fetch.completed()
+
+                memory = both.the_memory()
+                assert len(memory.extents) == count + 1
+                for number, name in enumerate(storages):
+                    assert (bytes_at(memory.addresses[0][name], sizes[name]) == number).all()
+                local = both.prefill.runtime.agent.engines.engines[spec.engine_id]
+                processes = list(local.processes)
+            await until(lambda: all(given_back(process) for process in processes))
+
+
+async def test_memory_that_its_engine_cuts_reads_as_zeros_and_is_open_no_more(folder) -> None:
+    async with neighbours(folder) as both:
+        both.decode.bus_errors.install()
+        try:
+            async with both.engines(memory=Memory(apart=True)) as (source, target):
+                assert await works(source, target)
+                memory = both.the_memory()
+                (first, end), *_ = memory.extents
+                assert bytes_of(memory, source)
+
+                cut_what_torch_shares()
+
+                assert not np.array(bytes_at(first, end - first)).any()
+                assert not memory.is_open
+                await until(lambda: both.mapped == [])
+                assert "cut" in both.state
+        finally:
+            both.decode.bus_errors.restore()
+
+
+def cut_what_torch_shares() -> None:
+    """As the engine could, since these files cannot be sealed."""
+    for fd in Path("/proc/self/fd").iterdir():
+        if fd.is_symlink() and fd.readlink().name.startswith("torch_"):
+            with suppress(OSError):  # what is lent is open for reading only
+                os.ftruncate(int(fd.name), 0)

@@ -1,11 +1,12 @@
 """Agents that give up soon: shared ones for faults that they survive, fresh ones for the others."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from tests.agents import AgentProcess, Agents, agents_ended
+from tests.faults.engine_processes import EngineProcess
 
 PREFILL = {"late_read_s": 1.0, "drain_timeout_s": 20.0}
 DECODE = {"lease_s": 3.0, "request_timeout_s": 5.0, "drain_timeout_s": 20.0}
@@ -89,3 +90,17 @@ def slow_and_fresh(request: pytest.FixtureRequest, fresh: Started) -> Started:
     settings = SLOW_READS if request.param == "tcp" else {**SLOW_READS, "env": {}}
     fresh.start(fresh.prefill(**settings), fresh.decode(**settings))
     return fresh
+
+
+@pytest.fixture
+def start_engine() -> Iterator[Callable[..., EngineProcess]]:
+    """Starts engines that end with the test."""
+    started: list[EngineProcess] = []
+
+    def start(agent: AgentProcess, engine_id: str, *arguments: str) -> EngineProcess:
+        started.append(EngineProcess(agent, engine_id, *arguments))
+        return started[-1]
+
+    yield start
+    for one in started:
+        one.forget()

@@ -1,21 +1,14 @@
 """An engine that is killed takes its offers and fetches with it, and its memory; nothing else."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 
-import kvbus
 from kvbus.engine import DecodeSession, PrefillSession
 from kvbus.errors import ErrorCode
 from kvbus.protocol.engine import Outcome
-from tests.agents import AgentProcess, until
+from tests.agents import until
 from tests.engines import (
     LARGE,
     NUM_LARGE_BLOCKS,
@@ -25,63 +18,9 @@ from tests.engines import (
     start_long_read,
     works,
 )
+from tests.faults.engine_processes import num_mappings_of
 
 pytestmark = pytest.mark.anyio
-
-SCRIPT = Path(__file__).parent / "processes" / "engine.py"
-
-
-class EngineProcess:
-    """An engine in a process of its own."""
-
-    def __init__(self, agent: AgentProcess, engine_id: str, *arguments: str) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(agent.attach), engine_id, *arguments],
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": str(Path(kvbus.__file__).parents[1])},
-        )
-
-    def said(self) -> dict[str, Any]:
-        """Its one line."""
-        assert self.process.stdout is not None
-        line: dict[str, Any] = json.loads(self.process.stdout.readline())
-        return line
-
-    def kill(self) -> None:
-        """End it at once; idempotent."""
-        self.process.kill()
-        self.process.wait()
-
-    def forget(self) -> None:
-        """End it, and close what connects to it."""
-        self.kill()
-        assert self.process.stdout is not None
-        self.process.stdout.close()
-
-
-@pytest.fixture
-def start_engine() -> Iterator[Callable[..., EngineProcess]]:
-    """Starts engines that end with the test."""
-    started: list[EngineProcess] = []
-
-    def start(agent: AgentProcess, engine_id: str, *arguments: str) -> EngineProcess:
-        started.append(EngineProcess(agent, engine_id, *arguments))
-        return started[-1]
-
-    yield start
-    for one in started:
-        one.forget()
-
-
-def num_mappings_of(engine_id: str) -> int:
-    """How often the memory of an engine is mapped anywhere on the machine."""
-    found = 0
-    for maps in Path("/proc").glob("[0-9]*/maps"):
-        try:
-            found += sum(f"kvbus-{engine_id}" in line for line in maps.read_text().splitlines())
-        except OSError:  # it ended meanwhile
-            continue
-    return found
 
 
 @pytest.mark.parametrize("role", ["prefill", "staged-prefill"])

@@ -369,6 +369,12 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
                 engines={"prefill-0": True},
                 draining=False,
                 counts={"offers": 2, "leases": 1},
+                sharing=m.Sharing(
+                    machine="5b7e2c1a-3f60-4d0e-9c55-0a1b2c3d4e5f",
+                    uid=1000,
+                    mount_namespace="mnt:[4026531841]",
+                    path="/run/kvbus/memory.sock",
+                ),
             ),
         ),
     },

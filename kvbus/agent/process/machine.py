@@ -1,7 +1,11 @@
-"""Which machine this process runs on, as far as memory can be shared there."""
+"""Where this process runs, as far as that decides who can share memory with it."""
 
+import os
 from pathlib import Path
 
+from kvbus.protocol.mapped import Sharing
+
+_MOUNT_NAMESPACE = Path("/proc/self/ns/mnt")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -15,3 +19,23 @@ def machine_id() -> str:
         return _BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:
         return ""
+
+
+def mount_namespace() -> str:
+    """What the kernel calls the mount namespace: paths of another lead elsewhere."""
+    try:
+        return str(_MOUNT_NAMESPACE.readlink())
+    except OSError:
+        return ""
+
+
+def sharing(*, path: str = "", closed: str = "", engines: dict[str, str] | None = None) -> Sharing:
+    """What an agent says of itself, with what it lends or maps."""
+    return Sharing(
+        machine=machine_id(),
+        uid=os.geteuid(),
+        mount_namespace=mount_namespace(),
+        path=path,
+        closed=closed,
+        engines=engines or {},
+    )

@@ -285,6 +285,7 @@ class Runtime:
                 counts=self.service.counts(),
                 data_endpoints=tuple(self.agent.data_plane.endpoints()),
                 story=tuple(self.service.story(asked)),
+                sharing=self.service.sharing(),
             )
         )
 

@@ -18,6 +18,7 @@ from kvbus.agent.process.metrics import AgentMetrics
 from kvbus.agent.staging.devices import StagingDevices
 from kvbus.bus import BusContext, EventPublisher, Handlers
 from kvbus.memory.bus_errors import BusErrors
+from kvbus.protocol.mapped import Sharing
 from kvbus.protocol.peer import Status
 from kvbus.transport import Transport
 
@@ -80,6 +81,10 @@ class Service(Protocol):
 
     def counts(self) -> dict[str, int]:
         """What the agent holds, for `Status` and for metrics."""
+        ...
+
+    def sharing(self) -> Sharing:
+        """What memory it lends to others of this machine, or maps of theirs."""
         ...
 
     def story(self, asked: Status) -> list[str]:

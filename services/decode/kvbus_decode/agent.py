@@ -11,6 +11,7 @@ from kvbus.agent.process.ticket_keys import load_ticket_keys
 from kvbus.bus import Call, Handlers
 from kvbus.errors import ErrorCode, KVBusError, LocalError
 from kvbus.protocol.engine import AgentRanks, BlocksFreed, CancelFetch, Fetched, Landed, StartFetch
+from kvbus.protocol.mapped import Sharing
 from kvbus.protocol.peer import FetchEvent, Status
 from kvbus.protocol.remote_ranks import AbortDelegate, Delegate
 from kvbus.table import Driver
@@ -114,6 +115,10 @@ class DecodeService:
             "delegated_reads": self._delegates.num_reads,
             "slots": self._reader.num_slots_in_use,
         }
+
+    def sharing(self) -> Sharing:
+        """What of other agents is mapped here."""
+        return self._leases.routes.borrower.sharing()
 
     def story(self, asked: Status) -> list[str]:
         """What happened to a fetch, and to its reads: those here, and those for another agent."""
@@ -300,4 +305,5 @@ class DecodeService:
             "outstanding_bytes": stats.outstanding_bytes,
             "unreleased_handles": stats.unreleased_handles,
             "registered_bytes": stats.registered_bytes,
+            "mapped_bytes": self._leases.routes.borrower.num_bytes,
         }

@@ -16,6 +16,7 @@ from kvbus.agent.process.ticket_keys import load_ticket_keys
 from kvbus.bus import Call, Handlers, new_secret
 from kvbus.errors import ErrorCode, LocalError
 from kvbus.protocol.engine import ExtendOffer, MakeOffer, Released, SealOffer, WithdrawOffer
+from kvbus.protocol.mapped import Sharing
 from kvbus.protocol.peer import (
     Claim,
     Confirm,
@@ -121,6 +122,10 @@ class PrefillService:
         table = self._table
         offers = {"offers": len(table.live), "leases": table.num_leases()}
         return offers | self._packing.counts()
+
+    def sharing(self) -> Sharing:
+        """What its memory socket lends."""
+        return self._lender.sharing()
 
     def story(self, asked: Status) -> list[str]:
         """What happened to an offer."""
@@ -309,4 +314,5 @@ class PrefillService:
             "engines": len(self._agent.engines.engines),
             "progress_tokens": stats.progress_tokens,
             "registered_bytes": stats.registered_bytes,
+            "memory_readers": self._lender.num_readers,
         }

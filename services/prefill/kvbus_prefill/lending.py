@@ -12,7 +12,7 @@ import anyio
 import structlog
 
 from kvbus.agent.engines.local_engine import LocalEngine
-from kvbus.agent.process.machine import machine_id
+from kvbus.agent.process.machine import machine_id, sharing
 from kvbus.agent.process.refusals import Refusals
 from kvbus.agent.process.service import Agent
 from kvbus.errors import ConfigError, ErrorCode, KVBusError, LocalError, ProtocolError
@@ -24,6 +24,7 @@ from kvbus.protocol.mapped import (
     LentSegment,
     MemoryLent,
     MemorySocket,
+    Sharing,
 )
 from kvbus.protocol.message import from_body, to_body
 from kvbus_prefill.config import PrefillConfig
@@ -42,7 +43,7 @@ class MemoryLender:
         self._agent = agent
         self._readers: dict[AttachConnection, LocalEngine] = {}
         self._refusals = Refusals(agent.metrics, lines_s=config.max_refusal_lines_s)
-        self._closed = "closed there by config (mapped = false)"
+        self._closed = "closed by the prefill agent's config (mapped = false)"
         self._server = AttachServer(
             config.memory_path,
             self._answer,
@@ -51,7 +52,7 @@ class MemoryLender:
             max_process_connections=MAX_PROCESS_CONNECTIONS,
         )
         if config.mapped:
-            self._closed = "the agent is starting"
+            self._closed = "the prefill agent is starting"
             agent.tasks.start_soon(self._serve)
 
     @property
@@ -63,12 +64,16 @@ class MemoryLender:
         """Where the engine's memory is lent, or why it is not."""
         closed = self._closed
         if not closed and any(mapping is None for *_, mapping in _segments(engine)):
-            closed = "memory of a GPU is not lent"
+            closed = "the prefill engine is on a GPU"
         if not closed and any(mapping.lent_fd is None for *_, mapping in _lent(engine)):
             closed = "the prefill agent has too many open files (ulimit -n) to lend more"
         if closed:
             return MemorySocket(closed=closed)
         return MemorySocket(path=str(self._server.path), machine=machine_id())
+
+    def sharing(self) -> Sharing:
+        """What the status says of it."""
+        return sharing(path="" if self._closed else str(self._server.path), closed=self._closed)
 
     def end_engine(self, engine: LocalEngine) -> None:
         """The engine is gone: its readers see the end of their connections."""

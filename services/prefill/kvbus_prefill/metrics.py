@@ -15,6 +15,7 @@ READINGS = {
     "engines": "Local engines.",
     "progress_tokens": "Reasons to drive NIXL's progress: live leases, late reads, handshakes.",
     "registered_bytes": "Memory registered with NIXL.",
+    "memory_readers": "Maps of an engine's memory that decode agents of this machine have.",
 }
 
 

@@ -13,12 +13,12 @@ import anyio
 import structlog
 
 from kvbus.agent.engines.local_engine import LocalEngine
-from kvbus.agent.process.machine import machine_id
+from kvbus.agent.process.machine import machine_id, sharing
 from kvbus.agent.process.service import Agent
 from kvbus.agent.staging.devices import HOST
 from kvbus.errors import KVBusError, ProtocolError
 from kvbus.memory.attach.channel import FrameChannel, close_fds
-from kvbus.protocol.mapped import MemorySocket
+from kvbus.protocol.mapped import MemorySocket, Sharing
 from kvbus.protocol.peer import HandshakeDone
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.peer.lend_client import LentSegments, connect
@@ -80,17 +80,26 @@ class MemoryBorrower:
         self._note(who, closed)
         return closed
 
+    def sharing(self) -> Sharing:
+        """What the status says of it."""
+        return sharing(closed=self._closed_by_config(), engines=self.states)
+
+    def _closed_by_config(self) -> str:
+        if not self._config.mapped:
+            return "closed by the decode agent's config (mapped = false)"
+        path = self._config.path
+        return f"closed by the decode agent's config (path = '{path}')" if path in WITH_NIXL else ""
+
     def _reason_not_to(self, done: HandshakeDone, engine: LocalEngine) -> str:
         """Why it is not even tried; empty when it is."""
-        socket, path = done.memory_socket, self._config.path
+        socket, closed = done.memory_socket, self._closed_by_config()
         reasons = {
-            "closed here by config (mapped = false)": not self._config.mapped,
-            f"closed here by config (path = '{path}')": path in WITH_NIXL,
+            closed: bool(closed),
             "the decode engine is on a GPU": engine.devices != {HOST},
             "the prefill agent is of a version that lends nothing": socket is None,
         }
         if socket is not None:
-            reasons[f"the prefill agent lends nothing: {socket.closed}"] = bool(socket.closed)
+            reasons[socket.closed] = bool(socket.closed)
             is_here = bool(socket.machine) and socket.machine == machine_id()
             reasons["the prefill agent is on another machine"] = not is_here
         return next((reason for reason, applies in reasons.items() if applies), "")
