@@ -1,11 +1,11 @@
-"""Owns what was learned of one peer: how much longer each path took there than predicted.
+"""Owns what was learned of one peer: its wire, and how much longer each path took than predicted.
 
 It counts fetches and reads no clock, so the same observations give the same choices.
 """
 
 from bisect import bisect
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import exp, log
 
 from kvbus.planning.cost import Choice, Rates, choose, predict
@@ -21,6 +21,10 @@ CURIOSITY = 0.75
 """What a path's ratio goes to while nobody takes it."""
 SIZES_BYTES = (1 << 20, 16 << 20)
 """Below, between and above these, paths are corrected apart: what is fixed is another share."""
+FAR_WIRE_BYTES_PER_S = 3e9
+"""What the wire to another machine is taken for until it was used: 25 Gbit/s."""
+LONG_READ_BYTES = 1 << 20
+"""A READ from which on its bytes take most of its time."""
 
 
 @dataclass(slots=True)
@@ -60,10 +64,17 @@ class PeerRates:
     what was unlucky once, or was never taken though nearly as good, gets its turn. Each
     observation that agrees with what is known doubles that patience, up to 1,024 fetches: what is
     really slow is taken seldom.
+
+    ``rates`` are of reads within this machine. The wire to a ``far`` peer is another: one that is
+    slower is assumed, and READs show what it is.
     """
 
-    def __init__(self, rates: Rates, *, slot_bytes: int) -> None:
+    def __init__(self, rates: Rates, *, slot_bytes: int, far: bool = False) -> None:
         self.rates = rates
+        if far:
+            wire = min(rates.wire_bytes_per_s, FAR_WIRE_BYTES_PER_S)
+            self.rates = replace(rates, wire_bytes_per_s=wire)
+        self._far, self._wire_seen = far, False
         self._slot_bytes = slot_bytes
         self._memories: dict[tuple[Path, int], _Memory] = {}
 
@@ -89,6 +100,23 @@ class PeerRates:
             self._memory(shape, other).num_fetches_since += 1
         ratio = min(max(seconds / predicted_s, 1 / MAX_RATIO), MAX_RATIO)
         self._memory(shape, path).observe(log(ratio))
+
+    # All paths use the wire, so one READ says of all of them what they take: a path need not be
+    # tried for that, which may take many times as long as another where ranks hold replicas. Other
+    # READs share the wire, and the first may wait for a connection. So each READ says only that the
+    # wire is at least so fast: the first takes the place of what was assumed, and one that is much
+    # faster that of those before. A wire that has become slower is seen by the ratios.
+    def observe_read(self, *, num_bytes: int, num_descriptors: int, seconds: float) -> None:
+        """A READ landed so long after it was posted; one of few bytes says nothing of the wire."""
+        if not self._far or num_bytes < LONG_READ_BYTES:
+            return
+        fixed_s = self.rates.seconds_per_read
+        fixed_s += num_descriptors * self.rates.seconds_per_descriptor
+        seen = num_bytes / max(seconds - fixed_s, seconds / 4)
+        if not self._wire_seen or seen > AGREEMENT * self.rates.wire_bytes_per_s:
+            self.rates = replace(self.rates, wire_bytes_per_s=seen)
+            self._wire_seen = True
+            self._memories.clear()
 
     def ratio(self, shape: FetchShape, path: Path) -> float:
         """What predictions of such fetches by ``path`` are multiplied by."""

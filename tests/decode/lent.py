@@ -16,6 +16,7 @@ from kvbus.engine import DecodeSession, PrefillSession
 from kvbus_decode.agent import DecodeService
 from kvbus_decode.peer.handshake import RouteBook
 from kvbus_decode.peer.mapped_memory import MappedMemory
+from kvbus_decode.peer.route import Route
 from kvbus_prefill.lending import MemoryLender
 from tests.agents import until
 from tests.decode.inside import decode_agent
@@ -44,10 +45,14 @@ class Neighbours:
         return self.prefill.runtime.service._lender  # type: ignore[attr-defined]  # a PrefillService
 
     @property
+    def all_routes(self) -> list[Route]:
+        """What the decode agent has met."""
+        return list(self.routes._routes.values())
+
+    @property
     def mapped(self) -> list[MappedMemory | None]:
         """What each source of each route has."""
-        routes = self.routes._routes.values()
-        return [source.mapped for route in routes for source in route.sources]
+        return [source.mapped for route in self.all_routes for source in route.sources]
 
     def the_memory(self) -> MappedMemory:
         """That of the only source of the only route."""

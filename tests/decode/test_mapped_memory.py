@@ -15,11 +15,15 @@ from msgspec.structs import replace
 from kvbus.engine import DecodeSession, MemorySession, PrefillSession
 from kvbus.geometry import Segment, lay_out_rank
 from kvbus.memory.segment import SharedSegment
+from kvbus.protocol.mapped import MemorySocket
+from kvbus.protocol.peer import Handshake, HandshakeDone
+from kvbus_decode.peer.borrowing import is_near
 from tests.agents import until
 from tests.decode.lent import bytes_at, bytes_of, neighbours
 from tests.engines import NUM_BLOCKS, engine, make_spec, works
 from tests.memories import NHD, Memory
 from tests.prefill.inside import given_back
+from tests.vectors.examples import ROOMS
 
 pytestmark = pytest.mark.anyio
 
@@ -49,6 +53,25 @@ async def test_a_handoff_leaves_the_prefill_engines_memory_mapped_byte_for_byte(
         source.fill(99)
         assert bytes_of(memory, source)
         assert both.state == "open"
+
+
+@pytest.mark.parametrize("mapped", [True, False])
+async def test_agents_of_one_machine_know_it_also_where_nothing_is_lent(folder, mapped) -> None:
+    async with (
+        neighbours(folder, prefill={"mapped": mapped}) as both,
+        both.engines() as (source, target),
+    ):
+        assert await works(source, target)
+
+        assert [source.near for route in both.all_routes for source in route.sources] == [True]
+
+
+@pytest.mark.parametrize("socket", [None, MemorySocket(machine="another kernel"), MemorySocket()])
+def test_an_agent_that_does_not_say_that_it_is_here_is_not_near(socket) -> None:
+    _, done = ROOMS["peer"][Handshake]
+    assert isinstance(done, HandshakeDone)
+
+    assert not is_near(replace(done, memory_socket=socket))
 
 
 async def test_the_end_of_the_engine_puts_zeros_under_the_same_addresses(folder) -> None:

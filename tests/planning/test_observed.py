@@ -179,3 +179,85 @@ def test_ratios_stay_within_their_bounds_and_repeat_exactly(observations):
     for path in ALL_PATHS:
         assert 1 / MAX_RATIO - 1e-12 <= first.ratio(SHAPE, path) <= MAX_RATIO + 1e-9
     assert first.choose(SHAPE) == second.choose(SHAPE)
+
+
+REPLICAS = {
+    Path.DIRECT: PathWork(num_bytes=8 * 64 * MIB, num_descriptors=4096),
+    Path.PACKED: PathWork(
+        num_bytes=64 * MIB, gather_run_bytes=131_072, scatter_run_bytes=131_072, num_copies=8
+    ),
+}
+"""A latent for 8 ranks, in long runs."""
+
+
+def far_peer() -> PeerRates:
+    return PeerRates(Rates(), slot_bytes=SLOT_BYTES, far=True)
+
+
+def reads(rates: PeerRates, bytes_per_s: float, num_bytes: int = 8 * MIB) -> None:
+    """One READ of one descriptor, over a wire of that rate."""
+    fixed_s = rates.rates.seconds_per_read + rates.rates.seconds_per_descriptor
+    seconds = fixed_s + num_bytes / bytes_per_s
+    rates.observe_read(num_bytes=num_bytes, num_descriptors=1, seconds=seconds)
+
+
+def test_the_first_fetch_from_another_machine_reads_once_what_ranks_hold_alike():
+    near, far = peer().choose(REPLICAS), far_peer().choose(REPLICAS)
+
+    assert (near.path, far.path) == (Path.DIRECT, Path.PACKED)
+
+
+def test_one_read_of_a_box_shows_that_the_wire_is_fast_enough_for_all_replicas():
+    rates = far_peer()
+
+    reads(rates, 40e9)
+
+    assert rates.rates.wire_bytes_per_s == pytest.approx(40e9)
+    assert rates.choose(REPLICAS).path is Path.DIRECT
+
+
+def test_one_read_shows_that_the_wire_is_slower_than_was_assumed():
+    rates = far_peer()
+
+    reads(rates, 0.125e9)
+
+    assert rates.rates.wire_bytes_per_s == pytest.approx(0.125e9)
+
+
+def test_reads_that_wait_for_others_do_not_make_the_wire_slower():
+    rates = far_peer()
+
+    for bytes_per_s in (1e9, 10e9, 2e9, 9e9, 1e9):
+        reads(rates, bytes_per_s)
+
+    assert rates.rates.wire_bytes_per_s == pytest.approx(10e9)
+
+
+def test_short_reads_and_peers_of_this_machine_show_nothing_of_the_wire():
+    near, far = peer(), far_peer()
+
+    reads(near, 1e9)
+    reads(far, 1e9, num_bytes=MIB - 1)
+
+    assert near.rates == Rates()
+    assert far.rates == PeerRates(Rates(), slot_bytes=SLOT_BYTES, far=True).rates
+
+
+def test_corrections_of_a_wire_that_was_assumed_are_forgotten():
+    rates = far_peer()
+    rates.observe(REPLICAS, Path.PACKED, seconds=1.0)
+
+    reads(rates, 20e9)
+
+    assert rates.ratio(REPLICAS, Path.PACKED) == 1.0
+
+
+@given(st.integers(1, 1 << 40), st.integers(1, 1 << 20), st.floats(1e-9, 1e6))
+def test_whatever_a_read_took_the_wire_has_a_rate(
+    num_bytes: int, num_descriptors: int, seconds: float
+) -> None:
+    rates = far_peer()
+
+    rates.observe_read(num_bytes=num_bytes, num_descriptors=num_descriptors, seconds=seconds)
+
+    assert 0 < rates.rates.wire_bytes_per_s <= max(8.5e9, 4 * num_bytes / seconds)

@@ -68,7 +68,7 @@ class MemoryLender:
         if not closed and any(mapping.lent_fd is None for *_, mapping in _lent(engine)):
             closed = "the prefill agent has too many open files (ulimit -n) to lend more"
         if closed:
-            return MemorySocket(closed=closed)
+            return MemorySocket(machine=machine_id(), closed=closed)
         return MemorySocket(path=str(self._server.path), machine=machine_id())
 
     def sharing(self) -> Sharing:

@@ -100,8 +100,7 @@ class MemoryBorrower:
         }
         if socket is not None:
             reasons[socket.closed] = bool(socket.closed)
-            is_here = bool(socket.machine) and socket.machine == machine_id()
-            reasons["the prefill agent is on another machine"] = not is_here
+            reasons["the prefill agent is on another machine"] = not is_near(done)
         return next((reason for reason, applies in reasons.items() if applies), "")
 
     async def _map(self, path: Path, who: str, boot: str, done: HandshakeDone) -> MappedMemory:
@@ -161,6 +160,12 @@ class MemoryBorrower:
 
 async def _populate(memory: MappedMemory) -> None:
     await anyio.to_thread.run_sync(memory.populate, abandon_on_cancel=True)
+
+
+def is_near(done: HandshakeDone) -> bool:
+    """Whether the prefill agent has said that it is on this machine."""
+    socket = done.memory_socket
+    return socket is not None and socket.machine == machine_id() != ""
 
 
 def _see_cut(reference: MemoryRef, loop: asyncio.AbstractEventLoop, end: MemoryHook) -> None:

@@ -21,7 +21,7 @@ from kvbus.protocol.envelope import PROTOCOL_VERSION
 from kvbus.protocol.peer import EngineMemory, Handshake, HandshakeDone
 from kvbus.protocol.ticket import Ticket
 from kvbus_decode.config import DecodeConfig
-from kvbus_decode.peer.borrowing import MemoryBorrower
+from kvbus_decode.peer.borrowing import MemoryBorrower, is_near
 from kvbus_decode.peer.directory import Peer, PeerAddress, PeerDirectory
 from kvbus_decode.peer.handshake_client import ask_any_handshake, ask_handshake
 from kvbus_decode.peer.mapped_memory import MappedMemory
@@ -268,6 +268,7 @@ class RouteBook:
             access=done.access,
             slot_bytes=done.slot_bytes,
             ranks=placed,
+            near=is_near(done),
             mapped=lent if isinstance(lent, MappedMemory) else None,
             unmapped=lent if isinstance(lent, str) else "",
         )

@@ -42,8 +42,9 @@ class Source:
     """One agent that has ranks of the prefill engine, and its memory there.
 
     ``slot_bytes`` is the largest box that it packs; 0 when it packs none. ``access`` is shown in
-    all that is asked about this memory. ``mapped`` is all of it, where it is mapped here: who
-    copies from there holds that object. ``unmapped`` is why it is not.
+    all that is asked about this memory. A ``near`` one is on this machine. ``mapped`` is all of its
+    memory, where it is mapped here: who copies from there holds that object. ``unmapped`` is why it
+    is not.
     """
 
     peer: Peer
@@ -53,6 +54,7 @@ class Source:
     access: str = field(repr=False)
     slot_bytes: int
     ranks: Mapping[int, PlacedRank]
+    near: bool = False
     mapped: MappedMemory | None = None
     unmapped: str = ""
 

@@ -9,6 +9,7 @@ from kvbus.agent.process.calibration import Calibration
 from kvbus.agent.process.service import Agent
 from kvbus.errors import ErrorCode, LocalError
 from kvbus.planning import FetchShape, Path, PeerRates, Spans
+from kvbus.transport import ReadOutcome
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.peer.route import Route
 from kvbus_decode.read.jobs import SHORT_BYTES
@@ -119,6 +120,12 @@ class PathChooser:
             return
         self._peer(route).observe(choice.shape, path, seconds=seconds)
 
+    def observe_read(self, route: Route, read: ReadOutcome, seconds: float) -> None:
+        """A READ of a chunk has landed."""
+        self._peer(route).observe_read(
+            num_bytes=read.num_bytes, num_descriptors=read.num_descriptors, seconds=seconds
+        )
+
     def _forget_peers(self) -> None:
         """What was learned of each is a correction of rates that are others now."""
         self._by_route.clear()
@@ -129,7 +136,7 @@ class PathChooser:
         Its descriptors cost less than the first request of the other paths would, or than half of
         a gather of its bytes; and next to nothing is read for several ranks.
         """
-        rates = self._calibration.rates
+        rates = self._peer(route).rates
         repeated_s = route.work.repeated_bytes(spans) / rates.wire_bytes_per_s
         if repeated_s > rates.seconds_per_request:
             return False
@@ -145,7 +152,8 @@ class PathChooser:
         if known is None:
             slot_bytes = max(1, self._slot_bytes(route))
             rates = self._calibration.rates
-            known = self._by_route[route] = PeerRates(rates, slot_bytes=slot_bytes)
+            far = not all(source.near for source in route.sources)
+            known = self._by_route[route] = PeerRates(rates, slot_bytes=slot_bytes, far=far)
         return known
 
     def _slot_bytes(self, route: Route) -> int:

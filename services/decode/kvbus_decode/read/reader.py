@@ -203,7 +203,7 @@ class Reader:
                 work.source.nixl_agent,
                 descriptors.local,
                 descriptors.remote,
-                on_end=partial(self._on_read, command),
+                on_end=partial(self._on_read, command, self._agent.loop.time()),
                 local_memory=here,
                 remote_memory=there,
             )
@@ -220,12 +220,15 @@ class Reader:
 
         await guarded(plan, fail)
 
-    def _on_read(self, command: ev.PostRead, outcome: ReadOutcome) -> None:
-        command.leg.work.transfer = None  # it holds its descriptors
+    def _on_read(self, command: ev.PostRead, posted_at: float, outcome: ReadOutcome) -> None:
+        work, seconds = command.leg.work, self._agent.loop.time() - posted_at
+        work.transfer = None  # it holds its descriptors
         error: KVBusError | None = outcome.error
         if outcome.status is ReadStatus.ABORTED:
             error = _aborted("read")
         self._dispatch(ev.ReadEnded(command.key, command.leg, outcome.num_bytes, error))
+        if error is None:
+            self._chooser.observe_read(work.chunk.route, outcome, seconds)
 
     def _abort(self, command: ev.AbortRead) -> None:
         work = command.leg.work
