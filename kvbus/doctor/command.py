@@ -44,8 +44,8 @@ Configs = Annotated[
     list[Path] | None,
     typer.Option(
         metavar="FILE",
-        help="Check the ports, folder and staging of this agent; may be repeated. "
-        "Without it those of both agents' defaults.",
+        help="Check the ports, folder and staging of this agent, and what memory it shares with "
+        "others that run; may be repeated. Without it those of both agents' defaults.",
     ),
 ]
 Families = Annotated[

@@ -52,8 +52,8 @@ class SegmentPassed(Message, frozen=True):
 class PassSegment(Request[SegmentPassed], frozen=True):
     """Passes one file descriptor of shared memory, of at least ``size_bytes``.
 
-    With ``direct`` False no peer and no NIC reads or writes it: a rank with such a segment is
-    *unregistered*, its KV goes through the agent's slots.
+    With ``direct`` False NIXL is not told of it, and no NIC reads or writes it: a rank with such a
+    segment is *unregistered*, its KV goes through the agent's slots, or stays on this machine.
     """
 
     op: ClassVar[str] = "segment"

@@ -1,17 +1,22 @@
 """What is said of two agents that could map each other's memory."""
 
+import json
 from itertools import product
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
+from typer.testing import CliRunner
 
+from kvbus.cli import app
 from kvbus.doctor.finding import Severity
 from kvbus.doctor.sharing import sharing_findings
 from kvbus.protocol.engine import AgentRole
 from kvbus.protocol.mapped import Sharing
 from kvbus.protocol.peer import AgentStatus
+from tests.agents import AgentProcess, Agents, agents_ended
 
 OK, NOTE, WARNING, ERROR = Severity
 HERE = Sharing(machine="m", uid=7, mount_namespace="mnt:[1]", path="/run/p/memory.sock")
@@ -90,3 +95,27 @@ def test_a_complaint_has_a_reason_and_a_fix_whatever_the_agents_say(theirs, ours
     assert not finding.is_complaint or (finding.why and finding.fix)
     is_open = finding.severity is OK
     assert not (is_open and (theirs is None or ours is None or theirs.closed or ours.closed))
+
+
+def doctor(*agents: AgentProcess) -> dict[str, dict[str, Any]]:
+    """The findings about agents that run, by name."""
+    configs = [word for one in agents for word in ("--config", str(one.folder / "config.toml"))]
+    ended = CliRunner().invoke(app, ["doctor", "--only", "agents", "--json", *configs])
+    return {one["name"]: one for one in json.loads(ended.stdout)["findings"]}
+
+
+def test_doctor_and_status_ask_the_agents_that_run() -> None:
+    with agents_ended(Agents) as agents:
+        prefill, decode = agents.prepare("prefill"), agents.prepare("decode", mapped=True)
+        closed = agents.prepare("decode", mapped=False)
+        agents.start(prefill, decode, closed)
+
+        findings = doctor(prefill, decode, closed)
+        shown = CliRunner().invoke(app, ["status", prefill.peer]).stdout
+
+    assert findings["agents.decode-1.maps.prefill-0"]["severity"] == "ok"
+    said = findings["agents.decode-2.maps.prefill-0"]
+    assert said["severity"] == "note"
+    assert said["found"] == "closed by the decode agent's config (mapped = false)"
+    assert "lends memory at" in shown
+    assert "memory.sock" in "".join(shown.split())
