@@ -58,7 +58,7 @@ def site(way: str, folder: Path) -> Iterator[Bench]:
     folder.mkdir(mode=0o700)
     with ExitStack() as stack:
         prefill, decode = (
-            stack.enter_context(agent(role, folder, **more))
+            stack.enter_context(agent(role, folder, settings=more))
             for role, more in settings(way, folder).items()
         )
         module, path = "kvbus.bench.prefill_engine", str(prefill.attach_path)

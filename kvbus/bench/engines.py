@@ -22,6 +22,15 @@ from kvbus.spawn import Child
 
 Ticket = Mapping[str, Any]
 
+UNMAPPED = "unmapped"
+"""A decode agent that reads as one on another machine would, but over shared memory."""
+READERS: Mapping[str, Mapping[str, str | float]] = {
+    UNMAPPED: {"mapped": False},
+    "unbounded": {"fetches_at_once": 1 << 20},
+    **{path: {"path": path} for path in ("mapped", "direct", "packed", "reordered")},
+}
+"""Decode agents that cases compare with the default one, by label: their configuration."""
+
 
 @dataclass(frozen=True, slots=True)
 class TimedFetch:
@@ -126,17 +135,17 @@ class Bench:
     prefill: Child
     folder: Path
     stack: contextlib.ExitStack
-    forced: dict[str, BenchAgent] = field(default_factory=dict)
-    """Decode agents that read by one path, since a case wanted them first."""
+    others: dict[str, BenchAgent] = field(default_factory=dict)
+    """Decode agents of `READERS`, since a case wanted them first."""
     _lock: anyio.Lock = field(default_factory=anyio.Lock)
     _numbers: "count[int]" = field(default_factory=count)
 
-    def forced_agent(self, path: str) -> BenchAgent:
-        """The decode agent that reads by ``path``; it ends with the benchmark."""
-        if path not in self.forced:
-            started = agent("decode", self.folder, path=path)
-            self.forced[path] = self.stack.enter_context(started)
-        return self.forced[path]
+    def other_agent(self, label: str) -> BenchAgent:
+        """The decode agent of `READERS` with this label; it ends with the benchmark."""
+        if label not in self.others:
+            started = agent("decode", self.folder, label=label, settings=READERS[label])
+            self.others[label] = self.stack.enter_context(started)
+        return self.others[label]
 
     @contextlib.asynccontextmanager
     async def engines(self, shape: Shape, num_blocks: int) -> AsyncIterator[EnginePair]:

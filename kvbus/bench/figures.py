@@ -33,10 +33,11 @@ class CaseName(StrEnum):
     CHUNKED = "chunked"
     HOST = "host"
     MEMORY = "memory"
+    LARGE = "large"
 
 
-ONLY_WHEN_ASKED = {CaseName.MEMORY}
-"""It takes long and is no speed, so it runs when ``--only`` names it."""
+ONLY_WHEN_ASKED = {CaseName.MEMORY, CaseName.LARGE}
+"""They take long, or 9 GiB, and are no speed, so they run when ``--only`` names them."""
 EVERY_TIME = tuple(name for name in CaseName if name not in ONLY_WHEN_ASKED)
 
 

@@ -4,9 +4,10 @@ import contextlib
 import http.client
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 import anyio
 import numpy as np
@@ -87,15 +88,20 @@ class BenchAgent:
 
 @contextlib.contextmanager
 def agent(
-    role: str, folder: Path, *, path: str = "", notes: Path | None = None, **more: str | int
+    role: str,
+    folder: Path,
+    *,
+    label: str = "default",
+    notes: Path | None = None,
+    settings: Mapping[str, str | float] = MappingProxyType({}),
 ) -> Iterator[BenchAgent]:
-    """Start the ``role`` agent below ``folder``; a decode agent reads by ``path``, if given.
+    """Start the ``role`` agent below ``folder``; ``settings`` are keys of its configuration.
 
-    ``more`` are keys of its configuration. With ``notes`` it is traced, see `module_command`.
+    Each of a role has a ``label`` of its own. With ``notes`` it is traced, see `module_command`.
     """
-    port, name = free_port(), "-".join([role, path or "auto", *map(str, more.values())])
-    settings = {"metrics_bind": f"127.0.0.1:{port}", **({"path": path} if path else {}), **more}
-    config = write_agent_config(name, folder, **settings)
+    port, name = free_port(), f"{role}-{label}"
+    page = {"metrics_bind": f"127.0.0.1:{port}"}
+    config = write_agent_config(name, folder, **page, **settings)
     command = module_command(f"{role} agent", f"kvbus_{role}", str(config), notes=notes)
     with Child.start(f"{role} agent", command, log=folder / f"{name}.log") as child:
         yield BenchAgent(child, folder / name / "attach.sock", port)

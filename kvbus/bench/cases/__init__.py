@@ -11,10 +11,11 @@ from rich.console import Console
 
 from kvbus.bench.cases.burst import measure_burst
 from kvbus.bench.cases.idle import measure_idle, measure_memory
+from kvbus.bench.cases.large import measure_large
 from kvbus.bench.cases.load import measure_load
 from kvbus.bench.cases.publishing import measure_chunked, measure_host
 from kvbus.bench.cases.rate import measure_rate
-from kvbus.bench.cases.reshapes import OF_NAIVE, measure_reshape
+from kvbus.bench.cases.reshapes import OF_NAIVE, PACKED_OF_NAIVE, measure_reshape
 from kvbus.bench.cases.transfers import measure_fixed, measure_transfer
 from kvbus.bench.engines import Bench
 from kvbus.bench.figures import CaseName, Figure, Figures, Scale
@@ -36,23 +37,48 @@ from kvbus.errors import KVBusError
 Case = Callable[[Bench, Scale], Awaitable[list[Figure]]]
 
 CASES: Mapping[CaseName, Case] = {
-    CaseName.CONTIGUOUS_64M: partial(measure_transfer, shape=BIG, num_mib=64, blocks=contiguous),
-    CaseName.CONTIGUOUS_256M: partial(measure_transfer, shape=BIG, num_mib=256, blocks=contiguous),
-    CaseName.SCATTERED_256K: partial(measure_transfer, shape=BIG, num_mib=64, blocks=scattered),
-    CaseName.SCATTERED_16K: partial(measure_transfer, shape=LAYERED, num_mib=64, blocks=scattered),
+    CaseName.CONTIGUOUS_64M: partial(
+        measure_transfer, shape=BIG, num_mib=64, blocks=contiguous, of_raw=1.2, unmapped_of_raw=0.85
+    ),
+    CaseName.CONTIGUOUS_256M: partial(
+        measure_transfer,
+        shape=BIG,
+        num_mib=256,
+        blocks=contiguous,
+        of_raw=1.2,
+        unmapped_of_raw=0.95,
+    ),
+    CaseName.SCATTERED_256K: partial(
+        measure_transfer, shape=BIG, num_mib=64, blocks=scattered, of_raw=1.2, unmapped_of_raw=0.85
+    ),
+    CaseName.SCATTERED_16K: partial(
+        measure_transfer,
+        shape=LAYERED,
+        num_mib=64,
+        blocks=scattered,
+        of_raw=1.5,
+        unmapped_of_raw=0.85,
+    ),
     CaseName.FIXED: measure_fixed,
     CaseName.LOAD: measure_load,
     CaseName.IDLE: measure_idle,
     CaseName.RATE: measure_rate,
     CaseName.BURST: measure_burst,
-    CaseName.TP_1_TO_2: partial(measure_reshape, source=NHD_1, target=NHD_2, of_naive=OF_NAIVE),
-    CaseName.TP_2_TO_1: partial(measure_reshape, source=NHD_2, target=NHD_1),
-    CaseName.HND_TO_NHD: partial(measure_reshape, source=HND_1, target=NHD_1),
+    CaseName.TP_1_TO_2: partial(
+        measure_reshape,
+        source=NHD_1,
+        target=NHD_2,
+        of_naive=OF_NAIVE,
+        packed_of_naive=PACKED_OF_NAIVE,
+    ),
+    CaseName.TP_2_TO_1: partial(measure_reshape, source=NHD_2, target=NHD_1, of_naive=OF_NAIVE),
+    CaseName.HND_TO_NHD: partial(measure_reshape, source=HND_1, target=NHD_1, of_naive=OF_NAIVE),
     CaseName.BLOCK_64_TO_16: partial(measure_reshape, source=NHD_64, target=NHD_1),
     CaseName.MLA: partial(measure_reshape, source=MLA_2, target=MLA_1),
     CaseName.CHUNKED: measure_chunked,
     CaseName.HOST: measure_host,
     CaseName.MEMORY: measure_memory,
+    CaseName.LARGE: measure_large,
 }
 
 

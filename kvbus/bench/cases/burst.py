@@ -12,7 +12,6 @@ import anyio.lowlevel
 
 from kvbus.bench.engines import Bench, EnginePair
 from kvbus.bench.figures import Figure, Scale, Target, milliseconds
-from kvbus.bench.processes import agent
 from kvbus.bench.shapes import GROUP, SMALL, PairedBlocks, contiguous
 from kvbus.engine.fetch import Fetch
 
@@ -25,7 +24,7 @@ FIRST = Target(15.0)
 async def measure_burst(bench: Bench, scale: Scale) -> list[Figure]:
     """Bursts of both agents; times count from the first request of a burst."""
     num_fetches = scale.count(NUM_FETCHES)
-    unbounded = bench.stack.enter_context(agent("decode", bench.folder, fetches_at_once=1 << 20))
+    unbounded = bench.other_agent("unbounded")
     async with (
         bench.source(SMALL, NUM_BLOCKS) as source,
         bench.reader(SMALL, NUM_BLOCKS, source) as ours,

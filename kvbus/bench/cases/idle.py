@@ -38,7 +38,7 @@ async def measure_memory(bench: Bench, scale: Scale) -> list[Figure]:
     num_blocks = scale.count(NUM_DESCRIPTORS // TINY_RUNS.num_layers)
     tables, capacity = scattered(num_blocks, TINY_RUNS), 2 * num_blocks
     num_fetches = scale.count(NUM_FETCHES)
-    direct = bench.forced_agent("direct")
+    direct = bench.other_agent("direct")
     async with (
         bench.source(TINY_RUNS, capacity) as source,
         bench.reader(TINY_RUNS, capacity, source, agent=direct) as pair,

@@ -1,17 +1,17 @@
 """Large handoffs in turn with bare NIXL READs of the very same descriptors, and very small ones."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from functools import partial
 from statistics import median
 
-from kvbus.bench.engines import Bench, TimedFetch
+from kvbus.bench.engines import UNMAPPED, Bench, TimedFetch
 from kvbus.bench.figures import Figure, Scale, Target, milliseconds, speed
 from kvbus.bench.processes import bare_pair
 from kvbus.bench.shapes import SMALL, PairedBlocks, Shape, contiguous, direct_descriptors
 from kvbus.bench.stats import in_turn, median_ratio, quantile
 
 MIB = 1 << 20
-OF_RAW = Target(0.90, at_least=True)
-FIXED = Target(2.0)
+FIXED = Target(1.0)
 NUM_SMALL = 1000
 STAGES = ("resolving", "queued", "claiming", "waiting", "reading", "confirming")
 
@@ -23,26 +23,44 @@ async def measure_transfer(
     shape: Shape,
     num_mib: int,
     blocks: Callable[[int, Shape], PairedBlocks],
+    of_raw: float,
+    unmapped_of_raw: float | None = None,
 ) -> list[Figure]:
-    """In turn, a bare READ and a handoff."""
+    """In turn, a bare READ, a handoff, and one without mapped memory.
+
+    ``of_raw`` and ``unmapped_of_raw`` are the speeds that they shall have, of the READ's.
+    """
     tables = blocks(scale.count(num_mib * MIB // shape.block_bytes), shape)
     rows, size_bytes = direct_descriptors(shape, shape, tables)
     with bare_pair(rows, size_bytes, bench.folder) as raw:
-        async with bench.engines(shape, tables.capacities[0]) as pair:
+        num_blocks, other = tables.capacities[0], bench.other_agent(UNMAPPED)
+        async with (
+            bench.engines(shape, num_blocks) as pair,
+            bench.reader(shape, num_blocks, pair.source, agent=other) as unmapped,
+        ):
             await raw.read_s(b"verify")
-            await pair.verify(tables)
-            times = await in_turn(
-                scale.rounds, {"raw": raw.read_s, "kvbus": lambda: pair.timed(tables)}
-            )
-    raw_s, kvbus_s = (median(seconds) for seconds in times.values())
+            for one in (pair, unmapped):
+                await one.verify(tables)
+            ways: Mapping[str, Callable[[], Awaitable[float]]] = {
+                "raw": raw.read_s,
+                "kvbus": partial(pair.timed, tables),
+                UNMAPPED: partial(unmapped.timed, tables),
+            }
+            times = await in_turn(scale.rounds, ways)
+    raw_s, kvbus_s, unmapped_s = (median(seconds) for seconds in times.values())
+    wanted = None if unmapped_of_raw is None else Target(unmapped_of_raw, at_least=True)
     return [
-        Figure("of raw speed, medians", raw_s / kvbus_s, target=OF_RAW),
+        Figure("of raw speed, medians", raw_s / kvbus_s, target=Target(of_raw, at_least=True)),
         Figure("of raw speed, by round", median_ratio(times["raw"], times["kvbus"])),
+        Figure("unmapped, of raw speed, medians", raw_s / unmapped_s, target=wanted),
+        Figure("unmapped, of raw speed, by round", median_ratio(times["raw"], times[UNMAPPED])),
         speed("raw", rows.num_bytes, raw_s),
         speed("kvbus", rows.num_bytes, kvbus_s),
+        speed(UNMAPPED, rows.num_bytes, unmapped_s),
         Figure("descriptors", len(rows.local)),
         milliseconds("raw p50", raw_s),
         milliseconds("kvbus p50", kvbus_s),
+        milliseconds(f"{UNMAPPED} p50", unmapped_s),
         *_stage_figures(pair.fetches),
         milliseconds("offer to released p50", median(pair.released_s)),
     ]
