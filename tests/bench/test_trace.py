@@ -37,8 +37,8 @@ def test_a_trace_has_hops_of_all_four_processes_between_the_call_and_its_return(
     assert (
         0
         == seen["decode engine", FETCH]
-        < seen["decode agent", "READ: posted"]
-        < seen["prefill agent", "confirm: read"]
+        < seen["decode agent", "ReadTable: ChunkWanted"]
+        < seen["prefill agent", "take: read"]
         < seen["decode engine", COMPLETED]
     )
 
