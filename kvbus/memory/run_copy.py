@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvbus.planning import Copies
+from kvbus.planning import Copies, Run
 from kvbus.planning.pairs import Offsets
 
 Bytes = npt.NDArray[np.uint8]
@@ -50,6 +50,12 @@ def copy_runs(job: Iterable[Copies]) -> None:
             copy_by_numpy(copies)
         else:
             copy_by_kernel(_kernel, copies)
+
+
+def copy_few_runs(runs: Iterable[Run]) -> None:
+    """As `copy_runs`: a call for each run, and no arrays."""
+    for target, source, num_bytes in runs:
+        ctypes.memmove(target, source, num_bytes)
 
 
 def copy_by_kernel(kernel: Kernel, copies: Copies) -> None:

@@ -5,10 +5,11 @@ Addresses are numbers here.
 
 from kvbus.planning.boxes import cut_into_boxes, reader_order
 from kvbus.planning.compatibility import check_compatible
-from kvbus.planning.copies import Copies, check_sources, cut_copies
+from kvbus.planning.copies import Copies, check_runs, check_sources, cut_copies
 from kvbus.planning.direct import Descriptors, DirectPlan
 from kvbus.planning.fetch_shape import FetchShape, Path
 from kvbus.planning.fetch_work import FetchWork
+from kvbus.planning.few_runs import Run
 from kvbus.planning.mapping import ReadMap, Share
 from kvbus.planning.observed import PeerRates
 from kvbus.planning.pairs import PlacedRank
@@ -25,10 +26,12 @@ __all__ = [
     "PeerRates",
     "PlacedRank",
     "ReadMap",
+    "Run",
     "Share",
     "SlotReads",
     "Spans",
     "check_compatible",
+    "check_runs",
     "check_sources",
     "chunk_spans",
     "cut_copies",

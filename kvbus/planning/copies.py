@@ -3,13 +3,16 @@
 Refuses a source that lies outside of the memory that it is told of.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
 
 from kvbus.errors import GeometryError
+from kvbus.planning.few_runs import Run
 from kvbus.planning.pairs import Offsets
 
 Extents = Sequence[tuple[int, int]]
@@ -92,6 +95,15 @@ def check_sources(copies: Iterable[Copies], extents: Extents) -> None:
         highest = one.outer[0] + one.units[0].max() + one.inner[0].max() + one.run_bytes
         at = np.searchsorted(firsts, lowest, side="right") - 1
         if not (firsts.size and (at >= 0).all() and (highest <= ends[at]).all()):
+            raise GeometryError("a copy would read outside of the memory that is mapped")
+
+
+def check_runs(runs: Iterable[Run], extents: Extents) -> None:
+    """As `check_sources`, for a few runs."""
+    ordered = sorted(extents)
+    for _, source, num_bytes in runs:
+        at = bisect_right(ordered, source, key=itemgetter(0)) - 1
+        if at < 0 or source + num_bytes > ordered[at][1]:
             raise GeometryError("a copy would read outside of the memory that is mapped")
 
 

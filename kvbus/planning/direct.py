@@ -75,8 +75,9 @@ class DirectPlan:
         Both sides' tables must cover the positions; raises `IndexError` when one does not. A group
         without positions needs no tables.
         """
-        if self._has_few(spans):
-            return Descriptors(*merged_rows(self._few(remote_tables, local_tables, spans)))
+        runs = self.few_runs(remote_tables, local_tables, spans)
+        if runs is not None:
+            return Descriptors(*merged_rows(runs))
         copies = self.copies(remote_tables, local_tables, spans)
         remote_at, local_at, num_bytes = _merged(_ascending(_runs(copies)))
         return Descriptors(local=_rows(local_at, num_bytes), remote=_rows(remote_at, num_bytes))
@@ -99,23 +100,28 @@ class DirectPlan:
                 copies.extend(bundle.copies(remote, local, start, stop))
         return copies
 
+    def few_runs(
+        self,
+        remote_tables: Mapping[str, BlockTable],
+        local_tables: Mapping[str, BlockTable],
+        spans: Spans,
+    ) -> list[Run] | None:
+        """The same bytes as runs, not merged; None when there are many. Tables and errors alike."""
+        if not self._has_few(spans):
+            return None
+        runs: list[Run] = []
+        for bundle in self._bundles:
+            start, stop = spans[bundle.group]
+            if start < stop:
+                remote, local = remote_tables[bundle.group], local_tables[bundle.group]
+                runs.extend(bundle.few.runs(remote, local, start, stop))
+        return runs
+
     def _has_few(self, spans: Spans) -> bool:
         """Few by the estimate, then counted: units that are cut short may have more runs."""
         if self.num_descriptors(spans) > MAX_RUNS:
             return False
         return sum(b.few.count(*spans[b.group]) for b in self._bundles) <= MAX_RUNS
-
-    def _few(
-        self,
-        remote_tables: Mapping[str, BlockTable],
-        local_tables: Mapping[str, BlockTable],
-        spans: Spans,
-    ) -> Iterator[Run]:
-        for bundle in self._bundles:
-            start, stop = spans[bundle.group]
-            if start < stop:
-                remote, local = remote_tables[bundle.group], local_tables[bundle.group]
-                yield from bundle.few.runs(remote, local, start, stop)
 
 
 class _Bundle:

@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 
 import hatch_build
 from kvbus.memory import run_copy
-from kvbus.planning import Copies, cut_copies
+from kvbus.planning import Copies, cut_copies, direct
 from tests.examples import num_examples
 from tests.planning.handoffs import Case, cases
 from tests.planning.test_copies import copies_of
-from tests.planning.test_direct import SLOW, copied_by_loops
+from tests.planning.test_direct import SLOW, copied_by_loops, plan_of, spans_of
 
 EXAMPLES = settings(max_examples=num_examples(200), deadline=None, suppress_health_check=SLOW)
 Copy = Callable[[Iterable[Copies]], None]
@@ -59,6 +59,23 @@ def test_what_loops_over_every_element_copy_is_copied(
 
     for job in cut_copies(copies_of(case), job_bytes=job_bytes):
         copy([placed_at(one, *moved) for one in job])
+
+    assert decode.tobytes() == copied_by_loops(case)[0]
+
+
+@EXAMPLES
+@given(cases())
+def test_few_runs_copy_what_loops_over_every_element_copy(case: Case) -> None:
+    prefill = np.frombuffer(case.prefill.memory, np.uint8)
+    decode = np.frombuffer(case.decode.memory, np.uint8).copy()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(direct, "MAX_RUNS", 1 << 30)
+        spans = spans_of(case, case.start, case.stop)
+        runs = plan_of(case).few_runs(case.prefill.tables, case.decode.tables, spans)
+    assert runs is not None
+    to, out_of = decode.ctypes.data - case.decode.base, prefill.ctypes.data - case.prefill.base
+
+    run_copy.copy_few_runs((target + to, source + out_of, n) for target, source, n in runs)
 
     assert decode.tobytes() == copied_by_loops(case)[0]
 

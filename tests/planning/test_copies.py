@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbus.errors import GeometryError
-from kvbus.planning import Copies, check_sources, cut_copies
+from kvbus.planning import Copies, Run, check_runs, check_sources, cut_copies
 from tests.examples import num_examples
 from tests.planning.handoffs import Case, cases
 from tests.planning.test_direct import SOME, copied_by_loops, plan_of, spans_of
@@ -128,6 +128,35 @@ def test_an_extent_that_ends_or_starts_a_byte_too_early_or_late_is_refused(one: 
     for short in ([(first + 1, end)], [(first, end - 1)], []):
         with pytest.raises(GeometryError):
             check_sources([one], short)
+
+
+@SOME
+@given(
+    st.lists(st.tuples(st.integers(0, 70), st.integers(1, 20)), max_size=3),
+    st.lists(st.integers(0, 70), max_size=6, unique=True).map(sorted),
+)
+def test_few_runs_are_refused_unless_each_lies_in_one_extent(
+    sources: list[tuple[int, int]], edges: list[int]
+) -> None:
+    extents = list(zip(edges[::2], edges[1::2], strict=False))[::-1]
+    runs = [(0, source, num_bytes) for source, num_bytes in sources]
+    inside = all(
+        any(first <= source and source + num_bytes <= end for first, end in extents)
+        for source, num_bytes in sources
+    )
+
+    if inside:
+        check_runs(runs, extents)
+    else:
+        with pytest.raises(GeometryError, match="outside of the memory that is mapped"):
+            check_runs(runs, extents)
+
+
+@pytest.mark.parametrize("run", [(0, 9, 5), (0, 19, 2), (0, 20, 1), (0, 30, 5)])
+def test_a_run_that_leaves_an_extent_by_a_byte_is_refused(run: Run) -> None:
+    check_runs([(0, 10, 10), (0, 31, 9)], [(31, 40), (10, 20)])
+    with pytest.raises(GeometryError):
+        check_runs([run], [(31, 40), (10, 20)])
 
 
 def within(one: Copies) -> list[tuple[int, int]]:

@@ -103,16 +103,18 @@ def test_a_read_that_takes_longer_is_left_to_the_thread_and_so_are_those_after_i
     )
 
 
-def test_while_a_long_read_is_under_way_a_short_one_is_the_threads(over_tcp, pair):
+def test_while_a_long_read_is_under_way_a_short_one_is_the_threads(over_tcp, pair, until):
     peer, reader, name, address = pair()
     peer.signal(signal.SIGSTOP)
     _, long = reader.start(name, address, [(0, 0, 256 * KIB)])
+    until(lambda: reader.transport.stats().outstanding_handles > 0)
 
     _, short = reader.start(name, address, [(0, 0, KIB)])
-    was_done = short.done()
+    was_done, was_tried_here = short.done(), reader.transport._num_elsewhere[name]
     peer.signal(signal.SIGCONT)
 
     assert not was_done
+    assert not was_tried_here
     assert long.result(LONG_S).status is short.result(LONG_S).status is ReadStatus.DONE
     assert HERE not in reader.threads
 

@@ -10,11 +10,13 @@ from kvbus.agent.staging.slot_memory import SlotMemory
 from kvbus.agent.staging.turns import Job, Work
 from kvbus.errors import ErrorCode, GeometryError, LocalError, RemoteError
 from kvbus.geometry import BlockTable, Box, GroupSpec, SlotOrder, num_blocks_for, slot_bytes
-from kvbus.memory.run_copy import copy_runs
+from kvbus.memory.run_copy import copy_few_runs, copy_runs
 from kvbus.planning import (
     Copies,
     Descriptors,
+    Run,
     Share,
+    check_runs,
     check_sources,
     cut_copies,
     from_slot,
@@ -113,10 +115,15 @@ class MappedJob:
         mapped, memory, chunk = self.plan.mapped, self.plan.source.mapped, self.chunk
         if mapped is None or memory is None:
             raise LocalError("the memory of one side is not mapped", code=ErrorCode.INTERNAL)
+        tables = chunk.source, chunk.target
         try:
-            copies = mapped.copies(chunk.source, chunk.target, chunk.spans)
+            runs = mapped.few_runs(*tables, chunk.spans) if self.is_short else None
+            copies = mapped.copies(*tables, chunk.spans) if runs is None else ()
         except (IndexError, KeyError) as error:
             raise _lacking(error) from error
+        if runs is not None:
+            check_runs(runs, memory.extents)
+            return [partial(self._copy_few, runs)]
         check_sources(copies, memory.extents)
         return [partial(self._copy, job) for job in cut_copies(copies, job_bytes=self.job_bytes)]
 
@@ -132,6 +139,11 @@ class MappedJob:
         if self.loss() is None:
             copy_runs(copies)
             self.copied_bytes.append(sum(one.num_bytes for one in copies))
+
+    def _copy_few(self, runs: Sequence[Run]) -> None:
+        if self.loss() is None:
+            copy_few_runs(runs)
+            self.copied_bytes.append(sum(num_bytes for _, _, num_bytes in runs))
 
 
 @dataclass(slots=True, eq=False)
