@@ -19,20 +19,21 @@ from tests.expected import expected_after, num_read_bytes
 pytestmark = pytest.mark.anyio
 
 HND = KvLayout.parse("HND")
+PATHS = ("direct", "packed", "mapped")
 RING = {"staging_bytes": 8 * 65536, "slot_bytes": 65536}
 LATENT = GroupSpec("latent", (0, 1), 16, 1, 64, "bfloat16", parts=("latent",))
 FEW = GroupSpec("few", (0, 1), 16, 2, 8, "bfloat16")
 
 
 class Sites:
-    """Two prefill agents, two decode agents, and two that take the packed path."""
+    """Two prefill agents, and two decode agents for each of some paths."""
 
     def __init__(self, agents: Agents) -> None:
         self.agents = agents
         self.prefill: list[AgentProcess] = [agents.prepare("prefill", **RING) for _ in range(2)]
-        self.direct, self.packed = (
-            [agents.prepare("decode", **RING, path=path) for _ in range(2)]
-            for path in ("direct", "packed")
+        self.direct, self.packed, self.mapped = (
+            [agents.prepare("decode", **RING, path=path, mapped=True) for _ in range(2)]
+            for path in PATHS
         )
 
     def at(self, role: str, places: str) -> list[AgentProcess]:
@@ -46,7 +47,7 @@ def shared_sites() -> Iterator[Sites]:
     """The agents of this file, ended with the session."""
     with agents_ended(Agents) as agents:
         sites = Sites(agents)
-        for side in (sites.prefill, sites.direct, sites.packed):
+        for side in (sites.prefill, sites.direct, sites.packed, sites.mapped):
             agents.start(*side)  # each imports torch: all at once would take too long
         yield sites
 
@@ -58,7 +59,7 @@ def sites(shared_sites: Sites) -> Iterator[Sites]:
     shared_sites.agents.check()
 
 
-@pytest.mark.parametrize("path", ["direct", "packed"])
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     ("prefill", "decode"),
     [("01", "0"), ("01", "00"), ("00", "01"), ("01", "01"), ("01", "001"), ("011", "01")],
@@ -86,7 +87,7 @@ async def test_every_bit_arrives_whatever_agents_the_ranks_are_at(sites, path, p
         assert all(agent.metric("progress_tokens") == 0 for agent in sites.prefill)
 
 
-@pytest.mark.parametrize("path", ["direct", "packed"])
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     ("group", "prefill", "decode"),
     [(FEW, "0101", "01"), (FEW, "01", "0011"), (FEW, "011", "0101"), (LATENT, "011", "01")],
@@ -115,7 +116,7 @@ async def test_replicas_at_several_agents_are_read_once_whichever_they_are(
             assert fetched.num_bytes == num_read_bytes(target, num_tokens, path=path, places=decode)
 
 
-@pytest.mark.parametrize("path", ["direct", "packed"])
+@pytest.mark.parametrize("path", PATHS)
 async def test_layouts_groups_a_prefix_hit_and_a_zeroed_tail_come_together(sites, path):
     num_tokens, first_token = 59, 21
     theirs_spec, ours_spec = (make_spec(tp=tp, groups=(FULL, SMALL)) for tp in (2, 3))
@@ -153,7 +154,7 @@ async def test_layouts_groups_a_prefix_hit_and_a_zeroed_tail_come_together(sites
         assert same(target.snapshot(), wanted)
 
 
-@pytest.mark.parametrize("path", ["direct", "packed"])
+@pytest.mark.parametrize("path", PATHS)
 async def test_an_open_offer_is_read_piece_by_piece_at_every_agent(sites, path):
     num_tokens, steps = 90, (20, 47, 48, 90)
     async with (

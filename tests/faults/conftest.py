@@ -14,6 +14,7 @@ SLOW_READS = {
     "env": {"UCX_TLS": "tcp"},
     "transport": {"slice_bytes": 4096, "slice_descriptors": 1, "close_timeout_s": 1.0},
 }
+SLOW_COPIES = {"transport": SLOW_READS["transport"], "path": "mapped", "mapped": True}
 
 
 @pytest.fixture
@@ -82,6 +83,28 @@ def slow(shared_slow: Started) -> Iterator[Started]:
     """The slow agents, for faults that they survive."""
     yield shared_slow
     shared_slow.check()
+
+
+@pytest.fixture(scope="session")
+def shared_copying() -> Iterator[Started]:
+    """Two agents on one machine whose copies take long."""
+    with agents_ended(Started) as agents:
+        agents.start(agents.prefill(), agents.decode(**SLOW_COPIES))
+        yield agents
+
+
+@pytest.fixture
+def copying(shared_copying: Started) -> Iterator[Started]:
+    """The agents that copy slowly, for faults that they survive."""
+    yield shared_copying
+    shared_copying.check()
+
+
+@pytest.fixture(params=["slow", "copying"])
+def slow_or_copying(request: pytest.FixtureRequest) -> Started:
+    """Agents that read slowly with NIXL, or copy slowly out of mapped memory."""
+    agents: Started = request.getfixturevalue(request.param)
+    return agents
 
 
 @pytest.fixture(params=["tcp", "shared memory"])

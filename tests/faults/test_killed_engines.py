@@ -8,7 +8,7 @@ import pytest
 from kvbus.engine import DecodeSession, PrefillSession
 from kvbus.errors import ErrorCode
 from kvbus.protocol.engine import Outcome
-from tests.agents import until
+from tests.agents import AgentProcess, until
 from tests.engines import (
     LARGE,
     NUM_LARGE_BLOCKS,
@@ -23,11 +23,16 @@ from tests.faults.engine_processes import num_mappings_of
 pytestmark = pytest.mark.anyio
 
 
+def reads(decode: AgentProcess) -> bool:
+    """Whether something is on its way into blocks."""
+    return decode.metric("outstanding_handles") > 0 or decode.metric("copies") > 0
+
+
 @pytest.mark.parametrize("role", ["prefill", "staged-prefill"])
 async def test_a_killed_prefill_engine_fails_its_reader_and_its_memory_is_gone(
-    slow, start_engine, role
+    slow_or_copying, start_engine, role
 ):
-    prefill, decode = slow.all
+    prefill, decode = slow_or_copying.all
     spec = make_spec(groups=(LARGE,))
     async with engine(
         DecodeSession, decode.attach, make_spec(groups=(LARGE,)), num_blocks=NUM_LARGE_BLOCKS
@@ -37,8 +42,8 @@ async def test_a_killed_prefill_engine_fails_its_reader_and_its_memory_is_gone(
         num_tokens = ticket["num_tokens"]
         ours = target.some_blocks(6, num_tokens)
         fetch = target.decode.fetch(ticket, num_tokens=num_tokens, block_ids=ours)
-        await until(lambda: decode.metric("outstanding_handles") > 0)
-        mapped_before = num_mappings_of(spec.engine_id)
+        await until(lambda: reads(decode))
+        mapped_before = prefill.memory_maps(spec.engine_id)
 
         doomed.kill()
         failure = await failure_of(fetch)
@@ -60,9 +65,9 @@ async def test_a_killed_prefill_engine_fails_its_reader_and_its_memory_is_gone(
 
 @pytest.mark.parametrize("role", ["decode", "staged-decode"])
 async def test_a_killed_decode_engine_gives_the_offer_back_and_its_memory_is_gone(
-    slow, start_engine, role
+    slow_or_copying, start_engine, role
 ):
-    prefill, decode = slow.all
+    prefill, decode = slow_or_copying.all
     spec = make_spec(groups=(LARGE,))
     async with engine(
         PrefillSession, prefill.attach, make_spec(groups=(LARGE,)), num_blocks=NUM_LARGE_BLOCKS
@@ -72,8 +77,8 @@ async def test_a_killed_decode_engine_gives_the_offer_back_and_its_memory_is_gon
         offer = await source.prefill.offer("r", num_tokens=num_tokens, block_ids=theirs)
         doomed = start_engine(decode, spec.engine_id, role, json.dumps(offer.ticket))
         doomed.said()
-        await until(lambda: decode.metric("outstanding_handles") > 0)
-        mapped_before = num_mappings_of(spec.engine_id)
+        await until(lambda: reads(decode))
+        mapped_before = decode.memory_maps(spec.engine_id)
 
         doomed.kill()
         await until(lambda: num_mappings_of(spec.engine_id) == 0)

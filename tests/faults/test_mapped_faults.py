@@ -1,7 +1,6 @@
 """The mapped path: whatever fails while it is copied, no zero counts and the blocks come back."""
 
 import signal
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -9,7 +8,7 @@ import pytest
 from kvbus.engine import DecodeSession, PrefillSession
 from kvbus.errors import ErrorCode
 from kvbus.protocol.engine import Outcome
-from tests.agents import agents_ended, until
+from tests.agents import until
 from tests.engines import (
     LARGE,
     NUM_LARGE_BLOCKS,
@@ -21,35 +20,18 @@ from tests.engines import (
     start_long_read,
     works,
 )
-from tests.faults.conftest import SLOW_READS, Started
+from tests.faults.conftest import SLOW_COPIES, Started
 
 pytestmark = pytest.mark.anyio
 
-SLICES = {"transport": SLOW_READS["transport"]}
 SHAPE = {"num_blocks": NUM_LARGE_BLOCKS}
 LONG = {"groups": (LARGE,), **SHAPE}
-MAPPED = {**SLICES, "path": "mapped", "mapped": True}
 ENDED = (ErrorCode.LEASE_EXPIRED, ErrorCode.TIMEOUT, ErrorCode.OFFER_WITHDRAWN)
 
 
 def source_shape() -> dict[str, Any]:
     """Another engine whose cache takes a while to copy."""
     return {"spec": make_spec(groups=(LARGE,)), **SHAPE, "seed": 3}
-
-
-@pytest.fixture(scope="session")
-def shared_copying() -> Iterator[Started]:
-    """Two agents on one machine whose copies take long."""
-    with agents_ended(Started) as agents:
-        agents.start(agents.prefill(**SLICES), agents.decode(**MAPPED))
-        yield agents
-
-
-@pytest.fixture
-def copying(shared_copying: Started) -> Iterator[Started]:
-    """They hold nothing after each test."""
-    yield shared_copying
-    shared_copying.check()
 
 
 async def test_a_fetch_cancelled_in_mid_copy_gives_its_blocks_back_untouched_from_then(copying):
@@ -121,7 +103,7 @@ async def test_a_prefill_agent_that_is_stopped_in_mid_copy_is_missed_at_the_conf
 async def test_a_prefill_agent_that_is_killed_in_mid_copy_fails_it_and_works_when_it_is_back(
     fresh: Started,
 ):
-    prefill, decode = fresh.prefill(**SLICES), fresh.decode(**MAPPED)
+    prefill, decode = fresh.prefill(), fresh.decode(**SLOW_COPIES)
     fresh.start(prefill, decode)
     spec = make_spec(groups=(LARGE,))
     async with engine(DecodeSession, decode.attach, spec, **SHAPE, seed=2) as target:
@@ -141,7 +123,11 @@ async def test_a_prefill_agent_that_is_killed_in_mid_copy_fails_it_and_works_whe
 async def test_a_decode_agent_that_is_killed_in_mid_copy_leaves_the_offer_to_another(
     fresh: Started,
 ):
-    prefill, decode, other = fresh.prefill(**SLICES), fresh.decode(**MAPPED), fresh.decode(**MAPPED)
+    prefill, decode, other = (
+        fresh.prefill(),
+        fresh.decode(**SLOW_COPIES),
+        fresh.decode(**SLOW_COPIES),
+    )
     fresh.start(prefill, decode, other)
     async with engine(PrefillSession, prefill.attach, **source_shape()) as source:
         async with engine(DecodeSession, decode.attach, **source_shape()) as target:

@@ -50,6 +50,11 @@ class Copiers:
         """Whether a copy with tensors starts at once, as torch is imported."""
         return self._ready is not None and self._ready.done()
 
+    @property
+    def num_running(self) -> int:
+        """Copies of engines' memory that have not ended."""
+        return sum(map(len, self._running.values()))
+
     def prepare(self) -> Future[None]:
         """Have torch imported in a thread of its own, once; done when it is."""
         if self._ready is None:

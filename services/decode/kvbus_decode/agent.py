@@ -301,6 +301,7 @@ class DecodeService:
             "quarantined_blocks": self._table.num_quarantined_blocks(),
             "peers": len(self._leases.peers),
             "engines": len(self._agent.engines.engines),
+            "copies": self._reader.num_copies,
             "outstanding_handles": stats.outstanding_handles,
             "outstanding_bytes": stats.outstanding_bytes,
             "unreleased_handles": stats.unreleased_handles,

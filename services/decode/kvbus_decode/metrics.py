@@ -18,6 +18,7 @@ READINGS = {
     "peers": "Prefill agents that this agent talks to.",
     "engines": "Local engines.",
     "slots": "Staging slots in use.",
+    "copies": "Copies out of slots, or of mapped memory, that have not ended.",
     "outstanding_handles": "NIXL handles that are not terminal.",
     "outstanding_bytes": "Bytes under NIXL handles that are not terminal.",
     "unreleased_handles": "NIXL handles that could not be given back.",

@@ -5,8 +5,8 @@
                                  └──── what came of it ◀──┘        ChunkEnded ─▶ on_end
 
 A direct chunk starts no task. READs happen on the transport's thread, copies in threads of their
-own, but for those of mapped memory that take some 50 µs; READs of many descriptors are planned in a
-thread as well.
+own, but for those of mapped memory that take some 0.1 ms; READs of many descriptors are planned in
+a thread as well.
 """
 
 import asyncio
@@ -74,6 +74,11 @@ class Reader:
     def num_slots_in_use(self) -> int:
         """Staging slots in use."""
         return self._table.num_slots_in_use
+
+    @property
+    def num_copies(self) -> int:
+        """Copies into engines' memory that have not ended."""
+        return self._copiers.num_running
 
     def story(self, key: Hashable) -> list[str]:
         """What happened to the reads of a key, a line for each event."""
