@@ -27,6 +27,7 @@ class EventSocket:
         self.endpoint = bound_endpoint(self._socket)
         self._loop: asyncio.AbstractEventLoop | None = None
         self._topics: set[bytes] = set()
+        self._is_wanted: dict[str, bool] = {}
         self._reads = False
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -43,8 +44,12 @@ class EventSocket:
 
     def is_wanted(self, topic: str) -> bool:
         """Whether somebody has subscribed to it, as far as was read."""
-        wanted = topic.encode()
-        return any(wanted[:end] in self._topics for end in range(len(wanted) + 1))
+        known = self._is_wanted.get(topic)
+        if known is None:
+            wanted = topic.encode()
+            known = any(wanted[:end] in self._topics for end in range(len(wanted) + 1))
+            self._is_wanted[topic] = known
+        return known
 
     def send(self, topic: str, frame: bytes) -> None:
         """Send to whoever has subscribed; dropped for those that are behind, and once closed."""
@@ -72,6 +77,7 @@ class EventSocket:
 
     def _note(self, frame: zmq.Frame) -> None:
         asked = frame.bytes
+        self._is_wanted.clear()
         is_topic = len(asked) <= 1 + MAX_TOPIC_BYTES and asked[:1] in (b"\0", b"\1")
         if is_topic and asked[:1] == b"\1":
             self._topics.add(asked[1:])

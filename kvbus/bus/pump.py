@@ -1,7 +1,8 @@
 """Moving messages between one ZeroMQ socket and one event loop, without a thread or a poll.
 
 Refuses to be used from another thread. The socket's descriptor is edge-triggered: any call on the
-socket can swallow its signal, so ``ZMQ_EVENTS`` is read again after each batch and each send.
+socket can swallow its signal, so ``ZMQ_EVENTS`` is read after each batch, and once in the turn of
+the loop that follows on sends. Each look costs some system calls.
 """
 
 import asyncio
@@ -83,16 +84,10 @@ class Pump:
             return False
         finally:
             if not self._receiving:
-                self._look_again()
+                self._schedule()
         if self._traffic is not None:
             self._traffic.sent(parts[0], len(last))
         return True
-
-    def _look_again(self) -> None:
-        """Asking for the events swallows the signal for them, that of a new connection included."""
-        wanted = _POLLIN | _POLLOUT if self._refused else _POLLIN
-        if int(self._socket.get(_EVENTS)) & wanted:
-            self._schedule()
 
     def _schedule(self) -> None:
         if self._loop is not None and not self._scheduled:
@@ -101,14 +96,14 @@ class Pump:
 
     def _signalled(self) -> None:
         if not self._scheduled:  # else a turn is due anyway; two would take two batches
-            self._wake()
+            self._wake(signalled=True)
 
-    def _wake(self) -> None:
+    def _wake(self, *, signalled: bool = False) -> None:
         self._scheduled = False
         if self._loop is None:
             return
         try:
-            events = self._receive()
+            events = self._receive(signalled=signalled)
             self._on_drained()
             if self._refused and events & _POLLOUT:
                 self._refused = False
@@ -118,18 +113,24 @@ class Pump:
         except Exception as error:  # a bug of ours: it must end the owner, not the loop's handler
             self._on_failure(error)
 
-    def _receive(self) -> int:
+    def _receive(self, *, signalled: bool) -> int:
+        """Take a batch; a signal is nearly always for a message, so that is tried first."""
         socket = self._socket
         self._receiving = True
         try:
             for _ in range(_BATCH):
                 # The frames of a message are there together; before its first one is to be asked.
-                if not self._frames:
+                if not self._frames and not signalled:
                     events = int(socket.get(_EVENTS))
                     if not events & _POLLIN:
                         self._note_drained()
                         return events
-                self._take(socket.recv(_NOBLOCK, copy=False))
+                try:
+                    self._take(socket.recv(_NOBLOCK, copy=False))
+                except zmq.Again:
+                    if not signalled:
+                        raise
+                signalled = False
                 if self._loop is None:  # a callback closed this pump
                     return 0
         finally:
