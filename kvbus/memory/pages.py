@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
 _POPULATED_AT_ONCE_BYTES = 1 << 28
+_DISCARDED_AT_ONCE_BYTES = 1 << 25
 
 
 class Pages:
@@ -64,10 +65,16 @@ class Pages:
     #     discard  address ──▶ private zeros; the file's pages are free once nobody else maps them
     #     release  as discard; the addresses go when the last view is collected
     #
-    # A page of zeros costs memory only when something is written into it.
+    # A page of zeros costs memory only when something is written into it. The kernel takes a while
+    # for each GiB, and keeps every page fault of the process waiting meanwhile: hence the parts.
     def discard(self) -> None:
-        """Drop the file's pages and leave zeros at the same addresses; live views stay usable."""
-        libc.map_zeros_over(self.address, self.length_bytes)
+        """Drop the file's pages and leave zeros at the same addresses; live views stay usable.
+
+        It takes a tenth of a second and more for each GiB: large ones belong into a thread.
+        """
+        for offset in range(0, self.length_bytes, _DISCARDED_AT_ONCE_BYTES):
+            length = min(_DISCARDED_AT_ONCE_BYTES, self.length_bytes - offset)
+            libc.map_zeros_over(self.address + offset, length)
 
     def release(self) -> None:
         """Discard now; give the addresses back when the last view and the owner have let go."""

@@ -11,7 +11,7 @@ import pytest
 
 import kvbus
 from kvbus.errors import ClosedError, SegmentError
-from kvbus.memory import libc
+from kvbus.memory import libc, pages
 from kvbus.memory.mapping import SegmentMapping
 from kvbus.memory.pages import Pages
 from kvbus.memory.segment import SharedSegment
@@ -201,6 +201,18 @@ def test_discard_keeps_the_address_but_gives_no_new_views(mapping: SegmentMappin
     assert is_mapped(address)
     with pytest.raises(ClosedError, match="engine is gone"):
         mapping.view()
+
+
+def test_a_large_mapping_is_discarded_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pages, "_DISCARDED_AT_ONCE_BYTES", (1 << 20) + 4096)
+    with SharedSegment(SIZE_BYTES) as segment:
+        segment.view()[:] = 7
+        with SegmentMapping(os.dup(segment.fd), size_bytes=SIZE_BYTES) as mapping:
+            view = mapping.view()
+            mapping.discard()
+
+            assert not view.any()
+            assert segment.view().all()
 
 
 def test_unmapping_twice_is_harmless_and_use_after_it_is_refused(mapping: SegmentMapping) -> None:

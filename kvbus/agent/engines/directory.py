@@ -292,7 +292,4 @@ class EngineDirectory:
         for call in engine.waiting:
             call.refuse(engine_lost())
         self._on_lost(engine)
-        for process in engine.processes:
-            process.segments.discard()
-            process.connection.hang_up()
-        self._tasks.start_soon(self._memory.give_back, list(engine.processes), engine)
+        self._tasks.start_soon(self._memory.take_away, list(engine.processes), engine)

@@ -4,6 +4,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
+import anyio
 import structlog
 
 from kvbus.agent.engines.local_engine import EngineProcess, LocalEngine
@@ -33,6 +34,13 @@ class MemoryReturn:
     def __init__(self, transport: Transport, quiet: Callable[[], Quiet]) -> None:
         self._transport, self._quiet = transport, quiet
         self._kept: deque[Pages] = deque(maxlen=MOST_KEPT)
+
+    async def take_away(self, processes: list[EngineProcess], engine: LocalEngine) -> None:
+        """Give the bytes back now and hang up then, so that who lives knows; at last the rest."""
+        for process in processes:
+            await anyio.to_thread.run_sync(process.segments.discard)
+            process.connection.hang_up()
+        await self.give_back(processes, engine)
 
     async def give_back(
         self, processes: list[EngineProcess], engine: LocalEngine | None = None

@@ -163,9 +163,9 @@ class Segments:
     def discard(self) -> None:
         """Give the bytes back to the machine now; the addresses stay, as private zeros.
 
-        Those of a GPU have to wait for `unmap`.
+        Those of a GPU have to wait for `unmap`. In a thread: it takes long for a large cache.
         """
-        for mapping in self.mappings.values():
+        for mapping in list(self.mappings.values()):
             mapping.discard()
 
     def registered_pages(self) -> list[Pages]:

@@ -142,7 +142,8 @@ class MemoryBorrower:
             channel.close()
 
     def _end(self, memory: MappedMemory) -> None:
-        memory.end("the prefill engine, or its agent, has ended")
+        memory.close("the prefill engine, or its agent, has ended")
+        self._agent.tasks.start_soon(_discard, memory)
         for place in [place for place, known in self._known.items() if known is memory]:
             del self._known[place]
         self._note(memory.who, memory.closed)
@@ -156,6 +157,10 @@ class MemoryBorrower:
         self.states[who] = state
         while len(self.states) > MOST_STATES:
             del self.states[next(iter(self.states))]
+
+
+async def _discard(memory: MappedMemory) -> None:
+    await anyio.to_thread.run_sync(memory.discard)
 
 
 async def _populate(memory: MappedMemory) -> None:

@@ -20,10 +20,10 @@ Lent = Mapping[tuple[int, str], LentMapping]
 
 # Who copies knows addresses only, in a thread that nobody can stop. So these rules:
 #
-#     the engine or its agent ends   end-of-file ──▶ `end`: zeros under all addresses, at once;
-#                                    `is_open` is False before the first zero is there
+#     the engine or its agent ends   end-of-file ──▶ `close`, then `discard`: zeros under all
+#                                    addresses; `is_open` is False before the first one is there
 #     its file is cut                SIGBUS in a copy ──▶ zeros there, `is_open` is False; the loop
-#                                    then does the rest of `end`
+#                                    then has the rest discarded
 #     nobody of ours wants it        the route is dropped: nothing changes for a fetch that still
 #                                    holds this object, as its confirm may say yes
 #     nobody holds it                the connection is closed, and the addresses go
@@ -61,11 +61,14 @@ class MappedMemory:
 
     def cut(self) -> None:
         """Some of it is gone; from any thread."""
-        self.closed = self.closed or "the prefill engine cut its memory"
+        self.close("the prefill engine cut its memory")
 
-    def end(self, reason: str) -> None:
-        """All of it is zeros from now on; idempotent."""
+    def close(self, reason: str) -> None:
+        """No copy from it counts any more; the first reason stays."""
         self.closed = self.closed or reason
+
+    def discard(self) -> None:
+        """All of it is zeros from now on; call it once it is closed, in a thread, as it is long."""
         self._let_go()
 
     def populate(self) -> None:
