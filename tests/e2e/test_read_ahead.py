@@ -54,6 +54,18 @@ def few(shared_few: Agents) -> Iterator[tuple[AgentProcess, AgentProcess]]:
     shared_few.check()
 
 
+@pytest.fixture
+def over_tcp() -> Iterator[tuple[AgentProcess, AgentProcess]]:
+    """Agents as on two machines: every READ needs the progress of its target."""
+    env = {"UCX_TLS": "tcp"}
+    with agents_ended(Agents) as agents:
+        agents.start(
+            agents.prepare("prefill", env=env), agents.prepare("decode", env=env, path="direct")
+        )
+        yield agents.all[0], agents.all[1]
+        agents.check()
+
+
 async def start(
     source: Engine, target: Engine, num_tokens: int = NUM_TOKENS, first_token: int = 0
 ) -> tuple[Any, Fetch, Any]:
@@ -96,6 +108,23 @@ async def test_the_first_handoff_of_two_engines_claims_and_the_next_ones_read_ah
             ahead.append(line_of(decode, fetch)["ahead"])
 
     assert ahead == [False, True, True]
+
+
+async def test_a_read_that_needs_the_prefill_agents_progress_has_the_claim_beside_it(over_tcp):
+    prefill, decode = over_tcp
+    async with pair(prefill.attach, decode.attach) as (source, target):
+        lines = []
+        for _ in range(3):
+            offer, fetch, wanted = await start(source, target)
+            await fetch.completed()
+            await offer.released()
+
+            assert same(target.snapshot(), wanted)
+            lines.append(line_of(decode, fetch))
+
+    assert [line["path"] for line in lines] == ["direct"] * 3
+    assert [line["ahead"] for line in lines] == [False, True, True]
+    assert [line["leased"] for line in lines] == [True] * 3
 
 
 async def test_an_offer_that_the_decode_engine_has_already_is_taken_by_one_request(prefill, decode):

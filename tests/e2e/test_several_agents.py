@@ -87,6 +87,18 @@ async def test_every_bit_arrives_whatever_agents_the_ranks_are_at(sites, path, p
         assert all(agent.metric("progress_tokens") == 0 for agent in sites.prefill)
 
 
+@pytest.mark.parametrize(("prefill", "decode"), [("01", "0"), ("00", "01")])
+async def test_an_engine_at_several_agents_claims_first_on_any_route(sites, prefill, decode):
+    async with (
+        spread_engine(PrefillSession, sites.at("prefill", prefill), seed=1) as source,
+        spread_engine(DecodeSession, sites.at("direct", decode), seed=2) as target,
+    ):
+        assert await works(source, target)
+        assert await works(source, target)
+    lines = sites.direct[0].says("handoff.completed", engine_id=target.spec.engine_id)
+    assert [(line["ahead"], line["leased"]) for line in lines[-2:]] == [(False, True)] * 2
+
+
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     ("group", "prefill", "decode"),

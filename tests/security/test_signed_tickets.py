@@ -13,7 +13,8 @@ from msgspec import structs
 from kvbus.agent.process.ticket_keys import load_ticket_keys
 from kvbus.engine import Fetch, MemorySession, PrefillSession
 from kvbus.errors import ConfigError, ErrorCode, FetchFailed
-from kvbus.protocol.ticket import Ticket
+from kvbus.geometry import BlockTable
+from kvbus.protocol.ticket import Ticket, packed_tables
 from kvbus.protocol.ticket_keys import TicketKeys
 from tests.agents import AgentProcess, Agents, agents_ended
 from tests.engines import NHD, Engine, failure_of, make_spec, pair, same, works
@@ -103,6 +104,34 @@ async def test_keys_are_replaced_while_handoffs_go_on(engines):
     assert len(offer.ticket["signature"]) == 64
     await fetch_of(target, signed(Ticket.from_json(offer.ticket))).completed()
     assert await works(source, target)
+
+
+async def test_blocks_that_a_signed_ticket_names_are_read_ahead_and_others_are_refused(
+    engines, site
+):
+    source, target = engines
+    theirs, ours = source.some_blocks(5, 40), target.some_blocks(6, 40)
+    assert await works(source, target)
+    offer = await source.prefill.offer("r", num_tokens=40, block_ids=theirs)
+    ticket, before = Ticket.from_json(offer.ticket), target.snapshot()
+    others = packed_tables({"full": BlockTable.of(theirs["full"][::-1])}, max_blocks=9)
+
+    failures = [
+        await failure_of(
+            target.decode.fetch(
+                structs.replace(ticket, blocks=blocks).to_json(), num_tokens=40, block_ids=ours
+            )
+        )
+        for blocks in (others, "")
+    ]
+    unchanged = same(target.snapshot(), before)
+    fetch = target.decode.fetch(ticket.to_json(), num_tokens=40, block_ids=ours)
+    await fetch.completed()
+
+    assert [failure.code for failure in failures] == [ErrorCode.FORBIDDEN] * 2
+    assert unchanged
+    (line,) = site.all[1].says("handoff.completed", fetch_id=fetch.fetch_id)
+    assert line["ahead"]
 
 
 async def test_an_altered_or_redirected_ticket_is_refused_before_anything_is_connected(engines):
