@@ -172,7 +172,7 @@ class FetchWorld(StoryMachine):
         steps = ev.SendClaim | ev.SendConfirm | ev.SendTake
         active = {p.asked.fetch_id for p in self.pending if isinstance(p.asked, steps)}
         active |= {fetch_id for fetch_id, watched in self.seen.items() if watched.in_flight}
-        self.turns.settle(self.now, active=active - ended, ended=ended)
+        self.turns.settle(self.now, active=active - ended)
         self.turns.check()
 
     def state_of(self, fetch_id: str) -> FetchState | None:
@@ -184,7 +184,9 @@ class FetchWorld(StoryMachine):
             case ev.ReportLanded(fetch_id, num_tokens):
                 self.seen[fetch_id].is_landed(num_tokens)
             case ev.ReportFetched() as report:
-                self.seen[report.fetch_id].end(report, self.now)
+                watched = self.seen[report.fetch_id]
+                watched.end(report, self.now)
+                self.turns.leave(watched.agent_boot, report.fetch_id)
             case ev.SendRelease(ticket, epoch, token):
                 watched = self.seen[ticket.offer_id]
                 assert not watched.in_flight, "given back under a read"

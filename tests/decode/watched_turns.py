@@ -42,13 +42,15 @@ class WatchedTurns:
             self.waits_since[agent] = self.num_turns
         self.places[fetch_id] = now + self.patience_s
 
-    def settle(self, now: float, *, active: set[str], ended: set[str]) -> None:
-        """What is not ``active`` has no place any more, and what has ended waits for none."""
+    def leave(self, agent: str, fetch_id: str) -> None:
+        """It has ended; while it waited, those behind it move up before anybody begins."""
+        if fetch_id in self.queues.get(agent, ()):
+            self._remove(agent, fetch_id)
+
+    def settle(self, now: float, *, active: set[str]) -> None:
+        """What is not ``active`` has no place any more."""
         kept = {f: until for f, until in self.places.items() if f in active and now < until}
         self.places = kept
-        for agent in list(self.queues):
-            for fetch_id in ended.intersection(self.queues[agent]):
-                self._remove(agent, fetch_id)
 
     def check(self) -> None:
         """No more than may have begun, and nobody waits without need."""
