@@ -176,6 +176,14 @@ def test_a_confirm_of_a_lease_that_ended_before_another_reader_took_the_offer_is
     assert code_of(commands) is ErrorCode.STALE
 
 
+def test_a_take_that_shows_the_token_of_the_last_lease_is_told_that_the_offer_was_withdrawn() -> (
+    None
+):
+    table = table_after(opened(), claimed(), ev.Withdrawn("o1", None, "withdraw"))
+
+    assert code_of(table.handle(taken(token=TOKEN), 1.0)) is ErrorCode.OFFER_WITHDRAWN
+
+
 def test_a_take_of_an_offer_that_was_confirmed_is_no_repeated_one() -> None:
     table = table_after(opened(), claimed(), ev.Confirmed("o1", 1, TOKEN, "confirm"))
 

@@ -5,13 +5,8 @@ from kvbus.protocol.ticket import Ticket
 from kvbus.table import Context, FairPool, Table
 from kvbus_decode.fetch import events as ev
 from kvbus_decode.fetch.entry import FetchEntry, FetchLimits, FetchState
-from kvbus_decode.fetch.transitions import (
-    TRANSITIONS,
-    Commands,
-    begin,
-    resolve,
-    wait_for_turn,
-)
+from kvbus_decode.fetch.steps import Commands
+from kvbus_decode.fetch.transitions import TRANSITIONS, begin, resolve, wait_for_turn
 
 
 class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):

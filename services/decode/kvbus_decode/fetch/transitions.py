@@ -18,13 +18,21 @@ from kvbus.table import Transition
 from kvbus_decode.fetch import events as ev
 from kvbus_decode.fetch.ahead import Ahead
 from kvbus_decode.fetch.entry import ENDS, STAGES, Context, FetchEntry, FetchState
+from kvbus_decode.fetch.steps import (
+    Commands,
+    ask_for_yes,
+    claim,
+    fail,
+    go_on,
+    release_lease,
+    renew,
+    withdraw,
+)
 
 RESOLVING, QUEUED = FetchState.RESOLVING, FetchState.QUEUED
 CLAIMING, WAITING = FetchState.CLAIMING, FetchState.WAITING
 READING, CONFIRMING, DRAINING = FetchState.READING, FetchState.CONFIRMING, FetchState.DRAINING
 COMPLETED, FAILED, CANCELLED = ENDS
-
-Commands = list[ev.Command]
 
 
 def resolve(fetch: FetchEntry, at: Context) -> Commands:
@@ -63,7 +71,7 @@ def start(fetch: FetchEntry, _event: ev.TurnCame, at: Context) -> Commands:
     if ahead is not None:
         return _start_ahead(fetch, ahead, at)
     fetch.enter(CLAIMING, at.now)
-    return [_claim(fetch, at)]
+    return [claim(fetch, at)]
 
 
 def _start_ahead(fetch: FetchEntry, ahead: Ahead, at: Context) -> Commands:
@@ -72,11 +80,11 @@ def _start_ahead(fetch: FetchEntry, ahead: Ahead, at: Context) -> Commands:
     An engine that has it all only takes the offer.
     """
     fetch.know(ahead)
-    commands = _go_on(fetch, at)
+    commands = go_on(fetch, at)
     if fetch.chunk is None:
         return commands
     if ahead.claims:
-        return [_claim(fetch, at), *commands]
+        return [claim(fetch, at), *commands]
     fetch.ask_again_at = at.now + at.limits.claim_after_s
     return commands
 
@@ -88,8 +96,8 @@ def take_grant(fetch: FetchEntry, event: ev.LeaseGranted, at: Context) -> Comman
         fetch.hold(event.sent_at, event.granted)
     except KVBusError as error:
         return fail(fetch, error, at)
-    commands = [] if fetch.chunk is not None else _go_on(fetch, at)
-    return [*commands, *_renew(fetch, at)] if fetch.hinted and not fetch.sealed else commands
+    commands = [] if fetch.chunk is not None else go_on(fetch, at)
+    return [*commands, *renew(fetch, at)] if fetch.hinted and not fetch.sealed else commands
 
 
 def retry_or_fail(fetch: FetchEntry, event: ev.StepFailed, at: Context) -> Commands:
@@ -110,13 +118,13 @@ def note_renewal_failed(fetch: FetchEntry, event: ev.RenewFailed, at: Context) -
         return fail(fetch, event.error, at)
     fetch.held.renewing = False
     fetch.held.renew_at = at.now
-    return _renew(fetch, at) if at.now < fetch.held.expires_at else []
+    return renew(fetch, at) if at.now < fetch.held.expires_at else []
 
 
 def ask_for_news(fetch: FetchEntry, _event: ev.OfferAdvanced, at: Context) -> Commands:
     """A hint: renewing tells what is true. During a renewal, ask once more after it."""
     fetch.hinted = True
-    return _renew(fetch, at)
+    return renew(fetch, at)
 
 
 def note_hint(fetch: FetchEntry, _event: ev.OfferAdvanced, _: Context) -> Commands:
@@ -130,7 +138,7 @@ def end_chunk(fetch: FetchEntry, event: ev.ChunkRead, at: Context) -> Commands:
     fetch.land(event)
     if event.error is not None:
         return fail(fetch, event.error, at)
-    commands = _go_on(fetch, at)
+    commands = go_on(fetch, at)
     if fetch.requested.chunk_tokens:
         commands.append(ev.ReportLanded(fetch.fetch_id, fetch.read_to))
     return commands
@@ -149,13 +157,13 @@ def check_time(fetch: FetchEntry, _event: ev.DeadlinePassed, at: Context) -> Com
         return fail(fetch, RemoteError(message, code=ErrorCode.TIMEOUT), at)
     if fetch.ask_again_at is not None and fetch.ask_again_at <= at.now:
         fetch.ask_again_at = None
-        return [_ask_for_yes(fetch, at) if fetch.state is CONFIRMING else _claim(fetch, at)]
+        return [ask_for_yes(fetch, at) if fetch.state is CONFIRMING else claim(fetch, at)]
     if fetch.held is None or fetch.state is CONFIRMING:
         return []
     if fetch.held.expires_at <= at.now:
         message = "the lease ended before the read did"
         return fail(fetch, RemoteError(message, code=ErrorCode.LEASE_EXPIRED), at)
-    return _renew(fetch, at) if fetch.held.renew_at <= at.now else []
+    return renew(fetch, at) if fetch.held.renew_at <= at.now else []
 
 
 def fail_step(fetch: FetchEntry, event: ev.StepFailed, at: Context) -> Commands:
@@ -173,7 +181,7 @@ def confirm_again_or_fail(fetch: FetchEntry, event: ev.StepFailed, at: Context) 
         return []
     if event.error.code is not ErrorCode.TIMEOUT:
         return fail(fetch, event.error, at)
-    return [_ask_for_yes(fetch, at)]
+    return [ask_for_yes(fetch, at)]
 
 
 def cancel(fetch: FetchEntry, event: ev.CancelRequested, at: Context) -> Commands:
@@ -182,7 +190,7 @@ def cancel(fetch: FetchEntry, event: ev.CancelRequested, at: Context) -> Command
     return [
         ev.SendReply(event.reply_to, Empty()),
         *fail(fetch, error, at, ends_as=CANCELLED),
-        *_withdraw(fetch, event),
+        *withdraw(fetch, event),
     ]
 
 
@@ -206,12 +214,12 @@ def finish_draining(fetch: FetchEntry, event: ev.ChunkRead, at: Context) -> Comm
     fetch.land(event)
     fetch.enter(fetch.ends_as, at.now)
     freed = ev.ReportBlocksFreed(fetch.fetch_id, fetch.requested.engine_id)
-    return [*_release_lease(fetch), freed]
+    return [*release_lease(fetch), freed]
 
 
 def accept_late_cancel(fetch: FetchEntry, event: ev.CancelRequested, _: Context) -> Commands:
     """It has ended already; the notice says how. Its offer may still wait for another reader."""
-    return [ev.SendReply(event.reply_to, Empty()), *_withdraw(fetch, event)]
+    return [ev.SendReply(event.reply_to, Empty()), *withdraw(fetch, event)]
 
 
 def release_late_lease(fetch: FetchEntry, event: ev.LeaseGranted, _: Context) -> Commands:
@@ -234,73 +242,6 @@ def keep_late_lease(fetch: FetchEntry, event: ev.LeaseGranted, at: Context) -> C
 def ignore(_fetch: FetchEntry, _event: ev.Event, _: Context) -> Commands:
     """Comes too late to matter, or is a hint that this state does not need."""
     return []
-
-
-def _go_on(fetch: FetchEntry, at: Context) -> Commands:
-    """Nothing is in flight: read what is ready, or confirm when that was all, or wait for more.
-
-    Read ahead of the lease: what became of the claim is waited for.
-    """
-    fetch.chunk = fetch.next_chunk()
-    if fetch.chunk is not None:
-        fetch.enter(READING, at.now)
-        return [fetch.chunk]
-    if not fetch.sealed or fetch.claiming:
-        fetch.enter(CLAIMING if fetch.claiming else WAITING, at.now)
-        return []
-    fetch.enter(CONFIRMING, at.now)
-    fetch.ask_again_at = None
-    return [_ask_for_yes(fetch, at)]
-
-
-def _claim(fetch: FetchEntry, at: Context) -> ev.SendClaim:
-    fetch.claiming, fetch.hinted = True, False
-    return ev.SendClaim(fetch.fetch_id, fetch.request_timeout_s(at), fetch.requested)
-
-
-def _ask_for_yes(fetch: FetchEntry, at: Context) -> ev.SendConfirm | ev.SendTake:
-    timeout_s = fetch.request_timeout_s(at)
-    if fetch.held is None:
-        return ev.SendTake(fetch.fetch_id, dict(fetch.tables), timeout_s)
-    return ev.SendConfirm(fetch.fetch_id, *fetch.lease, timeout_s)
-
-
-def _renew(fetch: FetchEntry, at: Context) -> Commands:
-    """Ask for more time and news, unless that is asked already; answers every hint so far."""
-    if fetch.held is None or fetch.held.renewing:
-        return []
-    fetch.held.renewing = True
-    fetch.hinted = False
-    known = {group: len(table) for group, table in fetch.tables.items()}
-    return [ev.SendRenew(fetch.fetch_id, *fetch.lease, fetch.request_timeout_s(at), known)]
-
-
-def fail(
-    fetch: FetchEntry, error: KVBusError, at: Context, *, ends_as: FetchState = FAILED
-) -> Commands:
-    """Report the end now; while a chunk is in flight the blocks come later, by draining."""
-    stage, in_flight = fetch.state, fetch.chunk is not None
-    fetch.error = error
-    fetch.ends_as = ends_as
-    fetch.enter(DRAINING if in_flight else ends_as, at.now)
-    outcome = Outcome.CANCELLED if ends_as is CANCELLED else Outcome.FAILED
-    report = fetch.report(outcome, stage, blocks_free=not in_flight)
-    if in_flight:
-        return [ev.StopRead(fetch.fetch_id), report]
-    return [*_release_lease(fetch), report]
-
-
-def _release_lease(fetch: FetchEntry) -> Commands:
-    if fetch.held is None or fetch.error is None:
-        return []
-    return [ev.SendRelease(fetch.requested.ticket, *fetch.lease, fetch.error.code)]
-
-
-def _withdraw(fetch: FetchEntry, event: ev.CancelRequested) -> Commands:
-    """A completed fetch has ended its offer by its confirm."""
-    if not event.release_offer or fetch.state is COMPLETED:
-        return []
-    return [ev.SendWithdraw(fetch.requested.ticket)]
 
 
 def _table() -> Mapping[tuple[FetchState, type[ev.Event]], Transition[FetchState]]:

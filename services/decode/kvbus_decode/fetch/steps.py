@@ -1,0 +1,85 @@
+"""What handlers of several states do to a fetch: go on, ask, renew, fail.
+
+Refuses to say when: `kvbus_decode.fetch.transitions` does.
+"""
+
+from kvbus.errors import KVBusError
+from kvbus.protocol.engine import Outcome
+from kvbus_decode.fetch import events as ev
+from kvbus_decode.fetch.entry import ENDS, Context, FetchEntry, FetchState
+
+CLAIMING, WAITING = FetchState.CLAIMING, FetchState.WAITING
+READING, CONFIRMING, DRAINING = FetchState.READING, FetchState.CONFIRMING, FetchState.DRAINING
+COMPLETED, FAILED, CANCELLED = ENDS
+
+Commands = list[ev.Command]
+
+
+def go_on(fetch: FetchEntry, at: Context) -> Commands:
+    """Nothing is in flight: read what is ready, or confirm when that was all, or wait for more.
+
+    Read ahead of the lease: what became of the claim is waited for.
+    """
+    fetch.chunk = fetch.next_chunk()
+    if fetch.chunk is not None:
+        fetch.enter(READING, at.now)
+        return [fetch.chunk]
+    if not fetch.sealed or fetch.claiming:
+        fetch.enter(CLAIMING if fetch.claiming else WAITING, at.now)
+        return []
+    fetch.enter(CONFIRMING, at.now)
+    fetch.ask_again_at = None
+    return [ask_for_yes(fetch, at)]
+
+
+def claim(fetch: FetchEntry, at: Context) -> ev.SendClaim:
+    """Ask for the lease; news that came before are in its reply."""
+    fetch.claiming, fetch.hinted = True, False
+    return ev.SendClaim(fetch.fetch_id, fetch.request_timeout_s(at), fetch.requested)
+
+
+def ask_for_yes(fetch: FetchEntry, at: Context) -> ev.SendConfirm | ev.SendTake:
+    """All has landed: ask whether it is good, under the lease where there is one."""
+    timeout_s = fetch.request_timeout_s(at)
+    if fetch.held is None:
+        return ev.SendTake(fetch.fetch_id, dict(fetch.tables), timeout_s)
+    return ev.SendConfirm(fetch.fetch_id, *fetch.lease, timeout_s)
+
+
+def renew(fetch: FetchEntry, at: Context) -> Commands:
+    """Ask for more time and news, unless that is asked already; answers every hint so far."""
+    if fetch.held is None or fetch.held.renewing:
+        return []
+    fetch.held.renewing = True
+    fetch.hinted = False
+    known = {group: len(table) for group, table in fetch.tables.items()}
+    return [ev.SendRenew(fetch.fetch_id, *fetch.lease, fetch.request_timeout_s(at), known)]
+
+
+def fail(
+    fetch: FetchEntry, error: KVBusError, at: Context, *, ends_as: FetchState = FAILED
+) -> Commands:
+    """Report the end now; while a chunk is in flight the blocks come later, by draining."""
+    stage, in_flight = fetch.state, fetch.chunk is not None
+    fetch.error = error
+    fetch.ends_as = ends_as
+    fetch.enter(DRAINING if in_flight else ends_as, at.now)
+    outcome = Outcome.CANCELLED if ends_as is CANCELLED else Outcome.FAILED
+    report = fetch.report(outcome, stage, blocks_free=not in_flight)
+    if in_flight:
+        return [ev.StopRead(fetch.fetch_id), report]
+    return [*release_lease(fetch), report]
+
+
+def release_lease(fetch: FetchEntry) -> Commands:
+    """Give the lease of a fetch back that has failed."""
+    if fetch.held is None or fetch.error is None:
+        return []
+    return [ev.SendRelease(fetch.requested.ticket, *fetch.lease, fetch.error.code)]
+
+
+def withdraw(fetch: FetchEntry, event: ev.CancelRequested) -> Commands:
+    """A completed fetch has ended its offer by its confirm."""
+    if not event.release_offer or fetch.state is COMPLETED:
+        return []
+    return [ev.SendWithdraw(fetch.requested.ticket)]
