@@ -1,0 +1,51 @@
+"""Lines of the log: one JSON object each, with the time in UTC and what is the process's own."""
+
+import json
+import subprocess
+import sys
+from datetime import UTC, datetime
+
+import pytest
+
+PROGRAM = """
+import structlog
+from kvbus.agent.process.logs import configure_logs
+configure_logs(level="info", style="{style}", agent="name")
+log = structlog.get_logger()
+log.debug("nothing.said")
+log.info("handoff.completed", request_id="\\u00fc", total_ms=1.5)
+log.warning("peer.lost", peer="{other}")
+"""
+
+
+def lines(style: str, *, other: str = "tcp") -> list[str]:
+    program = PROGRAM.format(style=style, other=other)
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, check=True)
+    return ended.stderr.decode().splitlines()
+
+
+def test_a_line_is_an_object_with_level_agent_and_the_time_in_utc() -> None:
+    before = datetime.now(UTC)
+
+    first, second = (json.loads(line) for line in lines("json"))
+
+    at = datetime.fromisoformat(first.pop("timestamp"))
+    assert before <= at <= datetime.now(UTC)
+    assert first == {
+        "event": "handoff.completed",
+        "level": "info",
+        "agent": "name",
+        "request_id": "ü",
+        "total_ms": 1.5,
+    }
+    assert (second["event"], second["level"]) == ("peer.lost", "warning")
+    assert second["timestamp"].endswith("Z")
+
+
+@pytest.mark.parametrize("style", ["console", "auto"])
+def test_other_styles_say_the_same(style: str) -> None:
+    assert ["handoff.completed" in line for line in lines(style)] == [True, False]
+
+
+def test_what_cannot_be_encoded_loses_no_line() -> None:
+    assert len(lines("console", other="\\udc80")) == 2
