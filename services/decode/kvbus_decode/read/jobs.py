@@ -75,7 +75,7 @@ class DirectJob:
 # (`kvbus_decode.peer.mapped_memory`). A fetch must not be completed with them:
 #
 #     the engine dies   its offers end in its agent, and then that hangs up: who has read a zero
-#                       asks for the confirm later, and is refused
+#                       confirms or takes later, and is refused
 #     its agent dies    nobody is left who could confirm
 #     the file is cut   by an engine that lives: its lease goes on, and a confirm would say yes;
 #                       but the map is closed before the first zero is there
