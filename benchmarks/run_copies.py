@@ -60,7 +60,7 @@ class Pair:
         self._plan = DirectPlan(prefill, decode, ReadMap(*ranks).shares())
 
     def copies(self, number: int) -> list[Copies]:
-        """Of request ``number``, in jobs as an agent makes them."""
+        """Of request ``number``."""
         random = np.random.default_rng(number)
         tables = []
         for side in self._sides:
@@ -68,8 +68,7 @@ class Pair:
             ids = random.permutation(SPARE * needed)[:needed]
             ids = ids if self._scattered else np.arange(needed) + number % needed
             tables.append({"full": BlockTable.of(ids)})
-        copies = self._plan.copies(*tables, {"full": (0, NUM_TOKENS)})
-        return [one for job in cut_copies(copies, job_bytes=JOB_BYTES) for one in job]
+        return self._plan.copies(*tables, {"full": (0, NUM_TOKENS)})
 
 
 def _placed(stack: ExitStack, side: Side) -> dict[int, PlacedRank]:
@@ -87,8 +86,16 @@ def _placed(stack: ExitStack, side: Side) -> dict[int, PlacedRank]:
 
 
 def by_kernel(copies: Copies) -> None:
-    """What kvbus does where it was compiled."""
-    run_copy.copy_runs([copies])
+    """What kvbus does where it was compiled, in jobs as an agent makes them."""
+    for job in cut_copies([copies], job_bytes=JOB_BYTES):
+        run_copy.copy_runs(job)
+
+
+def by_numpy(copies: Copies) -> None:
+    """What it does elsewhere."""
+    for job in cut_copies([copies], job_bytes=JOB_BYTES):
+        for part in job:
+            run_copy.copy_by_numpy(part)
 
 
 def by_memmove(copies: Copies) -> None:
@@ -136,7 +143,7 @@ def by_readv(copies: Copies) -> None:
 
 WAYS: dict[str, Callable[[Copies], None]] = {
     "kernel": by_kernel,
-    "numpy": run_copy.copy_by_numpy,
+    "numpy": by_numpy,
     "torch": by_torch,
     "memmove": by_memmove,
     "readv": by_readv,

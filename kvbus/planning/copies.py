@@ -15,6 +15,8 @@ from kvbus.errors import GeometryError
 from kvbus.planning.few_runs import Run
 from kvbus.planning.pairs import Offsets
 
+CACHED_BYTES = 512 << 10
+
 Extents = Sequence[tuple[int, int]]
 """Addresses [first, end) of memory, in any order, none within another."""
 
@@ -66,7 +68,7 @@ Job = tuple[Copies, ...]
 
 
 def cut_copies(copies: Iterable[Copies], *, job_bytes: int) -> list[Job]:
-    """Jobs of at most ``job_bytes`` that make each copy once, in the order given.
+    """Jobs of at most ``job_bytes`` that make each copy once; `check_sources` comes before.
 
     Small copies share a job. A large lattice is cut between outer offsets if it can be, so that
     units which are neighbours stay together; where a unit has several runs, between units, so that
@@ -75,7 +77,7 @@ def cut_copies(copies: Iterable[Copies], *, job_bytes: int) -> list[Job]:
     """
     jobs: list[Job] = []
     room = 0
-    for part in (part for one in copies for part in _parts(one, job_bytes)):
+    for part in (part for one in copies for part in _parts(_for_caches(one), job_bytes)):
         if jobs and part.num_bytes <= room:
             jobs[-1] += (part,)
         else:
@@ -83,6 +85,30 @@ def cut_copies(copies: Iterable[Copies], *, job_bytes: int) -> list[Job]:
             room = job_bytes
         room -= part.num_bytes
     return jobs
+
+
+# Two readers of one token, each of half of its heads: by target, all of reader 0 comes first, and
+# each line of the source is brought in twice, as the look-ahead of the CPU takes more than is asked
+# for. In turns, what lies together is read together; likewise what is written together.
+#
+#     source       [t0 heads 0-3][t0 heads 4-7][t1 heads 0-3][t1 heads 4-7] ...
+#     by target     1             33            2             34
+#     interleaved   1             2             3             4
+def interleaved(one: Copies) -> Copies:
+    """The same runs, but outer offsets that are neighbours or equal on one side as inner ones."""
+    num = one.outer.shape[1]
+    for side in (0, 1):
+        ascending = one.outer[:, np.argsort(one.outer[side], kind="stable")]
+        steps = np.diff(ascending[side])
+        apart = np.flatnonzero((steps != 0) & (steps != one.run_bytes))
+        size = int(apart[0]) + 1 if apart.size else num
+        if size == 1 or num % size:
+            continue
+        groups = ascending.reshape(2, -1, size)
+        first, beside = groups[:, :, 0], groups[:, :1] - groups[:, :1, :1]
+        if (groups - first[:, :, None] == beside).all():
+            return replace(one, outer=first, inner=(one.inner[:, :, None] + beside).reshape(2, -1))
+    return one
 
 
 def check_sources(copies: Iterable[Copies], extents: Extents) -> None:
@@ -105,6 +131,16 @@ def check_runs(runs: Iterable[Run], extents: Extents) -> None:
         at = bisect_right(ordered, source, key=itemgetter(0)) - 1
         if at < 0 or source + num_bytes > ordered[at][1]:
             raise GeometryError("a copy would read outside of the memory that is mapped")
+
+
+# What is read in short pieces waits for memory, and what is written in them does not: stores leave
+# the CPU on their way. So a unit is read in order, and written where that leads.
+def _for_caches(one: Copies) -> Copies:
+    """The same runs, read in order, and in turns, if they are more than a cache holds."""
+    if one.num_bytes <= CACHED_BYTES:
+        return one
+    by_source = one.inner[:, np.argsort(one.inner[0], kind="stable")]
+    return interleaved(replace(one, inner=by_source))
 
 
 def _parts(one: Copies, job_bytes: int) -> Iterator[Copies]:

@@ -2,15 +2,29 @@
 
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import product
+from unittest.mock import patch
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import event, given, settings
 from hypothesis import strategies as st
 
 from kvbus.errors import GeometryError
-from kvbus.planning import Copies, Run, check_runs, check_sources, cut_copies
+from kvbus.geometry import BlockTable, EngineSpec, GroupSpec, KvLayout, lay_out_rank
+from kvbus.planning import (
+    Copies,
+    DirectPlan,
+    PlacedRank,
+    ReadMap,
+    Run,
+    check_runs,
+    check_sources,
+    cut_copies,
+)
+from kvbus.planning import copies as copies_module
+from kvbus.planning.copies import interleaved
 from tests.examples import num_examples
 from tests.planning.handoffs import Case, cases
 from tests.planning.test_direct import SOME, copied_by_loops, plan_of, spans_of
@@ -54,12 +68,14 @@ def moves_of(copies: Iterable[Copies]) -> Counter[tuple[int, int]]:
     )
 
 
+@pytest.mark.parametrize("cached_bytes", [0, copies_module.CACHED_BYTES])
 @settings(SOME, max_examples=num_examples(300))
-@given(cases(), st.integers(1, 40))
+@given(case=cases(), job_bytes=st.integers(1, 40))
 def test_jobs_move_exactly_the_bytes_that_loops_over_every_element_move(
-    case: Case, job_bytes: int
+    cached_bytes: int, case: Case, job_bytes: int
 ) -> None:
-    jobs = cut_copies(copies_of(case), job_bytes=job_bytes)
+    with patch.object(copies_module, "CACHED_BYTES", cached_bytes):
+        jobs = cut_copies(copies_of(case), job_bytes=job_bytes)
 
     assert moved(case, [one for job in jobs for one in job]) == copied_by_loops(case)
 
@@ -93,6 +109,74 @@ def test_addresses_are_the_sums_of_one_offset_of_each_kind(one: Copies) -> None:
 
     assert one.addresses().tolist() == sums
     assert one.num_bytes == len(sums[0]) * one.run_bytes
+
+
+@st.composite
+def neighbours(draw: st.DrawFn) -> Copies:
+    """Outer offsets in groups that are alike, or nearly, or one offset short."""
+    one = draw(lattices(3))
+    size, run = draw(st.integers(2, 4)), one.run_bytes
+    sides = [
+        draw(st.sampled_from([0, run])) * np.arange(size),
+        np.array(draw(st.lists(st.integers(0, 99), min_size=size, max_size=size))),
+    ]
+    groups = (
+        one.outer[:, :, None] * 1000
+        + np.stack(sides if draw(st.booleans()) else sides[::-1])[:, None]
+    )
+    groups[0, 0, -1] += draw(st.sampled_from([0, 0, 0, 1]))
+    outer = groups.reshape(2, -1)
+    order = draw(st.permutations(range(outer.shape[1] - draw(st.integers(0, 1)))))
+    return replace(one, outer=outer[:, order])
+
+
+@SOME
+@given(neighbours() | lattices())
+def test_runs_in_turns_are_the_same_runs(one: Copies) -> None:
+    found = interleaved(one)
+
+    event(f"{one.outer.shape[1] // found.outer.shape[1]} in turns")
+    assert moves_of([found]) == moves_of([one])
+
+
+@pytest.mark.parametrize("readers", [1, 2, 4])
+def test_what_several_readers_take_of_a_token_is_read_in_one_go(readers: int) -> None:
+    prefill, decode = engine_of(1, base=1 << 30), engine_of(readers, base=1 << 40)
+    shares = ReadMap(*([one.rank for one in side.values()] for side in (prefill, decode))).shares()
+    tables = ({"full": BlockTable.of([2, 0])}, {"full": BlockTable.of([1, 3])})
+
+    forth = DirectPlan(prefill, decode, shares).copies(*tables, {"full": (0, 8)})
+    back_shares = ReadMap(*([one.rank for one in s.values()] for s in (decode, prefill))).shares()
+    back = DirectPlan(decode, prefill, back_shares).copies(*tables, {"full": (0, 8)})
+
+    for copies, side in ((forth, 0), (back, 1)):
+        one = interleaved(*copies)
+        unit = replace(one, units=one.units[:, :1]).addresses()[side]
+        assert (np.diff(unit) == one.run_bytes).all()
+        assert unit.size * one.run_bytes == 2 * 4 * 4 * 8 * 2  # parts, tokens, heads, dims, bytes
+
+
+def test_a_large_unit_is_read_in_order_and_a_small_one_written_so() -> None:
+    inner = np.array([[0, 100, 10, 110], [0, 10, 20, 30]])
+    zero, units = np.zeros((2, 1), np.int64), np.arange(4)[None] * np.array([[200], [40]])
+    one = Copies(zero, units, inner, 10)
+
+    with patch.object(copies_module, "CACHED_BYTES", one.num_bytes - 1):
+        ((large,),) = cut_copies([one], job_bytes=1 << 20)
+    ((small,),) = cut_copies([one], job_bytes=1 << 20)
+
+    assert large.inner.tolist() == [[0, 10, 100, 110], [0, 20, 10, 30]]
+    assert small is one
+
+
+def engine_of(tp_size: int, *, base: int) -> dict[int, PlacedRank]:
+    """Of one layer with four heads, NHD, in blocks of four tokens."""
+    engine = EngineSpec("e", "m", tp_size, (GroupSpec("full", (0,), 4, 4, 8, "float16"),))
+    ranks = (lay_out_rank(engine, n, KvLayout.parse("NHD"), num_blocks=4) for n in range(tp_size))
+    return {
+        rank.rank: PlacedRank(engine, rank, {rank.segments[0].segment_id: base * (rank.rank + 1)})
+        for rank in ranks
+    }
 
 
 @SOME
