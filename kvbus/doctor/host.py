@@ -11,6 +11,7 @@ from pathlib import Path
 from kvbus.doctor.children import PROBE, Budget, run_pair
 from kvbus.doctor.finding import ERROR, NOTE, OK, WARNING, Finding
 from kvbus.errors import SegmentError
+from kvbus.memory.huge_pages import GIVING_WORDS, SHMEM_ENABLED, shmem_word
 from kvbus.memory.room import available_bytes, cgroup_folder
 from kvbus.memory.segment import SharedSegment
 from kvbus.text import bytes_text
@@ -22,10 +23,8 @@ GOOD_FOLDER_BYTES = 1 << 30
 FOLDER = "/dev/shm"  # noqa: S108 - where shm_open, and so torch, puts files
 LEAST_FILES, GOOD_FILES, MANY_FILES = 64, 1024, 4096
 GOOD_FILE_BYTES = 64 << 30
-HUGE_WORDS = ("always", "within_size", "force")
 
 _CAP_IPC_LOCK, _CAP_SYS_PTRACE = 14, 19
-_SHMEM_HUGE = "/sys/kernel/mm/transparent_hugepage/shmem_enabled"
 _PTRACE_SCOPE = "/proc/sys/kernel/yama/ptrace_scope"
 
 
@@ -43,8 +42,7 @@ def check_memory() -> Iterator[Finding]:
         folder.f_bavail * folder.f_frsize if folder else None,
     )
     page_bytes = fields.get("Hugepagesize", 0) * 1024
-    chosen_word = text_of(_SHMEM_HUGE).partition("[")[2].partition("]")[0]
-    yield huge_page_finding(fields.get("HugePages_Free", 0), page_bytes, chosen_word)
+    yield huge_page_finding(fields.get("HugePages_Free", 0), page_bytes, shmem_word())
     cpu_quota = int(quota[0]) / int(quota[1]) if quota else None
     yield core_finding(len(os.sched_getaffinity(0)), cpu_quota)
 
@@ -118,12 +116,13 @@ def huge_page_finding(num_free: int, page_bytes: int, enabled: str) -> Finding:
     word = f"'{enabled}'" if enabled else "not known to the kernel"
     return Finding(
         "memory.huge_pages",
-        OK if free_bytes > 0 or enabled in HUGE_WORDS else NOTE,
+        OK if free_bytes > 0 or enabled in GIVING_WORDS else NOTE,
         f"{bytes_text(free_bytes)} reserved and free; shmem_enabled is {word}",
         {"free_bytes": free_bytes, "page_bytes": page_bytes, "shmem_enabled": enabled},
         why="Segments lie in small pages; large ones can be read faster.",
-        fix="Let memfds use huge pages, or reserve some (vm.nr_hugepages).",
-        command="echo within_size > /sys/kernel/mm/transparent_hugepage/shmem_enabled",
+        fix='Let engines that ask for huge pages (huge_pages="advise") have them, or reserve some '
+        "(vm.nr_hugepages) for those that ask for these (huge_pages=True).",
+        command=f"echo advise > {SHMEM_ENABLED}",
     )
 
 

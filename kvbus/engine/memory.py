@@ -3,6 +3,7 @@
 Refuses memory that the agent cannot map: an engine on such a device copies through host blocks.
 """
 
+import logging
 from collections.abc import Mapping
 from contextlib import AsyncExitStack, ExitStack
 from pathlib import Path
@@ -18,12 +19,15 @@ from kvbus.engine.session import EngineSession, SessionOptions
 from kvbus.errors import GeometryError, LocalError, SegmentError
 from kvbus.geometry import EngineSpec, KvLayout, RankSpec, lay_out_rank
 from kvbus.memory.cuda import CudaEvent, CudaStorage, allocate_cuda
+from kvbus.memory.huge_pages import HugePages, shmem_word
 from kvbus.memory.segment import SharedSegment
 from kvbus.memory.storage import SharedStorage
 from kvbus.protocol.attach import PassCuda, PassSegment
 from kvbus.protocol.engine import Fetched, Register
 from kvbus.protocol.envelope import Notice
 from kvbus.protocol.message import from_body
+
+log = logging.getLogger("kvbus.engine")
 
 Storage = SharedStorage | CudaStorage | SharedSegment
 
@@ -88,16 +92,18 @@ class MemorySession(EngineSession):
         num_blocks: int | Mapping[str, int],
         device: torch.device | str = "cpu",
         direct: bool = True,
+        huge_pages: HugePages = False,
     ) -> KvCache:
         """Allocate the rank's whole KV cache, zeroed, and register it.
 
         ``num_blocks`` is that of every group, or by group. With ``direct`` False the memory is
         unregistered: NIXL, and so a NIC, never pins it, and its KV goes through the agent's slots.
-        That of a CUDA ``device`` always is; see `record`. Raises `SegmentError` when there is not
-        enough memory, or no such device.
+        That of a CUDA ``device`` always is; see `record`. ``huge_pages`` are those of
+        `SharedSegment`; a machine that gives none is logged. Raises `SegmentError` when there is
+        not enough memory, or no such device.
         """
         rank = lay_out_rank(self.engine, self.rank, layout, num_blocks=num_blocks)
-        storage = allocate_storage(self.engine, rank, device)
+        storage = allocate_storage(self.engine, rank, device, huge_pages=huge_pages)
         return KvCache(self.engine, rank, await self._share(rank, storage, direct=direct))
 
     async def allocate_ring(self, num_blocks: Mapping[str, int]) -> HostBuffer:
@@ -183,7 +189,11 @@ class MemorySession(EngineSession):
 
 
 def allocate_storage(
-    engine: EngineSpec, rank: RankSpec, device: torch.device | str = "cpu"
+    engine: EngineSpec,
+    rank: RankSpec,
+    device: torch.device | str = "cpu",
+    *,
+    huge_pages: HugePages = False,
 ) -> SharedSegment | CudaStorage:
     """Zeroed memory for all of a rank's one segment; raises `SegmentError`."""
     size_bytes, where = rank.segments[0].size_bytes, torch.device(device)
@@ -194,4 +204,13 @@ def allocate_storage(
             f"no agent can open memory of {where}: use cpu, a cuda device, or a buffer of host "
             "blocks"
         )
-    return SharedSegment(size_bytes, name=f"kvbus-{engine.engine_id}")
+    segment = SharedSegment(size_bytes, name=f"kvbus-{engine.engine_id}", huge_pages=huge_pages)
+    if huge_pages and not segment.uses_huge_pages:
+        log.warning(
+            "the KV cache of rank %d of '%s' has ordinary pages: this machine gives no huge ones "
+            "(shmem_enabled is '%s'; see kvbus doctor)",
+            rank.rank,
+            engine.engine_id,
+            shmem_word(),
+        )
+    return segment

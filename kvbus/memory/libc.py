@@ -10,6 +10,7 @@ import os
 
 _MAP_FIXED = 0x10
 _MAP_NORESERVE = 0x4000
+_MADV_HUGEPAGE = 14
 _MADV_POPULATE_READ = 22
 _MADV_POPULATE_WRITE = 23
 _MAP_FAILED = ctypes.c_void_p(-1).value
@@ -51,6 +52,15 @@ def populate(address: int, length_bytes: int, *, writable: bool = True) -> None:
     """
     advice = _MADV_POPULATE_WRITE if writable else _MADV_POPULATE_READ
     if _libc.madvise(address, length_bytes, advice) != 0:
+        raise _last_error()
+
+
+def advise_huge_pages(address: int, length_bytes: int) -> None:
+    """Have the pages that are touched there for the first time be huge ones, if the kernel may.
+
+    Fails with EINVAL where the kernel has none.
+    """
+    if _libc.madvise(address, length_bytes, _MADV_HUGEPAGE) != 0:
         raise _last_error()
 
 

@@ -9,9 +9,11 @@ import fcntl
 import os
 
 from kvbus.errors import SegmentError
+from kvbus.memory.huge_pages import HugePages, huge_bytes, touch_advised
 from kvbus.memory.pages import MappedFile, Pages
 from kvbus.memory.room import check_memory
 
+_POPULATE_WITHIN_S = 2.0
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _ADVICE = {
     errno.ENOMEM: "make the KV cache smaller or free memory",
@@ -25,11 +27,14 @@ _ADVICE = {
 class SharedSegment(MappedFile):
     """A sealed memory file of zeros, mapped here, whose ``fd`` goes over the attach socket.
 
-    ``huge_pages`` asks for the machine's huge pages; ``uses_huge_pages`` says whether there were
-    enough, and then ``size_bytes`` is rounded up to whole ones. Raises ``SegmentError``.
+    ``huge_pages`` True asks for those that the machine has reserved, and rounds ``size_bytes`` up
+    to whole ones; "advise" asks the kernel to make some. ``uses_huge_pages`` says whether there
+    were any; without, it is ordinary pages. Raises ``SegmentError``.
     """
 
-    def __init__(self, size_bytes: int, *, name: str = "kvbus", huge_pages: bool = False) -> None:
+    def __init__(
+        self, size_bytes: int, *, name: str = "kvbus", huge_pages: HugePages = False
+    ) -> None:
         if size_bytes <= 0:
             raise SegmentError(f"a segment of {size_bytes} bytes makes no sense")
         self._fd = _create_file(name, size_bytes, huge_pages=huge_pages)
@@ -38,6 +43,9 @@ class SharedSegment(MappedFile):
             self.size_bytes = status.st_size
             self.uses_huge_pages = status.st_blksize > os.sysconf("SC_PAGESIZE")
             self._pages = Pages(self._fd, self.size_bytes)
+            if huge_pages == "advise":
+                self._pages.populate(_POPULATE_WITHIN_S)  # what is mapped huge is seen then
+                self.uses_huge_pages = huge_bytes(self._pages.address) > 0
         except OSError as error:
             os.close(self._fd)
             raise _refusal(error, size_bytes) from error
@@ -65,25 +73,27 @@ class SharedSegment(MappedFile):
 #                      nobody can shrink or grow it any more, nor take the seals off
 #
 # Huge pages are counted by the kernel on their own, and fallocate refuses them without a killer.
-def _create_file(name: str, size_bytes: int, *, huge_pages: bool) -> int:
-    if huge_pages:
+def _create_file(name: str, size_bytes: int, *, huge_pages: HugePages) -> int:
+    if huge_pages is True:
         try:
             return _reserve_file(name, size_bytes, os.MFD_HUGETLB)
         except (OSError, OverflowError):
             pass  # none configured, or not enough: ordinary pages do
     check_memory(size_bytes)
     try:
-        return _reserve_file(name, size_bytes, 0)
+        return _reserve_file(name, size_bytes, 0, advise=huge_pages == "advise")
     except OSError as error:
         raise _refusal(error, size_bytes) from error
 
 
-def _reserve_file(name: str, size_bytes: int, flags: int) -> int:
+def _reserve_file(name: str, size_bytes: int, flags: int, *, advise: bool = False) -> int:
     fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
     try:
         granule_bytes = os.fstat(fd).st_blksize if flags else 1
         rounded_bytes = -(-size_bytes // granule_bytes) * granule_bytes
         os.ftruncate(fd, rounded_bytes)
+        if advise:
+            touch_advised(fd, rounded_bytes)
         os.posix_fallocate(fd, 0, rounded_bytes)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
     except BaseException:

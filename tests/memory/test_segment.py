@@ -12,7 +12,10 @@ import pytest
 
 import kvbus
 from kvbus.errors import ClosedError, SegmentError
+from kvbus.memory.huge_pages import GIVING_WORDS, huge_bytes, shmem_word
 from kvbus.memory.segment import SharedSegment
+
+SIZE_OF_HUGE_PAGES = (8 << 20) + 5000
 
 ALL_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
@@ -120,6 +123,17 @@ def test_huge_pages_are_used_where_there_are_enough_and_ordinary_ones_else() -> 
 
         assert segment.uses_huge_pages == (num_free > 0)
         assert segment.size_bytes == 5000 or segment.uses_huge_pages
+
+
+def test_advised_huge_pages_are_given_where_the_machine_gives_them_and_ordinary_ones_else() -> None:
+    with SharedSegment(SIZE_OF_HUGE_PAGES, huge_pages="advise") as segment:
+        in_huge_pages = huge_bytes(segment.address)
+
+        assert segment.uses_huge_pages == (shmem_word() in GIVING_WORDS)
+        assert segment.uses_huge_pages == (in_huge_pages > 0)
+        assert segment.size_bytes == SIZE_OF_HUGE_PAGES
+        assert os.fstat(segment.fd).st_blocks * 512 >= SIZE_OF_HUGE_PAGES, "all pages are taken"
+        assert not segment.view().any()
 
 
 def test_closing_twice_is_harmless_and_use_after_it_is_refused(
