@@ -66,3 +66,57 @@ def test_of_two_fetches_of_one_offer_one_completes() -> None:
 
     outcomes = sorted(str(target.outcome) for target in world.targets.values())
     assert outcomes == [Outcome.COMPLETED, Outcome.FAILED]
+
+
+@pytest.mark.parametrize("ahead", ["alone", "claims"])
+def test_a_handoff_that_is_read_ahead_completes_with_the_right_kv(ahead: str) -> None:
+    world = HandoffInterleavings()
+    world.offer(num_tokens=NUM_TOKENS, sealed=True, ttl_s=8.0)
+    world.fetch(0, timeout_s=60.0, ahead=ahead)
+    assert world.reads, "before the prefill agent was asked"
+
+    world.settle_everything()
+
+    assert world.targets["fetch-0"].outcome is Outcome.COMPLETED
+    assert world.sources["offer-0"].outcome is Outcome.COMPLETED
+
+
+@pytest.mark.parametrize("ahead", ["alone", "claims"])
+def test_a_read_ahead_of_an_offer_that_is_withdrawn_under_it_fails_though_all_has_landed(
+    ahead: str,
+) -> None:
+    world = HandoffInterleavings()
+    world.offer(num_tokens=NUM_TOKENS, sealed=True, ttl_s=8.0)
+    world.fetch(0, timeout_s=60.0, ahead=ahead)
+
+    world.withdraw(0)
+    world.settle_everything()
+
+    assert set(world.targets["fetch-0"].landed.values()) == {"overwritten"}
+    assert world.targets["fetch-0"].outcome is Outcome.FAILED
+
+
+@pytest.mark.parametrize("claims_after_s", [0.0, 1.0], ids=["taken", "claimed in between"])
+def test_a_ticket_that_was_altered_is_read_and_its_fetch_fails(claims_after_s: float) -> None:
+    world = HandoffInterleavings()
+    world.offer(num_tokens=NUM_TOKENS, sealed=True, ttl_s=8.0)
+    world.fetch(0, timeout_s=60.0, ahead="altered")
+    world.pass_time(claims_after_s, told=True)
+
+    world.settle_everything()
+
+    assert world.targets["fetch-0"].outcome is Outcome.FAILED
+    assert world.sources["offer-0"].outcome is Outcome.EXPIRED
+
+
+@pytest.mark.parametrize("ahead", ["", "alone", "claims"])
+def test_of_a_reader_ahead_and_another_one_completes(ahead: str) -> None:
+    world = HandoffInterleavings()
+    world.offer(num_tokens=NUM_TOKENS, sealed=True, ttl_s=8.0)
+
+    world.fetch(0, timeout_s=60.0, ahead="alone")
+    world.fetch(0, timeout_s=60.0, ahead=ahead)
+    world.settle_everything()
+
+    outcomes = sorted(str(target.outcome) for target in world.targets.values())
+    assert outcomes == [Outcome.COMPLETED, Outcome.FAILED]
