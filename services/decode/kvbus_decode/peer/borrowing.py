@@ -28,7 +28,7 @@ log = structlog.get_logger()
 
 MAP_WITHIN_S = 2.0
 """A prefill agent that takes longer was stopped."""
-MOST_STATES = 1024
+MOST_STATES = 256
 WITH_NIXL = ("direct", "packed", "reordered")
 OPEN = "open"
 
@@ -60,9 +60,10 @@ class MemoryBorrower:
         """The memory that a handshake was about, mapped; or why it is not, and read with NIXL."""
         engine_id = done.memory.engine.engine_id
         place, who = (boot, engine_id, done.memory_id), f"{engine_id} at {done.agent_id}"
-        if (known := self._known.get(place)) is not None and known.is_open:
-            return known
         socket, closed = done.memory_socket or MemorySocket(), self._reason_not_to(done, engine)
+        known = self._known.get(place)
+        if not closed and known is not None and known.is_open:
+            return known
         if not closed:
             try:
                 with anyio.fail_after(min(MAP_WITHIN_S, within_s / 2)):
