@@ -13,6 +13,7 @@ from kvbus.doctor.finding import ERROR, NOTE, OK, WARNING, Finding
 from kvbus.errors import SegmentError
 from kvbus.memory.huge_pages import GIVING_WORDS, SHMEM_ENABLED, shmem_word
 from kvbus.memory.room import available_bytes, cgroup_folder
+from kvbus.memory.run_copy import is_compiled
 from kvbus.memory.segment import SharedSegment
 from kvbus.text import bytes_text
 
@@ -29,7 +30,7 @@ _PTRACE_SCOPE = "/proc/sys/kernel/yama/ptrace_scope"
 
 
 def check_memory() -> Iterator[Finding]:
-    """Segments, room, /dev/shm, huge pages, cores: as a new process of ours would have them."""
+    """Segments, room, /dev/shm, huge pages, cores, copies: as a new process would have them."""
     meminfo = dict(line.split(":", 1) for line in text_of("/proc/meminfo").splitlines())
     fields = {name: int(value.split()[0]) for name, value in meminfo.items()}
     limit, quota = _group_words("memory.max"), _group_words("cpu.max")
@@ -45,6 +46,7 @@ def check_memory() -> Iterator[Finding]:
     yield huge_page_finding(fields.get("HugePages_Free", 0), page_bytes, shmem_word())
     cpu_quota = int(quota[0]) / int(quota[1]) if quota else None
     yield core_finding(len(os.sched_getaffinity(0)), cpu_quota)
+    yield kernel_finding(compiled=is_compiled())
 
 
 def _segment_error() -> str:
@@ -137,6 +139,18 @@ def core_finding(num_cores: int, quota: float | None) -> Finding:
         {"num_cores": num_cores, "cpu_quota": quota},
         why="An agent's event loop and its NIXL thread wait for each other.",
         fix="Give it two cores or more.",
+    )
+
+
+def kernel_finding(*, compiled: bool) -> Finding:
+    """Whether the copy kernel was ``compiled`` when kvbus was installed."""
+    return Finding(
+        "memory.copies",
+        OK if compiled else NOTE,
+        f"mapped memory is copied by {'the kernel in C' if compiled else 'numpy'}",
+        {"compiled": compiled},
+        why="Agents of one machine copy KV, by numpy at two thirds of the speed at most.",
+        fix="Install a C compiler, then kvbus again.",
     )
 
 

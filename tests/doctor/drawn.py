@@ -92,6 +92,7 @@ FINDINGS: list[st.SearchStrategy[Iterable[Finding]]] = [
         st.sampled_from(["", "never", "advise", "within_size", "always"]),
     ),
     one(host.core_finding, st.integers(1, 8), st.none() | st.floats(0.1, 8)),
+    one(host.kernel_finding, compiled=st.booleans()),
     one(host.open_files_finding, st.none() | st.integers(0, 1 << 20)),
     one(
         host.locked_memory_finding,

@@ -17,6 +17,7 @@ from kvbus.doctor.host import (
     file_size_finding,
     folder_finding,
     huge_page_finding,
+    kernel_finding,
     locked_memory_finding,
     open_files_finding,
     reading_finding,
@@ -88,6 +89,7 @@ def gpus(seen: GpuList, error: str = "") -> Finding:
         folder_finding(32 * GIB, 32 * GIB),
         huge_page_finding(0, 2 * MIB, "within_size"),
         core_finding(16, None),
+        kernel_finding(compiled=True),
         open_files_finding(65536),
         locked(None, False),
         file_size_finding(None),
@@ -139,6 +141,7 @@ def test_an_old_python_is_an_error() -> None:
         (core_finding(1, None), "memory.cores", WARNING),
         (core_finding(16, 1.5), "memory.cores", WARNING),
         (core_finding(16, 2.0), "memory.cores", OK),
+        (kernel_finding(compiled=False), "memory.copies", NOTE),
     ],
 )
 def test_memory_is_complained_of_by_what_it_costs(

@@ -25,6 +25,7 @@ from kvbus.doctor.nixl import check_nixl, measured_reads
 from kvbus.doctor.process import read_memory
 from kvbus.doctor.versions import check_versions
 from kvbus.errors import ConfigError
+from kvbus.memory.run_copy import is_compiled
 from kvbus.spawn import free_port
 from kvbus_decode.config import DecodeConfig
 from kvbus_prefill.config import PrefillConfig
@@ -81,8 +82,9 @@ def test_memory_of_this_machine_makes_sense() -> None:
 
     assert found.keys() == {
         *("memory.segment", "memory.room", "memory.shared_folder"),
-        *("memory.huge_pages", "memory.cores"),
+        *("memory.huge_pages", "memory.cores", "memory.copies"),
     }
+    assert found["memory.copies"].values == {"compiled": is_compiled()}
     values = msgspec.convert(found["memory.room"].values, Room)
     assert 0 < values.available_bytes <= values.total_bytes
     assert found["memory.segment"].severity is Severity.OK
