@@ -96,7 +96,7 @@ class HandoffInterleavings(HandoffWorld):
         timeout_s=st.sampled_from([60.0, 10.0, 1.0]),
         first_token=st.sampled_from([0, 0, 12, NUM_TOKENS]),
         has_state=st.booleans(),
-        ahead=st.sampled_from(["", "", "alone", "alone", "claims", "altered"]),
+        ahead=st.sampled_from(["", "", "alone", "alone", "claims", "altered", "altered claims"]),
     )
     def fetch(
         self,
@@ -110,7 +110,7 @@ class HandoffInterleavings(HandoffWorld):
         """With ``ahead`` by the ticket's blocks, which may have been altered on their way."""
         source = self.recent_source(back)
         blocks = source.blocks()
-        if ahead == "altered":
+        if ahead.startswith("altered"):
             blocks = BlockTable.of(blocks.array()[::-1])
         reads_ahead = source.names_blocks and ahead != ""
         fetch_id = f"fetch-{self.num_fetches}"
@@ -128,7 +128,7 @@ class HandoffInterleavings(HandoffWorld):
                 reply_to=fetch_id,
                 has_state=has_state,
                 route="known" if reads_ahead else None,
-                ahead=Ahead({"full": blocks}, ahead == "claims") if reads_ahead else None,
+                ahead=Ahead({"full": blocks}, ahead.endswith("claims")) if reads_ahead else None,
             )
         )
 

@@ -96,12 +96,16 @@ def test_a_read_ahead_of_an_offer_that_is_withdrawn_under_it_fails_though_all_ha
     assert world.targets["fetch-0"].outcome is Outcome.FAILED
 
 
-@pytest.mark.parametrize("claims_after_s", [0.0, 1.0], ids=["taken", "claimed in between"])
-def test_a_ticket_that_was_altered_is_read_and_its_fetch_fails(claims_after_s: float) -> None:
+@pytest.mark.parametrize(
+    ("ahead", "lasts_s"),
+    [("altered", 0.0), ("altered", 1.0), ("altered claims", 0.0)],
+    ids=["taken", "claimed in between", "claimed beside"],
+)
+def test_a_ticket_that_was_altered_is_read_and_its_fetch_fails(ahead: str, lasts_s: float) -> None:
     world = HandoffInterleavings()
     world.offer(num_tokens=NUM_TOKENS, sealed=True, ttl_s=8.0)
-    world.fetch(0, timeout_s=60.0, ahead="altered")
-    world.pass_time(claims_after_s, told=True)
+    world.fetch(0, timeout_s=60.0, ahead=ahead)
+    world.pass_time(lasts_s, told=True)
 
     world.settle_everything()
 
