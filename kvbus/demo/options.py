@@ -43,6 +43,7 @@ class ReadPath(StrEnum):
     AUTO = "auto"
     DIRECT = "direct"
     PACKED = "packed"
+    MAPPED = "mapped"
 
 
 @dataclass(frozen=True, kw_only=True)

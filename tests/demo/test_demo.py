@@ -21,10 +21,11 @@ def options(text: str, prefix: str = "") -> list[str]:
 
 SMALL = ("--requests", "5", "--max-new-tokens", "8")
 PACKED = {"packed", "reordered"}
-ANY = {"direct", *PACKED}
+ANY = {"mapped", "direct", *PACKED}
 SHAPES = [
-    ("tp=2 layout=HND", "tp=2 layout=HND", "cross-layer", {"direct"}),
+    ("tp=2 layout=HND", "tp=2 layout=HND", "cross-layer", ANY),
     ("tp=1 layout=HND block-size=64", "tp=2 block-size=16", "path=direct", {"direct"}),
+    ("tp=2 block-size=16", "tp=1 layout=HND", "path=mapped", {"mapped"}),
     ("tp=3 chunk=32", "tp=2 pp=3 block-size=5", "window=50", ANY),
     ("tp=8 pp=4 chunk=50", "tp=1 layout=HND", "kv-heads=2 path=packed", PACKED),
     ("tp=2 memory=host chunk=32", "tp=3 memory=host layout=HND", "attention=mla", ANY),
@@ -32,7 +33,7 @@ SHAPES = [
 MORE_SHAPES = [
     ("tp=4 pp=2", "tp=6 pp=1 cross-layer", "kv-heads=6 path=packed", PACKED),
     ("tp=2 block-size=16", "tp=3 block-size=48", "attention=mla window=40", ANY),
-    ("memory=host", "memory=shared", "ring-share=0.3", {"direct"}),
+    ("memory=host", "memory=shared", "ring-share=0.3", ANY),
     ("tp=2 layout=HND", "tp=1 memory=host block-size=10", "window=50", ANY),
 ]
 """What they mix is in the tests of others, too: a run takes ten seconds of CPU time."""
@@ -45,7 +46,7 @@ def test_every_output_equals_that_of_the_model_run_alone(demo: Demo) -> None:
     assert (status, figures["requests"], figures["matched"]) == (0, 5, 5)
     assert figures["bytes"] > 1_000_000
     assert sum(figures["paths"].values()) == 5
-    assert figures["paths"]["direct"] >= 3, "of equal shapes, unless the machine was busy meanwhile"
+    assert figures["paths"]["mapped"] >= 3, "on one machine, unless it was busy meanwhile"
     for times in figures["handoff_ms"], figures["after_prefill_ms"]:
         assert 0 < times["p50"] <= times["p99"]
     assert figures["leaked_blocks"] == 0
