@@ -94,4 +94,4 @@ async def test_a_decode_agent_that_must_copy_says_why_it_cannot(agents):
     assert failure.code is ErrorCode.CONFIG
     assert "'path'" in failure.message
     assert "forces 'mapped', but the memory of the prefill engine" in failure.message
-    assert "closed there by config (mapped = false)" in failure.message
+    assert "by the prefill agent's config (mapped = false)" in failure.message
