@@ -58,7 +58,9 @@ async def begin(source: Engine, target: Engine, num_tokens: int) -> tuple[Offer,
 
 def end_memory(both: Neighbours) -> None:
     """Zeros are under the map from now on, and nobody has dropped the route yet."""
-    both.the_memory().end("it was cut")
+    memory = both.the_memory()
+    memory.close("it was cut")
+    memory.discard()
 
 
 @pytest.mark.parametrize("num_tokens", [16, MANY_TOKENS], ids=["on the loop", "in a thread"])
