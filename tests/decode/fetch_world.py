@@ -17,10 +17,10 @@ from tests.decode.watched_turns import WatchedTurns
 from tests.stories import StoryMachine
 
 LIMITS = FetchLimits(
-    max_fetches=5,
+    max_fetches=8,
     num_places=2,
     patience_s=1.5,
-    max_retired=5,
+    max_retired=8,
     lease_s=2.0,
     request_timeout_s=1.0,
     busy_retry_s=0.25,
