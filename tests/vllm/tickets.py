@@ -18,6 +18,7 @@ OPTIONAL = {
     "kvbus",
     "server_key",
     "audience",
+    "blocks",
     "prompt_digest",
     "issued_at_s",
     "expires_at_s",
