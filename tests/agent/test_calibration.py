@@ -11,7 +11,6 @@ from kvbus.agent.process import calibration
 from kvbus.agent.process.calibration import Calibration
 from kvbus.errors import ErrorCode, LocalError, SegmentError
 from kvbus.memory.copy_rates import CopyRates
-from kvbus.memory.run_rates import RunRates
 from kvbus.planning.cost import Rates
 
 
@@ -28,7 +27,6 @@ class Measured:
     def measure(self) -> Rates:
         anyio.run(self.calibration.measure_reads, "agent/boot")
         anyio.run(self.calibration.measure_copies)
-        anyio.run(self.calibration.measure_runs)
         return self.calibration.rates
 
 
@@ -44,13 +42,11 @@ def test_an_agent_gets_the_rates_of_its_machine():
     assert rates.slots_in_flight == 5
     assert rates.seconds_per_read != Rates().seconds_per_read
     assert rates.gather_bytes_per_s != Rates().gather_bytes_per_s
-    assert rates.copy_bytes_per_s != Rates().copy_bytes_per_s
     assert [(line["event"], line["part"]) for line in logs] == [
         ("rates.measured", "reads"),
         ("rates.measured", "copies"),
-        ("rates.measured", "runs"),
     ]
-    assert measured.num_changes == 3
+    assert measured.num_changes == 2
 
 
 def test_what_cannot_be_measured_stays_at_the_defaults(monkeypatch):
@@ -62,7 +58,6 @@ def test_what_cannot_be_measured_stays_at_the_defaults(monkeypatch):
 
     monkeypatch.setattr(calibration, "measure_reads", no_reads)
     monkeypatch.setattr(calibration, "_measure_copies", no_copies)
-    monkeypatch.setattr(calibration, "measure_runs", no_copies)
     measured = Measured()
 
     with capture_logs() as logs:
@@ -72,7 +67,6 @@ def test_what_cannot_be_measured_stays_at_the_defaults(monkeypatch):
     assert [(line["event"], line["part"], line["code"]) for line in logs] == [
         ("rates.defaulted", "reads", "timeout"),
         ("rates.defaulted", "copies", "segment"),
-        ("rates.defaulted", "runs", "segment"),
     ]
     assert measured.num_changes == 0
 
@@ -88,11 +82,10 @@ def test_the_event_loop_does_not_measure(monkeypatch):
 
     monkeypatch.setattr(calibration, "measure_reads", note)
     monkeypatch.setattr(calibration, "_measure_copies", note)
-    monkeypatch.setattr(calibration, "measure_runs", note)
 
     Measured().measure()
 
-    assert seen == [True, True, True]
+    assert seen == [True, True]
 
 
 def test_copies_are_measured_once(monkeypatch):
@@ -112,16 +105,4 @@ def test_copies_are_measured_once(monkeypatch):
     anyio.run(measured.calibration.measure_copies)
 
     assert measured.calibration.rates.gather_bytes_per_s == 1e9
-    assert len(given) == 1
-
-
-def test_runs_are_measured_once(monkeypatch):
-    given = [RunRates(copy_bytes_per_s=rate, seconds_per_copied_run=0.0) for rate in (2e9, 1e9)]
-    monkeypatch.setattr(calibration, "measure_runs", given.pop)
-    measured = Measured()
-
-    anyio.run(measured.calibration.measure_runs)
-    anyio.run(measured.calibration.measure_runs)
-
-    assert measured.calibration.rates.copy_bytes_per_s == 1e9
     assert len(given) == 1

