@@ -64,7 +64,8 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
             description="How KV is read: `direct` straight from blocks into blocks, `packed` "
             "through staging slots of both agents, `reordered` through slots of the prefill agent "
             "that have our order, `mapped` by one copy out of a prefill engine's memory on this "
-            "machine, `auto` by whichever is predicted to be fastest."
+            "machine, `auto` mapped where that is open, else by whichever is predicted to be "
+            "fastest."
         ),
     ] = "auto"
     optimistic: Annotated[

@@ -1,4 +1,7 @@
-"""Chooses the path of each chunk, by what it is predicted to take and what earlier ones took."""
+"""Chooses the path of each chunk: mapped where it is open, else by what it is predicted to take.
+
+What earlier chunks took corrects the predictions.
+"""
 
 from dataclasses import dataclass
 from weakref import WeakKeyDictionary

@@ -127,7 +127,7 @@ class Reader:
         remote_legs: Sequence[Leg] = (),
         deadline: float | None = None,
     ) -> None:
-        """Read a chunk by the path that is predicted to be fastest.
+        """Read a chunk by the path that `PathChooser` names.
 
         ``on_end`` is called once, when nothing can write into the blocks for it any more; at once
         when no path can be taken. ``remote_legs`` are parts that other agents read.
