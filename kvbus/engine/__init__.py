@@ -4,6 +4,7 @@ from kvbus.bus import new_secret
 from kvbus.engine.blocking import BlockingDecode, BlockingMemory, BlockingPrefill
 from kvbus.engine.decode import DecodeSession
 from kvbus.engine.fetch import Fetch
+from kvbus.engine.kept import KeptSession
 from kvbus.engine.memory import KvCache, MemorySession
 from kvbus.engine.prefill import Offer, PrefillSession
 from kvbus.memory.cuda import CudaStorage
@@ -18,6 +19,7 @@ __all__ = [
     "CudaStorage",
     "DecodeSession",
     "Fetch",
+    "KeptSession",
     "KvCache",
     "MemorySession",
     "Offer",

@@ -4,9 +4,9 @@ What an engine polls in its step loop (`take_released`, `take_ended`) never wait
 """
 
 import functools
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
-from contextlib import ExitStack, asynccontextmanager
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, Unpack
@@ -16,6 +16,7 @@ import torch
 from kvbus.engine.bounce.prefill import HostOffer
 from kvbus.engine.decode import DecodeSession
 from kvbus.engine.fetch import Fetch
+from kvbus.engine.kept import OpenSession
 from kvbus.engine.memory import MemorySession
 from kvbus.engine.prefill import Offer, PrefillSession
 from kvbus.engine.session import EngineSession, SessionOptions
@@ -86,17 +87,13 @@ class Blocking(Generic[S]):
     `PeerLost`. What was offered or fetched before has failed, and is taken like all that ended.
     """
 
-    num_reconnects = 0
-    """How often there was a new session."""
-
-    def __init__(self, make: Callable[[], S], *, reconnect: bool) -> None:
+    def __init__(self, make: OpenSession[S], *, reconnect: bool) -> None:
         self._make, self._reconnect = make, reconnect
         self._thread: SessionThread[S] | None = None
-        self._session: S | None = None
 
     def __enter__(self) -> Self:
         name = f"the {type(self).__name__} session"
-        self._thread = SessionThread(name, self._open, reconnect=self._reconnect)
+        self._thread = SessionThread(name, self._make, reconnect=self._reconnect)
         try:
             self._thread.wait_first()
         except BaseException:
@@ -111,11 +108,16 @@ class Blocking(Generic[S]):
     @property
     def session(self) -> S:
         """The latest session; raises `ClosedError` before the first."""
-        if self._session is None:
+        if self._thread is None:
             raise ClosedError("the session is not open")
-        return self._session
+        return self._thread.latest
 
     latest = session  # for `blocking`
+
+    @property
+    def num_reconnects(self) -> int:
+        """How often there was a new session after the first."""
+        return max(0, self._thread.num_opened - 1) if self._thread is not None else 0
 
     ready = blocking(EngineSession.ready)
 
@@ -128,16 +130,6 @@ class Blocking(Generic[S]):
         if self._thread is None:
             raise ClosedError("the session is not open")
         return self._thread.start(call)
-
-    @asynccontextmanager
-    async def _open(self) -> AsyncIterator[S]:
-        async with self._make() as session:
-            before = self._session
-            if before is not None:
-                await session.resume(before)
-            self._session = session
-            self.num_reconnects += before is not None
-            yield session
 
     def _take(self, ended: dict[K, T]) -> list[T]:
         """Empty ``ended`` while the session's thread may add to it."""

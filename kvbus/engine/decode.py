@@ -12,8 +12,9 @@ from typing import Any, Unpack
 
 import numpy.typing as npt
 
+from kvbus.engine.control import ControlSession
 from kvbus.engine.fetch import Fetch, OnFetched, OnLanded
-from kvbus.engine.session import ControlSession, SessionOptions
+from kvbus.engine.session import SessionOptions
 from kvbus.errors import (
     AgentHungUp,
     GeometryError,

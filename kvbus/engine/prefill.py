@@ -10,7 +10,8 @@ from typing import Any, Unpack
 
 import numpy.typing as npt
 
-from kvbus.engine.session import ControlSession, EngineSession, Latch, SessionOptions
+from kvbus.engine.control import ControlSession
+from kvbus.engine.session import EngineSession, Latch, SessionOptions
 from kvbus.errors import GeometryError, KVBusError
 from kvbus.geometry import BlockTable, EngineSpec
 from kvbus.protocol.engine import (

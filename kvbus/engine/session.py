@@ -5,7 +5,7 @@ Refuses to outlive the agent: when it goes, everything that waits fails with `Pe
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Self, TypedDict, TypeVar
 
@@ -17,12 +17,9 @@ from kvbus.geometry import EngineSpec
 from kvbus.memory.attach import AttachClient
 from kvbus.memory.attach.folder import check_folder
 from kvbus.protocol.attach import Hello, Welcome
-from kvbus.protocol.engine import AgentRanks, AgentRole, AwaitReady, Detach, Register
+from kvbus.protocol.engine import AgentRole, AwaitReady, Detach
 from kvbus.protocol.envelope import PROTOCOL_VERSION, Notice
 from kvbus.protocol.message import R, Request, read_reply, to_body
-
-Others = Mapping[str, Iterable[int]] | Iterable[AgentRanks]
-"""Ranks of an engine that are attached to other agents, by the peer endpoint of each agent."""
 
 GOODBYE_S = 1.0
 ATTACH_RETRY_S = 0.05
@@ -94,7 +91,7 @@ class EngineSession:
         self._client: RequestClient | None = None
         self._welcome: Welcome | None = None
         self.lost: KVBusError | None = None
-        self._ended = anyio.Event()
+        self._ended, self._superseded = anyio.Event(), anyio.Event()
 
     @property
     def agent(self) -> Welcome:
@@ -140,6 +137,17 @@ class EngineSession:
         """Why the session ended, once it has: the agent is gone, or it was closed from here."""
         await self._ended.wait()
         return self.lost or ClosedError("the session was closed")
+
+    async def superseded(self) -> None:
+        """Return when another session is wanted: this one ended, or its agent is being replaced."""
+        await self._superseded.wait()
+
+    def note_replaced(self) -> None:
+        """The agent is being replaced: the next one is at the same path, or will be.
+
+        What was begun with this session goes on, until the old agent has ended.
+        """
+        self._superseded.set()
 
     async def resume(self, before: Self) -> None:
         """Register with this agent what ``before`` had with the one that is gone."""
@@ -262,37 +270,4 @@ class EngineSession:
             self._client.close()
         self._on_lost(error)
         self._ended.set()
-
-
-class ControlSession(EngineSession):
-    """The session of an engine's scheduler; its agent is the engine's home."""
-
-    others: tuple[AgentRanks, ...] | None = None
-    """Ranks that are attached elsewhere; None while the engine is not registered."""
-
-    async def register(self, *, others: Others = (), access: str | None = None) -> None:
-        """Register this session as the engine's control session.
-
-        ``others`` says, for an engine whose ranks are spread over several agents, which ranks are
-        attached elsewhere, by the peer endpoint of each agent (``agent.peer_endpoint`` of a memory
-        session there). Ranks that are not named are attached here. ``access`` is that of their
-        memory sessions; `AgentRanks` name one for each agent, and its ``server_key`` if it has
-        keys (``agent.server_key`` of such a session). Raises `RequestRefused`.
-        """
-        elsewhere = tuple(_agent_ranks(others, access))
-        await self.request(Register(engine=self.engine, rank=None, others=elsewhere))
-        self.others = elsewhere
-
-    async def resume(self, before: Self) -> None:
-        """Register the engine again, and wait until it is ready."""
-        if before.others is not None:
-            await self.register(others=before.others)
-            await self.ready()
-
-
-def _agent_ranks(others: Others, access: str | None) -> Iterable[AgentRanks]:
-    if not isinstance(others, Mapping):
-        return others
-    if others and access is None:
-        raise LocalError("ranks at other agents need the access of their memory sessions")
-    return (AgentRanks(at, tuple(ranks), access or "") for at, ranks in others.items())
+        self._superseded.set()

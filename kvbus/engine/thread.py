@@ -1,9 +1,8 @@
-"""A session with an agent in a thread of its own: kept open, and opened again once it was lost.
+"""A session in a thread of its own, kept open there (`KeptSession`).
 
 the engine's threads              the session's thread
-start, post, close ───calls────▶ event loop ─▶ open ─▶ users ─▶ lost ─▶ pause ─┐
-session, problem ◀───look-ups──────┘            ▲                              │
-                                                └────────── reconnect ─────────┘
+start, post, close ───calls────▶ event loop ─▶ KeptSession
+session, problem ◀───look-ups──────┘
 """
 
 import asyncio
@@ -11,28 +10,23 @@ import logging
 import threading
 from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
-from contextlib import AbstractAsyncContextManager, suppress
+from contextlib import suppress
 from functools import partial
 from typing import Any, Generic, TypeVar
 
-import anyio
-
+from kvbus.engine.kept import KeptSession, OpenSession
 from kvbus.engine.session import EngineSession
-from kvbus.errors import ClosedError, ErrorCode, KVBusError, LocalError
-
-RETRY_S = 0.1
-MAX_RETRY_S = 1.0
+from kvbus.errors import ClosedError, KVBusError
 
 S = TypeVar("S", bound=EngineSession)
 T = TypeVar("T")
-OpenSession = Callable[[], AbstractAsyncContextManager[S]]
 
 
 class SessionThread(Generic[S]):
     """Keeps what ``open_session`` gives open until `close`; ``name`` names it in logs.
 
-    ``open_session`` is entered in this thread. With ``reconnect`` it is entered anew after each
-    loss, and when it raised. ``session`` is the one that is open, None while there is none.
+    ``open_session`` is entered in this thread, and ``begin`` awaited there, see `KeptSession`. With
+    ``reconnect`` it is entered anew after each loss, and when it raised.
     """
 
     def __init__(
@@ -40,18 +34,22 @@ class SessionThread(Generic[S]):
         name: str,
         open_session: OpenSession[S],
         *,
+        begin: Callable[[S], Awaitable[None]] | None = None,
         reconnect: bool = False,
         logger: logging.Logger = logging.getLogger("kvbus.engine"),  # noqa: B008 - one for all
     ) -> None:
-        self._name, self._open_session = name, open_session
-        self._reconnect, self._logger = reconnect, logger
-        self._on_open: list[Callable[[S], None]] = []
+        self._name, self._logger = name, logger
         self._is_open = threading.Event()
         self._first: Future[S] = Future()
         self._waiting: set[Future[Any]] = set()
-        self._problem: KVBusError = ClosedError(f"{name} is not open yet")
-        self._last_failure = ""
-        self.session: S | None = None
+        self._kept = KeptSession(
+            open_session,
+            begin=begin,
+            name=name,
+            reconnect=reconnect,
+            on_change=self._note,
+            logger=logger,
+        )
         self._tasks: asyncio.TaskGroup | None = None
         self._loop = asyncio.new_event_loop()
         self._keeper = self._loop.create_task(self._keep())
@@ -59,9 +57,24 @@ class SessionThread(Generic[S]):
         self._thread.start()
 
     @property
+    def session(self) -> S | None:
+        """The one that is open, None while there is none."""
+        return self._kept.session
+
+    @property
+    def latest(self) -> S:
+        """The last one, lost or not; raises `ClosedError` before the first."""
+        return self._kept.latest
+
+    @property
+    def num_opened(self) -> int:
+        """How often there was a new session, the first included."""
+        return self._kept.num_opened
+
+    @property
     def problem(self) -> KVBusError | None:
         """Why there is no session; None while there is one."""
-        return None if self._is_open.is_set() else self._problem
+        return self._kept.problem
 
     def wait_open(self, timeout_s: float) -> bool:
         """Whether there was a session within ``timeout_s``."""
@@ -73,7 +86,7 @@ class SessionThread(Generic[S]):
 
     def when_open(self, call: Callable[[S], None]) -> None:
         """Have ``call``, too, called in this thread with each session from now on."""
-        self._on_open.append(call)
+        self._kept.when_open(call)
 
     def start(self, call: Callable[[], Awaitable[T]]) -> Future[T]:
         """What ``call`` returns in this thread; the future cannot be cancelled."""
@@ -115,58 +128,25 @@ class SessionThread(Generic[S]):
                 future.set_exception(ClosedError(f"{self._name} was closed"))
 
     async def _keep(self) -> None:
-        retry_s = RETRY_S
         async with asyncio.TaskGroup() as self._tasks:
-            while True:
-                was_open = await self._hold()
-                if not self._reconnect:
-                    await anyio.sleep_forever()
-                retry_s = RETRY_S if was_open else min(2 * retry_s, MAX_RETRY_S)
-                await anyio.sleep(retry_s)
+            await self._kept.run()
 
-    async def _hold(self) -> bool:
-        """One session, from its opening to its loss; False when it was not opened."""
-        try:
-            async with self._open_session() as session:
-                self._set_open(session)
-                self._fail(await session.ended(), "lost")
-        except KVBusError as error:
-            self._fail(error, "cannot be opened")
-        except Exception as error:  # a fault of ours must not end the thread: the next one is new
-            self._fail(error, "failed")
-        finally:
-            was_open = self.session is not None
-            self._is_open.clear()
-            self.session = None
-        return was_open
-
-    def _set_open(self, session: S) -> None:
-        self.session = session
-        for call in self._on_open:
-            call(session)
-        self._is_open.set()
-        self._last_failure = ""
-        self._logger.info("kvbus: %s is open", self._name)
-        if not self._first.done():
-            self._first.set_result(session)
-
-    def _fail(self, error: Exception, how: str) -> None:
-        """Logged once for each reason: it is tried again and again."""
-        if not self._first.done():
-            self._first.set_exception(error)
-        if isinstance(error, KVBusError):
-            self._problem = error
+    def _note(self) -> None:
+        """There is a session, or there is none any more."""
+        session, problem = self._kept.session, self._kept.problem
+        if session is not None:
+            self._is_open.set()
         else:
-            self._problem = LocalError(str(error), code=ErrorCode.INTERNAL)
-        failure = f"{how}: {self._problem.message} [{self._problem.code}]"
-        if self._reconnect and failure != self._last_failure:
-            message = "kvbus: %s %s; it is tried again"
-            self._logger.warning(message, self._name, failure, exc_info=error is not self._problem)
-        self._last_failure = failure
+            self._is_open.clear()
+        if not self._first.done():
+            if session is not None:
+                self._first.set_result(session)
+            elif problem is not None:
+                self._first.set_exception(problem)
 
     def _do(self, call: Callable[[S | None], None]) -> None:
         try:
-            call(self.session)
+            call(self._kept.session)
         except Exception as error:  # a call fails alone, also by a fault of ours
             self._log_failed(error)
 

@@ -10,7 +10,7 @@ from typing import Any
 from sdk_cache import NUM_BLOCKS, SPEC, Blocks, Cache, first_block, positions_of, tell
 
 from kvbus.engine import DecodeSession, Fetch, MemorySession, Offer, PrefillSession
-from kvbus.engine.session import ControlSession
+from kvbus.engine.control import ControlSession
 from kvbus.errors import ErrorCode, FetchFailed, KVBusError, PeerLost, RequestRefused
 from kvbus.geometry import KvLayout
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from kvbus.engine import DecodeSession, Fetch
-from kvbus.engine.session import ControlSession
+from kvbus.engine.control import ControlSession
 from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError
 from kvbus.geometry import EngineSpec
 from kvbus.integrations.vllm.block_tables import Tables, tables_of

@@ -14,7 +14,7 @@ from threading import Event
 from typing import Any
 
 from kvbus.engine import Offer, PrefillSession
-from kvbus.engine.session import ControlSession
+from kvbus.engine.control import ControlSession
 from kvbus.errors import KVBusError, LocalError
 from kvbus.geometry import EngineSpec
 from kvbus.integrations.vllm.block_tables import Tables, tables_of

@@ -3,11 +3,13 @@
 import logging
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 
 from kvbus.engine import DecodeSession, MemorySession, PrefillSession
+from kvbus.engine.control import ControlSession
 from kvbus.engine.memory import Storage
-from kvbus.engine.session import ControlSession, EngineSession
+from kvbus.engine.session import EngineSession
 from kvbus.engine.thread import SessionThread
 from kvbus.geometry import EngineSpec, RankSpec
 from kvbus.protocol.engine import AgentRanks, AgentRole, Fetched
@@ -35,11 +37,14 @@ def control_link(
             role = first.agent.role
         kind = PrefillSession if role is AgentRole.PREFILL else DecodeSession
         async with kind(attach_path, engine) as session:
-            await session.register(others=others)
-            await session.ready()
             yield session
 
-    return SessionThread("the control session", opened, reconnect=True, logger=logger)
+    async def begin(session: ControlSession) -> None:
+        await session.register(others=others)
+        await session.ready()
+
+    name = "the control session"
+    return SessionThread(name, opened, begin=begin, reconnect=True, logger=logger)
 
 
 def memory_link(
@@ -56,14 +61,12 @@ def memory_link(
     Where it is not at the engine's home, who shows ``access`` may ask about it.
     """
 
-    @asynccontextmanager
-    async def opened() -> AsyncIterator[MemorySession]:
-        session = MemorySession(
-            attach_path, engine, rank.rank, on_fetched=on_fetched, access=access
-        )
-        async with session:
-            await session.register(rank, storages)
-            yield session
+    make = partial(
+        MemorySession, attach_path, engine, rank.rank, on_fetched=on_fetched, access=access
+    )
+
+    async def begin(session: MemorySession) -> None:
+        await session.register(rank, storages)
 
     name = f"the memory session of rank {rank.rank}"
-    return SessionThread(name, opened, reconnect=True, logger=logger)
+    return SessionThread(name, make, begin=begin, reconnect=True, logger=logger)
