@@ -26,6 +26,7 @@ from kvbus.protocol.engine import (
 )
 from kvbus.protocol.envelope import Notice
 from kvbus.protocol.message import from_body
+from kvbus.protocol.ticket import packed_tables
 
 BlockIds = Mapping[str, npt.ArrayLike]
 OnReleased = Callable[[Released], None]
@@ -40,6 +41,7 @@ class Offer:
         self.offer_id, self.request_id = made.offer_id, request_id
         self.ticket: dict[str, Any] = dict(made.ticket)
         self._session, self._ends = session, ends
+        self._ticket_blocks = made.ticket_blocks
         self._ended = Latch()
         self._outcome: Outcome | None = None
 
@@ -60,6 +62,25 @@ class Offer:
         message = ExtendOffer(offer_id=self.offer_id, num_tokens=num_tokens, tables=tables)
         await self._session.request(message)
         self._ends |= _ends(tables)
+
+    def ticket_naming(
+        self,
+        num_tokens: int,
+        block_ids: BlockIds,
+        *,
+        first_blocks: Mapping[str, int] | None = None,
+    ) -> dict[str, Any]:
+        """The ticket of an open offer that is going to be sealed with exactly these blocks.
+
+        A decode agent may read them at once, and asks for the seal after that: give this ticket
+        away when all tokens are computed, and write to the blocks no more. It is `ticket` itself
+        where the agent lets nothing be added: it signs tickets, or the blocks are too many.
+        """
+        if not self._ticket_blocks:
+            return self.ticket
+        tables = _tables(block_ids, first_blocks or {})
+        blocks = packed_tables(tables, max_blocks=self._ticket_blocks)
+        return self.ticket | {"num_tokens": num_tokens, "blocks": blocks} if blocks else self.ticket
 
     async def seal(self) -> None:
         """Say that all tokens are ready."""

@@ -86,10 +86,15 @@ class Detach(Request[Empty], frozen=True):
 
 
 class OfferMade(Message, frozen=True):
-    """Reply to `MakeOffer`; the ticket goes to the decode engine, unchanged, by any way."""
+    """Reply to `MakeOffer`; the ticket goes to the decode engine, unchanged, by any way.
+
+    But for one thing: of an open offer the engine itself may name the blocks in it, at most
+    ``ticket_blocks``, and their ``num_tokens``, once it has written the last of them.
+    """
 
     offer_id: Id
     ticket: dict[str, Any]
+    ticket_blocks: Size = 0
 
 
 class MakeOffer(Request[OfferMade], frozen=True):

@@ -28,8 +28,8 @@ class Ticket(Discreet, frozen=True):
     ``server_key`` is the agent's CURVE key, in Z85; empty when it has none. Only the decode engine
     or agent of the name ``audience`` may use it; all when that is empty. It is good until
     ``expires_at_s`` (seconds since 1970), where the site signs its tickets (`TicketKeys`).
-    ``blocks`` are the tables of an offer that was sealed when the ticket was made, see `tables`;
-    empty when it was not, or has too many.
+    ``blocks`` are the tables of an offer that the engine does not write to any more, see `tables`;
+    empty when it still does, or they are too many.
     """
 
     agent_id: Id

@@ -37,7 +37,9 @@ class Source:
     """An offer of the prefill engine, whose tokens are written one after the other.
 
     The state is written over with every chunk; what the last one leaves is what counts. The ticket
-    of one that was sealed when it was offered ``names_blocks``.
+    of one that was sealed when it was offered ``names_blocks``; so does that of one that the engine
+    will not write to any more, though the agent does not know yet: of its blocks from
+    ``first_unsaid`` on, and of the seal.
     """
 
     number: int
@@ -47,6 +49,7 @@ class Source:
     is_cut: bool = False
     outcome: Outcome | None = None
     names_blocks: bool = False
+    first_unsaid: int | None = None
 
     def __post_init__(self) -> None:
         self.names_blocks = self.sealed
@@ -108,7 +111,7 @@ class Target:
         """Check that the chunk is written by now, and follows the one before."""
         assert chunk.start == self.read_to, "every token once, and in order"
         assert chunk.stop <= self.source.num_written, "read before it was written"
-        assert not chunk.last or (self.source.sealed and chunk.stop == NUM_TOKENS)
+        assert not chunk.last or (self.source.names_blocks and chunk.stop == NUM_TOKENS)
         assert chunk.stop > chunk.start or (chunk.last and self.has_state)
         self.read_to = chunk.stop
         self.num_chunks += 1
@@ -167,18 +170,44 @@ class HandoffWorld(StoryMachine):
 
     def write(self, source: Source, num_more: int, *, seal: bool) -> None:
         """The prefill engine computes and says so: `Extended` with new blocks, then `Sealed`."""
-        known = source.num_blocks
+        if source.first_unsaid is not None:
+            self.say(source)
+            return
+        known, start = source.num_blocks, source.num_written
+        self.write_silently(source, num_more)
+        if source.num_written > start:
+            self.say_extended(source, known)
+        if seal and source.num_written == NUM_TOKENS:
+            self.say_sealed(source)
+
+    def name_blocks(self, source: Source) -> None:
+        """The prefill engine computes all that is left; its ticket is faster than what it says."""
+        source.first_unsaid = source.num_blocks
+        self.write_silently(source, NUM_TOKENS)
+        source.names_blocks = True
+
+    def say(self, source: Source) -> None:
+        """What it had to say since then."""
+        if source.first_unsaid is not None and source.outcome is None:
+            self.say_extended(source, source.first_unsaid)
+            self.say_sealed(source)
+
+    def write_silently(self, source: Source, num_more: int) -> None:
         start, stop = source.num_written, min(source.num_written + num_more, NUM_TOKENS)
         for token in range(start, stop):
             self.memory[NUM_TOKENS * source.number + token] = source.kv(token)
         source.num_written = stop
         if stop > start:
             self.memory[source.state_slot] = source.state()
-            more = {"full": source.blocks(known)}
-            self.tell_prefill(pre.Extended(source.offer_id, stop, more, None))
-        if seal and stop == NUM_TOKENS:
-            source.sealed = True
-            self.tell_prefill(pre.Sealed(source.offer_id, None))
+
+    def say_extended(self, source: Source, known: int) -> None:
+        more = {"full": source.blocks(known)}
+        self.tell_prefill(pre.Extended(source.offer_id, source.num_written, more, None))
+
+    def say_sealed(self, source: Source) -> None:
+        source.sealed = source.names_blocks = True
+        source.first_unsaid = None
+        self.tell_prefill(pre.Sealed(source.offer_id, None))
 
     def land_at(self, chunk: dec.ReadChunk, place: int) -> None:
         """The bytes of one token, or of the state, arrive as they are in memory now."""

@@ -82,6 +82,14 @@ class HandoffInterleavings(HandoffWorld):
             if hint and target.source is source:
                 self.tell_decode(dec.OfferAdvanced(fetch_id))
 
+    @precondition(lambda self: self.sources)
+    @rule(back=st.sampled_from([0, 0, 1, 2]))
+    def finish(self, back: int) -> None:
+        """The ticket names the blocks, and the agent is told later: by `compute`."""
+        source = self.recent_source(back)
+        if source.outcome is None and not source.names_blocks:
+            self.name_blocks(source)
+
     @rarely(5)
     @precondition(lambda self: self.sources)
     @rule(back=st.integers(0, 2))
@@ -241,6 +249,8 @@ class HandoffInterleavings(HandoffWorld):
 
     def settle_everything(self) -> None:
         """From now on nothing is lost: deliver, read and wait until nobody has anything to do."""
+        for source in self.sources.values():
+            self.say(source)
         while self.wire or self.asked or self.reads or self.due() is not None:
             while self.wire or self.reads:
                 if self.wire:

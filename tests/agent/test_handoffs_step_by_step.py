@@ -124,3 +124,76 @@ def test_of_a_reader_ahead_and_another_one_completes(ahead: str) -> None:
 
     outcomes = sorted(str(target.outcome) for target in world.targets.values())
     assert outcomes == [Outcome.COMPLETED, Outcome.FAILED]
+
+
+@pytest.mark.parametrize("hint", [True, False], ids=["told of the seal", "not told"])
+@pytest.mark.parametrize("ahead", ["alone", "claims"])
+def test_a_ticket_that_is_faster_than_its_seal_is_read_at_once_and_completes_after_the_seal(
+    ahead: str, hint: bool
+) -> None:
+    world = HandoffInterleavings()
+    world.offer(num_tokens=16, sealed=False, ttl_s=8.0)
+    world.finish(0)
+    world.fetch(0, timeout_s=60.0, ahead=ahead)
+    world.end_read(0, works=True)
+    connected(world)
+    assert world.targets["fetch-0"].outcome is None, "the prefill agent cannot say yes yet"
+
+    world.compute(0, num_more=0, seal=True, hint=hint)
+    connected(world)
+    assert world.targets["fetch-0"].outcome is (Outcome.COMPLETED if hint else None)
+    world.settle_everything()
+
+    assert world.targets["fetch-0"].outcome is Outcome.COMPLETED
+    assert world.sources["offer-0"].outcome is Outcome.COMPLETED
+
+
+@pytest.mark.parametrize("ahead", ["alone", "claims"])
+def test_a_seal_that_comes_while_the_take_is_under_way_is_not_missed(ahead: str) -> None:
+    world = HandoffInterleavings()
+    world.offer(num_tokens=16, sealed=False, ttl_s=8.0)
+    world.finish(0)
+    world.fetch(0, timeout_s=60.0, ahead=ahead)
+    if ahead == "claims":
+        connected(world)
+    world.end_read(0, works=True)
+    world.deliver(0, 1)  # the take, which is refused
+    world.compute(0, num_more=0, seal=True, hint=True)
+    connected(world)
+
+    assert world.targets["fetch-0"].outcome is Outcome.COMPLETED
+
+
+@pytest.mark.parametrize("ahead", ["alone", "claims"])
+def test_an_engine_that_withdraws_in_place_of_the_seal_fails_what_was_read_ahead(
+    ahead: str,
+) -> None:
+    world = HandoffInterleavings()
+    world.offer(num_tokens=16, sealed=False, ttl_s=8.0)
+    world.finish(0)
+    world.fetch(0, timeout_s=60.0, ahead=ahead)
+    world.end_read(0, works=True)
+    connected(world)
+
+    world.withdraw(0)
+    world.settle_everything()
+
+    assert world.targets["fetch-0"].outcome is Outcome.FAILED
+
+
+@pytest.mark.parametrize("renewed", [True, False])
+@pytest.mark.parametrize("ahead", ["altered", "altered claims"])
+def test_an_altered_ticket_that_is_faster_than_the_seal_fails_when_that_has_come(
+    ahead: str, renewed: bool
+) -> None:
+    world = HandoffInterleavings()
+    world.offer(num_tokens=16, sealed=False, ttl_s=8.0)
+    world.finish(0)
+    world.fetch(0, timeout_s=60.0, ahead=ahead)
+    connected(world)
+    world.compute(0, num_more=0, seal=True, hint=renewed)
+
+    world.settle_everything()
+
+    assert world.targets["fetch-0"].outcome is Outcome.FAILED
+    assert world.sources["offer-0"].outcome is Outcome.EXPIRED

@@ -74,10 +74,11 @@ class FetchInterleavings(FetchWorld):
         route: str | None,
         ahead: Ahead | None,
     ) -> None:
-        """One that reads ahead has a route, the seal, and no wish for chunks."""
+        """One that reads ahead has a route and no wish for chunks; its seal may be late."""
         self.tell(ev.DeadlinePassed())
         if ahead is not None:
-            route, chunk_tokens, num_ready, sealed = "known", 0, NUM_TOKENS, True
+            route, chunk_tokens = "known", 0
+            num_ready, sealed = (NUM_TOKENS, True) if sealed else (0, False)
         fetch_id = f"fetch-{len(self.seen)}" if again is None else self.pick(again)
         if fetch_id in self.seen and not self.is_kept(fetch_id):
             return
@@ -122,9 +123,17 @@ class FetchInterleavings(FetchWorld):
         """The prefill engine has more, or says that this was all; the hint can get lost."""
         fetch_id = self.pick(back)
         if fetch_id in self.seen:
-            self.seen[fetch_id].offer.grow(num_more, seal=seal)
+            self.grow(fetch_id, num_more, seal=seal)
             if hint:
                 self.tell_hint(fetch_id)
+
+    def grow(self, fetch_id: str, num_more: int, *, seal: bool) -> None:
+        """An offer whose blocks the ticket names has them all at once, with the seal."""
+        watched = self.seen[fetch_id]
+        if watched.requested.ahead is None:
+            watched.offer.grow(num_more, seal=seal)
+        elif seal:
+            watched.offer.grow(NUM_TOKENS - watched.offer.num_ready, seal=True)
 
     @precondition(lambda self: self.pending)
     @rule(which=ANY_PENDING)
@@ -147,7 +156,7 @@ class FetchInterleavings(FetchWorld):
         offer = self.seen[fetch_id].offer
         for _ in range(num_answers):
             if num_more and not offer.sealed:
-                offer.grow(num_more, seal=offer.num_ready + num_more >= NUM_TOKENS)
+                self.grow(fetch_id, num_more, seal=offer.num_ready + num_more >= NUM_TOKENS)
                 self.tell_hint(fetch_id)
             mine = [i for i, p in enumerate(self.pending) if p.asked.fetch_id == fetch_id]
             if mine:
@@ -163,6 +172,8 @@ class FetchInterleavings(FetchWorld):
     def answer(self, *, which: int, code: ErrorCode | None, lease_s: float, path: str) -> None:
         pending = self.pending.pop(which % len(self.pending))
         asked, fetch_id = pending.asked, pending.asked.fetch_id
+        if isinstance(asked, ev.SendTake) and code is None and not self.seen[fetch_id].offer.sealed:
+            code = ErrorCode.OFFER_OPEN
         error = None if code is None else RemoteError("any", code=code)
         match asked:
             case ev.ReadChunk():
@@ -174,7 +185,8 @@ class FetchInterleavings(FetchWorld):
             case ev.SendRenew() if error is not None:
                 self.tell(ev.RenewFailed(fetch_id, error))
             case _ if error is not None:
-                can_come = isinstance(asked, ev.SendTake) and code is ErrorCode.BUSY
+                early = {ErrorCode.BUSY, ErrorCode.OFFER_OPEN}
+                can_come = isinstance(asked, ev.SendTake) and code in early
                 self.seen[fetch_id].confirm_lost = can_come or code is ErrorCode.TIMEOUT
                 self.tell(ev.StepFailed(fetch_id, error))
             case ev.ResolvePeer():

@@ -65,7 +65,7 @@ class Watched:
     ``has_news`` while the engine was not told what landed. ``told_*`` is what the last grant said.
     ``hinted`` is True from a hint until the next question about the offer is asked; ``superseded``
     are epochs that the prefill agent itself took back. ``confirm_lost`` when no reply came to the
-    last confirm.
+    last confirm. ``in_doubt`` while nobody but the ticket has told that the offer is sealed.
     """
 
     requested: ev.Requested
@@ -96,6 +96,7 @@ class Watched:
     confirm_asked: bool = False
     confirm_lost: bool = False
     confirmed: bool = False
+    in_doubt: bool = False
     cancelled: bool = False
     report: ev.ReportFetched | None = None
     blocks_freed: bool = False
@@ -103,6 +104,7 @@ class Watched:
     def __post_init__(self) -> None:
         self.read_to = self.requested.first_token
         if self.requested.ahead is not None:
+            self.in_doubt = True
             self.told_ready, self.told_sealed = NUM_TOKENS, True
             self.told_blocks = num_blocks(NUM_TOKENS)
 
@@ -121,13 +123,14 @@ class Watched:
 
     def is_told(self, sent_at: float, granted: Granted) -> None:
         """The grant is about to be handed to the table; the ticket may have told it before."""
-        is_known = self.requested.ahead is not None and not self.granted
         self.granted.add(granted.epoch)
         if self.listens:
-            self.told_ready, self.told_sealed = granted.num_tokens, granted.sealed
-            more = {} if is_known else granted.tables
-            self.told_blocks += sum(len(table) for table in more.values())
             self.renew_at = sent_at + granted.lease_s / 3
+            if self.in_doubt:
+                self.in_doubt = not granted.sealed
+                return
+            self.told_ready, self.told_sealed = granted.num_tokens, granted.sealed
+            self.told_blocks += sum(len(table) for table in granted.tables.values())
 
     def start_chunk(self, chunk: ev.ReadChunk, now: float) -> None:
         """Check that the chunk follows the one before, and is all that is ready."""
@@ -136,10 +139,11 @@ class Watched:
         assert not self.in_flight
         assert not self.confirm_asked
         assert chunk.start == self.read_to, "every token once, and in order"
-        assert chunk.stop <= self.offer.num_ready, "read before it was ready"
+        is_ahead = self.requested.ahead is not None
+        assert is_ahead or chunk.stop <= self.offer.num_ready, "read before it was ready"
         assert chunk.stop == self.next_stop(), "not all that is ready"
         assert chunk.last == (self.told_sealed and chunk.stop == NUM_TOKENS)
-        assert not chunk.last or self.offer.sealed, "the last chunk before the seal"
+        assert not chunk.last or is_ahead or self.offer.sealed, "the last chunk before the seal"
         if chunk.start == chunk.stop:
             assert chunk.last
             assert self.requested.has_state
@@ -190,15 +194,19 @@ class Watched:
         return self.told_sealed and read
 
     def ask_take(self, take: ev.SendTake) -> None:
-        """A confirm of a fetch that never had a lease."""
-        assert not self.granted, "the lease is to be confirmed"
+        """A confirm of a fetch that never had a lease, or only that of an open offer."""
+        assert self.in_doubt, "the lease is to be confirmed"
         assert take.tables == {"full": blocks(0, num_blocks(NUM_TOKENS))}
-        self.ask_confirm()
+        self.ask_yes()
 
     def ask_confirm(self) -> None:
+        assert not self.in_doubt, "nobody has compared the blocks"
+        assert self.offer.sealed
+        self.ask_yes()
+
+    def ask_yes(self) -> None:
         assert not self.in_flight
         assert not self.confirm_asked or self.confirm_lost, "confirmed again without a reason"
-        assert self.offer.sealed
         assert self.nothing_is_left, "confirmed before everything was read"
         self.confirm_asked, self.confirm_lost = True, False
 

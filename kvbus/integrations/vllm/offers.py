@@ -4,6 +4,7 @@ The ticket is asked for when a request is first scheduled, so it is there when i
 The public methods are for the scheduler's thread; offers live in the link's.
 """
 
+import asyncio
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -100,7 +101,7 @@ class Offers:
             self._link.post(lambda _: self._abandon(reservation))
             return None
         self._link.post(lambda _: self._publish(reservation, offer, num_tokens, tables))
-        return offer.ticket
+        return offer.ticket_naming(num_tokens, tables.block_ids, first_blocks=tables.first_blocks)
 
     def abandon(self, request_id: str) -> None:
         """The request has ended without KV to offer."""
@@ -177,9 +178,10 @@ class Offers:
     async def _fill(
         self, reservation: Reservation, offer: Offer, num_tokens: int, tables: Tables
     ) -> None:
+        """The seal follows the blocks at once: a reader whose ticket names them may wait for it."""
+        blocks = offer.extend(num_tokens, tables.block_ids, first_blocks=tables.first_blocks)
         try:
-            await offer.extend(num_tokens, tables.block_ids, first_blocks=tables.first_blocks)
-            await offer.seal()
+            await asyncio.gather(blocks, offer.seal())
         except KVBusError as error:
             self._say_not_offered(reservation.request_id, f"{error.message} [{error.code}]")
             await offer.withdraw()

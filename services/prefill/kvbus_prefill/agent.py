@@ -191,6 +191,7 @@ class PrefillService:
         engine = self._agent.engines.engine_of(call)
         check_tables(engine, offer.tables, offer.num_tokens, sealed=offer.sealed)
         identity, offer_id, secret = self._agent.identity, uuid.uuid4().hex, new_secret()
+        max_blocks = self._config.ticket_blocks
         ticket = Ticket(
             agent_id=identity.agent_id,
             agent_boot=identity.boot,
@@ -204,7 +205,7 @@ class PrefillService:
             server_key=identity.server_key,
             audience=offer.audience,
             prompt_digest=offer.prompt_digest,
-            blocks=self._blocks_of(offer),
+            blocks=packed_tables(offer.tables, max_blocks=max_blocks) if offer.sealed else "",
         )
         if self._ticket_keys is not None:
             lifetime_s = self._config.ticket_lifetime_s
@@ -221,13 +222,13 @@ class PrefillService:
                 secret=secret,
                 ticket=ticket.to_json(),
                 reply_to=call,
+                ticket_blocks=max_blocks if self._may_name_blocks(offer) else 0,
             )
         )
 
-    def _blocks_of(self, offer: MakeOffer) -> str:
-        """What the ticket tells of the blocks: they are known, and do not change any more."""
-        max_blocks = self._config.ticket_blocks
-        return packed_tables(offer.tables, max_blocks=max_blocks) if offer.sealed else ""
+    def _may_name_blocks(self, offer: MakeOffer) -> bool:
+        """Whether the engine may do so, at the end: not in what the site signs."""
+        return not offer.sealed and self._ticket_keys is None
 
     def _extend(self, more: ExtendOffer, call: Call) -> None:
         engine = self._agent.engines.engine_of(call)

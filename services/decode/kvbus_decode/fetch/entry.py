@@ -101,7 +101,8 @@ class FetchEntry:
     ``num_ready`` and ``sealed`` are what the last grant said of the offer, ``read_to`` is where the
     chunks that have landed end. ``chunk`` is set from ReadChunk to ChunkRead. ``claiming`` while a
     claim is under way; ``ask_again_at`` is when the next is due, or the next take. ``hinted`` is
-    True when news came in while a claim or renewal was under way, whose reply may be older.
+    True when news came in while a claim, a renewal or a take was under way, whose reply may be
+    older. ``in_doubt`` while only the ticket says what the offer is.
     ``place`` is None before its turn, and after it let others begin; then ``place_until`` has no
     meaning.
     """
@@ -126,6 +127,7 @@ class FetchEntry:
     num_bytes: int = 0
     path: str = ""
     read_ahead: bool = False
+    in_doubt: bool = False
     ends_as: FetchState = FetchState.FAILED
     error: KVBusError | None = None
     story: Story = field(default_factory=Story, compare=False)
@@ -224,7 +226,7 @@ class FetchEntry:
 
     def know(self, ahead: Ahead) -> None:
         """Take the ticket's word for what the offer is; the prefill agent's follows."""
-        self.read_ahead, self.sealed = True, True
+        self.read_ahead, self.in_doubt, self.sealed = True, True, True
         self.tables, self.num_ready = dict(ahead.tables), self.requested.ticket.num_tokens
 
     def hold(self, sent_at: float, granted: Granted) -> None:
@@ -232,12 +234,15 @@ class FetchEntry:
 
         An offer only grows, up to its seal; what was read of it would be of another one. Raises
         `RemoteError` when it takes back what an earlier grant or the ticket said, `LocalError` when
-        the offer will never have the tokens, `GeometryError` when its blocks do not follow.
+        the offer will never have the tokens, `GeometryError` when its blocks do not follow. The
+        ticket may be faster than the seal that it tells of: until then only the lease counts.
         """
         before = self.held
         self.receive(sent_at, granted)
         if before is not None and before.epoch != granted.epoch:
             raise _taken_back("lease epoch", before.epoch, granted.epoch)
+        if self.in_doubt and not granted.sealed:
+            return
         if granted.num_tokens < self.num_ready:
             raise _taken_back("number of tokens", self.num_ready, granted.num_tokens)
         if self.sealed and not granted.sealed:
@@ -249,9 +254,10 @@ class FetchEntry:
         if granted.sealed and self.requested.has_state and granted.num_tokens > wanted:
             message = f"the state is that of token {granted.num_tokens}, not of token {wanted}"
             raise LocalError(message, num_tokens=granted.num_tokens)
-        if before is None and self.read_ahead:
+        if self.in_doubt:
             if granted.tables != self.tables:
                 raise _other_blocks()
+            self.in_doubt = False
         else:
             for group, more in granted.tables.items():
                 known = self.tables.get(group)

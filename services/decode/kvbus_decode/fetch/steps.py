@@ -39,9 +39,13 @@ def claim(fetch: FetchEntry, at: Context) -> ev.SendClaim:
 
 
 def ask_for_yes(fetch: FetchEntry, at: Context) -> ev.SendConfirm | ev.SendTake:
-    """All has landed: ask whether it is good, under the lease where there is one."""
+    """All has landed: ask whether it is good, under the lease where there is one.
+
+    While only the ticket names the blocks, have them compared.
+    """
     timeout_s = fetch.request_timeout_s(at)
-    if fetch.held is None:
+    fetch.hinted = False
+    if fetch.held is None or fetch.in_doubt:
         return ev.SendTake(fetch.fetch_id, dict(fetch.tables), timeout_s)
     return ev.SendConfirm(fetch.fetch_id, *fetch.lease, timeout_s)
 
@@ -52,7 +56,8 @@ def renew(fetch: FetchEntry, at: Context) -> Commands:
         return []
     fetch.held.renewing = True
     fetch.hinted = False
-    known = {group: len(table) for group, table in fetch.tables.items()}
+    tables = {} if fetch.in_doubt else fetch.tables
+    known = {group: len(table) for group, table in tables.items()}
     return [ev.SendRenew(fetch.fetch_id, *fetch.lease, fetch.request_timeout_s(at), known)]
 
 

@@ -174,13 +174,24 @@ def fail_step(fetch: FetchEntry, event: ev.StepFailed, at: Context) -> Commands:
 def confirm_again_or_fail(fetch: FetchEntry, event: ev.StepFailed, at: Context) -> Commands:
     """No reply may mean that the offer is completed: ask until the deadline. A yes stays a yes.
 
-    Another reader that has the lease may give it back: the offer may still be taken then.
+    A take that came before the seal, or found another reader's lease, is sent again when there is
+    news, or after a while: they may get lost.
     """
-    if event.error.code is ErrorCode.BUSY and fetch.held is None:
+    code = event.error.code
+    is_early = code in (ErrorCode.BUSY, ErrorCode.OFFER_OPEN) and fetch.in_doubt
+    if is_early and not fetch.hinted:
         fetch.ask_again_at = at.now + at.limits.busy_retry_s
         return []
-    if event.error.code is not ErrorCode.TIMEOUT:
+    if not is_early and code is not ErrorCode.TIMEOUT:
         return fail(fetch, event.error, at)
+    return [ask_for_yes(fetch, at)]
+
+
+def take_again_at_news(fetch: FetchEntry, event: ev.OfferAdvanced, at: Context) -> Commands:
+    """The offer may be sealed now, or free; news that come before the reply are newer than it."""
+    if fetch.ask_again_at is None:
+        return note_hint(fetch, event, at)
+    fetch.ask_again_at = None
     return [ask_for_yes(fetch, at)]
 
 
@@ -301,6 +312,7 @@ SPECIFIC: Mapping[tuple[FetchState, type[ev.Event]], Transition[FetchState]] = {
     ),
     (CONFIRMING, ev.LeaseConfirmed): Transition(complete, (COMPLETED,)),
     (CONFIRMING, ev.StepFailed): Transition(confirm_again_or_fail, (CONFIRMING, FAILED)),
+    (CONFIRMING, ev.OfferAdvanced): Transition(take_again_at_news, (CONFIRMING,)),
     (DRAINING, ev.LeaseGranted): Transition(keep_late_lease, (DRAINING,)),
     (DRAINING, ev.ChunkRead): Transition(finish_draining, (FAILED, CANCELLED)),
 }

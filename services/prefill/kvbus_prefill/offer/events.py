@@ -54,7 +54,8 @@ __all__ = [
 class Opened:
     """The engine offers the KV of a request; ``ttl_s`` runs while nobody holds a lease.
 
-    Whoever claims the offer, or withdraws it from outside, shows its ``secret``.
+    Whoever claims the offer, or withdraws it from outside, shows its ``secret``. The engine itself
+    may name ``ticket_blocks`` of its blocks in the ticket.
     """
 
     offer_id: str
@@ -67,6 +68,7 @@ class Opened:
     secret: str = field(repr=False)
     ticket: Mapping[str, Any] = field(repr=False)
     reply_to: object
+    ticket_blocks: int = 0
 
 
 @dataclass(frozen=True, slots=True)

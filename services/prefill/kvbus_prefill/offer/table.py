@@ -85,7 +85,7 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
             opened_at=now,
         )
         self._requests[event.engine_id, event.request_id] = event.offer_id
-        made = OfferMade(offer_id=event.offer_id, ticket=dict(event.ticket))
+        made = OfferMade(event.offer_id, dict(event.ticket), event.ticket_blocks)
         commands: Commands = [ev.SendReply(event.reply_to, made), offer.published("offer.opened")]
         self._add(offer, event, now, commands)
         return commands

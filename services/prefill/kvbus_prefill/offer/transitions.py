@@ -111,15 +111,17 @@ def confirm(offer: OfferEntry, event: ev.Confirmed, _: Context) -> Commands:
 
 # Taking: a reader that never had a lease asks whether what it has read is good. Why a yes is right:
 #
-#     offer   sealed ────────────────────────────────────────▶ released, blocks written anew
-#                 ticket      READ of its tables   take: yes ──▶┘
-#     reader        └──────────▶├──────────────┤──▶┘
+#     engine  last write                                      ▶ released, blocks written anew
+#     offer       │      sealed ────────────────────────────────▶┘
+#                 └ ticket    READ of its tables   take: yes ──▶┘
+#     reader          └────────▶├──────────────┤──▶┘
 #
-# The engine writes to the blocks before the seal and after the release, and at no other time. The
-# ticket was made after the seal, and the take comes after the last byte: whatever was read while
-# the offer is live when the take comes was read in between. A lease keeps the offer from its expiry
-# meanwhile, and other readers away; it adds nothing to the bytes. The tables are compared: what
-# else was read, out of a ticket that was altered, is no KV of this offer.
+# The engine names the blocks in a ticket when it has written them for the last time, and says that
+# it is done with them by the seal; which of the two comes first does not matter. It writes to them
+# again after the release. A yes needs the seal, and the take comes after the last byte: whatever
+# was read while the offer is live when the take comes was read in between. A lease keeps the offer
+# from its expiry meanwhile, and other readers away; it adds nothing to the bytes. The tables are
+# compared: what else was read, out of a ticket that was altered, is no KV of this offer.
 def take(offer: OfferEntry, event: ev.Taken, _: Context) -> Commands:
     """Claim and confirm in one step: the reader has everything, the offer is done."""
     lease = offer.lease
@@ -138,7 +140,7 @@ def take(offer: OfferEntry, event: ev.Taken, _: Context) -> Commands:
 
 
 def refuse_early_take(_offer: OfferEntry, _event: ev.Taken, _: Context) -> Commands:
-    """The engine still writes: what was read of it is nothing."""
+    """The seal is on its way, if the ticket is right; the reader asks again."""
     raise LocalError("the offer is not sealed yet", code=ErrorCode.OFFER_OPEN)
 
 
