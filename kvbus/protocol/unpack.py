@@ -5,6 +5,7 @@ such map: `ProtocolError`.
 """
 
 from collections import Counter
+from contextlib import suppress
 from typing import Any
 
 import msgpack
@@ -57,8 +58,10 @@ def _map_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _repeated(frame: bytes, key: str) -> ProtocolError:
-    fields = _unpack(frame)  # once more, without the hook: the answer has the request's id
-    request_id = readable_id(fields) if isinstance(fields, dict) else None
+    request_id = None
+    with suppress(Exception):  # what follows the repeated key may be no msgpack
+        fields = _unpack(frame)  # once more, without the hook: the answer has the request's id
+        request_id = readable_id(fields) if isinstance(fields, dict) else None
     return ProtocolError(
         f"key '{key[:64]}' is there twice", code=ErrorCode.INVALID, request_id=request_id
     )

@@ -99,6 +99,14 @@ def test_bytes_after_the_map_are_refused(more: bytes) -> None:
         decode(encode_request("ping", 1, "b", {}) + more)
 
 
+@pytest.mark.parametrize("more", [b"\x00", b"\xc1"])
+def test_a_key_that_is_there_twice_is_refused_whatever_follows(more: bytes) -> None:
+    twice = msgpack.packb("key") + msgpack.packb(1)
+
+    with pytest.raises(ProtocolError):
+        decode(b"\x82" + twice + twice + more)
+
+
 WRONG_FIELDS: dict[str, tuple[dict[str, Any], str]] = {
     "version_is_text": (REQUEST | {"v": "1"}, "v"),
     "version_is_a_bool": (REQUEST | {"v": True}, "v"),
