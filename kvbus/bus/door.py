@@ -5,7 +5,7 @@ keep more bytes waiting than they may. Pure but for the connections themselves.
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
@@ -70,7 +70,6 @@ class Door:
         self._entries: dict[int, _Entry] = {}
         self._by_address: Counter[str] = Counter()
         self._away_until: dict[str, float] = {}
-        self._num_drains = 0
         self._new_by_address: Counter[str] = Counter()
         self._second_ends = 0.0
 
@@ -107,13 +106,12 @@ class Door:
         for fd in list(self._entries):
             self.leave(fd)
 
-    def check(self, now: float) -> list[Ended]:
-        """Count what waits; returns whose connections were ended."""
-        drained = self.traffic.num_drains != self._num_drains
-        self._num_drains = self.traffic.num_drains
-        for entry in list(self._entries.values()):
-            if not entry.count(self.traffic, now, drained=drained):
-                self.leave(entry.connection.fd)
+    def check(self, now: float, fds: Collection[int] | None = None) -> list[Ended]:
+        """Count what waits, of ``fds`` or of all; returns whose connections were ended."""
+        for fd in list(self._entries) if fds is None else self._entries.keys() & fds:
+            entry = self._entries[fd]
+            if not entry.count(self.traffic, now):
+                self.leave(fd)
         self._away_until = {who: t for who, t in self._away_until.items() if t > now}
         found = [*self._over(), *self._over_all()]
         return [self._send_away(entry, reason, now) for entry, reason in found]
@@ -199,25 +197,24 @@ class _Entry:
         self._counted_at = connection.accepted_at
         fd = connection.fd
         self._delivered_from, self._sent_from = traffic.num_delivered[fd], traffic.num_sent[fd]
-        self._messages_from = traffic.num_messages[fd]
+        self._messages_from, self._num_drains = traffic.num_messages[fd], traffic.num_drains
 
-    def count(self, traffic: Traffic, now: float, *, drained: bool) -> bool:
+    def count(self, traffic: Traffic, now: float) -> bool:
         """Look at all counts; False when the connection is gone."""
         connection, received_before = self.connection, self.connection.num_received
         try:
             connection.count()
         except OSError:
             return False
-        self._count_unread(traffic, received_before, now, drained=drained)
+        self._count_unread(traffic, received_before, now)
         sent = traffic.num_sent[connection.fd] - self._sent_from
         self._out_ahead = max(self._out_ahead, connection.num_acked - sent)
         self.num_unsent = round(sent + self._out_ahead) - connection.num_acked
         return True
 
-    def _count_unread(
-        self, traffic: Traffic, received_before: int, now: float, *, drained: bool
-    ) -> None:
+    def _count_unread(self, traffic: Traffic, received_before: int, now: float) -> None:
         connection = self.connection
+        drained = traffic.num_drains != self._num_drains
         num_messages = traffic.num_messages[connection.fd] - self._messages_from
         delivered = traffic.num_delivered[connection.fd] - self._delivered_from
         if drained and num_messages > self.num_messages:
@@ -226,4 +223,5 @@ class _Entry:
         free = self._in_behind + _HEARTBEATS_S * (now - self._counted_at)
         self._in_behind = max(self._in_behind, min(behind, free))
         self.num_messages, self._counted_at = num_messages, now
+        self._num_drains = traffic.num_drains
         self.num_unread = max(0, round(behind - self._in_behind))

@@ -4,19 +4,23 @@ Refuses to rely on the event loop: subscriptions are taken in by the very call t
 and a stream of them holds that call, and so the loop, until its connection is ended.
 
     accept ──▶ monitor of the socket ──▶ Door.enter: too many? ──▶ shut down
-    every 50 ms: TCP_INFO of each connection ──▶ Door.check: too much? ──▶ shut down
-                 what the loop has handed out and sent ──┘
+    something comes, at most every 50 ms; or a second has passed:
+        TCP_INFO of those connections, or of all ──▶ Door.check: too much? ──▶ shut down
+        what the loop has handed out and sent ─────────┘
 
 A message may have frames without end, and ZeroMQ keeps them all until the last one has come:
 no option bounds that. What the kernel has received and the loop has not been given shows it.
+An idle process costs nothing but a look a second.
 """
 
+import math
 import os
 import resource
+import select
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from contextlib import suppress
 
 import zmq
@@ -27,8 +31,13 @@ from kvbus.bus.door import Door, DoorLimits, Ended
 from kvbus.bus.sockets import BusContext, Socket
 from kvbus.bus.traffic import Traffic
 
-_EVENTS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED | zmq.EVENT_MONITOR_STOPPED
-_CHECK_MS, _IDLE_MS = 50, 1000
+_EVENTS = (
+    zmq.EVENT_ACCEPTED
+    | zmq.EVENT_ACCEPT_FAILED
+    | zmq.EVENT_DISCONNECTED
+    | zmq.EVENT_MONITOR_STOPPED
+)
+_REST_S, _LOOK_S = 0.05, 1.0
 _MAX_RESERVE, _RESERVED_PART = 256, 4
 _NUM_SPARE = 8
 _NUM_FREE, _NUM_RECOVERED = 4, 32
@@ -57,7 +66,9 @@ class ConnectionGuard:
         self._new: deque[tuple[Socket, Door]] = deque()
         self._monitors: dict[Socket, Door] = {}
         self._num_watched = 0
+        self._looks_at = 0.0
         self._spares, self._poller = _Spares(), zmq.Poller()
+        self._arrivals = _Arrivals()
         self.num_ended: Counter[str] = Counter()
         self._fd_bound = _fd_bound()
         self._stopping = threading.Event()
@@ -98,6 +109,7 @@ class ConnectionGuard:
             door.close()  # else the collector closes its descriptors, which are not ours
             monitor.close(linger=0)
         self._spares.close()
+        self._arrivals.close()
         os.close(self._wakes)
         os.close(self._wakened)
 
@@ -119,17 +131,31 @@ class ConnectionGuard:
 
     def _watch_all(self) -> None:
         self._poller.register(self._wakes, zmq.POLLIN)
-        next_check = 0.0
+        rests_until = 0.0
         while not self._stopping.is_set():
-            with suppress(BlockingIOError):
-                os.read(self._wakes, 64)
             self._take_new()
-            self._poller.poll(_CHECK_MS if self.num_connections or self._spares.short else _IDLE_MS)
+            rests = (now := time.monotonic()) < rests_until
+            ready = self._poll((rests_until if rests else self._looks_at) - now, arrivals=not rests)
             for monitor, door in list(self._monitors.items()):
-                self._hear(monitor, door)
-            if (now := time.monotonic()) >= next_check:
-                next_check = now + _CHECK_MS / 1000
-                self._check(now)
+                if monitor in ready:
+                    self._hear(monitor, door)
+            if (now := time.monotonic()) < rests_until:
+                continue
+            if now >= self._looks_at:
+                self._look(now)
+            elif arrived := self._arrivals.take():
+                self._check(now, arrived)
+            else:
+                continue
+            rests_until = now + _REST_S
+
+    def _poll(self, timeout_s: float, *, arrivals: bool) -> Mapping[object, int]:
+        """What has something to say within ``timeout_s``; ``arrivals`` of bytes only if asked."""
+        self._poller.register(self._arrivals, zmq.POLLIN if arrivals else 0)
+        ready = dict(self._poller.poll(max(0, math.ceil(timeout_s * 1000))))
+        if self._wakes in ready:
+            os.read(self._wakes, 64)
+        return ready
 
     def _hear(self, monitor: Socket, door: Door) -> None:
         ended = []
@@ -138,6 +164,8 @@ class ConnectionGuard:
                 event = parse_monitor_message(monitor.recv_multipart(zmq.NOBLOCK))
                 if event["event"] == zmq.EVENT_ACCEPTED:
                     ended.append(self._enter(door, int(event["value"])))
+                elif event["event"] == zmq.EVENT_ACCEPT_FAILED:
+                    self._looks_at = 0.0  # there may be no descriptor left
                 elif event["event"] == zmq.EVENT_DISCONNECTED:
                     door.leave(int(event["value"]))
                 elif event["event"] == zmq.EVENT_MONITOR_STOPPED:
@@ -156,13 +184,19 @@ class ConnectionGuard:
             connection = Accepted(fd, time.monotonic())
         except OSError:  # it has ended already
             return None
+        self._arrivals.add(fd)
         return door.enter(connection, fd_bound=0 if self._spares.short else self._fd_bound)
 
-    def _check(self, now: float) -> None:
-        for door in self._monitors.values():
-            self._tell(door, door.check(now))
+    def _look(self, now: float) -> None:
+        """At all connections, and whether there are descriptors."""
+        self._check(now)
         if self._spares.look():
             self._on_short(self._spares.short)
+        self._looks_at = now + (_REST_S if self._spares.short else _LOOK_S)
+
+    def _check(self, now: float, fds: Collection[int] | None = None) -> None:
+        for door in self._monitors.values():
+            self._tell(door, door.check(now, fds))
 
     def _tell(self, door: Door, ended: list[Ended]) -> None:
         for reason, num in Counter(one.reason for one in ended).items():
@@ -177,6 +211,33 @@ def _fd_bound() -> int:
     """
     most, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return most - min(_MAX_RESERVE, most // _RESERVED_PART)
+
+
+# ZeroMQ reads what comes at once, and epoll does not tell of bytes that are gone when it is asked.
+# So it is asked for room to write as well, which there is nearly always: what comes is then told in
+# any case. Where there is none, and so in the worst case, the next look finds what has come.
+class _Arrivals:
+    """The connections by which something has come; ZeroMQ closes them, and they are forgotten."""
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+
+    def fileno(self) -> int:
+        """Readable when something may have come."""
+        return self._epoll.fileno()
+
+    def add(self, fd: int) -> None:
+        """Tell of this connection too; where that cannot be, the next look has to do."""
+        with suppress(OSError):
+            self._epoll.register(fd, select.EPOLLIN | select.EPOLLOUT | select.EPOLLET)
+
+    def take(self) -> set[int]:
+        """Those of which was not told yet."""
+        return {fd for fd, _ in self._epoll.poll(0)}
+
+    def close(self) -> None:
+        """Tell no more."""
+        self._epoll.close()
 
 
 # When all descriptors are taken, ZeroMQ can neither accept a connection nor turn it away: it tries

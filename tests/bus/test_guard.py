@@ -22,6 +22,7 @@ from kvbus.bus import (
     ServerCurve,
     SocketOptions,
     door,
+    guard,
     new_key_pair,
 )
 from kvbus.bus.accepted import counted_by
@@ -47,6 +48,12 @@ class Guarded:
 
     def has_ended(self, *reasons: EndReason) -> Callable[[], bool]:
         return lambda: set(reasons) <= set(self.ended)
+
+
+@pytest.fixture
+def seldom_looks(monkeypatch) -> None:
+    """The guard looks at all connections once an hour: what it sees before has called it."""
+    monkeypatch.setattr(guard, "_LOOK_S", 3600.0)
 
 
 @pytest.fixture
@@ -136,6 +143,23 @@ async def test_a_message_larger_than_what_may_wait_is_cut_and_the_others_are_ans
         reply = await client.ask(Ask(number=3), timeout_s=WITHIN_S)
 
     assert reply.number == 3
+
+
+async def test_what_comes_is_counted_though_zeromq_reads_it_at_once(
+    context, running, seldom_looks, guarded
+):
+    """The last bytes pass the bound, and nothing follows that could call the guard again."""
+    server = serve(context, "tcp://127.0.0.1:*", watch=guarded.watch(unread_bytes=64 * KIB))
+    client = RequestClient(context, server.endpoint, boot="client")
+    piece = frame(bytes(KIB), flags=1) * 8
+
+    async with running(server, client):
+        wire = await anyio.to_thread.run_sync(connected, server.endpoint, "DEALER")
+        with wire:
+            for number in range(8):
+                wire.sendall(piece)
+                await client.ask(Ask(number=number), timeout_s=WITHIN_S)
+            await until(guarded.has_ended(EndReason.UNREAD))
 
 
 async def test_who_takes_no_replies_is_cut(context, running, guarded):
