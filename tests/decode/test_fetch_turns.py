@@ -120,3 +120,14 @@ def test_a_cancelled_fetch_does_not_wait_any_more():
     table.handle(ev.CancelRequested("f2", "cancel"), 0.0)
 
     assert claims(table.handle(ev.CancelRequested("f1", "cancel"), 0.0)) == ["f3"]
+
+
+def test_a_new_fetch_that_comes_late_does_not_have_the_turn_of_one_that_waits():
+    """A place came free by its time, which nobody told the table before the new one asked."""
+    table = table_of(requested("f1"), requested("f2"))
+
+    begun = claims(table.handle(requested("f3"), PATIENCE_S))
+
+    assert begun == ["f2"]
+    assert state(table, "f3") is FetchState.QUEUED
+    assert claims(table.handle(ev.DeadlinePassed(), 2 * PATIENCE_S)) == ["f3"]

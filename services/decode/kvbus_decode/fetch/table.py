@@ -117,6 +117,13 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
             self._deadlines.set(entry.key, None if entry.is_over else entry.due_at)
         return commands
 
+    def _expire(self, now: float) -> Commands:
+        """As every table; who waits has the places that came free, before the event asks for one.
+
+        Else a new fetch would be given the turn of one that waits, which would never come again.
+        """
+        return super()._expire(now) + self._take_turns(now)
+
     def _hit_by(self, event: ev.TableEvent) -> list[FetchEntry]:
         match event:
             case ev.PeerGone(agent_boot):
