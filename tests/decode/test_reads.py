@@ -224,13 +224,14 @@ def test_a_stopped_read_does_not_wait_for_a_box_and_gives_its_slot_back() -> Non
     assert late == [ev.ReleaseSlots("holder", (7,))]
 
 
-def test_a_read_fails_as_soon_as_the_lease_of_a_slot_ends_under_it() -> None:
+def test_a_read_fails_a_little_before_the_lease_of_a_slot_ends_under_it() -> None:
+    """The clock of the holder may be faster than ours, and it asks nobody before it goes on."""
     drive, leg = Drive(), packed()
     drive.want(leg)
     drive.pack(leg, 7, now=1.0)
 
-    assert drive.table.next_deadline() == 2.0
-    aborted = drive.tell(ev.DeadlinePassed(), 2.0)
+    assert drive.table.next_deadline() == 0.99 * 2.0
+    aborted = drive.tell(ev.DeadlinePassed(), 0.99 * 2.0)
     ended = drive.tell(ev.ReadEnded("read", leg, 8), 2.5)
 
     assert aborted == [ev.AbortRead(leg)]

@@ -19,6 +19,12 @@ OVER = LegState.OVER
 
 Commands = list[ev.Command]
 
+USABLE_SHARE = 0.99
+"""Of the lease of a slot: its holder counts by another clock, and ours may be the slower one. The
+lease of an offer needs no such share: whether it has ended is asked. Of a slot nobody asks: what a
+READ found there too late would be taken for good.
+"""
+
 
 def start(read: ReadEntry, leg: Leg, _event: ev.LegDue, now: float) -> Commands:
     """Its first stage."""
@@ -40,7 +46,8 @@ def start(read: ReadEntry, leg: Leg, _event: ev.LegDue, now: float) -> Commands:
 
 def take_packed(read: ReadEntry, leg: Leg, event: ev.SlotPacked, _now: float) -> Commands:
     """The box lies at its holder: READ it, into a slot of ours once there is one."""
-    leg.slot_id, leg.slot_expires_at = event.slot_id, leg.asked_at + event.slot_lease_s
+    leg.slot_id = event.slot_id
+    leg.slot_expires_at = leg.asked_at + USABLE_SHARE * event.slot_lease_s
     if leg.needs_slot:
         leg.state = PACKED
         return []
