@@ -245,10 +245,16 @@ async def pair(
         yield source, target
 
 
-async def works(source: Engine, target: Engine, num_tokens: int = 40) -> bool:
-    """Whether a whole handoff gives the right bits: the agents have got over what was before."""
+async def works(
+    source: Engine, target: Engine, num_tokens: int = 40, *, before: Snapshot | None = None
+) -> bool:
+    """Whether a whole handoff gives the right bits: the agents have got over what was before.
+
+    And whether all others are as they are now, or in ``before``.
+    """
     theirs, ours = source.some_blocks(3, num_tokens), target.some_blocks(4, num_tokens)
-    wanted = expected_after(target.snapshot(), source, theirs, target, ours, num_tokens=num_tokens)
+    before = before or target.snapshot()
+    wanted = expected_after(before, source, theirs, target, ours, num_tokens=num_tokens)
     offer = await source.prefill.offer(uuid.uuid4().hex, num_tokens=num_tokens, block_ids=theirs)
     fetch = target.decode.fetch(offer.ticket, num_tokens=num_tokens, block_ids=ours)
     await fetch.completed()

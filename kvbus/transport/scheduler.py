@@ -4,113 +4,12 @@ Only the transport's thread calls it. A handle is released, and its memory let g
 terminal; what never becomes so is held here for ever.
 """
 
-from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from kvbus.errors import RemoteError
-from kvbus.transport.nixl_agent import Handle, HandleForgotten, NixlAgent
-from kvbus.transport.slicing import Rows, Slices
-from kvbus.transport.types import MemoryKind, ReadOutcome, ReadStatus, TransportLimits
-
-
-@dataclass(slots=True, eq=False, kw_only=True)
-class ReadJob:
-    """A read as the scheduler sees it."""
-
-    peer: str
-    slices: Slices
-    kinds: tuple[MemoryKind, MemoryKind]
-    on_end: Callable[[ReadOutcome], None]
-    outstanding: int = 0
-    queued: bool = False
-    aborted: bool = False
-    ended: bool = False
-    error: RemoteError | None = None
-    num_bytes: int = 0
-    num_descriptors: int = 0
-    num_slices: int = 0
-
-    @property
-    def wants_post(self) -> bool:
-        """Whether a further slice of it should be posted."""
-        return not (self.aborted or self.error or self.slices.exhausted)
-
-    # A job outlives its read: the `Read` of its caller refers to it, and so does the queue of a
-    # lane that is held up. Its callback refers to the caller, who holds the `Read`:
-    #
-    #     caller ──▶ Read ──▶ job ──▶ on_end ──▶ caller
-    #
-    # Such a circle would keep the descriptors, megabytes of a long read, until the garbage
-    # collector comes; and so would the traceback of an error.
-    def clear(self) -> None:
-        """Let go of descriptors, callback and error, once it has ended."""
-        self.slices.clear()
-        self.on_end, self.error = _no_outcome, None
-
-    def outcome(self) -> ReadOutcome:
-        """What became of it; only asked once nothing of it is outstanding."""
-        status = ReadStatus.DONE
-        if self.error:
-            status = ReadStatus.FAILED
-        elif self.aborted:
-            status = ReadStatus.ABORTED
-        return ReadOutcome(
-            status=status,
-            error=self.error,
-            num_bytes=self.num_bytes,
-            num_descriptors=self.num_descriptors,
-            num_slices=self.num_slices,
-        )
-
-
-def _no_outcome(_: ReadOutcome) -> None:
-    """The callback of a read that has ended."""
-
-
-@dataclass(slots=True, eq=False)
-class _Slice:
-    job: ReadJob
-    handle: Handle
-    local: Rows
-    num_bytes: int
-
-
-class _FairQueue:
-    """Two queues that are served alternately, so a short read waits for one long slice at most."""
-
-    __slots__ = ("_long", "_short", "_short_is_next")
-
-    def __init__(self) -> None:
-        self._short: deque[ReadJob] = deque()
-        self._long: deque[ReadJob] = deque()
-        self._short_is_next = True
-
-    def __bool__(self) -> bool:
-        return bool(self._short or self._long)
-
-    def add(self, item: ReadJob, *, short: bool) -> None:
-        """Put ``item`` at the end of its queue."""
-        (self._short if short else self._long).append(item)
-
-    def take(self) -> ReadJob | None:
-        """The next one, or None when nobody waits."""
-        chosen = self._short if self._short_is_next else self._long
-        if not chosen:
-            chosen = self._long if self._short_is_next else self._short
-        if not chosen:
-            return None
-        self._short_is_next = chosen is self._long
-        return chosen.popleft()
-
-
-@dataclass(slots=True, eq=False)
-class _Lane:
-    """The reads from one peer: a stopped peer holds up nobody but itself."""
-
-    waiting: _FairQueue = field(default_factory=_FairQueue)
-    posted: list[_Slice] = field(default_factory=list)
-    posted_bytes: int = 0
+from kvbus.transport.lane import Lane, ReadJob, Slice
+from kvbus.transport.nixl_agent import HandleForgotten, NixlAgent
+from kvbus.transport.types import TransportLimits
 
 
 class ReadScheduler:
@@ -122,10 +21,12 @@ class ReadScheduler:
         self.agent = agent
         self._limits = limits
         self._on_end = on_end
-        self._lanes: dict[str, _Lane] = {}
+        self.held = False
+        """Whether nothing is posted; what was posted goes on."""
+        self._lanes: dict[str, Lane] = {}
         self._jobs: dict[ReadJob, None] = {}
-        self._forgotten: list[_Slice] = []
-        self._unreleased: list[_Slice] = []
+        self._forgotten: list[Slice] = []
+        self._unreleased: list[Slice] = []
 
     @property
     def busy(self) -> bool:
@@ -152,7 +53,7 @@ class ReadScheduler:
         """Take a read; one of nothing ends at once."""
         self._jobs[job] = None
         if job.wants_post:
-            self._queue(self._lanes.setdefault(job.peer, _Lane()), job)
+            self._queue(self._lanes.setdefault(job.peer, Lane()), job)
         else:
             self._end_if_terminal(job)
 
@@ -167,6 +68,34 @@ class ReadScheduler:
         """`abort` of every read."""
         for job in list(self._jobs):
             self.abort(job)
+
+    @property
+    def only_aborted(self) -> bool:
+        """Whether every handle that is not terminal is of a read that nobody wants."""
+        return all(job.aborted for job in self._jobs if job.outstanding)
+
+    def hand_over(self, error: RemoteError) -> list[ReadJob]:
+        """End each read that has handles; the others, which may go on at another scheduler.
+
+        Nothing may drive the agent from here on: those handles are ended by that alone. ``error``
+        is for who has not aborted a read.
+        """
+        left = [job for job in self._jobs if not job.outstanding]
+        for job in [job for job in self._jobs if job.outstanding]:
+            job.outstanding = 0
+            job.error = job.error or (None if job.aborted else error)
+            self._end_if_terminal(job)
+        self._jobs.clear()
+        for job in left:
+            job.queued = False
+        return left
+
+    def destroy_agent(self) -> None:
+        """End NIXL's agent, and with it all that is posted; nothing may be called any more."""
+        slices = [s for lane in self._lanes.values() for s in lane.posted]
+        for item in (*slices, *self._forgotten, *self._unreleased):
+            item.handle = None  # each of them keeps the agent
+        self.agent.destroy()
 
     def in_flight_to(self, peer: str) -> bool:
         """Whether a handle to the peer is not terminal."""
@@ -192,7 +121,7 @@ class ReadScheduler:
                 del self._lanes[peer]
         return moved
 
-    def _queue(self, lane: _Lane, job: ReadJob) -> None:
+    def _queue(self, lane: Lane, job: ReadJob) -> None:
         if job.wants_post and not job.queued and job.outstanding < self._limits.slices_per_read:
             job.queued = True
             short = job.slices.num_bytes <= self._limits.short_read_bytes
@@ -208,8 +137,10 @@ class ReadScheduler:
     # nobody else. A read waits in its lane once at a time and has few slices posted: after a slice
     # it goes to the end of its queue, so long reads share the wire, and a short one waits for a
     # slice of one long read, not of each.
-    def _post_next(self, lane: _Lane) -> bool:
+    def _post_next(self, lane: Lane) -> bool:
         limits = self._limits
+        if self.held:
+            return False
         if len(lane.posted) >= limits.slices_per_peer or lane.posted_bytes >= limits.bytes_per_peer:
             return False
         while (job := lane.waiting.take()) is not None:
@@ -220,7 +151,7 @@ class ReadScheduler:
                 return True
         return False
 
-    def _post(self, lane: _Lane, job: ReadJob) -> None:
+    def _post(self, lane: Lane, job: ReadJob) -> None:
         local, remote, num_bytes = job.slices.take()
         try:
             handle = self.agent.prepare(job.peer, local, remote, job.kinds)
@@ -228,7 +159,7 @@ class ReadScheduler:
             job.error = error
             self._end_if_terminal(job)
             return
-        item = _Slice(job, handle, local, num_bytes)
+        item = Slice(job, handle, local, num_bytes)
         job.outstanding += 1
         try:
             done = self.agent.post(handle, job.peer)
@@ -241,7 +172,7 @@ class ReadScheduler:
             lane.posted.append(item)
             lane.posted_bytes += num_bytes
 
-    def _poll(self, lane: _Lane) -> bool:
+    def _poll(self, lane: Lane) -> bool:
         moved = False
         for item in lane.posted[:]:
             error: RemoteError | None = None
@@ -261,7 +192,7 @@ class ReadScheduler:
     # did. So the slice stays outstanding for ever: its read does not end, `targets` says that its
     # memory is in use, and that is neither deregistered nor given back. Any other error is NIXL's
     # word that the handle is terminal, and the read ends once its other slices have.
-    def _finish(self, lane: _Lane, item: _Slice, error: RemoteError | None) -> None:
+    def _finish(self, lane: Lane, item: Slice, error: RemoteError | None) -> None:
         job = item.job
         if isinstance(error, HandleForgotten):
             job.error = error

@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -11,20 +10,23 @@ from functools import partial
 
 from kvbus.errors import ClosedError, ErrorCode, LocalError, SegmentError
 from kvbus.transport.delivery import Deliver, Delivery, OnEnd, deliver_inline
+from kvbus.transport.lane import ReadJob
 from kvbus.transport.nixl_agent import NixlAgent
-from kvbus.transport.scheduler import ReadJob, ReadScheduler
+from kvbus.transport.recycling import AgentRecycler
+from kvbus.transport.scheduler import ReadScheduler
+from kvbus.transport.short_reads import ShortReads
 from kvbus.transport.slicing import Rows, Slices, check_rows
 from kvbus.transport.types import (
     CloseReport,
     MemoryKind,
     ReadStatus,
+    RecycleReport,
     Registration,
     TransportLimits,
     TransportStats,
 )
 from kvbus.transport.worker import Worker
 
-FIRST_ELSEWHERE, SLOW_ELSEWHERE = 1, 16
 ProgressToken = ExitStack
 """Keeps progress driven until it is closed: as the target of reads, and for connections."""
 
@@ -47,7 +49,7 @@ class Transport:
     `concurrent.futures`. `name` contains the boot id: NIXL refuses another process under a name
     that it knows. `deliver` runs the callbacks on the caller's thread; without one they run where a
     read ends. `on_broken` is told of a defect that ended the thread: reads in progress will never
-    end then.
+    end then. `nic_writes` when READs may land though nobody drives this agent, as over RDMA.
     """
 
     def __init__(
@@ -57,6 +59,7 @@ class Transport:
         limits: TransportLimits | None = None,
         deliver: Deliver = deliver_inline,
         on_broken: Callable[[Exception], None] = _ignore,
+        nic_writes: bool = False,
     ) -> None:
         self.name = name
         self.limits = limits or TransportLimits()
@@ -64,9 +67,10 @@ class Transport:
         self._worker = Worker(self.limits, lambda error: deliver(partial(on_broken, error)))
         self._registrations: dict[int, Registration] = {}
         self._keys = itertools.count(1)
-        self._peers: set[str] = set()
-        self._num_elsewhere: dict[str, int] = {}
-        """How many READs from each peer are left to the thread before one is done here."""
+        self._peers: dict[str, dict[bytes, None]] = {}
+        """The metadata of each, in the order in which it came."""
+        self._recycler = AgentRecycler(destroys=nic_writes)
+        self._short = ShortReads(self.limits)
         self._num_started = self._num_ended = 0
 
     def start(self) -> Future[None]:
@@ -148,43 +152,16 @@ class Transport:
             kinds=(local_memory, remote_memory),
             on_end=on_end,
         )
-        scheduler = self._started()
+        self._started()
         self._num_started += 1
-        if self._is_short(job) and self._worker.try_here(partial(self._read_here, job)):
+        if self._short.may_be_here(job) and self._worker.try_here(partial(self._short.read, job)):
             return Read(partial(self._abort, job))
         try:
-            self._worker.post(partial(scheduler.add, job))
+            self._worker.post(partial(self._add, job))
         except LocalError:
             self._num_started -= 1
             raise
         return Read(partial(self._abort, job))
-
-    # Two wake-ups of threads cost more than a short READ. So one is posted by who asks for it, the
-    # event loop of an agent, if the transport's thread does nothing then. That holds the loop for
-    #
-    #     the post, which may copy      here_bytes in here_descriptors: some 100 µs
-    #     looks at the handle           here_s; then the thread goes on with it
-    #
-    # and never for a connection: the first READ from each peer, which may connect to it, is the
-    # thread's. So are some after one that took longer, as it does over TCP.
-    def _is_short(self, job: ReadJob) -> bool:
-        limits = self.limits
-        return (
-            job.slices.num_bytes <= limits.here_bytes
-            and job.slices.num_rows <= limits.here_descriptors
-            and job.kinds == ("DRAM", "DRAM")
-            and not self._num_elsewhere.get(job.peer, FIRST_ELSEWHERE)
-        )
-
-    def _read_here(self, job: ReadJob, scheduler: ReadScheduler) -> None:
-        scheduler.add(job)
-        scheduler.step()
-        until = time.perf_counter() + self.limits.here_s
-        while not job.ended and time.perf_counter() < until:
-            scheduler.agent.progress()
-            scheduler.step()
-        if not job.ended:
-            self._num_elsewhere[job.peer] = SLOW_ELSEWHERE
 
     def hold_progress(self) -> ProgressToken:
         """Have progress driven until the demand is closed; demands are counted."""
@@ -192,6 +169,16 @@ class Transport:
         token.callback(self._worker.demand, -1)
         self._worker.demand(1)
         return token
+
+    def recycle(self, *, grace_s: float) -> Future[RecycleReport]:
+        """End READs that never do: NIXL's agent is made anew, with all memory and all peers.
+
+        Nothing is posted until then. What is in flight may end within ``grace_s``; the rest fails
+        then (`TransferFailed`), or ends as aborted, and nothing of it lands any more. What waits
+        goes on. Fails with `KVBusError` when there is no new agent: then nothing has ended.
+        """
+        self._worker.post(self._hold, urgent=True)
+        return self._worker.call_when(self._only_aborted, self._recycle, within_s=grace_s)
 
     def stats(self) -> TransportStats:
         """Counts, callable from any thread."""
@@ -205,6 +192,7 @@ class Transport:
             progress_tokens=self._worker.demands,
             progress_calls=self._worker.passes,
             unreleased_handles=scheduler.num_unreleased if scheduler else 0,
+            retired_agents=self._recycler.num_retired,
         )
 
     def _slices(self, local: Rows, remote: Rows) -> Slices:
@@ -223,20 +211,48 @@ class Transport:
     def _abort(self, job: ReadJob) -> None:
         if not job.ended:
             with contextlib.suppress(ClosedError):  # closing has aborted it already
-                self._worker.post(partial(self._started().abort, job), urgent=True)
+                self._worker.post(partial(self._abort_now, job), urgent=True)
 
     # From here on, on the transport's thread.
 
     def _make_agent(self) -> None:
-        agent = NixlAgent(self.name)
-        self._worker.scheduler = ReadScheduler(agent, self.limits, self._read_ended)
+        self._worker.scheduler = self._new_scheduler(self.name)
+
+    def _new_scheduler(self, name: str) -> ReadScheduler:
+        return ReadScheduler(NixlAgent(name), self.limits, self._read_ended)
+
+    def _hold(self) -> None:
+        self._started().held = True
+
+    def _only_aborted(self) -> bool:
+        return self._started().only_aborted
+
+    def _recycle(self) -> RecycleReport:
+        old = self._started()
+        try:
+            new = self._new_scheduler(f"{self.name}/{self._recycler.num_retired + 1}")
+            registrations = list(self._registrations.values())
+            report = self._recycler.replace(old, new, registrations, self._peers)
+        except BaseException:
+            old.held = False
+            raise
+        self._worker.scheduler = new
+        for peer in report.lost_peers:
+            del self._peers[peer]
+        self._short = ShortReads(self.limits)
+        return report
+
+    def _add(self, job: ReadJob) -> None:
+        self._started().add(job)
+
+    def _abort_now(self, job: ReadJob) -> None:
+        self._started().abort(job)
 
     def _read_ended(self, job: ReadJob) -> None:
         self._num_ended += 1
         outcome = job.outcome()
         if outcome.status is ReadStatus.DONE:
-            num_elsewhere = self._num_elsewhere.get(job.peer, FIRST_ELSEWHERE)
-            self._num_elsewhere[job.peer] = max(0, num_elsewhere - 1)
+            self._short.note_done(job.peer)
         self._delivery.put(job.on_end, outcome)
 
     def _register(self, registration: Registration) -> Registration:
@@ -255,7 +271,7 @@ class Transport:
 
     def _add_peer(self, metadata: bytes) -> str:
         peer = self._started().agent.add_peer(metadata)
-        self._peers.add(peer)
+        self._peers.setdefault(peer, {})[metadata] = None
         return peer
 
     def _remove_peer(self, peer: str) -> None:
@@ -263,8 +279,8 @@ class Transport:
         if scheduler.in_flight_to(peer):
             raise LocalError("a handle to the peer is outstanding", code=ErrorCode.BUSY, peer=peer)
         scheduler.agent.remove_peer(peer)
-        self._peers.discard(peer)
-        self._num_elsewhere.pop(peer, None)
+        self._peers.pop(peer, None)
+        self._short.forget(peer)
 
     def _abort_all(self) -> None:
         if self._worker.scheduler is not None:

@@ -87,6 +87,17 @@ class CloseReport:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RecycleReport:
+    """What a NIXL agent that was made anew has left behind.
+
+    ``num_handles`` were not terminal; ``lost_peers`` could not be added again.
+    """
+
+    num_handles: int
+    lost_peers: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TransportStats:
     """Counts for metrics, read without a lock: each is right, together they may be a step apart."""
 
@@ -99,4 +110,6 @@ class TransportStats:
     progress_calls: int
     """Passes of the transport's thread: it does not grow while nothing needs progress."""
     unreleased_handles: int
-    """Handles of which NIXL lost sight; their memory is never given back."""
+    """Handles of which NIXL lost sight; their memory is not given back."""
+    retired_agents: int
+    """How often NIXL's agent was made anew."""

@@ -7,6 +7,8 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
+from dataclasses import dataclass
+from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TypeVar
 
@@ -41,6 +43,7 @@ class Worker:
         self._moved_at = 0.0
         self._close_at: float | None = None
         self._on_stop: Command | None = None
+        self._waiting: list[_Waiting] = []
         self.demands = 0
         self.passes = 0
 
@@ -63,18 +66,20 @@ class Worker:
     def call(self, function: Callable[[], Result]) -> Future[Result]:
         """Run a function on the thread; its result, or its error, is the future's."""
         future: Future[Result] = Future()
+        self.post(partial(_settle, future, function))
+        return future
+
+    def call_when(
+        self, ready: Callable[[], bool], function: Callable[[], Result], *, within_s: float
+    ) -> Future[Result]:
+        """Run a function on the thread once ``ready`` says so, there as well, or time is up."""
+        future: Future[Result] = Future()
 
         def command() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                result = function()
-            except Exception as error:  # it belongs to who waits for the future
-                future.set_exception(error)
-            else:
-                future.set_result(result)
+            wait = _Waiting(ready, time.monotonic() + within_s, partial(_settle, future, function))
+            self._waiting.append(wait)
 
-        self.post(command)
+        self.post(command, urgent=True)
         return future
 
     def try_here(self, call: Callable[[ReadScheduler], None]) -> bool:
@@ -126,6 +131,7 @@ class Worker:
                 self._take_commands()
                 with self._in_nixl:
                     self._step()
+                    self._run_waiting()
                     if self._close_at is not None:
                         self._try_to_stop(self._close_at)
         except Exception as error:  # a defect: what was started never ends
@@ -164,7 +170,8 @@ class Worker:
             few = scheduler.posted_bytes <= limits.spin_bytes
             spin_s = limits.spin_s if few else limits.short_spin_s
             return 0.0 if since < spin_s else limits.poll_s
-        return limits.poll_s if self.demands or self._close_at is not None else None
+        driven = self.demands or self._waiting or self._close_at is not None
+        return limits.poll_s if driven else None
 
     def _step(self) -> None:
         scheduler = self.scheduler
@@ -178,6 +185,12 @@ class Worker:
         if moved or (now - began > COPIED_S and scheduler.busy):
             self._moved_at = now
 
+    def _run_waiting(self) -> None:
+        for wait in self._waiting[:]:
+            if wait.ready() or time.monotonic() >= wait.until:
+                self._waiting.remove(wait)
+                wait.command()
+
     def _try_to_stop(self, close_at: float) -> None:
         idle = self.scheduler is None or not self.scheduler.num_handles
         if not idle and time.monotonic() < close_at:
@@ -185,6 +198,26 @@ class Worker:
         self._stopping = True
         if self._on_stop:
             self._on_stop()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Waiting:
+    """What the thread does once it is ready, or time is up."""
+
+    ready: Callable[[], bool]
+    until: float
+    command: Command
+
+
+def _settle(future: Future[Result], function: Callable[[], Result]) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = function()
+    except Exception as error:  # it belongs to who waits for the future
+        future.set_exception(error)
+    else:
+        future.set_result(result)
 
 
 def _nothing() -> None:

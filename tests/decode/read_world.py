@@ -5,6 +5,7 @@ every slot that is free is written over in the same step, as its next owner woul
 copy that outlives its right is seen by the bytes.
 """
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 
@@ -15,7 +16,7 @@ from kvbus_decode.read.table import ReadLimits, ReadTable
 from kvbus_decode.read.transitions import TRANSITIONS
 from tests.stories import StoryMachine
 
-LIMITS = ReadLimits(legs_in_flight=2, num_slots=3, max_retired=2)
+LIMITS = ReadLimits(legs_in_flight=2, num_slots=3, max_retired=2, quarantine_s=6.0)
 SLOT_LEASE_S = 2.0
 BOX_BYTES = 10
 NUM_READERS = 3
@@ -50,6 +51,7 @@ class SeenRead:
     ended: ev.ChunkEnded | None = None
     num_bytes: int = 0
     stopped: bool = False
+    stopped_at: float = math.inf
 
     @property
     def boxes(self) -> list[Box]:
@@ -196,6 +198,8 @@ class ReadWorld(StoryMachine):
             case ev.AbortRead(leg):
                 assert leg in [r.leg for r in self.running.reads]
                 self.check_aborted_once(leg)
+            case ev.RecycleTransport():
+                self.check_quarantine()
             case ev.AbortCopy(leg):
                 assert leg in [c.leg for c in self.running.copies]
                 self.check_aborted_once(leg)
@@ -210,9 +214,17 @@ class ReadWorld(StoryMachine):
         assert seen.ended is None, "a stage is begun after the end"
         assert not seen.stopped, "a stage is begun after the read was stopped"
 
+    def check_quarantine(self) -> None:
+        """What other reads share is taken away for aborted ones that have drained for long."""
+        since = self.now - LIMITS.quarantine_s
+        reading = {r.leg.work.read for r in self.running.reads if r.leg in self.aborted}
+        assert any(self.seen[read].stopped_at <= since for read in reading)
+
     def check_aborted_once(self, leg: Leg) -> None:
         assert leg not in self.aborted, "aborted twice"
         self.aborted.add(leg)
+        seen = self.seen[leg.work.read]
+        seen.stopped_at = min(seen.stopped_at, self.now)
 
     def take_back(self, slot_ids: tuple[int, ...], source: Hashable) -> None:
         """The holder has the slots again, and others write into them at once."""

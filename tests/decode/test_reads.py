@@ -322,3 +322,47 @@ def test_a_read_that_is_over_keeps_no_legs() -> None:
     (retired,) = drive.table.retired.values()
 
     assert not [*retired.wanted.legs, *retired.live, *retired.waiting, *retired.last_legs]
+
+
+def test_reads_that_drain_for_too_long_have_the_transport_recycled_once_for_all_of_them() -> None:
+    drive = Drive(ReadLimits(quarantine_s=60.0))
+    legs = [direct(), direct()]
+    for number, leg in enumerate(legs):
+        drive.want(leg, key=f"read {number}")
+        drive.tell(ev.ReadStopped(f"read {number}", ABORTED), 10.0)
+
+    early = drive.tell(ev.DeadlinePassed(), 69.0)
+    due = drive.tell(ev.DeadlinePassed(), 70.0)
+    still = drive.tell(ev.DeadlinePassed(), 129.0)
+    again = drive.tell(ev.DeadlinePassed(), 130.0)
+    ended = [
+        drive.tell(ev.ReadEnded(f"read {number}", leg, 0, ABORTED), 131.0)
+        for number, leg in enumerate(legs)
+    ]
+
+    assert (early, still) == ([], [])
+    assert due == again == [ev.RecycleTransport()]
+    assert [kinds(commands) for commands in ended] == [[ev.ChunkEnded]] * 2
+    assert drive.table.next_deadline() is None
+
+
+def test_a_deadline_is_followed_by_the_quarantine_of_what_was_posted() -> None:
+    drive = Drive(ReadLimits(quarantine_s=60.0))
+    drive.want(direct(), deadline=5.0)
+
+    late = drive.tell(ev.DeadlinePassed(), 5.0)
+    due = drive.tell(ev.DeadlinePassed(), 65.0)
+
+    assert kinds(late) == [ev.AbortRead]
+    assert due == [ev.RecycleTransport()]
+
+
+@pytest.mark.parametrize("leg", [mapped(), delegated()])
+def test_copies_and_what_others_read_need_no_other_transport(leg: Leg) -> None:
+    drive = Drive(ReadLimits(quarantine_s=60.0))
+    drive.want(leg)
+
+    drive.tell(ev.ReadStopped("read", ABORTED), 1.0)
+
+    assert drive.table.next_deadline() is None
+    assert drive.tell(ev.DeadlinePassed(), 1000.0) == []

@@ -60,10 +60,10 @@ class Peer:
 class Reader:
     """A transport with memory to read into."""
 
-    def __init__(self, limits: TransportLimits | None = None) -> None:
+    def __init__(self, limits: TransportLimits | None = None, **options: Any) -> None:
         self.threads: list[str] = []
         """On which thread each read has ended."""
-        self.transport = Transport("reader/boot", limits=limits, deliver=self._deliver)
+        self.transport = Transport("reader/boot", limits=limits, deliver=self._deliver, **options)
         self.transport.start().result(20)
         self.memory = np.zeros(0, np.uint8)
         self.peer_metadata = b""
@@ -127,8 +127,8 @@ KEPT: list[Reader] = []
 def start_reader() -> Iterator[Callable[..., Reader]]:
     readers: list[Reader] = []
 
-    def start(limits: TransportLimits | None = None) -> Reader:
-        readers.append(Reader(limits))
+    def start(limits: TransportLimits | None = None, **options: Any) -> Reader:
+        readers.append(Reader(limits, **options))
         return readers[-1]
 
     yield start

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from kvbus.transport import ReadStatus, TransportLimits
-from kvbus.transport.transport import SLOW_ELSEWHERE
+from kvbus.transport.short_reads import SLOW_ELSEWHERE
 
 KIB = 1 << 10
 LONG_S = 20.0
@@ -110,7 +110,7 @@ def test_while_a_long_read_is_under_way_a_short_one_is_the_threads(over_tcp, pai
     until(lambda: reader.transport.stats().outstanding_handles > 0)
 
     _, short = reader.start(name, address, [(0, 0, KIB)])
-    was_done, was_tried_here = short.done(), reader.transport._num_elsewhere[name]
+    was_done, was_tried_here = short.done(), reader.transport._short._num_elsewhere[name]
     peer.signal(signal.SIGCONT)
 
     assert not was_done

@@ -104,6 +104,11 @@ def restrict_ucx(interfaces: Iterable[str]) -> None:
     os.environ[UCX_INTERFACES] = ",".join(interfaces)
 
 
+def has_rdma(interfaces: Iterable[str]) -> bool:
+    """Whether one of them is an RDMA device, which writes without this process."""
+    return not {name.partition(":")[0] for name in interfaces}.isdisjoint(_rdma_devices())
+
+
 def is_loopback(host: str) -> bool:
     """Whether only this machine reaches a socket that is bound to ``host``."""
     try:

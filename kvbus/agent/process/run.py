@@ -12,7 +12,7 @@ import structlog
 
 from kvbus.agent.process.access import Access
 from kvbus.agent.process.config import AgentConfig
-from kvbus.agent.process.data_plane import choose_interfaces, restrict_ucx
+from kvbus.agent.process.data_plane import choose_interfaces, has_rdma, restrict_ucx
 from kvbus.agent.process.runtime import Runtime, ServiceFactory
 from kvbus.agent.staging.devices import StagingDevices
 from kvbus.bus import new_context
@@ -34,7 +34,7 @@ async def run_agent(
     access = Access.open(config)
     interfaces = choose_interfaces(config)
     restrict_ucx(interfaces)
-    transport = _make_transport(config, boot, loop)
+    transport = _make_transport(config, boot, loop, nic_writes=has_rdma(interfaces))
     await asyncio.wrap_future(transport.start())
     staging: StagingDevices | None = None
     try:
@@ -63,7 +63,9 @@ async def run_agent(
         log.info("agent.stopped")
 
 
-def _make_transport(config: AgentConfig, boot: str, loop: asyncio.AbstractEventLoop) -> Transport:
+def _make_transport(
+    config: AgentConfig, boot: str, loop: asyncio.AbstractEventLoop, *, nic_writes: bool
+) -> Transport:
     return Transport(
         f"{config.agent_id}/{boot}",
         limits=TransportLimits(
@@ -73,6 +75,7 @@ def _make_transport(config: AgentConfig, boot: str, loop: asyncio.AbstractEventL
         ),
         deliver=loop.call_soon_threadsafe,
         on_broken=_end_broken,
+        nic_writes=nic_writes,
     )
 
 

@@ -305,6 +305,7 @@ class DecodeService:
             "outstanding_handles": stats.outstanding_handles,
             "outstanding_bytes": stats.outstanding_bytes,
             "unreleased_handles": stats.unreleased_handles,
+            "recycled_transports": stats.retired_agents,
             "registered_bytes": stats.registered_bytes,
             "mapped_bytes": self._leases.routes.borrower.num_bytes,
         }

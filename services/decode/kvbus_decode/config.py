@@ -54,6 +54,13 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
             "from it resolves its name and connects anew."
         ),
     ] = 60.0
+    quarantine_timeout_s: Annotated[
+        Duration,
+        Meta(
+            description="How long READs of an ended fetch are waited for when their prefill agent "
+            "is stopped or cut off; then NIXL is made anew, and the blocks come back."
+        ),
+    ] = 60.0
     silence_s: Annotated[
         Duration, Meta(description="Time without heartbeat after which a peer is logged as silent.")
     ] = 5.0
@@ -99,4 +106,8 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
 
     def read_limits(self, *, num_slots: int) -> ReadLimits:
         """The bounds of the read table."""
-        return ReadLimits(legs_in_flight=self.boxes_in_flight, num_slots=num_slots)
+        return ReadLimits(
+            legs_in_flight=self.boxes_in_flight,
+            num_slots=num_slots,
+            quarantine_s=self.quarantine_timeout_s,
+        )

@@ -8,7 +8,7 @@ from enum import StrEnum
 from kvbus.errors import ErrorCode, KVBusError, RemoteError
 from kvbus.table import Story
 from kvbus_decode.read import events as ev
-from kvbus_decode.read.leg import Leg, Stage
+from kvbus_decode.read.leg import Leg, LegState, Stage
 
 
 class ReadState(StrEnum):
@@ -24,7 +24,8 @@ class ReadEntry:
     """One read; ``live`` are the legs that were started and are not over.
 
     ``waiting`` are legs that wait for their turn, ``read_slots`` slots of each source that are read
-    and go back with the next request to it.
+    and go back with the next request to it. From ``recycle_at`` on, READs that still drain never
+    end by themselves.
     """
 
     wanted: ev.ChunkWanted
@@ -38,6 +39,7 @@ class ReadEntry:
     num_bytes: int = 0
     path: str = field(init=False)
     landed_at: float | None = None
+    recycle_at: float = 0.0
     error: KVBusError | None = None
 
     def __post_init__(self) -> None:
@@ -56,13 +58,21 @@ class ReadEntry:
 
     @property
     def due_at(self) -> float | None:
-        """The chunk's own, or the end of the first lease of a slot that is still to be read."""
+        """The chunk's own, or the end of the first lease of a slot that is still to be read.
+
+        While it drains, the end of our patience with its READs.
+        """
         if self.state is not ReadState.READING:
-            return None
+            return self.recycle_at if self.has_reads else None
         times = [leg.slot_expires_at for leg in self.live if leg.slot_expires_at is not None]
         if self.wanted.deadline is not None:
             times.append(self.wanted.deadline)
         return min(times, default=None)
+
+    @property
+    def has_reads(self) -> bool:
+        """Whether a READ of it is not terminal."""
+        return any(leg.state is LegState.READING for leg in self.live)
 
     def next_leg(self, most_packed: int) -> Leg | None:
         """The leg to start now, taken from those that wait; ``most_packed`` are live at a time."""

@@ -31,6 +31,7 @@ __all__ = [
     "PostRead",
     "ReadEnded",
     "ReadStopped",
+    "RecycleTransport",
     "ReleaseSlots",
     "SlotGranted",
     "SlotPacked",
@@ -199,6 +200,11 @@ class AbortRead:
 
 
 @dataclass(frozen=True, slots=True)
+class RecycleTransport:
+    """Aborted READs do not end: end them from outside; `ReadEnded` follows for each."""
+
+
+@dataclass(frozen=True, slots=True)
 class AbortCopy:
     """Begin no further part of the copy; `CopyEnded` follows when those that run have ended."""
 
@@ -233,6 +239,7 @@ Command = (
     | StartCopy
     | AskDelegate
     | AbortRead
+    | RecycleTransport
     | AbortCopy
     | StopDelegate
     | ChunkEnded

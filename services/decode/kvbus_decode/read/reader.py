@@ -35,6 +35,7 @@ from kvbus_decode.read.leg import Leg
 from kvbus_decode.read.legs import box_legs, direct_legs, mapped_legs, zero_legs
 from kvbus_decode.read.pack_client import PackClient
 from kvbus_decode.read.path_choice import WITHOUT_BOXES, PathChoice, PathChooser
+from kvbus_decode.read.recycling import Recycling
 from kvbus_decode.read.remote_ranks import RemoteRanks
 from kvbus_decode.read.table import ReadTable
 
@@ -63,6 +64,7 @@ class Reader:
             ev.StartCopy: self._start_copy,
             ev.AskDelegate: remote.ask,
             ev.AbortRead: self._abort,
+            ev.RecycleTransport: Recycling(agent).begin,
             ev.AbortCopy: self._abort_copy,
             ev.StopDelegate: remote.abort,
             ev.ChunkEnded: self._end,

@@ -22,10 +22,14 @@ from kvbus_decode.read.transitions import TRANSITIONS, Commands
 
 @dataclass(frozen=True, slots=True)
 class ReadLimits:
-    """Bounds of the table: packed legs of a read at a time, and slots of ours on each device."""
+    """Bounds of the table: packed legs of a read at a time, and slots of ours on each device.
+
+    READs that drain for ``quarantine_s`` are ended from outside.
+    """
 
     legs_in_flight: int = 4
     num_slots: int = 16
+    quarantine_s: float = 60.0
     max_retired: int = 1024
 
 
@@ -107,7 +111,7 @@ class ReadTable(Table[Hashable, ReadEntry, ReadLimits, ev.Command]):
         """The read has failed: nothing new of it starts, what is in flight drains."""
         if read.state is not ReadState.READING:
             return []
-        read.state = ReadState.DRAINING
+        read.state, read.recycle_at = ReadState.DRAINING, now + self.limits.quarantine_s
         for leg in read.waiting:
             leg.state = LegState.OVER
         read.waiting.clear()
@@ -175,10 +179,15 @@ class ReadTable(Table[Hashable, ReadEntry, ReadLimits, ev.Command]):
 
     def _expire(self, now: float) -> Commands:
         commands: Commands = []
+        recycles = False
         for key in self._deadlines.pop_due(now):
             read = self.live[key]
-            commands += self._stop_all([read], read.lateness(now), now)
-        return commands
+            if read.state is ReadState.READING:
+                commands += self._stop_all([read], read.lateness(now), now)
+                continue
+            recycles, read.recycle_at = True, now + self.limits.quarantine_s
+            self._deadlines.set(key, read.due_at)
+        return [*commands, ev.RecycleTransport()] if recycles else commands
 
     def _new_pool(self) -> FairPool[Hashable, Leg]:
         """A holder that stopped while it is read keeps half of the slots at most, the next such

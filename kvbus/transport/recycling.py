@@ -1,0 +1,75 @@
+"""Owns NIXL agents that were replaced, as READs of theirs never ended; calls none of them again."""
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+
+from kvbus.errors import RemoteError, TransferFailed
+from kvbus.transport.nixl_agent import NixlAgent
+from kvbus.transport.scheduler import ReadScheduler
+from kvbus.transport.types import RecycleReport, Registration
+
+MOST_RETIRED = 8
+"""Agents that are kept; each costs some 10 descriptors and 4 MB."""
+
+
+# NIXL cannot take a READ back, and one from a peer that is stopped, or behind a link that drops
+# everything, never ends. What it can still do depends on who writes:
+#
+#     TCP, shared memory   UCX, in this process, when its agent is driven. One that is never called
+#                          again writes nothing, so it is kept, with its connections
+#     RDMA                 the NIC, by itself: the agent is destroyed, and its queue pairs with it
+#
+# Tried with nixl 1.5.1 over TCP, and over shared memory without CMA, with a peer that was stopped
+# before or within its answer and went on while the new agent read from it: no byte landed after
+# either. But UCX aborts a peer whose answer finds its connection closed ("unexpected error:
+# Endpoint timeout": 4 of 4 when it was destroyed, 0 of 4 when it was kept). So only those are
+# destroyed that must be, and the oldest of very many.
+class AgentRecycler:
+    """Replaces agents; on the transport's thread.
+
+    With ``destroys`` they are ended, as a NIC writes for them.
+    """
+
+    def __init__(self, *, destroys: bool) -> None:
+        self._destroys = destroys
+        self._kept: deque[ReadScheduler] = deque()
+        self.num_retired = 0
+
+    def replace(
+        self,
+        old: ReadScheduler,
+        new: ReadScheduler,
+        registrations: Iterable[Registration],
+        peers: Mapping[str, Iterable[bytes]],
+    ) -> RecycleReport:
+        """Have ``new`` take over what waits; what is posted at ``old`` ends: nothing is in flight.
+
+        Raises `KVBusError` when memory cannot be registered, or an agent not be destroyed.
+        """
+        for registration in registrations:
+            new.agent.register(registration)
+        lost = [peer for peer, blobs in peers.items() if not _add(new.agent, blobs)]
+        num_handles = old.num_handles
+        self._retire(old)
+        error = TransferFailed("NIXL was made anew under the read, as another one never ended")
+        for job in old.hand_over(error):
+            new.add(job)
+        return RecycleReport(num_handles=num_handles, lost_peers=tuple(lost))
+
+    def _retire(self, old: ReadScheduler) -> None:
+        """From here on nothing of ``old`` lands."""
+        self.num_retired += 1
+        self._kept.append(old)
+        most = 0 if self._destroys else MOST_RETIRED
+        while len(self._kept) > most:
+            self._kept.popleft().destroy_agent()
+
+
+def _add(agent: NixlAgent, blobs: Iterable[bytes]) -> bool:
+    """Whether the new agent knows the peer; READs from one that it does not fail, `PeerLost`."""
+    try:
+        for blob in blobs:
+            agent.add_peer(blob)
+    except RemoteError:
+        return False
+    return True

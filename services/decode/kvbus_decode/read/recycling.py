@@ -1,0 +1,52 @@
+"""Ends READs that never end: has NIXL made anew, or else ends the process, to be started anew.
+
+Refuses to wait for ever: what keeps NIXL from it within `WITHIN_S` keeps it from all else, too.
+"""
+
+import asyncio
+import os
+
+import anyio
+import structlog
+
+from kvbus.agent.process.service import Agent
+from kvbus.errors import KVBusError
+from kvbus_decode.read.events import RecycleTransport
+
+log = structlog.get_logger()
+
+GRACE_S = 2.0
+"""How long READs of other peers may take to end; a slice of them is posted at most."""
+WITHIN_S = 30.0
+EXIT_STATUS = 75
+"""EX_TEMPFAIL: whoever supervises the agent starts it anew, and nothing else has to be done."""
+
+
+class Recycling:
+    """Has the transport made anew, once at a time."""
+
+    def __init__(self, agent: Agent) -> None:
+        self._agent = agent
+        self._under_way = False
+
+    def begin(self, _: RecycleTransport) -> None:
+        """READs drain that will not end."""
+        if not self._under_way:
+            self._under_way = True
+            self._agent.tasks.start_soon(self._recycle)
+
+    async def _recycle(self) -> None:
+        stats = self._agent.transport.stats()
+        log.warning("transport.recycling", num_handles=stats.outstanding_handles)
+        try:
+            with anyio.fail_after(WITHIN_S):
+                recycled = self._agent.transport.recycle(grace_s=GRACE_S)
+                report = await asyncio.wrap_future(recycled)
+        except (TimeoutError, KVBusError) as error:
+            log.critical("transport.stuck", reason=str(error), exit_status=EXIT_STATUS)
+            os._exit(EXIT_STATUS)
+        log.warning(
+            "transport.recycled", num_handles=report.num_handles, lost_peers=report.lost_peers
+        )
+        self._agent.data_plane.end_if_exposed()
+        self._under_way = False

@@ -1,0 +1,166 @@
+"""Blocks of reads that never end come back, with nothing in flight: NIXL is made anew."""
+
+import resource
+import signal
+
+import pytest
+
+from kvbus.engine import DecodeSession, Fetch, Offer, PrefillSession
+from kvbus.errors import ErrorCode, FetchFailed
+from tests.agents import AgentProcess, until
+from tests.e2e.spread_engines import spread_engine
+from tests.engines import (
+    LARGE,
+    NUM_LARGE_BLOCKS,
+    Engine,
+    engine,
+    failure_of,
+    make_spec,
+    pair,
+    start_long_read,
+    works,
+)
+from tests.faults.conftest import SLOW_READS, Started
+
+pytestmark = pytest.mark.anyio
+
+LONG = {"groups": (LARGE,), "num_blocks": NUM_LARGE_BLOCKS}
+ONE_POST = {"transport": {"slice_bytes": 64 << 20, "slice_descriptors": 1 << 16}}
+QUARANTINE_S = 2.0
+FABRICS = {"tcp": {"UCX_TLS": "tcp"}, "shared memory": {"UCX_TLS": "^cma"}}
+"""With CMA the reader does all itself, and no peer holds it up."""
+EXIT_STATUS = 75
+
+
+def started(agents: Started, fabric: str, **settings: object) -> tuple[AgentProcess, AgentProcess]:
+    settings = {"env": FABRICS[fabric], **settings}
+    prefill = agents.prefill(**settings)
+    decode = agents.decode(**settings, quarantine_timeout_s=QUARANTINE_S)
+    agents.start(prefill, decode)
+    return prefill, decode
+
+
+async def stop_before(prefill: AgentProcess, source: Engine, target: Engine) -> tuple[Offer, Fetch]:
+    """A fetch that reads ahead, all in one post, from an agent that is stopped already."""
+    assert await works(source, target)
+    num_tokens = NUM_LARGE_BLOCKS * LARGE.block_size
+    theirs, ours = source.some_blocks(5, num_tokens), target.some_blocks(6, num_tokens)
+    offer = await source.prefill.offer("r", num_tokens=num_tokens, block_ids=theirs)
+    prefill.signal(signal.SIGSTOP)
+    fetch = target.decode.fetch(offer.ticket, num_tokens=num_tokens, block_ids=ours, timeout_s=1.0)
+    return offer, fetch
+
+
+async def stop_within(prefill: AgentProcess, source: Engine, target: Engine) -> tuple[Offer, Fetch]:
+    """A fetch whose agent is stopped while it reads, slice by slice."""
+    offer, fetch = await start_long_read(source, target)
+    prefill.signal(signal.SIGSTOP)
+    return offer, fetch
+
+
+async def stuck_failure(decode: AgentProcess, fetch: Fetch) -> FetchFailed:
+    failure = await failure_of(fetch)
+    assert (failure.stage, failure.blocks_free) == ("reading", False)
+    assert decode.metric("quarantined_blocks") == NUM_LARGE_BLOCKS
+    return failure
+
+
+@pytest.mark.parametrize("fabric", FABRICS)
+@pytest.mark.parametrize("when", ["before", "within"])
+async def test_the_blocks_of_a_stuck_read_come_back_and_nothing_lands_when_its_agent_goes_on(
+    fresh: Started, fabric: str, when: str
+) -> None:
+    posts, stop = (ONE_POST, stop_before) if when == "before" else (SLOW_READS, stop_within)
+    prefill, decode = started(fresh, fabric, transport=posts["transport"])
+    async with pair(prefill.attach, decode.attach, **LONG) as (source, target):
+        offer, fetch = await stop(prefill, source, target)
+
+        failure = await stuck_failure(decode, fetch)
+        await fetch.blocks_freed()
+        handles, recycled = (
+            decode.metric(name) for name in ("outstanding_handles", "recycled_transports")
+        )
+        freed = target.snapshot()
+        prefill.signal(signal.SIGCONT)
+        await offer.withdraw()
+        await offer.released()
+
+        assert failure.code in (ErrorCode.TIMEOUT, ErrorCode.LEASE_EXPIRED)
+        assert (handles, recycled) == (0, 1)
+        assert decode.says("transport.recycled")
+        assert await works(source, target, before=freed)
+        assert await works(source, target, NUM_LARGE_BLOCKS * LARGE.block_size)
+    assert prefill.alive
+    assert decode.alive
+
+
+async def test_a_handoff_with_another_agent_goes_on_across_it(fresh: Started) -> None:
+    prefill, decode = started(fresh, "tcp", transport=SLOW_READS["transport"])
+    other = fresh.prefill(env=FABRICS["tcp"], transport=SLOW_READS["transport"])
+    fresh.start(other)
+    async with (
+        pair(prefill.attach, decode.attach, **LONG) as (source, target),
+        engine(PrefillSession, other.attach, make_spec(), seed=3) as elsewhere,
+        engine(DecodeSession, decode.attach, make_spec(), seed=4) as reader,
+    ):
+        offer, fetch = await stop_within(prefill, source, target)
+        num_works = 0
+
+        await stuck_failure(decode, fetch)
+        while not decode.logged("transport.recycled"):
+            assert await works(elsewhere, reader)
+            num_works += 1
+        await fetch.blocks_freed()
+
+        assert num_works
+        assert await works(elsewhere, reader)
+        prefill.signal(signal.SIGCONT)
+        await offer.withdraw()
+        await offer.released()
+
+
+async def test_ranks_at_another_agent_come_back_as_well(fresh: Started) -> None:
+    prefill = [fresh.prefill(**SLOW_READS) for _ in range(2)]
+    decode = [
+        fresh.decode(**SLOW_READS, quarantine_timeout_s=QUARANTINE_S, path="direct")
+        for _ in range(2)
+    ]
+    fresh.start(*prefill, *decode)
+    specs = [make_spec(tp=2, groups=(LARGE,)) for _ in range(2)]
+    shape = {"num_blocks": NUM_LARGE_BLOCKS}
+    async with (
+        spread_engine(PrefillSession, prefill, specs[0], seed=1, **shape) as source,
+        spread_engine(DecodeSession, decode, specs[1], seed=2, **shape) as target,
+    ):
+        offer, fetch = await start_long_read(source, target, timeout_s=6.0)
+        await until(lambda: decode[1].metric("outstanding_handles"))
+
+        prefill[1].signal(signal.SIGSTOP)
+        failure = await failure_of(fetch)
+        await fetch.blocks_freed()
+        recycled = [agent.metric("recycled_transports") for agent in decode]
+        freed = target.snapshot()
+        prefill[1].signal(signal.SIGCONT)
+        await offer.withdraw()
+        await offer.released()
+
+        assert not failure.blocks_free
+        assert recycled[1] == 1
+        assert await works(source, target, before=freed)
+
+
+async def test_an_agent_that_cannot_make_nixl_anew_ends_to_be_started_again(fresh: Started) -> None:
+    prefill, decode = started(fresh, "tcp", transport=SLOW_READS["transport"])
+    decode.expected_trouble |= {"transport.stuck", "descriptors.exhausted"}
+    async with pair(prefill.attach, decode.attach, **LONG) as (source, target):
+        _, fetch = await stop_within(prefill, source, target)
+
+        await stuck_failure(decode, fetch)
+        _, most = resource.prlimit(decode.pid, resource.RLIMIT_NOFILE)
+        resource.prlimit(decode.pid, resource.RLIMIT_NOFILE, (3, most))
+        status = decode.exit_status()
+        await fetch.blocks_freed()
+        prefill.kill()  # one that went on might be aborted by UCX, as a reader died meanwhile
+
+        assert status == EXIT_STATUS
+        assert decode.logged("transport.stuck", exit_status=EXIT_STATUS)
