@@ -84,8 +84,8 @@ class Offers:
     ) -> dict[str, Any] | None:
         """The ticket of ``num_tokens`` tokens in ``block_ids`` (by group).
 
-        The blocks are the agent's until `take_sent` has the request. None, with a line in the log,
-        when there is no agent to offer them.
+        The blocks are the agent's until `take_sent` has the request, and from here on they may be
+        read. None, with a line in the log, when there is no agent to offer them.
         """
         reservation = self._reserved.pop(request_id, None)
         if reservation is None:
@@ -101,6 +101,8 @@ class Offers:
             self._link.post(lambda _: self._abandon(reservation))
             return None
         self._link.post(lambda _: self._publish(reservation, offer, num_tokens, tables))
+        # vLLM has written these tokens for the last time, so their blocks can be named: who was
+        # preempted has none or was computed again, and steps scheduled ahead write behind them.
         return offer.ticket_naming(num_tokens, tables.block_ids, first_blocks=tables.first_blocks)
 
     def abandon(self, request_id: str) -> None:
