@@ -95,7 +95,7 @@ class LeaseClient(EventListener):
         """Ask for the lease; for a fetch that had not to wait this is the first step."""
         fetch_id, requested = command.fetch_id, command.requested
         ticket, sent_at = requested.ticket, self._agent.loop.time()
-        fetch = self.active.get(fetch_id) or self._begin_on_route(requested)
+        fetch = self._begin_on_route(requested)
         if fetch is None:
             return
         if fetch.route is not None and fetch.route.others:
@@ -156,10 +156,11 @@ class LeaseClient(EventListener):
 
     def take(self, command: ev.SendTake) -> None:
         """Ask whether what was read without a lease is valid; the answer ends the offer."""
-        fetch_id, fetch = command.fetch_id, self.active[command.fetch_id]
-        ticket = fetch.requested.ticket
-        if fetch.route is None:  # and the table is about to hear why
+        fetch_id, known = command.fetch_id, self.active.get(command.fetch_id)
+        fetch = self._begin_on_route(known.requested) if known is not None else None
+        if fetch is None:  # the table is about to hear why
             return
+        ticket = fetch.requested.ticket
         message = Take(
             agent_boot=ticket.agent_boot,
             offer_id=ticket.offer_id,
@@ -234,13 +235,17 @@ class LeaseClient(EventListener):
     def _begin(self, requested: ev.Requested) -> ActiveFetch:
         """The fetch is under way, so its engine will be told; hold its home.
 
-        Raises `LocalError`, and `PeerLost` when that is gone.
+        Raises `LocalError`, and `PeerLost` when that is gone. What was not held is held by the next
+        call.
         """
-        engine = self._agent.engines.engine(requested.engine_id)
-        fetch = ActiveFetch(requested, engine, self._agent.loop.time() + requested.timeout_s)
-        self.active[fetch.fetch_id] = fetch
-        self._by_offer[requested.ticket.offer_id].add(fetch.fetch_id)
-        fetch.peers.append(self.peers.acquire(PeerAddress.of(requested.ticket)))
+        fetch = self.active.get(requested.fetch_id)
+        if fetch is None:
+            engine = self._agent.engines.engine(requested.engine_id)
+            fetch = ActiveFetch(requested, engine, self._agent.loop.time() + requested.timeout_s)
+            self.active[fetch.fetch_id] = fetch
+            self._by_offer[requested.ticket.offer_id].add(fetch.fetch_id)
+        if not fetch.peers:
+            fetch.peers.append(self.peers.acquire(PeerAddress.of(requested.ticket)))
         fetch.home.check_alive(requested.ticket.agent_boot)
         return fetch
 
@@ -248,7 +253,8 @@ class LeaseClient(EventListener):
         """The fetch, whose route is known, is under way; None when it cannot be."""
         try:
             fetch = self._begin(requested)
-            self._hold_route(fetch, requested.route)
+            if fetch.route is None:
+                self._hold_route(fetch, requested.route)
         except KVBusError as error:
             self._dispatch(ev.StepFailed(requested.fetch_id, error))
             return None
@@ -274,9 +280,10 @@ class LeaseClient(EventListener):
     def _hold_route(self, fetch: ActiveFetch, route: object) -> None:
         """Hold every peer of the route."""
         if isinstance(route, Route):
-            fetch.route, fetch.replica_index = route, route.next_replica_index()
-            for source in route.others:
+            num_held = len(fetch.peers) - 1
+            for source in route.others[num_held:]:
                 fetch.peers.append(self.peers.acquire(source.peer.address))
+            fetch.route, fetch.replica_index = route, route.next_replica_index()
 
     def _hold_progress(self, fetch: ActiveFetch, route: Route, timeout_s: float) -> None:
         """Tell the agents without the lease that they are read as long as it lasts."""
