@@ -105,7 +105,10 @@ class Granted(Message, frozen=True):
 
 
 class Claim(Request[Granted], frozen=True):
-    """Asks for the lease of an offer, by its ticket's secret; ``busy`` while another has it."""
+    """Asks for the lease of an offer, by its ticket's secret; ``busy`` while another has it.
+
+    A lease of an earlier process of ``reader_agent``, with another ``reader_boot``, ends.
+    """
 
     op: ClassVar[str] = "claim"
 
@@ -114,6 +117,8 @@ class Claim(Request[Granted], frozen=True):
     reader_id: Id
     lease_s: Seconds
     secret: Secret
+    reader_agent: Text = ""
+    reader_boot: Text = ""
 
 
 class Renew(Request[Granted], frozen=True):
@@ -159,6 +164,8 @@ class Take(Request[Empty], frozen=True):
     secret: Secret
     token: Secret
     tables: Tables
+    reader_agent: Text = ""
+    reader_boot: Text = ""
 
 
 class Release(Request[Empty], frozen=True):

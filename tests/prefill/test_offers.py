@@ -330,6 +330,51 @@ def test_another_reader_is_told_busy_and_when_to_come_again() -> None:
     assert refusal.error.detail == {"retry_after_s": 1.5}
 
 
+NEXT = ev.ReaderProcess("decode-0", "second boot")
+
+
+def lease_of(agent_id: str, boot: str = "first boot") -> OfferTable:
+    """An offer whose lease another process has, of some agent."""
+    process = ev.ReaderProcess(agent_id, boot)
+    return table_after(opened(), replace(claimed("before"), process=process))
+
+
+def test_the_next_process_of_a_reader_gets_the_lease_of_the_one_before_at_once() -> None:
+    table = lease_of("decode-0")
+
+    commands = table.handle(replace(claimed("after"), process=NEXT), 1.0)
+    confirmed = table.handle(ev.Confirmed("o1", 1, TOKEN, "confirm"), 1.0)
+
+    assert ev.EndLease("o1", 1, "revoked", ErrorCode.STALE) in commands
+    assert ev.BeginLease("o1", 2) in commands
+    assert code_of(confirmed) is ErrorCode.STALE
+
+
+def test_the_next_process_of_a_reader_may_take_what_the_one_before_had_a_lease_of() -> None:
+    commands = lease_of("decode-0").handle(replace(taken("after"), process=NEXT), 1.0)
+
+    assert outcomes(commands) == [Outcome.COMPLETED]
+    assert ev.EndLease("o1", 1, "revoked", ErrorCode.OFFER_COMPLETED) not in commands
+
+
+@pytest.mark.parametrize(
+    ("table", "event"),
+    [
+        (lease_of("decode-1"), replace(claimed("after"), process=NEXT)),
+        (lease_of("decode-0", NEXT.boot), replace(claimed("after"), process=NEXT)),
+        (lease_of("decode-0"), replace(claimed("after"), process=NEXT, holder="other key")),
+        (lease_of("decode-0"), replace(taken("after"), process=NEXT, holder="other key")),
+        (lease_of(""), replace(claimed("after"), process=ev.ReaderProcess("", "second boot"))),
+    ],
+    ids=["another agent", "the same process", "another key", "a take by another key", "no names"],
+)
+def test_who_is_not_the_next_process_of_the_reader_has_to_wait(
+    table: OfferTable, event: ev.Claimed | ev.Taken
+) -> None:
+    assert code_of(table.handle(event, 1.0)) is ErrorCode.BUSY
+    assert table.num_leases() == 1
+
+
 def test_a_withdrawn_offer_revokes_its_lease_before_it_is_reported_released() -> None:
     table = table_after(opened(), claimed())
 

@@ -261,6 +261,8 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
                 reader_id="fetch-1",
                 lease_s=10.0,
                 secret=SECRET,
+                reader_agent="decode-0",
+                reader_boot=DECODE_BOOT,
             ),
             GRANTED,
         ),

@@ -147,6 +147,7 @@ class PrefillService:
                 token=new_secret(),
                 reply_to=call,
                 holder=call.session.sender.key,
+                process=ev.ReaderProcess(claim.reader_agent, claim.reader_boot),
             )
         )
 
@@ -177,6 +178,7 @@ class PrefillService:
                 tables=take.tables,
                 reply_to=call,
                 holder=call.session.sender.key,
+                process=ev.ReaderProcess(take.reader_agent, take.reader_boot),
             )
         )
 

@@ -106,6 +106,8 @@ class LeaseClient(EventListener):
             reader_id=self._reader_id(fetch_id),
             lease_s=self._config.lease_s,
             secret=ticket.secret,
+            reader_agent=self._agent.identity.agent_id,
+            reader_boot=self._agent.identity.boot,
         )
         on_reply = partial(self._on_granted, fetch_id, sent_at, ticket)
         fetch.home.ask(message, command.timeout_s, on_reply)
@@ -168,6 +170,8 @@ class LeaseClient(EventListener):
             secret=ticket.secret,
             token=fetch.take_token,
             tables=dict(command.tables),
+            reader_agent=self._agent.identity.agent_id,
+            reader_boot=self._agent.identity.boot,
         )
         fetch.home.ask(message, command.timeout_s, partial(self._on_confirmed, fetch_id))
 

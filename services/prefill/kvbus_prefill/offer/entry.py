@@ -70,6 +70,7 @@ class Lease:
     reader_id: str
     expires_at: float
     held_until: float
+    process: ev.ReaderProcess = ev.NAMELESS
 
 
 @dataclass(slots=True)

@@ -8,7 +8,7 @@ CURVE key of who asks, empty without keys.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from kvbus.errors import ErrorCode
 from kvbus.geometry import BlockTable
@@ -98,6 +98,20 @@ class Withdrawn:
     reply_to: object
 
 
+class ReaderProcess(NamedTuple):
+    """The process of the agent that reads; without a name when it does not say so."""
+
+    agent_id: str = ""
+    boot: str = ""
+
+    def follows(self, other: "ReaderProcess") -> bool:
+        """Whether it is another process of the same agent."""
+        return bool(self.agent_id) and self.agent_id == other.agent_id and self.boot != other.boot
+
+
+NAMELESS = ReaderProcess()
+
+
 @dataclass(frozen=True, slots=True)
 class Claimed:
     """A reader that shows the offer's ``secret`` asks for the lease, which gets the ``token``."""
@@ -109,6 +123,7 @@ class Claimed:
     token: str = field(repr=False)
     reply_to: object
     holder: str = ""
+    process: ReaderProcess = NAMELESS
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +164,7 @@ class Taken:
     tables: Mapping[str, BlockTable]
     reply_to: object
     holder: str = ""
+    process: ReaderProcess = NAMELESS
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,11 +72,14 @@ def expire(offer: OfferEntry, _event: ev.DeadlinePassed, at: Context) -> Command
 def claim(offer: OfferEntry, event: ev.Claimed, at: Context) -> Commands:
     """Grant the lease under a new epoch; the same reader may claim again, another has to wait.
 
-    Who claims again while it holds the lease does not hold the offer longer than by renewing.
+    Who claims again while it holds the lease does not hold the offer longer than by renewing. The
+    lease of an earlier process of the reader's agent ends: nobody is there any more to return it.
     """
     revoked: Commands = []
     held_until = at.now + at.limits.max_hold_s
-    if offer.lease is not None:
+    if offer.lease is not None and _is_outlived(offer, event):
+        revoked = offer.end_lease("revoked")
+    elif offer.lease is not None:
         if offer.lease.reader_id != event.reader_id:
             raise LocalError(
                 "another reader has the lease",
@@ -86,13 +89,23 @@ def claim(offer: OfferEntry, event: ev.Claimed, at: Context) -> Commands:
         held_until = offer.lease.held_until
         revoked = offer.end_lease("revoked")
     offer.epoch, offer.token, offer.holder = offer.epoch + 1, event.token, event.holder
-    offer.lease = Lease(offer.epoch, event.reader_id, at.now, held_until)
+    offer.lease = Lease(offer.epoch, event.reader_id, at.now, held_until, event.process)
     return [
         *revoked,
         ev.SendReply(event.reply_to, _grant(offer, offer.lease, event.lease_s, {}, at)),
         ev.BeginLease(offer.offer_id, offer.epoch),
         ev.Publish("lease.granted", LeaseEvent(offer_id=offer.offer_id, epoch=offer.epoch)),
     ]
+
+
+# Agents have names, not proofs of them. But who claims shows the ticket's secret, and with that
+# could end the offer as well: to end a lease of it by a wrong name is no more. Keys must be equal.
+def _is_outlived(offer: OfferEntry, event: ev.Claimed | ev.Taken) -> bool:
+    """Whether the lease is of an earlier process of the agent that asks."""
+    lease = offer.lease
+    return (
+        lease is not None and event.process.follows(lease.process) and event.holder == offer.holder
+    )
 
 
 def renew(offer: OfferEntry, event: ev.Renewed, at: Context) -> Commands:
@@ -125,7 +138,8 @@ def confirm(offer: OfferEntry, event: ev.Confirmed, _: Context) -> Commands:
 def take(offer: OfferEntry, event: ev.Taken, _: Context) -> Commands:
     """Claim and confirm in one step: the reader has everything, the offer is done."""
     lease = offer.lease
-    if lease is not None and (lease.reader_id, offer.holder) != (event.reader_id, event.holder):
+    is_ours = lease is None or (lease.reader_id, offer.holder) == (event.reader_id, event.holder)
+    if not is_ours and not _is_outlived(offer, event):
         raise LocalError("another reader has the lease", code=ErrorCode.BUSY)
     if offer.tables != event.tables:
         raise LocalError(
