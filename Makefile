@@ -12,6 +12,8 @@ KERNEL := kvbus/memory/copy_runs.so
 NEW_ENOUGH := $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 	|| { echo "error: kvbus needs Python 3.11 or later; set PYTHON=/path/to/python3.11"; exit 1; }
 TEST_PROCESSES ?= 2
+SEED ?= 1
+MINUTES ?= 1
 PYTEST := $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 CONSTRAINTS_VLLM := $(VENV_VLLM)/constraints.txt
@@ -21,7 +23,7 @@ PIP_VLLM := $(BIN_VLLM)/pip install --quiet --disable-pip-version-check --constr
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-long test-vllm check format bench docs clean
+.PHONY: help venv demo chaos test test-long test-vllm check format bench docs clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 12
@@ -64,6 +66,9 @@ test: $(INSTALLED) $(KERNEL) ## Run all tests, TEST_PROCESSES=2 side by side
 
 test-long: $(INSTALLED) $(KERNEL) ## Run all tests, with more examples and shapes
 	HYPOTHESIS_PROFILE=long $(PYTEST) --timeout 600
+
+chaos: $(INSTALLED) $(KERNEL) ## Kill, stop and cut agents and engines under load: SEED=1 MINUTES=20
+	@$(BIN)/python -m tests.chaos --seed $(SEED) --minutes $(MINUTES)
 
 test-vllm: $(INSTALLED_VLLM) ## Run the tests with real vLLM servers (needs x86-64, 10 GB of memory)
 	$(BIN_VLLM)/python -m pytest tests/vllm

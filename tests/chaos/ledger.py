@@ -1,0 +1,75 @@
+"""What a chaos run counts, and what it found wrong.
+
+Refuses to forgive: a violation is kept with the seed, the time and the story of what it is about.
+"""
+
+import json
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+MAX_KEPT = 3
+MAX_TEXT = 1500
+MAX_CONSUMED = 10_000
+"""Of so many handoffs, one offer may be consumed without a completed fetch (and any first one)."""
+
+
+@dataclass
+class Ledger:
+    """Counts by name; ``violations`` with what is known of each."""
+
+    seed: int
+    stops_at_first: bool = False
+    counts: Counter[str] = field(default_factory=Counter)
+    codes: Counter[str] = field(default_factory=Counter)
+    paths: Counter[str] = field(default_factory=Counter)
+    faults: Counter[str] = field(default_factory=Counter)
+    longest: dict[str, float] = field(default_factory=dict)
+    violations: list[dict[str, Any]] = field(default_factory=list)
+    consumed: list[dict[str, Any]] = field(default_factory=list)
+    started_at: float = field(default_factory=time.monotonic)
+
+    def count(self, name: str, number: int = 1) -> None:
+        self.counts[name] += number
+
+    def note_longest(self, name: str, seconds: float) -> None:
+        self.longest[name] = round(max(self.longest.get(name, 0.0), seconds), 3)
+
+    def violate(self, what: str, of: str, **more: Any) -> None:
+        """Something must never happen, and did."""
+        self.counts[f"violation_{what}"] += 1
+        of = of[-MAX_TEXT:]
+        at_s = round(time.monotonic() - self.started_at, 2)
+        one = {"what": what, "of": of, "at_s": at_s, **more}
+        if self.counts[f"violation_{what}"] <= MAX_KEPT:
+            self.violations.append(one)
+            print(f"chaos, seed {self.seed}: {what}: {of}", file=sys.stderr, flush=True)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether there is nothing more to learn."""
+        return self.stops_at_first and bool(self.violations)
+
+    def judge_consumed(self) -> None:
+        """Offers that were completed while their fetch failed, though nothing was in the way."""
+        consumed = self.counts["consumed_without_fetch"]
+        if consumed > 1 + self.counts["handoffs"] / MAX_CONSUMED:
+            more = f"{consumed} offers of {self.counts['handoffs']}"
+            self.violate("consumed", more, stories=self.consumed[:2])
+
+    def line(self, **more: Any) -> str:
+        """All of it, as one line of JSON."""
+        fields = {
+            "seed": self.seed,
+            **more,
+            "seconds": round(time.monotonic() - self.started_at, 1),
+            **dict(sorted(self.counts.items())),
+            "codes": dict(self.codes.most_common()),
+            "paths": dict(self.paths.most_common()),
+            "faults": dict(sorted(self.faults.items())),
+            "longest_s": self.longest,
+            "violations": self.violations,
+        }
+        return json.dumps(fields)

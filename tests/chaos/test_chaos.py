@@ -1,0 +1,108 @@
+"""A minute of chaos, and that what looks for damage sees it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvbus.geometry import KvLayout
+from tests.chaos.pattern import expected, fill, num_wrong_bytes, views_of
+from tests.chaos.pool import Pool
+from tests.chaos.rogue import frames_of
+from tests.chaos.schedule import draw_faults
+from tests.chaos.shapes import BY_NAME
+from tests.host_engines import private_cache
+from tests.memories import Memory
+from tests.security.wire import GREETING, frame
+
+ROOT = Path(__file__).parents[2]
+SEED = 7
+ENDS_WITHIN_S = 400
+FEW = 8
+
+
+@pytest.mark.timeout(ENDS_WITHIN_S + 20)
+def test_in_a_minute_of_chaos_no_byte_is_wrong_and_everything_ends() -> None:
+    command = [sys.executable, "-m", "tests.chaos", "--seed", str(SEED), "--minutes", "1"]
+    ended = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=ENDS_WITHIN_S, check=False
+    )
+
+    assert ended.stdout, ended.stderr
+    found = json.loads(ended.stdout)
+    assert found["violations"] == [], ended.stdout
+    assert ended.returncode == 0, ended.stderr
+    assert found["fetches_completed"]
+    assert found["rogue_answered"]
+
+
+def test_the_same_seed_draws_the_same_faults_and_another_one_others() -> None:
+    again = draw_faults(1, 0, 60.0)
+
+    assert draw_faults(1, 0, 60.0) == again
+    assert draw_faults(2, 0, 60.0) != again
+    assert draw_faults(1, 1, 60.0) != again
+
+
+def test_one_bit_that_changes_in_a_free_block_is_reported_with_who_had_it_last() -> None:
+    views, told = _views("d-wide"), list[tuple[str, str]]()
+    pool = Pool(views, dict.fromkeys(("full", "window"), FEW), lambda *of: told.append(of), 1)
+    taken = pool.take({"full": 2, "window": 0}, "fetch 5")
+    assert taken is not None
+    pool.give(taken)
+    pool.check()
+    assert told == []
+
+    views[0].bits[taken["full"][0], 3, 0, 0] ^= 1
+    pool.check()
+
+    assert told == [("late_write", "1 free blocks changed after fetch 5")]
+
+
+@pytest.mark.parametrize("name", ["d-wide", "d-latent", "d-same"])
+def test_one_bit_of_a_fetch_that_is_wrong_is_seen_wherever_it_is(name: str) -> None:
+    views = _views(name)
+    size = views[0].group.block_size
+    blocks = {view.group.name: list(range(4)) for view in views}
+    fill(9, views, blocks, 0, 2 * size)
+    window = {**blocks, "full": blocks["full"][:2]} if "full" in blocks else {"mla": [0, 1]}
+    for view in views:
+        ids = window[view.group.name]
+        ids = ids[: len(expected(9, view, ids, first=0, stop=2 * size, zero_tail=False))]
+        want = expected(9, view, ids, first=0, stop=2 * size, zero_tail=False)
+        found = view.bits[torch.tensor(ids)]
+
+        assert num_wrong_bytes(found, want) == 0
+        found[-1, -1, -1, -1] ^= 1
+        assert num_wrong_bytes(found, want) == 1
+
+
+def test_two_offers_have_no_word_in_common() -> None:
+    views = _views("d-same")
+    blocks = {"full": [0, 1], "window": [0, 1, 2, 3]}
+    fill(1, views, blocks, 0, 32)
+    before = [view.bits.clone() for view in views]
+    fill(2, views, blocks, 0, 32)
+
+    for view, one in zip(views, before, strict=True):
+        ids = torch.tensor(blocks[view.group.name])
+        words = [tensor[ids].contiguous().view(torch.int64) for tensor in (one, view.bits)]
+        assert not torch.any(words[0] == words[1])
+
+
+def test_requests_are_read_off_a_stream_that_was_overheard() -> None:
+    ready = frame(b"\x05READY", flags=4)
+    asked = frame(b"\x82\xa2id\x07\xa4boot\xa1b") + frame(b"\x81\xa2id\x08" + bytes(300))
+
+    assert list(frames_of(GREETING + ready + asked)) == [{"id": 7, "boot": "b"}]
+
+
+def _views(name: str) -> list:
+    shape = BY_NAME[name]
+    memory, blocks = Memory(KvLayout.parse(shape.layout)), shape.num_blocks(shape.num_blocks()[
+        "full" if shape.model == "gqa" else "mla"] // FEW)  # fmt: skip
+    caches = [private_cache(shape.spec, rank, memory, blocks) for rank in range(shape.tp)]
+    return views_of(shape.spec, caches)

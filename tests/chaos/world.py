@@ -1,0 +1,236 @@
+"""One world of a chaos run: four agents, the engines, the links between them, and rogues.
+
+Refuses to go on with anything left over: after each act all must end, and nothing may remain.
+"""
+
+import asyncio
+import json
+import os
+import signal
+import time
+from contextlib import suppress
+from typing import Any
+
+from kvbus.keys.roles import Role
+from tests.agents import STARTS_WITHIN_S, AgentProcess, Agents
+from tests.chaos.engines import Engine, Told
+from tests.chaos.ledger import Ledger
+from tests.chaos.links import AGENT_HOST, PROXY_HOST, Link
+from tests.chaos.rogue import Rogue
+from tests.chaos.schedule import AGENTS, Setting
+from tests.chaos.shapes import SHAPES
+from tests.chaos.stops import Stops
+from tests.keyring import KeyRing
+from tests.plain_sockets import ask
+
+LOOK_S = 0.05
+COMMON = {
+    "drain_timeout_s": 3.0,
+    "staging_bytes": 8 << 20,
+    "slot_bytes": 1 << 20,
+    "heartbeat_s": 0.2,
+    "max_refusal_lines_s": 5,
+}
+PREFILL = {"late_read_s": 3.0, "max_lease_s": 10.0, "max_hold_s": 20.0, "max_offers": 48}
+DECODE = {
+    "lease_s": 3.0,
+    "request_timeout_s": 2.0,
+    "max_fetches": 48,
+    "fetches_at_once": 16,
+    "forget_peer_s": 8.0,
+    "silence_s": 2.0,
+}
+TRANSPORT = {"close_timeout_s": 3.0}
+SMALL_SLICES = {"slice_bytes": 16 << 10, "slice_descriptors": 4}
+READY_WITHIN_S = 120.0
+
+
+class World:
+    """Everything that runs at the same time, until `close`."""
+
+    def __init__(self, agents: Agents, setting: Setting, ledger: Ledger, seed: int) -> None:
+        self.setting, self.ledger, self._agents, self._seed = setting, ledger, agents, seed
+        self._tasks: list[asyncio.Task[None]] = []
+        self._socket = agents.folder / "world"
+        self._server: asyncio.Server | None = None
+        self.stops = {name: Stops() for name in AGENTS}
+        self.faults = {name: Stops() for name in AGENTS}
+        """Times in which an agent, or its link, was not left alone."""
+        self.lag = Stops()
+        self.agents: dict[str, AgentProcess] = {}
+        self.engines: dict[str, Engine] = {}
+        self.links: dict[str, Link] = {}
+        self.event_links: dict[str, Link] = {}
+        self.keys = KeyRing(agents.folder / "keys")
+        self.keys.folder.mkdir()
+
+    def agent_of(self, engine: Engine) -> str:
+        """The agent that an engine is at."""
+        return f"{engine.shape.role}-{engine.shape.agent}"
+
+    async def open(self) -> None:
+        """Start everything, and return when all engines are up."""
+        self._server = await asyncio.start_unix_server(self._welcome, self._socket, limit=1 << 24)
+        for name in AGENTS:
+            self._prepare(name)
+        for agent in self.agents.values():
+            agent.launch()
+        for name in AGENTS:
+            await self._wait_started(name)
+        for name, agent in self.agents.items():
+            if name.startswith("prefill"):
+                await self._open_links(name, agent)
+        for number, shape in enumerate(SHAPES):
+            attach = self.agents[f"{shape.role}-{shape.agent}"].attach
+            engine = Engine(shape, attach, self._socket, self._seed + number)
+            engine.on_violation = self._tell_violation
+            self.engines[shape.name] = engine
+            engine.start()
+        async with asyncio.timeout(READY_WITHIN_S):
+            for engine in self.engines.values():
+                await engine.up.wait()
+        self._tasks.append(asyncio.create_task(self._watch_lag()))
+
+    async def close(self) -> None:
+        """End everything."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for engine in self.engines.values():
+            await engine.kill()
+        for link in (*self.links.values(), *self.event_links.values()):
+            await link.close()
+        for agent in self.agents.values():
+            agent.ask_to_end()
+        for name, agent in self.agents.items():
+            await asyncio.to_thread(agent.end)
+            self._read_log(name)
+        if self._server is not None:
+            self._server.close()
+
+    def heal(self) -> None:
+        """Links are whole, and nothing is stopped."""
+        for link in (*self.links.values(), *self.event_links.values()):
+            link.heal()
+        for name in AGENTS:
+            self.go_on(name)
+        for engine in self.engines.values():
+            engine.go_on()
+
+    def stop(self, name: str) -> None:
+        """Stop an agent."""
+        self.stops[name].begin()
+        os.kill(self.agents[name].pid, signal.SIGSTOP)
+
+    def go_on(self, name: str) -> None:
+        """Let it run again."""
+        if self.stops[name].is_stopped:
+            with suppress(ProcessLookupError):
+                os.kill(self.agents[name].pid, signal.SIGCONT)
+            self.stops[name].end()
+
+    async def restart(self, name: str, *, kill: bool, after_s: float) -> None:
+        """End an agent, at once or as its operator would, and start it again."""
+        agent = self.agents[name]
+        if kill:
+            agent.kill()
+        else:
+            agent.ask_to_end()
+            await asyncio.to_thread(agent.end)
+            if (status := agent.exit_status()) != 0:
+                self.ledger.violate("bad_end", f"{name} ended with {status} after SIGTERM")
+        self._read_log(name)
+        await asyncio.sleep(after_s)
+        agent.launch()
+        await self._wait_started(name)
+
+    def story(self, agent: str, **what: str) -> list[str]:
+        """What an agent tells of a fetch or an offer; it may be gone by now."""
+        try:
+            asked = ask(self._peer_of(agent), "status", what, curve=self.agents[agent].curve)
+            story: list[str] = asked["ok"]["story"]
+        except Exception as error:  # the violation counts, with or without its story
+            return [f"no story: {error!r}"]
+        return story
+
+    async def status(self, name: str) -> dict[str, Any]:
+        """What an agent holds."""
+        endpoint, curve = self._peer_of(name), self.agents[name].curve
+        answer = await asyncio.to_thread(lambda: ask(endpoint, "status", {}, curve=curve))
+        status: dict[str, Any] = answer["ok"]
+        return status
+
+    def rogues(self) -> list[Rogue]:
+        """One for each prefill agent."""
+        return [
+            Rogue(
+                self._peer_of(name),
+                str(self.agents[name].settings["events_bind"]),
+                self.links[name],
+                self.ledger,
+                keyed=self.setting.keyed,
+            )
+            for name in self.links
+        ]
+
+    def _peer_of(self, name: str) -> str:
+        """Where an agent is, past its link."""
+        return str(self.agents[name].settings["peer_bind"])
+
+    def _prepare(self, name: str) -> None:
+        role, number = name.split("-")
+        transport = {**TRANSPORT, **(SMALL_SLICES if self.setting.small_slices else {})}
+        settings: dict[str, Any] = {**COMMON, "transport": transport}
+        if role == "prefill":
+            settings |= {**PREFILL, "advertise_host": PROXY_HOST}
+        else:  # the second one never maps, so that NIXL is used in any world
+            settings |= {**DECODE, "mapped": self.setting.maps and number == "0"}
+        if self.setting.fabric == "tcp":
+            settings["env"] = {"UCX_TLS": "tcp"}
+        if self.setting.keyed:
+            self.agents[name] = self.keys.prepare(self._agents, Role(role), name, **settings)
+        else:
+            self.agents[name] = self._agents.prepare(role, **settings)
+
+    async def _open_links(self, name: str, agent: AgentProcess) -> None:
+        for links, key in ((self.links, "peer_bind"), (self.event_links, "events_bind")):
+            address = str(agent.settings[key])
+            assert AGENT_HOST in address
+            links[name] = Link(int(address.rpartition(":")[2]))
+            await links[name].open()
+
+    async def _wait_started(self, name: str) -> None:
+        agent, deadline = self.agents[name], time.monotonic() + STARTS_WITHIN_S
+        while not agent.logged("agent.started"):
+            if not agent.alive or time.monotonic() > deadline:
+                self.ledger.violate("not_started", name, log=agent.lines()[-8:])
+                return
+            await asyncio.sleep(LOOK_S)
+        agent.started = agent.logged("agent.started")[-1]
+
+    def _read_log(self, name: str) -> None:
+        """An agent has ended: nothing of its log may be an error."""
+        for line in self.agents[name].trouble():
+            self.ledger.violate("agent_trouble", f"{name}: {line}")
+
+    def _tell_violation(self, told: Told) -> None:
+        more = {}
+        if fetch_id := told.get("fetch_id"):
+            stories = [self.story(name, fetch_id=fetch_id) for name in AGENTS[2:]]
+            more["story"] = next((story for story in stories if story), [])
+        self.ledger.violate(told["what"], told["of"], **more)
+
+    async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """An engine has come up, and says which."""
+        with suppress(ValueError, OSError):
+            hello = json.loads(await reader.readline())
+            await self.engines[hello["name"]].listen(reader, writer, hello["pid"])
+
+    async def _watch_lag(self) -> None:
+        """A busy machine takes time from everybody: so much is seen here."""
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(LOOK_S)
+            if (late := time.monotonic() - before) > 4 * LOOK_S:
+                self.lag.add(before, time.monotonic())
+                self.ledger.note_longest("lag", late)
