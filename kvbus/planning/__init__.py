@@ -11,7 +11,7 @@ from kvbus.planning.fetch_shape import FetchShape, Path
 from kvbus.planning.fetch_work import FetchWork
 from kvbus.planning.few_runs import Run
 from kvbus.planning.mapping import ReadMap, Share
-from kvbus.planning.observed import PeerRates
+from kvbus.planning.observed import Overlaps, PeerRates
 from kvbus.planning.pairs import PlacedRank
 from kvbus.planning.slot_reads import SlotReads, from_slot, whole_slot
 from kvbus.planning.spans import Spans, chunk_spans, tail_spans, whole_spans
@@ -22,6 +22,7 @@ __all__ = [
     "DirectPlan",
     "FetchShape",
     "FetchWork",
+    "Overlaps",
     "Path",
     "PeerRates",
     "PlacedRank",

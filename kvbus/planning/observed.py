@@ -4,7 +4,7 @@ It counts fetches and reads no clock, so the same observations give the same cho
 """
 
 from bisect import bisect
-from collections.abc import Collection
+from collections.abc import Collection, Hashable
 from dataclasses import dataclass, replace
 from math import exp, log
 
@@ -91,7 +91,9 @@ class PeerRates:
     def observe(self, shape: FetchShape, path: Path, *, seconds: float) -> None:
         """A fetch by ``path`` spent so long reading, from its first request to its last byte.
 
-        Only of fetches that completed. Raises `LocalError` when the fetch has no such path.
+        Only of fetches that completed, and had no other beside them (`Overlaps`): what one took
+        under load says more of the load than of its path. Raises `LocalError` when the fetch has no
+        such path.
         """
         predicted_s = predict(shape, path, self.rates, slot_bytes=self._slot_bytes).seconds
         if predicted_s <= 0:
@@ -125,3 +127,26 @@ class PeerRates:
     def _memory(self, shape: FetchShape, path: Path) -> _Memory:
         size = bisect(SIZES_BYTES, shape[path].num_bytes) if path in shape else 0
         return self._memories.setdefault((path, size), _Memory())
+
+
+class Overlaps:
+    """Which of the things that go on had another one beside them at any time."""
+
+    def __init__(self) -> None:
+        self._running: set[Hashable] = set()
+        self._crowded: set[Hashable] = set()
+
+    def begin(self, key: Hashable) -> None:
+        """It goes on from now."""
+        if self._running:
+            self._crowded.add(key)
+        if len(self._running) == 1:  # of more, all are marked already
+            self._crowded |= self._running
+        self._running.add(key)
+
+    def end(self, key: Hashable) -> bool:
+        """It has ended; True when it was alone from its beginning."""
+        self._running.discard(key)
+        was_alone = key not in self._crowded
+        self._crowded.discard(key)
+        return was_alone

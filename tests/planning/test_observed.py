@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from kvbus.errors import LocalError
 from kvbus.planning.cost import Rates, predict
 from kvbus.planning.fetch_shape import ALL_PATHS, FetchShape, Path, PathWork
-from kvbus.planning.observed import CURIOSITY, MAX_RATIO, PATIENCE, PeerRates
+from kvbus.planning.observed import CURIOSITY, MAX_RATIO, PATIENCE, Overlaps, PeerRates
 
 MIB = 1 << 20
 SLOT_BYTES = 8 * MIB
@@ -166,6 +166,63 @@ def test_left_to_itself_it_seldom_takes_the_slower_path(direct, packed):
     taken = [fetch(rates, truth_s) for _ in range(500)]
 
     assert taken.count(slower) <= 500 / PATIENCE
+
+
+class BusyMachine:
+    """Fetches share one machine: each gets as much of it as the others do."""
+
+    def __init__(self, rates: PeerRates, truth_s: dict[Path, float]) -> None:
+        self.rates, self.truth_s, self.overlaps, self.now = rates, truth_s, Overlaps(), 0.0
+        self.running: dict[int, tuple[Path, float, float]] = {}
+        self.num_begun = 0
+        self.learned: list[tuple[Path, float]] = []
+
+    def begin(self, path: Path) -> None:
+        self.num_begun += 1
+        self.running[self.num_begun] = path, self.now, self.truth_s[path]
+        self.overlaps.begin(self.num_begun)
+
+    def end_one(self) -> None:
+        """Let time pass until the first that goes on has ended."""
+        num = len(self.running)
+        key = min(self.running, key=lambda one: self.running[one][2])
+        path, began, left_s = self.running.pop(key)
+        self.now += left_s * num
+        self.running = {one: (p, at, s - left_s) for one, (p, at, s) in self.running.items()}
+        if self.overlaps.end(key):
+            self.learned.append((path, self.now - began))
+            self.rates.observe(SHAPE, path, seconds=self.now - began)
+
+
+@given(RATIO, RATIO, st.lists(st.sampled_from([*BOTH, None]), max_size=80))
+def test_a_path_is_not_punished_for_what_ran_beside_it(direct, packed, steps):
+    truth_s = {
+        Path.DIRECT: predicted_s(Path.DIRECT) * direct,
+        Path.PACKED: predicted_s(Path.PACKED) * packed,
+    }
+    machine = BusyMachine(peer(), truth_s)
+
+    for path in steps:
+        if path is not None:
+            machine.begin(path)
+        elif machine.running:
+            machine.end_one()
+
+    for path, seconds in machine.learned:
+        assert seconds == pytest.approx(truth_s[path])
+    for path, truth in zip(BOTH, (direct, packed), strict=True):
+        assert machine.rates.ratio(SHAPE, path) <= max(1.0, truth) * 1.001
+
+
+def test_what_runs_alone_between_busy_times_is_learned():
+    overlaps, alone = Overlaps(), []
+
+    for keys in ("abcde", "a", "ab", "b"):
+        for key in keys:
+            overlaps.begin(key)
+        alone += [(keys, key) for key in keys if overlaps.end(key)]
+
+    assert alone == [("a", "a"), ("b", "b")]
 
 
 @given(st.lists(st.tuples(st.sampled_from(BOTH), st.floats(-1, 1e9)), max_size=60))

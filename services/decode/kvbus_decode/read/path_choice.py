@@ -1,6 +1,6 @@
 """Chooses the path of each chunk: mapped where it is open, else by what it is predicted to take.
 
-What earlier chunks took corrects the predictions.
+What earlier chunks took that had no others beside them corrects the predictions.
 """
 
 from dataclasses import dataclass
@@ -111,7 +111,7 @@ class PathChooser:
         return paths
 
     def observe(self, route: Route, choice: PathChoice, seconds: float) -> None:
-        """A chunk has landed.
+        """A chunk has landed that had no other beside it.
 
         One that began before the first had come through slots says nothing: for that one, both
         agents may have imported torch.

@@ -20,7 +20,7 @@ from kvbus.agent.process.guard import guarded
 from kvbus.agent.process.service import Agent
 from kvbus.agent.staging.copiers import Copiers
 from kvbus.errors import ErrorCode, KVBusError, LocalError
-from kvbus.planning import Path, chunk_spans
+from kvbus.planning import Overlaps, Path, chunk_spans
 from kvbus.table import Driver
 from kvbus.transport import ReadOutcome, ReadStatus
 from kvbus_decode.config import DecodeConfig
@@ -70,6 +70,7 @@ class Reader:
             ev.ChunkEnded: self._end,
         }
         self._reads: dict[Hashable, tuple[Chunk, PathChoice, OnEnd]] = {}
+        self._overlaps = Overlaps()
         self._idle: dict[LocalEngine, anyio.Event] = {}
 
     @property
@@ -150,6 +151,7 @@ class Reader:
             on_end(ev.ChunkEnded(key, 0, "", 0.0, error))
             return
         self._reads[key] = chunk, choice, on_end
+        self._overlaps.begin(key)
         last_legs = tuple(zero_legs(chunk)) if chunk.tail else ()
         engine, path = chunk.route.engine, choice.path.value
         self._dispatch(
@@ -189,8 +191,9 @@ class Reader:
 
     def _end(self, ended: ev.ChunkEnded) -> None:
         chunk, choice, on_end = self._reads.pop(ended.key)
+        was_alone = self._overlaps.end(ended.key)
         on_end(ended)
-        if ended.error is None and choice.shape is not None:
+        if ended.error is None and choice.shape is not None and was_alone:
             # after the confirm has been sent, which is worth more
             self._agent.loop.call_soon(self._chooser.observe, chunk.route, choice, ended.seconds)
 
