@@ -24,7 +24,7 @@ from kvbus.bus.pending import OnReply
 from kvbus.bus.publisher import EventPublisher
 from kvbus.bus.server import Handlers, RequestServer
 from kvbus.bus.session import Call, Session
-from kvbus.bus.sockets import BusContext, SocketOptions, new_context
+from kvbus.bus.sockets import BusContext, SocketOptions, new_context, port_range
 from kvbus.bus.subscriber import EventListener, EventSubscriber
 from kvbus.bus.traffic import Watch
 
@@ -60,5 +60,6 @@ __all__ = [
     "new_context",
     "new_key_pair",
     "new_secret",
+    "port_range",
     "require_key",
 ]

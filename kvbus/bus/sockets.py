@@ -207,10 +207,25 @@ def _watched(socket: Socket, watch: Watch | None) -> Traffic | None:
 
 
 def _bind(socket: Socket, endpoint: str) -> Socket:
+    """Bind to ``endpoint``; of tcp://HOST:FIRST-LAST to the first port that is free."""
     with _translated(socket, f"cannot bind {endpoint}", endpoint):
         socket.set(zmq.IPV6, "[" in endpoint)
-        socket.bind(endpoint)
+        *others, last = port_range(endpoint)
+        for one in others:
+            with contextlib.suppress(zmq.ZMQError):
+                socket.bind(one)
+                return socket
+        socket.bind(last)
     return socket
+
+
+def port_range(endpoint: str) -> list[str]:
+    """The endpoints of tcp://HOST:FIRST-LAST; of any other just that one."""
+    host, _, ports = endpoint.rpartition(":")
+    first, dash, last = ports.partition("-")
+    if not (endpoint.startswith("tcp://") and dash):
+        return [endpoint]
+    return [f"{host}:{port}" for port in range(int(first), int(last) + 1)]
 
 
 def _require_port(socket: Socket, endpoint: str) -> Socket:

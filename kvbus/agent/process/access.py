@@ -10,7 +10,8 @@ import anyio
 import structlog
 from anyio.abc import TaskGroup
 
-from kvbus.agent.process.config import AgentConfig, bind_host
+from kvbus.agent.process.addresses import bind_host
+from kvbus.agent.process.config import AgentConfig
 from kvbus.agent.process.data_plane import is_loopback
 from kvbus.agent.process.limited_log import LimitedLog
 from kvbus.agent.process.metrics import AgentMetrics

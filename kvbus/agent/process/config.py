@@ -13,12 +13,12 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
 import msgspec
 from msgspec import Meta
 
+from kvbus.agent.process.addresses import BINDS, check_address
 from kvbus.agent.process.connection_config import ConnectionConfig
 from kvbus.errors import ConfigError
 
 Duration = Annotated[float, Meta(gt=0, le=86_400)]
 Bound = Annotated[int, Meta(ge=1, le=1 << 20)]
-MAX_PORT = 65_535
 MEMORY_SOCKET = "memory.sock"
 
 
@@ -53,9 +53,16 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         ),
     ]
     peer_bind: Annotated[
-        str, Meta(description="Where other agents reach this one; port 0 takes a free one.")
+        str,
+        Meta(
+            description="Where other agents reach this one, tcp://HOST:PORT; port 0 takes a free "
+            "one, FIRST-LAST the first free one of a range, so that a successor can start beside "
+            "this agent (--replace)."
+        ),
     ]
-    events_bind: Annotated[str, Meta(description="Where subscribers get this agent's events.")]
+    events_bind: Annotated[
+        str, Meta(description="Where subscribers get this agent's events; as peer_bind.")
+    ]
     advertise_host: Annotated[
         str,
         Meta(description="Host name that others use; needed when an address above is a wildcard."),
@@ -189,7 +196,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     @property
     def memory_path(self) -> Path:
-        """The socket at which a prefill agent lends memory."""
+        """The socket at which a prefill agent lends memory, in its first seat."""
         return self.runtime_path / MEMORY_SOCKET
 
 
@@ -228,40 +235,16 @@ def convert_config(kind: type[C], fields: dict[str, Any], *, source: str) -> C:
         reason, _, key = str(error).partition(" - at `$.")
         where = f"key '{key.rstrip('`')}': " if key else ""
         raise ConfigError(f"{source}: {where}{reason}", key=key.rstrip("`")) from error
-    for key in ("peer_bind", "events_bind"):
-        _check_address(config, key, source)
+    for key in BINDS:
+        is_named = bool(config.advertise_host)
+        check_address(getattr(config, key), key=key, source=source, is_named=is_named)
     _check_staging(config, source)
     return config
-
-
-def advertised(config: AgentConfig, endpoint: str) -> str:
-    """The endpoint as others reach it, for one that was bound as ``endpoint``."""
-    if not config.advertise_host:
-        return endpoint
-    return f"tcp://{config.advertise_host}:{endpoint.rpartition(':')[2]}"
-
-
-def bind_host(address: str) -> str:
-    """The host of tcp://HOST:PORT, with the brackets of an IPv6 address."""
-    return address.removeprefix("tcp://").rpartition(":")[0]
 
 
 def commented_default(kind: type[AgentConfig], **values: str) -> str:
     """A TOML file with every key, its meaning and its default; ``values`` fill required keys."""
     return "\n".join(_comment_lines(kind, dict(values), prefix="")) + "\n"
-
-
-def _check_address(config: AgentConfig, key: str, source: str) -> None:
-    address: str = getattr(config, key)
-    host, port = bind_host(address), address.rpartition(":")[2]
-    valid = port.isascii() and port.isdigit() and int(port) <= MAX_PORT  # ZeroMQ would wrap it
-    if not address.startswith("tcp://") or not host or not valid:
-        raise ConfigError(f"{source}: key '{key}': '{address}' is not tcp://HOST:PORT", key=key)
-    if host in ("*", "0.0.0.0", "[::]") and not config.advertise_host:  # noqa: S104 - compared
-        raise ConfigError(
-            f"{source}: key 'advertise_host': needed, because {key} binds every interface",
-            key="advertise_host",
-        )
 
 
 def _check_staging(config: AgentConfig, source: str) -> None:

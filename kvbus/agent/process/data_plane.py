@@ -15,7 +15,8 @@ from pathlib import Path
 import psutil
 import structlog
 
-from kvbus.agent.process.config import AgentConfig, bind_host
+from kvbus.agent.process.addresses import bind_host
+from kvbus.agent.process.config import AgentConfig
 from kvbus.errors import ConfigError, KVBusError
 
 UCX_INTERFACES = "UCX_NET_DEVICES"
