@@ -25,7 +25,7 @@ from kvbus.geometry import (
     SlotOrder,
     StatePart,
 )
-from kvbus.protocol import attach, engine, mapped, peer
+from kvbus.protocol import attach, engine, handover, mapped, peer
 from kvbus.protocol.message import Empty, ErrorBody, Message, Request
 from kvbus.protocol.ticket import Ticket
 
@@ -52,6 +52,7 @@ SHARED = (
 )
 ROOMS: dict[str, tuple[type[Request[Any]], ...]] = {
     "attach": attach.ATTACH_REQUESTS,
+    "handover": handover.HANDOVER_REQUESTS,
     "engine": engine.ENGINE_REQUESTS,
     "prefill": engine.PREFILL_REQUESTS,
     "decode": engine.DECODE_REQUESTS,

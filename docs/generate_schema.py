@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from kvbus.protocol import attach, engine, mapped, peer
+from kvbus.protocol import attach, engine, handover, mapped, peer
 from kvbus.protocol.envelope import Notice, Reply, RequestFrame
 from kvbus.protocol.message import ErrorBody, Message, Request
 from kvbus.protocol.ticket import Ticket
@@ -17,6 +17,7 @@ from kvbus.protocol.ticket import Ticket
 PAGE = Path(__file__).with_name("protocol.schema.json")
 REQUESTS: dict[str, tuple[type[Request[Any]], ...]] = {
     "attach": attach.ATTACH_REQUESTS,
+    "handover": handover.HANDOVER_REQUESTS,
     "engine": engine.ENGINE_REQUESTS,
     "prefill": engine.PREFILL_REQUESTS,
     "decode": engine.DECODE_REQUESTS,

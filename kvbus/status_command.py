@@ -54,14 +54,21 @@ def status(
     if as_one_json:
         write_json(answer)
     else:
-        state = "draining" if answer.draining else "serving"
         console = Console(highlight=False)
-        console.print(f"{answer.agent_id}: {answer.role} agent, {state}")
+        console.print(f"{answer.agent_id}: {answer.role} agent, {_state(answer)}", soft_wrap=True)
         console.print(status_table(answer))
         if fetch or offer:
             console.print(f"\nstory of {fetch or offer}:" if answer.story else "\nno such entry")
         for line in answer.story:
             console.print(line, soft_wrap=True)
+
+
+def _state(answer: AgentStatus) -> str:
+    if answer.draining:
+        return "draining"
+    if answer.successor:
+        return f"replaced by {answer.successor}: its engines go over"
+    return "serving"
 
 
 def status_table(answer: AgentStatus) -> Table:
@@ -71,6 +78,8 @@ def status_table(answer: AgentStatus) -> Table:
         table.add_row(f"engine {engine_id}", "ready" if is_ready else "not ready")
     if not answer.engines:
         table.add_row("engines", "none")
+    if answer.predecessor:
+        table.add_row("predecessor", f"has not ended yet: {answer.predecessor}")
     table.add_row("NIXL listens at", ", ".join(answer.data_endpoints) or "no TCP port")
     for what, state in _sharing_rows(answer.sharing):
         table.add_row(what, state)

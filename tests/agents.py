@@ -14,7 +14,7 @@ import time
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -70,19 +70,17 @@ class AgentProcess:
 
     role: str
     folder: Path
+    log_path: Path
     settings: dict[str, Any]
     env: dict[str, str] = field(default_factory=dict)
     runner: tuple[str, ...] = ()
     runs_first: bool = False
     curve: Curve | None = None
+    replaces: bool = False
     process: Child | None = None
     started: dict[str, Any] = field(default_factory=dict)
     num_skipped: int = 0
     expected_trouble: set[str] = field(default_factory=set)
-
-    @property
-    def log_path(self) -> Path:
-        return self.folder / "log"
 
     @property
     def attach(self) -> Path:
@@ -110,7 +108,8 @@ class AgentProcess:
         self.num_skipped = 0
         config = self.folder / "config.toml"
         write_config(config, self.settings)
-        command = [*self.runner, sys.executable, "-m", f"kvbus_{self.role}", str(config)]
+        flags = ["--replace"] if self.replaces else []
+        command = [*self.runner, sys.executable, "-m", f"kvbus_{self.role}", *flags, str(config)]
         self.process = Child.start(f"{self.role} agent", command, log=self.log_path, env=self.env)
         if self.runs_first:
             with suppress(PermissionError):  # then it shares the cores, and tests take longer
@@ -260,7 +259,16 @@ class Agents:
         if role == "decode":
             defaults["calibrate"] = False  # half a second of each start
             defaults["mapped"] = False  # most tests are about what two machines do as well
-        self.all.append(AgentProcess(role, folder, {**defaults, **settings}, dict(env or {})))
+        self.all.append(
+            AgentProcess(role, folder, folder / "log", {**defaults, **settings}, dict(env or {}))
+        )
+        return self.all[-1]
+
+    def successor(self, agent: AgentProcess) -> AgentProcess:
+        """An agent that is to replace ``agent``, of the same configuration; not started yet."""
+        number = sum(one.folder == agent.folder for one in self.all)
+        log_path = agent.folder / f"log-{number}"
+        self.all.append(replace(agent, log_path=log_path, replaces=True, process=None, started={}))
         return self.all[-1]
 
     def start(self, *wanted: AgentProcess) -> None:

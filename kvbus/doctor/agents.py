@@ -20,7 +20,7 @@ from kvbus.agent.process.access import Access
 from kvbus.agent.process.config import AgentConfig, convert_config, load_shared_config
 from kvbus.agent.process.data_plane import choose_interfaces
 from kvbus.agent.process.defaults import DECODE_DEFAULTS, PREFILL_DEFAULTS
-from kvbus.bus import ClientCurve, ask_agent
+from kvbus.bus import ClientCurve, ask_agent, port_range
 from kvbus.doctor.finding import ERROR, NOTE, OK, Finding
 from kvbus.doctor.sharing import sharing_findings
 from kvbus.errors import ConfigError, KVBusError
@@ -38,8 +38,8 @@ AgentSource = tuple[str, AgentConfig]
 class Bind(msgspec.Struct, frozen=True, kw_only=True):
     """One address of an agent.
 
-    ``error`` is empty when it can be bound; ``held_by`` is the id of the agent that answers there,
-    ``status`` what it says.
+    ``error`` is empty when it, or a port of its range, can be bound; ``held_by`` is the id of the
+    agent that answers there, ``status`` what it says.
     """
 
     key: str
@@ -55,8 +55,8 @@ class Bind(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def port(self) -> str:
-        """ "0" lets the system choose one."""
-        return self.address.rpartition(":")[2]
+        """ "0" lets the system choose one; the first of a range."""
+        return self.address.rpartition(":")[2].partition("-")[0]
 
 
 class AgentFacts(msgspec.Struct, frozen=True, kw_only=True):
@@ -143,10 +143,14 @@ def _interfaces(config: AgentConfig) -> tuple[tuple[str, ...], str]:
 
 
 def _bind(key: str, address: str, curve: ClientCurve | None) -> Bind:
-    error = _bind_error(address)
-    is_taken = key == "peer_bind" and error == os.strerror(errno.EADDRINUSE)
-    status = anyio.run(_status_at, address, curve) if is_taken else None
+    errors = {one: _bind_error(one) for one in port_range(address)}
+    in_use = os.strerror(errno.EADDRINUSE)
+    taken = [one for one, error in errors.items() if key == "peer_bind" and error == in_use]
+    answers = [anyio.run(_status_at, one, curve) for one in taken]
+    found = sorted((one for one in answers if one is not None), key=lambda one: one.successor)
+    status = found[0] if found else None  # one without a successor first
     held_by = status.agent_id if status is not None else ""
+    error = "" if "" in errors.values() else errors.popitem()[1]
     return Bind(key=key, address=address, error=error, held_by=held_by, status=status)
 
 
@@ -262,6 +266,13 @@ def _ports(agent: AgentFacts) -> Iterator[Finding]:
     values = {bind.key: bind.address for bind in agent.binds}
     if agent.is_running:
         yield Finding(f"{name}.ports", NOTE, "the agent runs already, and has its ports", values)
+        if agent.status is not None and (endpoint := agent.status.predecessor):
+            yield Finding(
+                f"{name}.predecessor",
+                NOTE,
+                f"the process that it replaced has not ended yet: {endpoint}",
+                {"endpoint": endpoint},
+            )
         return
     taken = [bind for bind in agent.binds if bind.error]
     for bind in taken:

@@ -4,10 +4,11 @@ Its agent is the engine's home.
 """
 
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from typing import Self
 
-from kvbus.engine.session import EngineSession
-from kvbus.errors import LocalError, RequestTimeout
+from kvbus.engine.session import EngineSession, Latch
+from kvbus.errors import KVBusError, LocalError, RequestTimeout
 from kvbus.protocol.engine import AgentRanks, Register
 
 Others = Mapping[str, Iterable[int]] | Iterable[AgentRanks]
@@ -30,7 +31,9 @@ class ControlSession(EngineSession):
         keys (``agent.server_key`` of such a session). Raises `RequestRefused`.
         """
         elsewhere = tuple(_agent_ranks(others, access))
-        await self.request(Register(engine=self.engine, rank=None, others=elsewhere))
+        await self.request(
+            Register(engine=self.engine, rank=None, others=elsewhere, follows=self.follows)
+        )
         self.others = elsewhere
 
     async def resume(self, before: Self) -> None:
@@ -39,6 +42,20 @@ class ControlSession(EngineSession):
             await self.register(others=before.others)
             while not await self._is_ready():
                 pass
+
+    # An agent answers in the order in which it was asked. So when it answers `ready`, all that was
+    # asked before has its reply: an offer is known here then, and a cancellation done.
+    async def settled(self) -> None:
+        """Return when all that was asked for is answered, and all that was begun has ended."""
+        with suppress(KVBusError):  # it has ended
+            await self.ready()
+            while waiting := self._going_on():
+                await waiting.wait()
+                await self.ready()
+
+    def _going_on(self) -> Latch | None:
+        """The end of something that was begun and has not ended; None when there is nothing."""
+        return None
 
     async def _is_ready(self) -> bool:
         """False when it was not within ``request_timeout_s``."""

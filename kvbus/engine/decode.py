@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from kvbus.engine.control import ControlSession
 from kvbus.engine.fetch import Fetch, OnFetched, OnLanded
-from kvbus.engine.session import SessionOptions
+from kvbus.engine.session import Latch, SessionOptions
 from kvbus.errors import (
     AgentHungUp,
     GeometryError,
@@ -165,6 +165,9 @@ class DecodeSession(ControlSession):
         is_observed = fetch is not None and fetch.is_observed
         if self._on_blocks_freed is not None and not is_observed:
             self._on_blocks_freed(freed)
+
+    def _going_on(self) -> Latch | None:
+        return next((fetch.settled for fetch in self._fetches.values()), None)
 
     def _ends_within_s(self) -> float:
         """An agent that stops waits for its transfers; their blocks are free when it is gone."""

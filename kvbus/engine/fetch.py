@@ -26,7 +26,7 @@ class Fetch:
     ) -> None:
         self.fetch_id, self.on_landed, self.overdue_at = fetch_id, on_landed, overdue_at
         self._session = session
-        self._ended, self._freed, self._settled = Latch(), Latch(), Latch()
+        self._ended, self._freed, self.settled = Latch(), Latch(), Latch()
         self._fetched: Fetched | None = None
         self.is_observed = False
 
@@ -72,7 +72,7 @@ class Fetch:
         `AgentHungUp`, `ClosedError`). Do not use the blocks again; close the engine's other
         sessions and register new memory.
         """
-        await self._settled.wait()
+        await self.settled.wait()
         if not self.are_blocks_free:
             raise self._session.lost or KVBusError("nobody says when the blocks are free")
 
@@ -112,7 +112,7 @@ class Fetch:
         """Called by the session: the blocks are the engine's again, or will never be."""
         if blocks_free:
             self._freed.set()
-        self._settled.set()
+        self.settled.set()
 
 
 def _known_code(code: str) -> ErrorCode:

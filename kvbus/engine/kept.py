@@ -1,8 +1,9 @@
 """A session that outlives its agent: opened, and opened again once it was lost or is replaced.
 
-    open ─▶ begin, or resume ─▶ there ─┬─▶ lost ───────────────────────────▶ closed
-     ▲                                 └─▶ replaced ─▶ the old agent ended ─▶ closed
-     └──────────── pause ◀─────────────┘
+    open ─▶ begin, or resume ─▶ there ─┬─▶ lost ──────────────────────────────────▶ closed
+     ▲                           ▲     └─▶ replaced ─▶ standing by ─┬─▶ settled ────▶ closed
+     └──────────── pause ◀───────┼─────────┘                        │
+                                 └──────── the next one was lost ◀──┘
 
 Refuses to be there before it can be used: its engine, or memory, is registered again by then.
 """
@@ -11,6 +12,7 @@ import logging
 import random
 from collections.abc import Awaitable, Callable
 from contextlib import AbstractAsyncContextManager
+from functools import partial
 from typing import Generic, Self, TypeVar
 
 import anyio
@@ -40,7 +42,8 @@ class KeptSession(Generic[S]):
 
     What was begun with a session that is lost ends as that session says, once: an offer is
     released, a fetch has failed with stage ``lost``. A session whose agent is being replaced stays
-    open beside the next one until that agent has ended.
+    open beside the next one until all that was begun with it has ended. If the next one is lost
+    before, it is the one that can be used again.
 
     Memory that a `MemorySession` allocates must outlive it: give it ``storages``.
     """
@@ -60,7 +63,8 @@ class KeptSession(Generic[S]):
         self._on_open: list[Callable[[S], None]] = []
         self._on_change = on_change
         self._tasks: TaskGroup | None = None
-        self._next = anyio.Event()
+        self._changed = anyio.Event()
+        self._standing_by: list[S] = []
         self._current: S | None = None
         self._latest: S | None = None
         self._problem: KVBusError = ClosedError(f"{name} is not open yet")
@@ -105,7 +109,7 @@ class KeptSession(Generic[S]):
     async def opened(self) -> S:
         """The session, as soon as there is one."""
         while (session := self.session) is None:
-            await self._next.wait()
+            await self._changed.wait()
         return session
 
     def when_open(self, call: Callable[[S], None]) -> None:
@@ -133,11 +137,14 @@ class KeptSession(Generic[S]):
             # not all at once: the engines of one agent miss it in the same moment
             await anyio.sleep(retry_s * random.uniform(0.5, 1.0))  # noqa: S311 - no secret
             retry_s = min(2 * retry_s, self._max_retry_s())
+            if self._current is not None:
+                await self._current.superseded()
 
     async def _hold(self, next_due: anyio.Event) -> None:
         """One session, from its opening to its end; ``next_due`` is set when another is wanted."""
         try:
             async with self._open_session() as session:
+                session.follows = self._reconnect
                 try:
                     await self._serve(session, next_due)
                 finally:
@@ -150,6 +157,9 @@ class KeptSession(Generic[S]):
             next_due.set()
 
     async def _serve(self, session: S, next_due: anyio.Event) -> None:
+        if self._current is not None and session.has_agent_of(self._current):
+            self._current.note_resumed()
+            return
         if self._latest is not None:
             await session.resume(self._latest)
         elif self._begin is not None:
@@ -159,25 +169,56 @@ class KeptSession(Generic[S]):
         if session.lost is None:
             self._logger.info("kvbus: the agent of %s is being replaced", self._name)
             next_due.set()
-        error = await session.ended()
-        if self._current is session:  # else the next one is there by now
-            self._fail(error, "lost")
+            await self._stand_by(session)
+        if session.lost is not None and self._current is session:  # else the next one is there
+            self._fail(session.lost, "lost")
+
+    async def _stand_by(self, session: S) -> None:
+        """Return when the session is lost, or when it is settled and the next one is there."""
+        while session.lost is None:
+            while self._current is session and session.lost is None:
+                await _first(self._changed.wait, session.ended)
+            await _first(session.settled, session.ended, partial(self._used_again, session))
+            if self._current is not session:
+                return
+
+    async def _used_again(self, session: S) -> None:
+        while self._current is not session:
+            await self._changed.wait()
 
     def _set(self, session: S) -> None:
+        if self._current is not None:
+            self._standing_by.append(self._current)
         self._current = self._latest = session
         self.num_opened += 1
         for call in self._on_open:
             call(session)
         self._last_failure = ""
         self._logger.info("kvbus: %s is open", self._name)
-        opened, self._next = self._next, anyio.Event()
-        opened.set()
-        self._on_change()
+        self._note_change()
 
     def _unset(self, session: S) -> None:
+        if session in self._standing_by:
+            self._standing_by.remove(session)
         if self._current is session:
-            self._current = None
-            self._on_change()
+            self._current = self._back_in_use()
+            self._note_change()
+
+    def _back_in_use(self) -> S | None:
+        """The session before the latest, whose agent goes on: it hears that at the same time."""
+        live = [session for session in self._standing_by if session.lost is None]
+        if not live:
+            return None
+        self._latest = last = live[-1]
+        self._standing_by.remove(last)
+        last.note_resumed()
+        self._logger.warning("kvbus: %s is used again: its next agent is gone", self._name)
+        return last
+
+    def _note_change(self) -> None:
+        self._changed.set()
+        self._changed = anyio.Event()
+        self._on_change()
 
     def _fail(self, error: Exception, how: str) -> None:
         """Logged once for each reason: it is tried again and again."""
@@ -191,10 +232,22 @@ class KeptSession(Generic[S]):
             message = "kvbus: %s %s; it is tried again"
             self._logger.warning(message, self._name, failure, exc_info=error is not self._problem)
         self._last_failure = failure
-        self._on_change()
+        self._note_change()
 
     def _max_retry_s(self) -> float:
         is_absent = isinstance(self._problem, PeerLost) and not isinstance(
             self._problem, AgentHungUp
         )
         return MAX_ABSENT_RETRY_S if is_absent else MAX_RETRY_S
+
+
+async def _first(*calls: Callable[[], Awaitable[object]]) -> None:
+    """Return when one of them has."""
+    async with anyio.create_task_group() as race:
+
+        async def run(call: Callable[[], Awaitable[object]]) -> None:
+            await call()
+            race.cancel_scope.cancel()
+
+        for call in calls:
+            race.start_soon(run, call)

@@ -139,7 +139,13 @@ class MemorySession(EngineSession):
                 await self._call(message, (storage.fd,))
         notices = self._on_fetched is not None
         await self.request(
-            Register(engine=self.engine, rank=rank, notices=notices, access=self.access)
+            Register(
+                engine=self.engine,
+                rank=rank,
+                notices=notices,
+                access=self.access,
+                follows=self.follows,
+            )
         )
         self._registered = rank, storages, direct
 

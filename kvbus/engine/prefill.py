@@ -42,7 +42,7 @@ class Offer:
         self.ticket: dict[str, Any] = dict(made.ticket)
         self._session, self._ends = session, ends
         self._ticket_blocks = made.ticket_blocks
-        self._ended = Latch()
+        self.ended = Latch()
         self._outcome: Outcome | None = None
 
     async def extend(
@@ -97,19 +97,19 @@ class Offer:
         spread over several agents: leases are held at its home, and with it gone no reader can
         confirm.
         """
-        await self._ended.wait()
+        await self.ended.wait()
         if self._outcome is None:
             raise self._session.lost or KVBusError("the offer ended without an outcome")
         return self._outcome
 
     def when_released(self, call: Callable[[], None]) -> None:
         """Have ``call`` called once when the offer has ended; at once when it has by now."""
-        self._ended.when_set(call)
+        self.ended.when_set(call)
 
     def end(self, outcome: Outcome | None) -> None:
         """Called by the session: the offer ended, None when the session did."""
         self._outcome = outcome
-        self._ended.set()
+        self.ended.set()
 
 
 class PrefillSession(ControlSession):
@@ -186,6 +186,9 @@ class PrefillSession(ControlSession):
             offer.end(released.outcome)
         if self._on_released is not None:
             self._on_released(released)
+
+    def _going_on(self) -> Latch | None:
+        return next((offer.ended for offer in self._offers.values()), None)
 
     def _on_lost(self, error: KVBusError) -> None:
         offers, self._offers = self._offers, {}

@@ -17,7 +17,7 @@ from kvbus.geometry import EngineSpec
 from kvbus.memory.attach import AttachClient
 from kvbus.memory.attach.folder import check_folder
 from kvbus.protocol.attach import Hello, Welcome
-from kvbus.protocol.engine import AgentRole, AwaitReady, Detach
+from kvbus.protocol.engine import AgentRole, AwaitReady, Detach, Replaced
 from kvbus.protocol.envelope import PROTOCOL_VERSION, Notice
 from kvbus.protocol.message import R, Request, read_reply, to_body
 
@@ -92,6 +92,8 @@ class EngineSession:
         self._welcome: Welcome | None = None
         self.lost: KVBusError | None = None
         self._ended, self._superseded = anyio.Event(), anyio.Event()
+        self.follows = False
+        """Whether it is told when its agent is replaced: set before it registers, by its keeper."""
 
     @property
     def agent(self) -> Welcome:
@@ -111,7 +113,7 @@ class EngineSession:
                 context,
                 self._welcome.engine_endpoint,
                 boot=self.boot,
-                on_notice=self._on_notice,
+                on_notice=self._take_notice,
                 max_pending=MAX_PENDING,
             )
             tasks.start_soon(self._client.run)
@@ -142,12 +144,29 @@ class EngineSession:
         """Return when another session is wanted: this one ended, or its agent is being replaced."""
         await self._superseded.wait()
 
+    def has_agent_of(self, other: Self) -> bool:
+        """Whether both are with the same process of an agent."""
+        ours, theirs = self._welcome, other._welcome
+        return ours is not None and theirs is not None and ours.agent_boot == theirs.agent_boot
+
     def note_replaced(self) -> None:
         """The agent is being replaced: the next one is at the same path, or will be.
 
         What was begun with this session goes on, until the old agent has ended.
         """
         self._superseded.set()
+
+    def note_resumed(self) -> None:
+        """The agent is not being replaced after all: who was to do it is gone."""
+        if self.lost is None:
+            self._superseded = anyio.Event()
+
+    async def settled(self) -> None:
+        """Return when nothing goes on that was begun with this session, and it may be closed.
+
+        Never for the memory of a rank: its agent ends it when the control session has left.
+        """
+        await self._ended.wait()
 
     async def resume(self, before: Self) -> None:
         """Register with this agent what ``before`` had with the one that is gone."""
@@ -199,6 +218,12 @@ class EngineSession:
             raise ClosedError("the session is not open")
         timeout_s = timeout_s or self.request_timeout_s
         self._client.send(message, timeout_s=timeout_s, on_reply=on_reply)
+
+    def _take_notice(self, notice: Notice) -> None:
+        if notice.op == Replaced.op:
+            self.note_replaced()
+        else:
+            self._on_notice(notice)
 
     def _on_notice(self, notice: Notice) -> None:
         """A notice of the agent, for sessions that get them."""

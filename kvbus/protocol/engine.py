@@ -61,7 +61,8 @@ class Register(Request[Empty], frozen=True):
     Every session of an engine states the same ``engine``. The control session names the ranks that
     are attached to ``others``; the agent that it is with is the engine's home. The control session
     gets all notices of the engine, and so does the session of a rank at home with ``notices``.
-    A rank that is not at home is asked about by who shows its ``access``.
+    A rank that is not at home is asked about by who shows its ``access``. A session that
+    ``follows`` its agent to a successor gets the notice `Replaced`.
     """
 
     op: ClassVar[str] = "register"
@@ -71,6 +72,7 @@ class Register(Request[Empty], frozen=True):
     others: Annotated[tuple[AgentRanks, ...], msgspec.Meta(max_length=1024)] = ()
     notices: bool = False
     access: Secret | None = None
+    follows: bool = False
 
 
 class AwaitReady(Request[Empty], frozen=True):
@@ -247,6 +249,16 @@ class BlocksFreed(Message, frozen=True):
     fetch_id: Id
 
 
+class Replaced(Message, frozen=True):
+    """Notice: a successor of the agent listens at the attach path; for sessions that follow.
+
+    The session goes on with what it has, until that is over. Open another at the same path,
+    register there, and offer and fetch there from now on; then end this one.
+    """
+
+    op: ClassVar[str] = "replaced"
+
+
 class Acknowledge(Request[Empty], frozen=True):
     """Every notice of the agent's ``boot`` up to and with ``upto`` arrived; they are forgotten."""
 
@@ -276,4 +288,4 @@ PREFILL_REQUESTS: tuple[type[Request[Any]], ...] = (
     WithdrawOffer,
 )
 DECODE_REQUESTS: tuple[type[Request[Any]], ...] = (StartFetch, CancelFetch)
-NOTICES: tuple[type[Message], ...] = (Released, Landed, Fetched, BlocksFreed)
+NOTICES: tuple[type[Message], ...] = (Released, Landed, Fetched, BlocksFreed, Replaced)

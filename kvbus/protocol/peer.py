@@ -198,7 +198,9 @@ class AgentStatus(Message, frozen=True):
 
     ``data_endpoints`` are the HOST:PORT at which NIXL listens, empty where it uses no TCP.
     ``story`` has a line for each of the last events of what was asked for, the oldest first.
-    ``sharing`` is about memory that agents of one machine map.
+    ``sharing`` is about memory that agents of one machine map. ``successor`` is the boot id of the
+    agent that has taken over, ``predecessor`` the peer endpoint of the one that this one has
+    replaced, while it has not ended; empty when there is none.
     """
 
     agent_id: Id
@@ -209,6 +211,8 @@ class AgentStatus(Message, frozen=True):
     data_endpoints: tuple[Text, ...] = ()
     story: tuple[Text, ...] = ()
     sharing: Sharing | None = None
+    successor: Text = ""
+    predecessor: Text = ""
 
 
 class Status(Request[AgentStatus], frozen=True):

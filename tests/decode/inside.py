@@ -12,6 +12,7 @@ from kvbus.agent.process.config import convert_config
 from kvbus.agent.process.runtime import Runtime
 from kvbus.agent.staging.devices import StagingDevices
 from kvbus.bus import new_boot_id, new_context
+from kvbus.memory.attach.seat import Seat
 from kvbus.protocol.engine import AgentRole
 from kvbus.transport import Transport
 from kvbus_decode.agent import DecodeService
@@ -36,10 +37,10 @@ async def decode_agent(folder: Path, **settings: Any) -> AsyncIterator[Runtime]:
     await asyncio.wrap_future(transport.start())
     staging = await StagingDevices.open(config, transport)
     try:
-        with new_context() as context:
+        with new_context() as context, Seat.take(config.runtime_path) as seat:
             async with anyio.create_task_group() as tasks:
                 runtime = Runtime(
-                    AgentRole.DECODE, config, boot, transport, tasks, staging, EVERYWHERE
+                    AgentRole.DECODE, config, boot, seat, transport, tasks, staging, EVERYWHERE
                 )
                 await runtime.start(context, lambda agent: DecodeService(agent, config))
                 yield runtime

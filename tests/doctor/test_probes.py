@@ -231,7 +231,7 @@ def test_an_agent_that_runs_already_is_known(tmp_path: Path) -> None:
         "runtime_dir": str(tmp_path / "run"),
         "log_format": "json",
     }
-    agent = AgentProcess("prefill", tmp_path, settings)
+    agent = AgentProcess("prefill", tmp_path, tmp_path / "log", settings)
     try:
         agent.start()
         facts = agent_facts("a test", config(tmp_path, peer_bind=agent.peer))

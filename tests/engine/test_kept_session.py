@@ -45,6 +45,10 @@ class Resumable(RecordingDecode):
     def __init__(self, sessions: Sessions) -> None:
         super().__init__()
         self._sessions = sessions
+        self.is_settled = anyio.Event()
+
+    async def settled(self) -> None:
+        await self.is_settled.wait()
 
     async def resume(self, before: RecordingDecode) -> None:
         self._sessions.resumed.append((before, self))
@@ -143,6 +147,42 @@ async def test_the_session_of_an_agent_that_is_replaced_stays_until_that_agent_h
             assert keeper.session is new
             assert keeper.problem is None
             assert keeper.num_opened == 2
+
+
+async def test_the_session_of_an_agent_that_is_replaced_is_closed_when_it_is_settled() -> None:
+    sessions = Sessions()
+    async with kept(sessions) as keeper:
+        with anyio.fail_after(WITHIN_S):
+            old = await keeper.opened()
+            old.is_settled.set()
+            sessions.failures.append(PeerLost("the next one does not listen yet"))
+            old.note_replaced()
+            await until(lambda: len(sessions.resumed) == 1)
+            assert old not in sessions.closed
+            await until(lambda: old in sessions.closed)
+
+            assert keeper.session is sessions.all[-1]
+            assert keeper.problem is None
+
+
+async def test_the_session_before_is_used_again_when_the_next_one_is_lost() -> None:
+    sessions = Sessions()
+    async with kept(sessions) as keeper:
+        with anyio.fail_after(WITHIN_S):
+            old = await keeper.opened()
+            old.note_replaced()
+            await until(lambda: keeper.session is not old)
+            new = await keeper.opened()
+            new.lose(GONE)
+            await until(lambda: keeper.session is old)
+            assert keeper.latest is old
+            assert sessions.all == [old, new]
+
+            old.note_replaced()
+            old.is_settled.set()
+            await until(lambda: old in sessions.closed)
+            assert keeper.session is sessions.all[-1]
+            assert sessions.resumed == [(old, new), (old, sessions.all[-1])]
 
 
 async def test_an_old_agent_that_ends_before_the_next_one_is_there_is_a_loss_like_any() -> None:

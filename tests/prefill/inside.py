@@ -16,6 +16,7 @@ from kvbus.agent.staging.devices import StagingDevices
 from kvbus.bus import BusContext, RequestClient, new_boot_id, new_context
 from kvbus.engine import PrefillSession
 from kvbus.geometry import EngineSpec
+from kvbus.memory.attach.seat import Seat
 from kvbus.protocol.engine import AgentRole
 from kvbus.protocol.message import R, Request
 from kvbus.transport import Transport
@@ -105,10 +106,10 @@ async def prefill_agent(folder: Path, **settings: Any) -> AsyncIterator[PrefillA
     await asyncio.wrap_future(transport.start())
     staging = await StagingDevices.open(config, transport)
     try:
-        with new_context() as context:
+        with new_context() as context, Seat.take(config.runtime_path) as seat:
             async with anyio.create_task_group() as tasks:
                 runtime = Runtime(
-                    AgentRole.PREFILL, config, boot, transport, tasks, staging, EVERYWHERE
+                    AgentRole.PREFILL, config, boot, seat, transport, tasks, staging, EVERYWHERE
                 )
                 await runtime.start(context, lambda agent: PrefillService(agent, config))
                 yield PrefillAgent(runtime, config, context)

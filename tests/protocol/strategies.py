@@ -8,11 +8,12 @@ from hypothesis import strategies as st
 from msgspec import inspect as types
 
 from kvbus.errors import ProtocolError
-from kvbus.protocol import attach, engine, mapped, peer
+from kvbus.protocol import attach, engine, handover, mapped, peer
 from kvbus.protocol.message import Empty, ErrorBody, Message
 
 REQUESTS = (
     *attach.ATTACH_REQUESTS,
+    *handover.HANDOVER_REQUESTS,
     *engine.ENGINE_REQUESTS,
     *engine.PREFILL_REQUESTS,
     *engine.DECODE_REQUESTS,

@@ -22,6 +22,7 @@ from kvbus.geometry import (
 )
 from kvbus.protocol import attach as a
 from kvbus.protocol import engine as e
+from kvbus.protocol import handover as h
 from kvbus.protocol import mapped as m
 from kvbus.protocol import peer as p
 from kvbus.protocol import remote_ranks as s
@@ -162,6 +163,15 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
             ),
             Empty(),
         ),
+    },
+    "handover": {
+        h.HandOver: (
+            h.HandOver(
+                agent_id="prefill-agent-0", role=e.AgentRole.PREFILL, agent_boot=DECODE_BOOT
+            ),
+            h.HandedOver(agent_boot=PREFILL_BOOT, peer_endpoint=PREFILL_ENDPOINT),
+        ),
+        h.TakenOver: (h.TakenOver(), Empty()),
     },
     "memory": {
         m.LendMemory: (
@@ -398,6 +408,7 @@ NOTICES: dict[type[Message], Message] = {
         stages_s=e.StageTimes(0.001, 0.002, 0.0, 2.497, 0.0),
     ),
     e.BlocksFreed: e.BlocksFreed(fetch_id="fetch-1"),
+    e.Replaced: e.Replaced(),
 }
 
 _OPENED = p.OfferEvent(offer_id="offer-1", num_tokens=40)

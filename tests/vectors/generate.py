@@ -24,13 +24,14 @@ from tests.vectors import examples, refused_examples
 
 FOLDER = Path(__file__).parent
 Vector = dict[str, Any]
-UNIX_ROOMS = ("attach", "memory")
+UNIX_ROOMS = ("attach", "handover", "memory")
 
 
 def files() -> Iterator[tuple[Path, str]]:
     """Every file of vectors and its text."""
     rooms: dict[str, list[Vector]] = {
         "attach": list(_attach()),
+        "handover": list(_handover()),
         "memory": list(_memory()),
         **{room: list(_requests(room)) for room in examples.ROOMS if room not in UNIX_ROOMS},
         "notices": list(_notices()),
@@ -54,6 +55,15 @@ def _attach() -> Iterator[Vector]:
     frame = wire.encode_error(error)
     body = ErrorBody(code=error.code, message=error.message, detail=error.detail)
     yield _vector(body, "attach", frame, frame[4:], num_fds=0)
+
+
+def _handover() -> Iterator[Vector]:
+    for kind, (request, reply) in examples.ROOMS["handover"].items():
+        frame = wire.encode_frame({"op": kind.op, "body": to_body(request)})
+        yield _vector(request, "attach", frame, frame[4:], num_fds=0)
+        frame = wire.encode_frame({"ok": to_body(reply)})
+        num_fds = 2 if kind.op == "hand_over" else 0
+        yield _vector(reply, "attach", frame, frame[4:], num_fds=num_fds)
 
 
 def _memory() -> Iterator[Vector]:

@@ -9,7 +9,7 @@ import pytest
 from kvbus.errors import ErrorCode
 from kvbus.geometry import validate_rank, validate_ranks
 from kvbus.memory.attach import wire
-from kvbus.protocol import attach, engine, mapped, peer
+from kvbus.protocol import attach, engine, handover, mapped, peer
 from kvbus.protocol.envelope import Notice, Reply, RequestFrame, decode
 from kvbus.protocol.message import ErrorBody, Request, from_body, to_body
 from tests.protocol.strategies import MESSAGES, REQUESTS
@@ -121,7 +121,8 @@ def test_every_message_has_a_vector() -> None:
 @pytest.mark.parametrize("kind", dict.fromkeys(REQUESTS), ids=lambda kind: kind.__name__)
 def test_every_request_has_a_vector_and_its_reply_another(kind: type[Request[Any]]) -> None:
     attached = {vector["name"] for vector in VECTORS if vector["kind"] == "attach"}
-    on_attach = kind in (*attach.ATTACH_REQUESTS, *mapped.MEMORY_REQUESTS)
+    on_unix = attach.ATTACH_REQUESTS + handover.HANDOVER_REQUESTS + mapped.MEMORY_REQUESTS
+    on_attach = kind in on_unix
     asked = attached if on_attach else {v["name"] for v in VECTORS if v["kind"] == "request"}
     replies = [vector for vector in VECTORS if vector.get("answers") == kind.__name__]
     answered = attached if on_attach else {reply["name"] for reply in replies}

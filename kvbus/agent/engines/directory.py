@@ -22,7 +22,7 @@ from kvbus.geometry import validate_engine, validate_rank
 from kvbus.memory.attach import AttachConnection
 from kvbus.memory.bus_errors import BusErrors
 from kvbus.protocol.attach import Hello, PassCuda, PassSegment
-from kvbus.protocol.engine import AwaitReady, Detach, Register
+from kvbus.protocol.engine import AwaitReady, Detach, Register, Replaced
 from kvbus.protocol.message import Empty, Message, from_body, to_body
 from kvbus.protocol.peer import Status
 from kvbus.transport import Transport
@@ -56,6 +56,7 @@ class EngineDirectory:
         self.engines: dict[str, LocalEngine] = {}
         self.identity: AgentIdentity | None = None
         self.server: RequestServer | None = None
+        self.is_replaced = False
         self._transport, self._tasks = transport, tasks
         self._memory = memory
         self._intake = SegmentIntake(
@@ -167,6 +168,7 @@ class EngineDirectory:
         process = self.process_of(call)
         engine = self._join(process, wanted)
         process.wants_notices = wanted.rank is None or wanted.notices
+        process.follows = wanted.follows
         if wanted.rank is None:
             self._register_control(engine, process, wanted)
             call.reply(Empty())
@@ -268,10 +270,26 @@ class EngineDirectory:
 
         await guarded(register, call.refuse)
 
+    @property
+    def num_processes(self) -> int:
+        """How many sessions are attached."""
+        return len(self._by_connection)
+
+    def send_on(self) -> None:
+        """A successor is there: tell those that follow to it, now and when they register."""
+        self.is_replaced = True
+        for process in list(self._by_boot.values()):
+            self._send_on(process)
+
+    def _send_on(self, process: EngineProcess) -> None:
+        if self.is_replaced and process.follows and process.engine is not None:
+            process.notify(Replaced.op, to_body(Replaced()))
+
     def _add(self, engine: LocalEngine, process: EngineProcess) -> None:
         self.engines[engine.engine_id] = engine
         engine.processes.add(process)
         process.engine = engine
+        self._send_on(process)
 
     def _announce(self, engine: LocalEngine) -> None:
         if not engine.ready:

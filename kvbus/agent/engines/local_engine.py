@@ -15,6 +15,7 @@ from kvbus.geometry import EngineSpec, RankSpec, validate_ranks
 from kvbus.memory.attach import AttachConnection
 from kvbus.planning import PlacedRank
 from kvbus.protocol.engine import AgentRanks
+from kvbus.protocol.envelope import Body
 from kvbus.protocol.message import Message, to_body
 from kvbus.protocol.peer import EngineMemory
 from kvbus.protocol.rights import check_right
@@ -36,8 +37,18 @@ class EngineProcess:
     session: Session | None = None
     engine: "LocalEngine | None" = None
     wants_notices: bool = False
+    follows: bool = False
     detaching: bool = False
     gone: bool = False
+
+    def notify(self, op: str, body: Body) -> None:
+        """Tell the process; one that does not take notices any more is sent away."""
+        try:
+            if self.session is not None:
+                self.session.notify(op, body)
+        except KVBusError as error:
+            log.error("engine.unresponsive", engine_id=self.engine_id, error=error.message)
+            self.connection.hang_up()
 
 
 @dataclass(slots=True, eq=False)
@@ -100,6 +111,12 @@ class LocalEngine:
     def ready(self) -> bool:
         """Whether this is its home, and all of its processes here are registered and alive."""
         return not self.lost and self.control is not None and self.num_missing_ranks == 0
+
+    @property
+    def follows(self) -> bool:
+        """Whether all of it can go over to a successor of its agent."""
+        is_here = self.control is not None and not self.others
+        return is_here and all(process.follows for process in self.processes)
 
     @property
     def num_missing_ranks(self) -> int:
@@ -173,20 +190,12 @@ class LocalEngine:
         return min(held, default=MAX_BLOCK_ID + 1)
 
     def notify(self, notice: Message) -> None:
-        """Tell the control process, and those that asked for it.
-
-        One that does not take notices any more is sent away.
-        """
+        """Tell the control process, and those that asked for it."""
         if self.lost or self.control is None:
             return
         body = to_body(notice)
         for process in [each for each in self.processes if each.wants_notices]:
-            try:
-                if process.session is not None:
-                    process.session.notify(notice.op, body)
-            except KVBusError as error:
-                log.error("engine.unresponsive", engine_id=self.engine_id, error=error.message)
-                process.connection.hang_up()
+            process.notify(notice.op, body)
 
 
 def _memory_id(rank_boots: Mapping[int, str]) -> str:

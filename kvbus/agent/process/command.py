@@ -6,12 +6,14 @@ Read by argparse: the import of typer is a fifth of the time that an agent takes
 import sys
 from argparse import ArgumentParser
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
 import anyio
 import structlog
 
+from kvbus.agent.process.addresses import BINDS, check_room_beside
 from kvbus.agent.process.config import AgentConfig, commented_default, load_config
 from kvbus.agent.process.logs import configure_logs
 from kvbus.agent.process.run import run_agent
@@ -44,6 +46,12 @@ def agent_command(
         "config", type=Path, nargs="?", metavar="CONFIG.toml", help="the agent's configuration"
     )
     parser.add_argument(
+        "--replace",
+        action="store_true",
+        help="take over from the agent that runs with this configuration, if there is one, without "
+        "a loss to its engines; it ends by itself",
+    )
+    parser.add_argument(
         "--print-config", action="store_true", help="print a commented default and exit"
     )
 
@@ -57,16 +65,24 @@ def agent_command(
         elif options.config is None:
             parser.error(f"no config given; make one with: {name} --print-config > {role}.toml")
         else:
-            _run(role, config_kind, make_service, options.config)
+            _run(role, config_kind, make_service, options.config, replaces=options.replace)
 
     return command
 
 
 def _run(
-    role: AgentRole, config_kind: type[C], make_service: Callable[[Agent, C], Service], path: Path
+    role: AgentRole,
+    config_kind: type[C],
+    make_service: Callable[[Agent, C], Service],
+    path: Path,
+    *,
+    replaces: bool,
 ) -> None:
     try:
         config = load_config(config_kind, path)
+        if replaces:
+            for key in BINDS:
+                check_room_beside(getattr(config, key), key=key)
     except ConfigError as error:
         raise SystemExit(_complain(error, status=2)) from error
     boot = new_boot_id()
@@ -75,7 +91,8 @@ def _run(
     )
     failures: list[KVBusError] = []
     try:
-        anyio.run(run_agent, role, config, boot, lambda agent: make_service(agent, config))
+        run = partial(run_agent, replaces=replaces)
+        anyio.run(run, role, config, boot, lambda agent: make_service(agent, config))
     except* KVBusError as errors:
         failures = leaves(errors)
     for failure in failures:

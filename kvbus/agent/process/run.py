@@ -16,6 +16,7 @@ from kvbus.agent.process.data_plane import choose_interfaces, has_rdma, restrict
 from kvbus.agent.process.runtime import Runtime, ServiceFactory
 from kvbus.agent.staging.devices import StagingDevices
 from kvbus.bus import new_context
+from kvbus.memory.attach.seat import Seat
 from kvbus.protocol.engine import AgentRole
 from kvbus.transport import Transport, TransportLimits
 
@@ -26,9 +27,17 @@ HERE_BYTES = 256 << 10
 
 
 async def run_agent(
-    role: AgentRole, config: AgentConfig, boot: str, make_service: ServiceFactory
+    role: AgentRole,
+    config: AgentConfig,
+    boot: str,
+    make_service: ServiceFactory,
+    *,
+    replaces: bool = False,
 ) -> None:
-    """Run an agent until SIGTERM or SIGINT; raises `ConfigError` when it cannot start."""
+    """Run an agent until SIGTERM or SIGINT; raises `ConfigError` when it cannot start.
+
+    One that ``replaces`` starts beside the agent that runs, and then has that one hand over.
+    """
     loop = asyncio.get_running_loop()
     loop.set_exception_handler(_log_loop_failure)
     access = Access.open(config)
@@ -40,12 +49,22 @@ async def run_agent(
     try:
         with (
             anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals,
+            Seat.take(config.runtime_path) as seat,
             new_context() as context,
         ):
             staging = await StagingDevices.open(config, transport)
             async with anyio.create_task_group() as tasks:
                 runtime = Runtime(
-                    role, config, boot, transport, tasks, staging, interfaces, access=access
+                    role,
+                    config,
+                    boot,
+                    seat,
+                    transport,
+                    tasks,
+                    staging,
+                    interfaces,
+                    access=access,
+                    replaces=replaces,
                 )
                 runtime.bus_errors.install()  # until the process ends; UCX has its handler by now
                 await runtime.start(context, make_service)

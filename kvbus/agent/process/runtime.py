@@ -1,15 +1,13 @@
-"""The life of an agent process: sockets up, service running, drained and stopped by a signal.
+"""The parts of an agent process, wired: sockets up, service running, the place taken.
 
-Refuses to know offers or fetches. A second signal ends the drain at once.
+Refuses to know offers or fetches.
 """
 
 import asyncio
-import signal
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import anyio
 import structlog
 from anyio.abc import TaskGroup
 
@@ -17,28 +15,36 @@ from kvbus.agent.engines.directory import EngineDirectory
 from kvbus.agent.engines.local_engine import LocalEngine
 from kvbus.agent.engines.memory_return import MemoryReturn
 from kvbus.agent.process.access import Access
+from kvbus.agent.process.addresses import advertised
 from kvbus.agent.process.bus_readings import BUS_READINGS, bus_readings
-from kvbus.agent.process.config import AgentConfig, advertised
+from kvbus.agent.process.config import AgentConfig
 from kvbus.agent.process.connection_bounds import ConnectionBounds
 from kvbus.agent.process.data_plane import DataPlane
+from kvbus.agent.process.ending import Ending, Signals
+from kvbus.agent.process.handover import OPS, Answer, Handover
 from kvbus.agent.process.identity import AgentIdentity
-from kvbus.agent.process.metrics import AgentMetrics, MetricsPage
+from kvbus.agent.process.metrics import AgentMetrics
+from kvbus.agent.process.metrics_pages import MetricsPages
 from kvbus.agent.process.refusals import Refusals
 from kvbus.agent.process.service import Agent, Service
+from kvbus.agent.process.takeover import Predecessor, take_over
 from kvbus.agent.staging.devices import StagingDevices
 from kvbus.bus import BusContext, Call, EventPublisher, RequestServer
 from kvbus.errors import ErrorCode, KVBusError
 from kvbus.memory.attach import AttachConnection, AttachServer
+from kvbus.memory.attach.seat import Seat
 from kvbus.memory.bus_errors import BusErrors
 from kvbus.protocol.engine import AgentRole, AwaitReady, Detach, Register
+from kvbus.protocol.handover import HandOver
 from kvbus.protocol.peer import AgentStatus, EngineEvent, Status
 from kvbus.transport import Transport
 
 log = structlog.get_logger()
 
-AttachHandler = Callable[[AttachConnection, dict[str, Any], list[int]], Awaitable[dict[str, Any]]]
+AttachHandler = Callable[[AttachConnection, dict[str, Any], list[int]], Awaitable[Answer]]
 ServiceFactory = Callable[[Agent], Service]
-FLUSH_S, MOST_FLUSHES = 0.2, 25
+WAIT_FOR_DRAIN = 2
+"""An agent has its drain timeout for its engines to go over, and again for what did not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,22 +58,25 @@ class _Sockets:
 
 @dataclass(slots=True)
 class Runtime:
-    """The parts of one running agent, wired."""
+    """The parts of one running agent, wired; it takes over from another if it ``replaces``."""
 
     role: AgentRole
     config: AgentConfig
     boot: str
+    seat: Seat
     transport: Transport
     tasks: TaskGroup
     staging: StagingDevices
     interfaces: tuple[str, ...]
     bus_errors: BusErrors = field(default_factory=BusErrors)
     access: Access = field(default_factory=Access)
+    replaces: bool = False
     metrics: AgentMetrics = field(default_factory=AgentMetrics)
-    draining: bool = False
     _service: Service | None = None
     _agent: Agent | None = None
-    _metrics_page: MetricsPage | None = None
+    _handover: Handover | None = None
+    _ending: Ending | None = None
+    _predecessor: Predecessor | None = None
 
     @property
     def service(self) -> Service:
@@ -84,10 +93,9 @@ class Runtime:
         return self._agent
 
     @property
-    def num_unacknowledged(self) -> int:
-        """How many notices no engine has acknowledged yet; only asked after `start`."""
-        server = self.agent.engines.server
-        return server.num_unacknowledged if server is not None else 0
+    def draining(self) -> bool:
+        """Whether it takes nothing new any more."""
+        return self._ending is not None and self._ending.is_draining
 
     async def start(self, context: BusContext, make_service: ServiceFactory) -> None:
         """Bind every socket, then let engines in."""
@@ -102,15 +110,26 @@ class Runtime:
             on_ready=self._on_engine_ready,
             on_lost=self._on_engine_lost,
         )
-        attach = await self._listen(engines)
+        attach = self._attach_server(engines)
+        if not self.replaces:
+            await self.tasks.start(attach.serve)
         self.access.start(context, self.tasks, lines_s=self.config.max_refusal_lines_s)
         watch = ConnectionBounds(context, self.config)
         sockets = self._bind(context, engines, watch)
-        if self.config.metrics_bind:
-            self._metrics_page = self.metrics.serve(self.config.metrics_bind)
-        self._agent = self._assemble(context, engines, sockets)
+        page = MetricsPages(self.metrics, self.config.metrics_bind, self.tasks)
+        if not self.replaces:
+            page.serve()
+        self._agent = self._assemble(context, engines, sockets, page)
         self._service = make_service(self._agent)
         engines.server, engines.identity = sockets.engine, self._agent.identity
+        self._handover = Handover(self._agent.identity, engines, attach, page)
+        self._ending = Ending(
+            self._service,
+            self._handover,
+            page,
+            self.config.drain_timeout_s,
+            lambda: sockets.engine.num_unacknowledged,
+        )
         self._take_requests(sockets)
         for owner in (sockets.engine, sockets.peer, sockets.events, watch):
             self.tasks.start_soon(owner.run)
@@ -120,24 +139,43 @@ class Runtime:
         )
         self.access.guard(sockets.peer, sockets.events, metrics=self.metrics, tasks=self.tasks)
         self.agent.data_plane.check()
+        if self.replaces:
+            await self._take_over(attach)
+            page.serve()
         self._log_started()
 
-    async def _listen(self, engines: EngineDirectory) -> AttachServer:
-        attach = AttachServer(
+    async def _take_over(self, attach: AttachServer) -> None:
+        """Take the place of the agent that runs, or the one that is free."""
+        wanted = HandOver(agent_id=self.config.agent_id, role=self.role, agent_boot=self.boot)
+        within_s = WAIT_FOR_DRAIN * self.config.drain_timeout_s
+        before = await take_over(self.config.attach_path, wanted, within_s=within_s)
+        self._predecessor = before
+        if before is None:
+            await self.tasks.start(attach.serve)
+            return
+        await self.tasks.start(attach.serve, before.place)
+        self.tasks.start_soon(self._await_end, before)
+
+    async def _await_end(self, before: Predecessor) -> None:
+        if self._handover is not None:
+            self._handover.is_refused = "the agent waits for the end of the one that it replaced"
+            await before.watch()
+            self._handover.is_refused = ""
+
+    def _attach_server(self, engines: EngineDirectory) -> AttachServer:
+        return AttachServer(
             self.config.attach_path,
             self._on_attach_message(engines),
-            engines.on_attach_closed,
+            self._on_attach_closed(engines),
             max_connections=self.config.max_engine_processes,
             max_process_connections=self.config.max_process_connections,
         )
-        await self.tasks.start(attach.serve)
-        return attach
 
     def _bind(
         self, context: BusContext, engines: EngineDirectory, watch: ConnectionBounds
     ) -> _Sockets:
         config = self.config
-        engine_endpoint = f"ipc://{config.runtime_path}/engine.sock"
+        engine_endpoint = f"ipc://{self.seat.folder}/engine.sock"
         return _Sockets(
             engine=self._server(context, engine_endpoint, gate=engines.admit),
             peer=self._server(
@@ -157,14 +195,21 @@ class Runtime:
             ),
         )
 
-    def _assemble(self, context: BusContext, engines: EngineDirectory, sockets: _Sockets) -> Agent:
+    def _assemble(
+        self,
+        context: BusContext,
+        engines: EngineDirectory,
+        sockets: _Sockets,
+        page: MetricsPages,
+    ) -> Agent:
+        host = self.config.advertise_host
         identity = AgentIdentity(
             agent_id=self.config.agent_id,
             boot=self.boot,
             role=self.role,
             engine_endpoint=sockets.engine.endpoint,
-            peer_endpoint=advertised(self.config, sockets.peer.endpoint),
-            events_endpoint=advertised(self.config, sockets.events.endpoint),
+            peer_endpoint=advertised(host, sockets.peer.endpoint),
+            events_endpoint=advertised(host, sockets.events.endpoint),
             server_key=self.access.server_key,
         )
         return Agent(
@@ -177,17 +222,18 @@ class Runtime:
             tasks=self.tasks,
             loop=asyncio.get_running_loop(),
             staging=self.staging,
-            data_plane=self._data_plane(sockets),
+            data_plane=self._data_plane(sockets, page),
+            folder=self.seat.folder,
             access=self.access,
             bus_errors=self.bus_errors,
         )
 
-    def _data_plane(self, sockets: _Sockets) -> DataPlane:
+    def _data_plane(self, sockets: _Sockets, page: MetricsPages) -> DataPlane:
         """The ports that UCX must not have outside of its interfaces; our own are not UCX's."""
         ours = (sockets.peer.endpoint, sockets.events.endpoint)
         ports = {int(endpoint.rpartition(":")[2]) for endpoint in ours}
-        if self._metrics_page is not None:
-            ports.add(self._metrics_page.port)
+        if page.port is not None:
+            ports.add(page.port)
         return DataPlane(self.interfaces, frozenset(ports))
 
     def _log_started(self) -> None:
@@ -200,36 +246,14 @@ class Runtime:
             metrics=self.config.metrics_bind,
             server_key=self.access.server_key,
             data=self.agent.data_plane.endpoints(),
+            predecessor=self._predecessor.boot if self._predecessor is not None else "",
         )
 
-    async def stop_when_told(self, signals: AsyncIterator[signal.Signals]) -> None:
-        """Wait for a signal, drain, and end what the drain did not; a second signal ends that."""
-        received = await anext(signals)
-        log.info("agent.draining", signal=received.name, timeout_s=self.config.drain_timeout_s)
-        self.draining = True
-        self.service.start_draining()
-        async with anyio.create_task_group() as race:
-            race.start_soon(self._drain, race)
-            await anext(signals)
-            race.cancel_scope.cancel()
-        left = {name: count for name, count in self.service.counts().items() if count}
-        self.service.stop()
-        if self._metrics_page is not None:
-            await anyio.to_thread.run_sync(self._metrics_page.stop)
-        await self._flush()
-        log.info("agent.drained", left=left)
-
-    async def _flush(self) -> None:
-        """What was just said has to leave the sockets; an engine that lives has heard of it."""
-        for _ in range(MOST_FLUSHES):
-            await anyio.sleep(FLUSH_S)
-            if not self.num_unacknowledged:
-                return
-
-    async def _drain(self, race: TaskGroup) -> None:
-        with anyio.move_on_after(self.config.drain_timeout_s):
-            await self.service.drained()
-        race.cancel_scope.cancel()
+    async def stop_when_told(self, signals: Signals) -> None:
+        """Wait until it is to end, drain, and end what the drain did not."""
+        if self._ending is not None:
+            await self._ending.wait(signals)
+            await self._ending.drain(signals)
 
     def _server(self, context: BusContext, endpoint: str, **options: Any) -> RequestServer:
         refusals = Refusals(self.metrics, lines_s=self.config.max_refusal_lines_s)
@@ -260,8 +284,10 @@ class Runtime:
 
         async def answer(
             connection: AttachConnection, message: dict[str, Any], fds: list[int]
-        ) -> dict[str, Any]:
+        ) -> Answer:
             try:
+                if message.get("op") in OPS and self._handover is not None:
+                    return await self._handover.answer(connection, message)
                 return await engines.on_attach_message(connection, message, fds)
             except KVBusError as error:
                 refusals.note(str(message.get("op")), f"pid {connection.peer.pid}", error)
@@ -269,13 +295,21 @@ class Runtime:
 
         return answer
 
+    def _on_attach_closed(self, engines: EngineDirectory) -> Callable[[AttachConnection], None]:
+        def forget(connection: AttachConnection) -> None:
+            engines.on_attach_closed(connection)
+            if self._handover is not None:
+                self._handover.on_closed(connection)
+
+        return forget
+
     def _register(self, wanted: Register, call: Call) -> None:
         if self.draining:
             raise KVBusError("the agent is draining", code=ErrorCode.DRAINING)
         self.agent.engines.register(wanted, call)
 
     def _answer_status(self, asked: Status, call: Call) -> None:
-        engines = self.agent.engines.engines
+        engines, before = self.agent.engines.engines, self._predecessor
         call.reply(
             AgentStatus(
                 agent_id=self.config.agent_id,
@@ -286,6 +320,8 @@ class Runtime:
                 data_endpoints=tuple(self.agent.data_plane.endpoints()),
                 story=tuple(self.service.story(asked)),
                 sharing=self.service.sharing(),
+                successor=self._handover.successor if self._handover is not None else "",
+                predecessor=before.peer_endpoint if before is not None and before.is_there else "",
             )
         )
 

@@ -5,6 +5,7 @@ Refuses sockets and threads: they are the runtime's, handed over in `Agent`.
 
 import asyncio
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Protocol
 
 from anyio.abc import TaskGroup
@@ -25,7 +26,7 @@ from kvbus.transport import Transport
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """What a service may use of its agent."""
+    """What a service may use of its agent; ``folder`` is for sockets of its own."""
 
     identity: AgentIdentity
     transport: Transport
@@ -39,6 +40,7 @@ class Agent:
     data_plane: DataPlane
     access: Access
     bus_errors: BusErrors
+    folder: Path
 
 
 class Service(Protocol):

@@ -5,6 +5,7 @@ to the agent.
 """
 
 import asyncio
+from collections.abc import Awaitable
 from concurrent.futures import Future
 from typing import Self
 
@@ -58,7 +59,12 @@ class BlockingHostPrefill:
         of the calls.
         """
         copied = {name: table.array() for name, table in block_tables(block_ids).items()}
-        return self._session.start(lambda: offer.save(num_tokens, copied))
+
+        def save() -> Awaitable[None]:
+            self._host.session = self._session.session
+            return offer.save(num_tokens, copied)
+
+        return self._session.start(save)
 
 
 class BlockingHostDecode:

@@ -1,15 +1,16 @@
 """Owns the place of an attach socket in the file system: its lock, its file.
 
-Refuses a path that Linux cannot hold, and to take the place of an agent that lives.
+Refuses a path that Linux cannot hold, and to take the place of an agent that lives: it has to hand
+it over.
 """
 
 import fcntl
 import os
 import socket
 import stat
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
+from typing import IO, Self
 
 from kvbus.errors import ConfigError
 from kvbus.memory.attach.folder import prepare_folder
@@ -18,20 +19,57 @@ MAX_PATH_BYTES = 107  # sun_path without its NUL
 _BACKLOG = 64
 
 
-@contextmanager
-def listening_socket(path: Path) -> Iterator[socket.socket]:
-    """Listen at the path with mode 0600, in a directory made with 0700; remove the file at the end.
+class AttachPlace:
+    """A socket that listens at a path, and the lock beside it; given back at the end of ``with``.
 
-    A lock file beside it, which the kernel unlocks when its owner dies, tells a dead agent's socket
-    file, which is replaced, from a living one's. Raises ``ConfigError``.
+    Both can be handed over to another process, which shares them then. The file stays at the end
+    while ``is_shared``.
     """
-    check_path_length(path)
-    prepare_folder(path.parent)
-    with _lock(path), _bind(path) as listener:
+
+    def __init__(self, path: Path, listener: socket.socket, lock: IO[bytes]) -> None:
+        self.path, self.listener, self._lock = path, listener, lock
+        self.is_shared = False
+
+    @classmethod
+    def take(cls, path: Path) -> Self:
+        """Listen at the path with mode 0600, in a directory made with 0700.
+
+        A lock file beside it, which the kernel unlocks when its owners are dead, tells a dead
+        agent's socket file, which is replaced, from a living one's. Raises ``ConfigError``.
+        """
+        check_path_length(path)
+        prepare_folder(path.parent)
+        lock = lock_file(path.with_name(path.name + ".lock"))
+        if lock is None:
+            raise _in_use(path)
         try:
-            yield listener
-        finally:
-            path.unlink(missing_ok=True)
+            return cls(path, _bind(path), lock)
+        except BaseException:
+            lock.close()
+            raise
+
+    @classmethod
+    def of_fds(cls, path: Path, fds: list[int]) -> Self:
+        """The place of another process, from what its `fds` gave; takes the descriptors."""
+        lock_fd, listener_fd = fds.pop(), fds.pop()
+        return cls(path, socket.socket(fileno=listener_fd), os.fdopen(lock_fd, "ab"))
+
+    def fds(self) -> list[int]:
+        """Copies of its descriptors, to be handed over; the caller's to close."""
+        return [os.dup(self.listener.fileno()), os.dup(self._lock.fileno())]
+
+    def listen(self) -> None:
+        """Be the process that who connects from now on sees at the other end (SO_PEERCRED)."""
+        self.listener.listen(_BACKLOG)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Listen no more; remove the file, unless another process listens there."""
+        with self._lock, self.listener:
+            if not self.is_shared:
+                self.path.unlink(missing_ok=True)
 
 
 def check_path_length(path: Path) -> None:
@@ -44,19 +82,21 @@ def check_path_length(path: Path) -> None:
         )
 
 
-@contextmanager
-def _lock(path: Path) -> Iterator[None]:
-    lock_path = path.with_name(path.name + ".lock")  # stays: removing it would race with its taker
+def lock_file(path: Path) -> IO[bytes] | None:
+    """The file at the path, made and locked until it is closed; None when another has the lock.
+
+    It stays when it is closed: removing it would race with who takes it next.
+    """
     try:
-        lock_file = lock_path.open("ab")
+        opened = path.open("ab")
     except OSError as error:
-        raise ConfigError(f"cannot make the lock file {lock_path}: {error.strerror}") from error
-    with lock_file:
-        try:
-            fcntl.flock(lock_file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise _in_use(path) from error
-        yield
+        raise ConfigError(f"cannot make the lock file {path}: {error.strerror}") from error
+    try:
+        fcntl.flock(opened, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        opened.close()
+        return None
+    return opened
 
 
 def _bind(path: Path) -> socket.socket:
@@ -92,4 +132,7 @@ def _remove_stale_file(path: Path) -> None:
 
 
 def _in_use(path: Path) -> ConfigError:
-    return ConfigError(f"another agent is alive at {path}: stop it, or choose another path")
+    return ConfigError(
+        f"another agent is alive at {path}: stop it, take over from it with --replace, or choose "
+        "another path"
+    )

@@ -20,7 +20,7 @@ from kvbus.errors import ErrorCode, KVBusError, LocalError, ProtocolError
 from kvbus.memory.attach import wire
 from kvbus.memory.attach.channel import FrameChannel, close_fds
 from kvbus.memory.attach.identity import PeerIdentity
-from kvbus.memory.attach.path import listening_socket
+from kvbus.memory.attach.path import AttachPlace
 
 _ACCEPT_PAUSE_S = 0.1
 
@@ -45,6 +45,8 @@ class AttachConnection(FrameChannel):
     def __init__(self, accepted: socket.socket, *, frame_timeout_s: float) -> None:
         super().__init__(accepted, frame_timeout_s=frame_timeout_s)
         self.peer = PeerIdentity.of(accepted)
+        self.has_ended = False
+        """Whether the other side has ended it, or broke the format; not when the server stops."""
 
 
 class PassingAnswer(NamedTuple):
@@ -59,7 +61,7 @@ Handler = Callable[[AttachConnection, dict[str, Any], list[int]], Awaitable[Answ
 
 
 class AttachServer:
-    """Listens at ``path`` while ``serve`` runs.
+    """Listens at ``path`` while ``serve`` runs, or at a place that was handed over to it.
 
     ``on_message(connection, message, fds)`` returns the answer, or raises a ``KVBusError`` that
     becomes the error reply. It owns the descriptors that it takes out of the
@@ -89,25 +91,59 @@ class AttachServer:
         self._max_process_connections = max_process_connections
         self._frame_timeout_s = frame_timeout_s
         self._connections: set[AttachConnection] = set()
+        self.place: AttachPlace | None = None
+        self._tasks: TaskGroup | None = None
+        self._accepting: anyio.CancelScope | None = None
+        self._resumed = anyio.Event()
 
-    async def serve(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
+    async def serve(
+        self,
+        place: AttachPlace | None = None,
+        *,
+        task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED,
+    ) -> None:
         """Serve until cancelled; started once clients can connect. Raises ``ConfigError``."""
-        with listening_socket(self.path) as listener:
-            async with anyio.create_task_group() as tasks:
+        with place or AttachPlace.take(self.path) as self.place:
+            async with anyio.create_task_group() as self._tasks:
                 task_status.started()
                 while True:
-                    await self._accept_one(listener, tasks)
+                    with anyio.CancelScope() as self._accepting:
+                        await self._accept_all(self.place.listener)
+                    await self._resumed.wait()
 
-    async def _accept_one(self, listener: socket.socket, tasks: TaskGroup) -> None:
-        await anyio.wait_readable(listener)
-        try:
-            accepted, _ = listener.accept()
-        except (BlockingIOError, ConnectionAbortedError):
+    # Who connects sees the process that has called `listen` last (SO_PEERCRED), and waits in the
+    # socket's queue for whoever accepts. So who takes a place over calls `listen` first. Those in
+    # the queue by then belong to who has accepted here so far, who takes them, and stops.
+    def pause(self) -> None:
+        """Let those in who connected so far, and nobody else."""
+        if self.place is None or self._tasks is None or self._accepting is None:
             return
-        except OSError as error:  # out of descriptors or memory: readable at once again
-            log.warning("attach.accept_failed", error=str(error))
-            await anyio.sleep(_ACCEPT_PAUSE_S)
-            return
+        self._resumed = anyio.Event()
+        self._accepting.cancel()
+        with suppress(OSError):
+            while True:
+                self._let_in(self.place.listener.accept()[0], self._tasks)
+
+    def resume(self) -> None:
+        """Let them in again after `pause`."""
+        if self.place is not None:
+            self.place.listen()
+        self._resumed.set()
+
+    async def _accept_all(self, listener: socket.socket) -> None:
+        while self._tasks is not None:
+            await anyio.wait_readable(listener)
+            try:
+                accepted, _ = listener.accept()
+            except (BlockingIOError, ConnectionAbortedError):
+                continue
+            except OSError as error:  # out of descriptors or memory: readable at once again
+                log.warning("attach.accept_failed", error=str(error))
+                await anyio.sleep(_ACCEPT_PAUSE_S)
+                continue
+            self._let_in(accepted, self._tasks)
+
+    def _let_in(self, accepted: socket.socket, tasks: TaskGroup) -> None:
         connection = AttachConnection(accepted, frame_timeout_s=self._frame_timeout_s)
         if (refusal := self._refusal(connection.peer)) is not None:
             with accepted, suppress(OSError):  # a fresh socket's buffer takes a small frame whole
@@ -151,6 +187,7 @@ class AttachServer:
             with suppress(anyio.EndOfStream, OSError):
                 while await self._answer_one(connection):
                     pass
+            connection.has_ended = True
         finally:
             connection.close()
             self._connections.discard(connection)

@@ -12,6 +12,7 @@ import anyio
 import structlog
 
 from kvbus.agent.engines.local_engine import LocalEngine
+from kvbus.agent.process.config import MEMORY_SOCKET
 from kvbus.agent.process.machine import machine_id, sharing
 from kvbus.agent.process.refusals import Refusals
 from kvbus.agent.process.service import Agent
@@ -45,7 +46,7 @@ class MemoryLender:
         self._refusals = Refusals(agent.metrics, lines_s=config.max_refusal_lines_s)
         self._closed = "closed by the prefill agent's config (mapped = false)"
         self._server = AttachServer(
-            config.memory_path,
+            agent.folder / MEMORY_SOCKET,
             self._answer,
             self._end,
             max_connections=MAX_CONNECTIONS,
