@@ -14,6 +14,9 @@ NEW_ENOUGH := $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 TEST_PROCESSES ?= 2
 SEED ?= 1
 MINUTES ?= 1
+HANDOFFS ?= 1000000
+AGENTS ?= 100
+LOSS ?= 0.01
 PYTEST := $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 CONSTRAINTS_VLLM := $(VENV_VLLM)/constraints.txt
@@ -23,7 +26,7 @@ PIP_VLLM := $(BIN_VLLM)/pip install --quiet --disable-pip-version-check --constr
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo chaos test test-long test-vllm check format bench docs clean
+.PHONY: help venv demo chaos simulate test test-long test-vllm check format bench docs clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 12
@@ -72,6 +75,9 @@ chaos: $(INSTALLED) $(KERNEL) ## Kill, stop and cut agents and engines under loa
 
 test-vllm: $(INSTALLED_VLLM) ## Run the tests with real vLLM servers (needs x86-64, 10 GB of memory)
 	$(BIN_VLLM)/python -m pytest tests/vllm
+
+simulate: $(INSTALLED) ## Simulate handoffs, no socket: SEED=1 HANDOFFS=1000000 AGENTS=100 LOSS=0.01
+	@$(BIN)/python -m tests.simulator --seed $(SEED) --handoffs $(HANDOFFS) --agents $(AGENTS) --loss $(LOSS)
 
 check: $(INSTALLED) ## Lint, format, types, and the import rule
 	$(BIN)/ruff check .
