@@ -26,7 +26,7 @@ PIP_VLLM := $(BIN_VLLM)/pip install --quiet --disable-pip-version-check --constr
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo chaos simulate test test-long test-vllm check format bench docs clean
+.PHONY: help venv demo test test-long chaos mutants simulate test-vllm check format bench docs clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 12
@@ -72,6 +72,9 @@ test-long: $(INSTALLED) $(KERNEL) ## Run all tests, with more examples and shape
 
 chaos: $(INSTALLED) $(KERNEL) ## Kill, stop and cut agents and engines under load: SEED=1 MINUTES=20
 	@$(BIN)/python -m tests.chaos --seed $(SEED) --minutes $(MINUTES)
+
+mutants: $(INSTALLED) $(KERNEL) ## Break the code in known ways: a test and a chaos run must see each
+	@$(BIN)/python -m tests.mutants
 
 test-vllm: $(INSTALLED_VLLM) ## Run the tests with real vLLM servers (needs x86-64, 10 GB of memory)
 	$(BIN_VLLM)/python -m pytest tests/vllm

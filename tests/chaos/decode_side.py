@@ -125,7 +125,7 @@ class DecodeSide:
         more["zero_tail"] = order["zero_tail"]
         if self._host is not None:
             return functools.partial(self._host.fetch, order["ticket"], **more)
-        more["piece_tokens"] = order["piece_tokens"]
+        more |= {"piece_tokens": order["piece_tokens"], "fetch_id": order["fetch_id"]}
         return functools.partial(self._control.fetch, order["ticket"], **more)
 
     async def _freed(self, fetch: Any) -> bool:

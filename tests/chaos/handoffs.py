@@ -7,7 +7,8 @@ readers, offers that grow, that live for milliseconds only, tickets that were al
 import asyncio
 import base64
 import time
-from dataclasses import dataclass
+import uuid
+from dataclasses import dataclass, field
 from itertools import count
 from random import Random
 from typing import Any
@@ -38,7 +39,10 @@ OVERDUE_S = 5.0
 ROOM_S = 2.0
 HOLD_S = 20.0
 """The longest that one reader may keep an offer (`max_hold_s`)."""
-LONGEST_ACT_S = 0.08
+REPLY_S, FREE_S = 40.0, 60.0
+LOOK_S = 0.5
+SOONEST_S, LATEST_S = 0.002, 1.0
+"""After so long a handoff is withdrawn or cancelled: a read is met on slow machines and fast."""
 EXCUSED = ("lost", "silent")
 
 
@@ -76,12 +80,23 @@ def draw_handoff(random: Random) -> Draw:
         first_token=random.randrange(tokens) if kind == "partial" else 0,
         ttl_s=random.uniform(0.001, 0.2) if kind == "short_lived" else random.uniform(4.0, 10.0),
         timeout_s=random.choice([3.0, 6.0, 10.0]),
-        act_after_s=random.uniform(0.0, LONGEST_ACT_S),
+        act_after_s=SOONEST_S * (LATEST_S / SOONEST_S) ** random.random(),
         releases=random.random() < 0.5,
         zero_tail=random.random() < 0.3,
         piece_tokens=random.choice([0, 0, 128]),
         steps=steps,
     )
+
+
+@dataclass(frozen=True)
+class Wait:
+    """What must come from whom, ``within_s``; ``about`` is what its agent is asked when late."""
+
+    engine: Engine
+    what: str
+    within_s: float
+    kind: str
+    about: dict[str, str] = field(default_factory=dict)
 
 
 class Handoffs:
@@ -115,14 +130,15 @@ class Handoffs:
         ends = await asyncio.gather(*fetches)
         if "completed" not in [end["outcome"] for end in ends]:
             source.tell({"do": "withdraw", "offer": key})
-        over = await self._in_time(
-            source, offer["asked"].ended, f"offer {key}", draw.ttl_s + 2 * HOLD_S, "offer"
-        )
         offer_id = offer["made"]["offer_id"]
-        self._judge(key, draw, over, ends, source=source, offer_id=offer_id)
+        about = {"offer_id": offer_id}
+        wait = Wait(source, f"offer {key}", draw.ttl_s + 2 * HOLD_S, "offer", about)
+        over = await self._in_time(offer["asked"].ended, wait)
+        await self._judge(key, draw, over, ends, source=source, offer_id=offer_id)
 
     async def _made(self, source: Engine, asked: Asked, draw: Draw) -> dict[str, Any] | None:
-        made = await self._in_time(source, asked.made, "an offer's reply", 40.0, "reply")
+        wait = Wait(source, "an offer's reply", REPLY_S, "reply")
+        made = await self._in_time(asked.made, wait)
         if "ticket" not in made:
             self._ledger.codes[f"offer {made.get('code') or 'gone'}"] += 1
             return None
@@ -151,6 +167,7 @@ class Handoffs:
             "zero_tail": draw.zero_tail,
             "piece_tokens": draw.piece_tokens,
             "hold_s": draw.act_after_s,
+            "fetch_id": uuid.uuid4().hex,
         }
         asked = target.ask(key, order)
         self._ledger.count("fetches")
@@ -158,11 +175,13 @@ class Handoffs:
             await asyncio.sleep(draw.act_after_s)
             cancel = {"do": "cancel", "fetch": key, "release_offer": draw.releases}
             target.tell(cancel)
-        what = f"fetch {key} of offer {offer}"
-        end = await self._in_time(target, asked.ended, what, draw.timeout_s + ROOM_S, "fetch")
+        what, about = f"fetch {key} of offer {offer}", {"fetch_id": order["fetch_id"]}
+        wait = Wait(target, what, draw.timeout_s + ROOM_S, "fetch", about)
+        end = await self._in_time(asked.ended, wait)
         self._note_fetch(end, draw)
         ended = time.monotonic()
-        await self._in_time(target, asked.freed, f"the blocks of {what}", 60.0, "blocks")
+        wait = Wait(target, f"the blocks of {what}", FREE_S, "blocks", about)
+        await self._in_time(asked.freed, wait)
         self._ledger.note_longest("quarantine", time.monotonic() - ended)
         return {**end, "agent": self._world.agent_of(target), "took_s": ended - started}
 
@@ -177,7 +196,7 @@ class Handoffs:
         else:
             self._ledger.codes[f"{end['stage']} {end['code']}"] += 1
 
-    def _judge(
+    async def _judge(
         self, key: int, draw: Draw, over: Told, ends: list[Told], *, source: Engine, offer_id: str
     ) -> None:
         """Compare how an offer ended with how its fetches did."""
@@ -196,29 +215,28 @@ class Handoffs:
             self._ledger.count("consumed_while_cut")
             return
         self._ledger.count("consumed_without_fetch")
-        stories = [self._world.story(end["agent"], fetch_id=end["fetch_id"])
-                   for end in ends if end.get("fetch_id")]  # fmt: skip
-        stories.append(self._world.story(self._world.agent_of(source), offer_id=offer_id))
+        stories = [await self._world.story(self._world.agent_of(source), offer_id=offer_id)]
+        for end in ends:
+            stories.append(await self._world.story(end["agent"], fetch_id=end["fetch_id"]))
         self._ledger.consumed.append({"offer": key, "kind": draw.kind, "stories": stories})
 
-    async def _in_time(
-        self, engine: Engine, future: "asyncio.Future[Told]", what: str, within_s: float, kind: str
-    ) -> Told:
+    async def _in_time(self, future: "asyncio.Future[Told]", wait: Wait) -> Told:
         """The answer, which must come in time; nobody has time while it is stopped."""
-        started = time.monotonic()
-        agent = self._world.agent_of(engine)
-        told = False
+        started, is_told = time.monotonic(), False
+        agent = self._world.agent_of(wait.engine)
+        clocks = (wait.engine.stops, self._world.stops[agent], self._world.lag)
         while not future.done():
-            await asyncio.wait([future], timeout=0.5)
-            clocks = (engine.stops, self._world.stops[agent], self._world.lag)
+            await asyncio.wait([future], timeout=LOOK_S)
             lost_s = sum(clock.lost_s(started) for clock in clocks)
-            late_s = time.monotonic() - started - lost_s - within_s
-            if not future.done() and late_s > OVERDUE_S and not told:
-                told = True
-                self._ledger.violate("overdue", f"{what} at {engine.shape.name}, {within_s:.1f} s")
-            if told and late_s > 2 * OVERDUE_S:
+            late_s = time.monotonic() - started - lost_s - wait.within_s
+            if not future.done() and late_s > OVERDUE_S and not is_told:
+                is_told = True
+                story = await self._world.story(agent, **wait.about) if wait.about else []
+                of = f"{wait.what} at {wait.engine.shape.name}, {wait.within_s:.1f} s"
+                self._ledger.violate("overdue", of, story=story)
+            if is_told and late_s > 2 * OVERDUE_S:
                 return {"outcome": "overdue", "code": "", "stage": "", "fetch_id": ""}
-        self._ledger.note_longest(f"{kind}", time.monotonic() - started)
+        self._ledger.note_longest(wait.kind, time.monotonic() - started)
         return future.result()
 
     def _choose(self, random: Random, role: str, model: str | None) -> Engine | None:

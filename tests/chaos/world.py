@@ -43,6 +43,8 @@ DECODE = {
 TRANSPORT = {"close_timeout_s": 3.0}
 SMALL_SLICES = {"slice_bytes": 16 << 10, "slice_descriptors": 4}
 READY_WITHIN_S = 120.0
+ENDS_WITHIN_S = 60.0
+LAST_LINES = 8
 
 
 class World:
@@ -51,6 +53,7 @@ class World:
     def __init__(self, agents: Agents, setting: Setting, ledger: Ledger, seed: int) -> None:
         self.setting, self.ledger, self._agents, self._seed = setting, ledger, agents, seed
         self._tasks: list[asyncio.Task[None]] = []
+        self._stories: list[asyncio.Task[None]] = []
         self._socket = agents.folder / "world"
         self._server: asyncio.Server | None = None
         self.stops = {name: Stops() for name in AGENTS}
@@ -93,6 +96,7 @@ class World:
 
     async def close(self) -> None:
         """End everything."""
+        await asyncio.gather(*self._stories)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -103,7 +107,7 @@ class World:
         for agent in self.agents.values():
             agent.ask_to_end()
         for name, agent in self.agents.items():
-            await asyncio.to_thread(agent.end)
+            await self._end(agent)
             self._read_log(name)
         if self._server is not None:
             self._server.close()
@@ -135,19 +139,20 @@ class World:
         if kill:
             agent.kill()
         else:
-            agent.ask_to_end()
-            await asyncio.to_thread(agent.end)
+            await self._end(agent)
             if (status := agent.exit_status()) != 0:
-                self.ledger.violate("bad_end", f"{name} ended with {status} after SIGTERM")
+                said = agent.lines()[-LAST_LINES:]
+                self.ledger.violate("bad_end", f"{name} ended with {status}", log=said)
         self._read_log(name)
         await asyncio.sleep(after_s)
         agent.launch()
         await self._wait_started(name)
 
-    def story(self, agent: str, **what: str) -> list[str]:
+    async def story(self, agent: str, **what: str) -> list[str]:
         """What an agent tells of a fetch or an offer; it may be gone by now."""
+        endpoint, curve = self._peer_of(agent), self.agents[agent].curve
         try:
-            asked = ask(self._peer_of(agent), "status", what, curve=self.agents[agent].curve)
+            asked = await asyncio.to_thread(lambda: ask(endpoint, "status", what, curve=curve))
             story: list[str] = asked["ok"]["story"]
         except Exception as error:  # the violation counts, with or without its story
             return [f"no story: {error!r}"]
@@ -203,10 +208,15 @@ class World:
         agent, deadline = self.agents[name], time.monotonic() + STARTS_WITHIN_S
         while not agent.logged("agent.started"):
             if not agent.alive or time.monotonic() > deadline:
-                self.ledger.violate("not_started", name, log=agent.lines()[-8:])
+                self.ledger.violate("not_started", name, log=agent.lines()[-LAST_LINES:])
                 return
             await asyncio.sleep(LOOK_S)
         agent.started = agent.logged("agent.started")[-1]
+
+    async def _end(self, agent: AgentProcess) -> None:
+        """As its operator would, with patience: many others end at the same time."""
+        if agent.process is not None:
+            await agent.process.end_async(ENDS_WITHIN_S)
 
     def _read_log(self, name: str) -> None:
         """An agent has ended: nothing of its log may be an error."""
@@ -214,10 +224,15 @@ class World:
             self.ledger.violate("agent_trouble", f"{name}: {line}")
 
     def _tell_violation(self, told: Told) -> None:
+        self._stories.append(asyncio.create_task(self._violate(told)))
+
+    async def _violate(self, told: Told) -> None:
+        """What an engine found, with what the decode agents know of it."""
         more = {}
         if fetch_id := told.get("fetch_id"):
-            stories = [self.story(name, fetch_id=fetch_id) for name in AGENTS[2:]]
-            more["story"] = next((story for story in stories if story), [])
+            more["story"] = [
+                line for name in AGENTS[2:] for line in await self.story(name, fetch_id=fetch_id)
+            ]
         self.ledger.violate(told["what"], told["of"], **more)
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
