@@ -58,7 +58,7 @@ $(INSTALLED_VLLM): pyproject.toml constraints.txt constraints-vllm.txt tests/vll
 
 # Installing compiles it too; this is for a kernel that was changed since. Without a compiler all works
 # as well, more slowly.
-$(KERNEL): hatch_build.py kvbus/memory/copy_runs.c | $(INSTALLED)
+$(KERNEL): hatch_build.py kvbus/memory/copy_runs.c kvbus/memory/digest_pieces.c | $(INSTALLED)
 	-$(BIN)/python hatch_build.py
 
 demo: $(INSTALLED) ## Move KV between two real engines and compare the tokens

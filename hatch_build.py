@@ -1,7 +1,7 @@
-"""Compiles the copy kernel when kvbus is built or installed.
+"""Compiles the kernel that copies and digests when kvbus is built or installed.
 
 ``python hatch_build.py`` compiles it in this folder. Without a compiler the build goes on: kvbus
-then copies by numpy, which is slower.
+then copies and digests by numpy, which is slower.
 """
 
 import os
@@ -13,14 +13,15 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent / "kvbus" / "memory"
-SOURCE, LIBRARY = FOLDER / "copy_runs.c", FOLDER / "copy_runs.so"
+SOURCES, LIBRARY = (FOLDER / "copy_runs.c", FOLDER / "digest_pieces.c"), FOLDER / "copy_runs.so"
 
 
 def compile_kernel(library: Path = LIBRARY) -> str | None:
     """Compile by ``CC`` (default: cc). Returns why not, if there is none: not an old one either."""
     compiler = shlex.split(os.environ.get("CC") or "cc")
     new = library.with_suffix(f".{os.getpid()}")
-    command = [*compiler, "-O2", "-std=c99", "-shared", "-fPIC", "-o", str(new), str(SOURCE)]
+    sources = map(str, SOURCES)
+    command = [*compiler, "-O2", "-std=c99", "-shared", "-fPIC", "-o", str(new), *sources]
     library.unlink(missing_ok=True)
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
