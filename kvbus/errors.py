@@ -60,6 +60,7 @@ class ErrorCode(StrEnum):
     PEER_UNREACHABLE = "peer_unreachable"
     PEER_LOST = "peer_lost"
     TRANSFER_FAILED = "transfer_failed"
+    DIGEST_MISMATCH = "digest_mismatch"
 
 
 class KVBusError(Exception):

@@ -9,6 +9,7 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 
 from kvbus.geometry import EngineSpec, RankSpec
+from kvbus.protocol.digests import Digest
 from kvbus.protocol.engine import AgentRanks, AgentRole, Tables
 from kvbus.protocol.mapped import MemorySocket, Sharing
 from kvbus.protocol.message import (
@@ -48,6 +49,7 @@ class HandshakeDone(Message, frozen=True):
     rest, each to be shaken hands with. ``slot_bytes`` is the largest box of a `Pack`.
     ``nixl_metadata`` has one blob for each kind of memory. ``access`` is shown in what is
     asked about these ranks later. ``memory_socket`` is for an agent of the same machine.
+    ``digests`` says that `Digest` is answered.
     """
 
     protocol: int
@@ -62,6 +64,7 @@ class HandshakeDone(Message, frozen=True):
     slot_bytes: Size = 0
     others: tuple[AgentRanks, ...] = ()
     memory_socket: MemorySocket | None = None
+    digests: bool = False
 
 
 class Handshake(Request[HandshakeDone], frozen=True):
@@ -273,6 +276,7 @@ PREFILL_PEER_REQUESTS: tuple[type[Request[Any]], ...] = (
     PeerWithdraw,
     Pack,
     Unpack,
+    Digest,
     CheckMemory,
     Status,
 )

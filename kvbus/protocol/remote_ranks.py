@@ -7,6 +7,7 @@ from typing import Annotated, Any, ClassVar
 
 import msgspec
 
+from kvbus.protocol.digests import OneInOrNone
 from kvbus.protocol.engine import Ranks, Tables
 from kvbus.protocol.message import (
     Empty,
@@ -43,10 +44,14 @@ class CheckMemory(Request[Empty], frozen=True):
 
 
 class Delegated(Message, frozen=True):
-    """Reply to `Delegate`: all bytes of the chunk are in the remote ranks."""
+    """Reply to `Delegate`: all bytes of the chunk are in the remote ranks.
+
+    ``one_in`` says which of them were compared, as they were asked to be; 0: none.
+    """
 
     num_bytes: Size
     path: Text
+    one_in: OneInOrNone = 0
 
 
 class Delegate(Request[Delegated], frozen=True):
@@ -55,7 +60,8 @@ class Delegate(Request[Delegated], frozen=True):
     It is answered when nothing of it is in flight any more: it is done, failed or aborted. The home
     has the lease and confirms, and shows the decode engine's ``access``. ``memory_ids`` are those
     of the prefill agents, as the home knows them, the prefill engine's home first: an agent that
-    knows others shakes hands again.
+    knows others shakes hands again. With ``one_in`` it compares one in so many pieces of what it
+    has read, as `Digest` says.
     """
 
     op: ClassVar[str] = "delegate"
@@ -77,6 +83,7 @@ class Delegate(Request[Delegated], frozen=True):
     last: bool
     zero_tail: bool
     timeout_s: Seconds
+    one_in: OneInOrNone = 0
 
 
 class AbortDelegate(Request[Empty], frozen=True):

@@ -8,6 +8,7 @@ copy that outlives its right is seen by the bytes.
 import math
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvbus_decode.read import events as ev
 from kvbus_decode.read.entry import ReadEntry
@@ -30,6 +31,7 @@ STAGES: dict[str, tuple[Stage, ...]] = {
     "delegated": (Stage.DELEGATE,),
     "mapped": (Stage.COPY,),
     "zeroing": (Stage.COPY,),
+    "comparing": (Stage.COMPARE,),
 }
 
 
@@ -52,10 +54,15 @@ class SeenRead:
     num_bytes: int = 0
     stopped: bool = False
     stopped_at: float = math.inf
+    num_compared: int = 0
 
     @property
     def boxes(self) -> list[Box]:
         return [leg.work for leg in self.wanted.legs + self.wanted.last_legs]
+
+    @property
+    def num_to_compare(self) -> int:
+        return sum(box.kind == "comparing" for box in self.boxes)
 
 
 @dataclass
@@ -83,6 +90,8 @@ class Running:
     reads: list[ev.PostRead] = field(default_factory=list)
     copies: list[ev.StartCopy] = field(default_factory=list)
     delegates: list[ev.AskDelegate] = field(default_factory=list)
+    digests: list[ev.AskDigests] = field(default_factory=list)
+    compares: list[ev.StartCompare] = field(default_factory=list)
 
     def writers(self) -> list[Leg]:
         """Legs that may write into blocks now, whatever the table believes."""
@@ -126,6 +135,7 @@ class ReadWorld(StoryMachine):
         legs = []
         for number, (kind, source, device) in enumerate(kinds):
             first, num_readers = len(self.memory), NUM_READERS if kind == "joined" else 1
+            num_readers = 0 if kind == "comparing" else num_readers
             blocks = tuple(range(first, first + 2 * num_readers))
             self.memory |= dict.fromkeys(blocks, "old")
             content = ZEROS if kind == "zeroing" else f"{read}, box {number}"
@@ -195,17 +205,17 @@ class ReadWorld(StoryMachine):
             case ev.AskDelegate(_, leg):
                 self.check_live(leg)
                 self.running.delegates.append(command)
-            case ev.AbortRead(leg):
-                assert leg in [r.leg for r in self.running.reads]
-                self.check_aborted_once(leg)
+            case ev.AskDigests(_, leg):
+                self.check_live(leg)
+                self.running.digests.append(command)
+            case ev.StartCompare(_, leg):
+                self.check_live(leg)
+                self.check_landed(self.seen[leg.work.read])
+                self.running.compares.append(command)
             case ev.RecycleTransport():
                 self.check_quarantine()
-            case ev.AbortCopy(leg):
-                assert leg in [c.leg for c in self.running.copies]
-                self.check_aborted_once(leg)
-            case ev.StopDelegate(leg):
-                assert leg in [d.leg for d in self.running.delegates]
-                self.check_aborted_once(leg)
+            case ev.AbortRead() | ev.AbortCopy() | ev.StopDelegate():
+                self.check_abort(command)
             case ev.ChunkEnded():
                 self.end(command)
 
@@ -220,10 +230,17 @@ class ReadWorld(StoryMachine):
         reading = {r.leg.work.read for r in self.running.reads if r.leg in self.aborted}
         assert any(self.seen[read].stopped_at <= since for read in reading)
 
-    def check_aborted_once(self, leg: Leg) -> None:
-        assert leg not in self.aborted, "aborted twice"
-        self.aborted.add(leg)
-        seen = self.seen[leg.work.read]
+    def check_abort(self, command: ev.AbortRead | ev.AbortCopy | ev.StopDelegate) -> None:
+        """Of what runs, and once."""
+        running: list[Any] = {
+            ev.AbortRead: self.running.reads,
+            ev.AbortCopy: [*self.running.copies, *self.running.compares],
+            ev.StopDelegate: self.running.delegates,
+        }[type(command)]
+        assert command.leg in [one.leg for one in running]
+        assert command.leg not in self.aborted, "aborted twice"
+        self.aborted.add(command.leg)
+        seen = self.seen[command.leg.work.read]
         seen.stopped_at = min(seen.stopped_at, self.now)
 
     def take_back(self, slot_ids: tuple[int, ...], source: Hashable) -> None:
@@ -251,13 +268,19 @@ class ReadWorld(StoryMachine):
         writers = [w.work.read for w in self.running.writers() if w not in self.abandoned]
         assert ended.key not in writers, "blocks are free while something can write into them"
         assert ended.num_bytes == seen.num_bytes
+        comparing = [c.leg.work.read for c in self.running.compares]
+        assert ended.key not in comparing, "blocks are free while they are digested"
         if ended.error is None:
             assert not seen.stopped
-            for box in seen.boxes:
-                assert {self.memory[b] for b in box.blocks} == {box.content}, "wrong tokens"
+            assert seen.num_compared == seen.num_to_compare, "ended well before all was compared"
+            self.check_landed(seen)
         seen.ended = ended
         for box in seen.boxes:
             self.memory |= dict.fromkeys(box.blocks, "the engine's next request")
+
+    def check_landed(self, seen: SeenRead) -> None:
+        for box in seen.boxes:
+            assert {self.memory[b] for b in box.blocks} <= {box.content}, "wrong tokens"
 
     def check_bounds(self) -> None:
         packed: dict[str, int] = {}

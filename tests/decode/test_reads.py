@@ -40,6 +40,10 @@ def delegated() -> Leg:
     return Leg((Stage.DELEGATE,), None)
 
 
+def comparing() -> Leg:
+    return Leg((Stage.COMPARE,), None, "holder")
+
+
 class Drive:
     """A table, and what it said to the last event."""
 
@@ -366,3 +370,60 @@ def test_copies_and_what_others_read_need_no_other_transport(leg: Leg) -> None:
 
     assert drive.table.next_deadline() is None
     assert drive.tell(ev.DeadlinePassed(), 1000.0) == []
+
+
+def test_digests_are_asked_for_at_once_and_ours_are_made_when_all_has_landed() -> None:
+    drive, compare, read, zero = Drive(), comparing(), direct(), zeroing()
+
+    asked = drive.want(compare, read, last=(zero,))
+    known = drive.tell(ev.DigestsCame("read", compare))
+    zeroed = drive.end_read(read)
+    compared = drive.tell(ev.CopyEnded("read", zero))
+    ended = drive.tell(ev.CompareEnded("read", compare))
+
+    assert kinds(asked) == [ev.AskDigests, ev.PostRead]
+    assert known == []
+    assert kinds(zeroed) == [ev.StartCopy]
+    assert compared == [ev.StartCompare("read", compare)]
+    assert ended == [ev.ChunkEnded("read", 8, "any", 0.0)]
+
+
+def test_what_has_landed_waits_for_the_digests_of_its_holder() -> None:
+    drive, one, other, read = Drive(), comparing(), comparing(), direct()
+    drive.want(one, other, read)
+
+    landed = drive.end_read(read)
+    first = drive.tell(ev.DigestsCame("read", one))
+    second = drive.tell(ev.DigestsCame("read", other))
+
+    assert landed == []
+    assert first == [ev.StartCompare("read", one)]
+    assert second == [ev.StartCompare("read", other)], "while the first is compared"
+
+
+@pytest.mark.parametrize("lands_first", [False, True])
+def test_a_read_fails_whose_bytes_cannot_be_compared_or_differ(lands_first: bool) -> None:
+    drive, compare, read = Drive(), comparing(), direct()
+    drive.want(compare, read)
+    if lands_first:
+        drive.end_read(read)
+        drive.tell(ev.DigestsCame("read", compare))
+
+    failed = drive.tell(ev.CompareEnded("read", compare, FAILED))
+    if not lands_first:
+        assert failed == [ev.AbortRead(read)]
+        failed = drive.end_read(read)
+
+    assert failed == [ev.ChunkEnded("read", 8, "any", 0.0, FAILED)]
+
+
+def test_a_stopped_read_is_not_over_while_its_blocks_are_digested() -> None:
+    drive, compare = Drive(), comparing()
+    drive.want(compare)
+    drive.tell(ev.DigestsCame("read", compare))
+
+    stopped = drive.tell(ev.ReadStopped("read", ABORTED))
+    ended = drive.tell(ev.CompareEnded("read", compare))
+
+    assert stopped == [ev.AbortCopy(compare)]
+    assert ended == [ev.ChunkEnded("read", 0, "", 0.0, ABORTED)]

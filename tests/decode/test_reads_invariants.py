@@ -47,18 +47,25 @@ class ReadInterleavings(ReadWorld):
         kinds=LEGS,
         engine=ENGINES,
         num_zeroed=st.sampled_from([0, 0, 1, 2]),
+        num_compared=st.sampled_from([0, 0, 1, 2]),
         within_s=st.sampled_from([None, None, 1.0, 8.0]),
     )
     def want(
-        self, kinds: list[tuple[str, str, str]], engine: str, num_zeroed: int, within_s: float
+        self,
+        kinds: list[tuple[str, str, str]],
+        engine: str,
+        num_zeroed: int,
+        num_compared: int,
+        within_s: float,
     ) -> None:
         key = f"read {len(self.seen)}"
         unpacked = [kind for kind in kinds if kind[0] in ("direct", "mapped", "delegated")]
         packed = [kind for kind in kinds if kind not in unpacked]
+        compared = [("comparing", "holder a", "")] * num_compared
         wanted = ev.ChunkWanted(
             key,
             engine,
-            self.make_legs(key, unpacked + packed),
+            self.make_legs(key, compared + unpacked + packed),
             self.make_legs(key, [("zeroing", "", "host")] * num_zeroed),
             path="any",
             deadline=None if within_s is None else self.now + within_s,
@@ -140,6 +147,29 @@ class ReadInterleavings(ReadWorld):
             self.seen[read].num_bytes += BOX_BYTES
             self.tell(ev.DelegateEnded(asked.key, leg, BOX_BYTES, "any"))
 
+    @precondition(lambda self: self.running.digests)
+    @rule(which=ANY, fails=FAILS)
+    def answer_digests(self, which: int, fails: bool) -> None:
+        self.tell(ev.DeadlinePassed())
+        digests = self.running.digests
+        asked = digests.pop(which % len(digests))
+        if fails:
+            self.expect_failure(asked.leg.work.read)
+            self.tell(ev.CompareEnded(asked.key, asked.leg, FAILURE))
+        else:
+            self.tell(ev.DigestsCame(asked.key, asked.leg))
+
+    @precondition(lambda self: self.running.compares)
+    @rule(which=ANY, differs=FAILS)
+    def end_compare(self, which: int, differs: bool) -> None:
+        self.tell(ev.DeadlinePassed())
+        compares = self.running.compares
+        begun = compares.pop(which % len(compares))
+        self.seen[begun.leg.work.read].num_compared += not differs
+        if differs:
+            self.expect_failure(begun.leg.work.read)
+        self.tell(ev.CompareEnded(begun.key, begun.leg, FAILURE if differs else None))
+
     @rarely(5)
     @precondition(lambda self: self.seen)
     @rule(back=ANY)
@@ -198,17 +228,23 @@ class ReadInterleavings(ReadWorld):
 
     def teardown(self) -> None:
         """When everything is answered, every chunk has ended, and every slot is back."""
-        while self.running.packs or self.running.reads or self.running.copies:
-            if self.running.packs:
+        running = self.running
+        while running.packs or running.reads or running.copies or running.digests:
+            if running.packs:
                 self.answer_pack(which=0, fails=False)
-            if self.running.reads:
+            if running.reads:
                 self.end_read(which=0, fails=False)
-            if self.running.copies:
+            if running.copies:
                 self.end_copy(which=0, fails=False)
-        while self.running.delegates:
-            self.end_delegate(which=0, fails=False)
-            while self.running.copies:
+            if running.digests:
+                self.answer_digests(which=0, fails=False)
+        while running.delegates or running.compares:
+            if running.delegates:
+                self.end_delegate(which=0, fails=False)
+            while running.copies:
                 self.end_copy(which=0, fails=False)
+            if running.compares:
+                self.end_compare(which=0, differs=False)
 
         assert not self.table.live
         assert all(seen.ended for seen in self.seen.values())

@@ -59,7 +59,8 @@ def shaped() -> Iterator[Agents]:
         agents.start(agents.prepare("prefill", **settings))
         for path in (*PATHS, "auto"):  # side by side they are too slow on few cores
             mapped = path == "mapped"
-            agents.start(agents.prepare("decode", path=path, mapped=mapped, **settings))
+            reads = {"path": path, "mapped": mapped, "digest": "full"}
+            agents.start(agents.prepare("decode", **reads, **settings))
         yield agents
 
 

@@ -21,6 +21,7 @@ from kvbus.geometry import (
     state_group,
 )
 from kvbus.protocol import attach as a
+from kvbus.protocol import digests as d
 from kvbus.protocol import engine as e
 from kvbus.protocol import handover as h
 from kvbus.protocol import mapped as m
@@ -343,6 +344,21 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
                 device=1,
             ),
         ),
+        d.Digest: (
+            d.Digest(
+                agent_boot=PREFILL_BOOT,
+                engine_id="prefill-0",
+                memory_id=MEMORY_ID,
+                offer_id="offer-1",
+                rank=0,
+                box=Box("full", (0, 1), PARTS, first_head=1, num_heads=1, start=20, stop=40),
+                table=BlockTable.of([300, 70_000], first_block=1),
+                one_in=64,
+                secret=SECRET,
+                access=ACCESS,
+            ),
+            d.Digests(digests=(0x0123_4567_89AB_CDEF).to_bytes(8, "little")),
+        ),
         g.Unpack: (g.Unpack(agent_boot=PREFILL_BOOT, slot_ids=(18,)), Empty()),
         s.CheckMemory: (
             s.CheckMemory(
@@ -369,8 +385,9 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
                 last=False,
                 zero_tail=True,
                 timeout_s=2.5,
+                one_in=64,
             ),
-            s.Delegated(num_bytes=6_144, path="direct"),
+            s.Delegated(num_bytes=6_144, path="direct", one_in=64),
         ),
         s.AbortDelegate: (s.AbortDelegate(fetch_id="fetch-1", access=ACCESS), Empty()),
         p.Status: (

@@ -44,7 +44,8 @@ class DecodeService:
         self._driver: Driver[ev.Event] = Driver(self._table, agent.loop)
         self._dispatch = self._driver.dispatch
         self._leases = leases = LeaseClient(agent, config, self._dispatch, self._prepare)
-        self._reader = Reader(agent, config, leases.peers)
+        self._metrics = DecodeMetrics(agent.metrics)
+        self._reader = Reader(agent, config, leases.peers, self._metrics)
         self._tickets = TicketGate(agent.identity.agent_id, load_ticket_keys(config.ticket_keys))
         self._delegates = DelegateServer(agent, self._tickets, leases, self._reader)
         self._driver.commands |= {
@@ -63,7 +64,6 @@ class DecodeService:
             ev.ReportBlocksFreed: self._report_blocks_freed,
         }
         self._idle = anyio.Event()
-        self._metrics = DecodeMetrics(agent.metrics)
         agent.metrics.add_readings(self._readings, READINGS)
 
     def engine_handlers(self) -> Handlers:
@@ -181,6 +181,8 @@ class DecodeService:
                 zero_tail=requested.zero_tail,
                 replica_index=fetch.replica_index,
                 deadline=fetch.deadline,
+                secret=requested.ticket.secret,
+                one_in=self._config.digest_one_in,
             )
         except KVBusError as error:
             self._dispatch(ev.ChunkRead(command.fetch_id, 0, error))
@@ -208,6 +210,7 @@ class DecodeService:
             last=command.last,
             zero_tail=requested.zero_tail,
             timeout_s=max(1e-3, fetch.deadline - self._agent.loop.time()),
+            one_in=self._config.digest_one_in,
         )
         return Leg((Stage.DELEGATE,), DelegateJob(other, question))
 

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from msgspec import Meta
 
 from kvbus.agent.process.config import AgentConfig, Bound, Duration
+from kvbus.planning.digests import SAMPLED_ONE_IN
 from kvbus_decode.fetch.entry import FetchLimits
 from kvbus_decode.read.table import ReadLimits
 
@@ -82,6 +83,15 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
             "granted the lease; it still has the last word on what was read."
         ),
     ] = True
+    digest: Annotated[
+        Literal["off", "sampled", "full"],
+        Meta(
+            description="Whether what was read is compared with what the prefill engine has, by "
+            "digests of each layer, head and 16 tokens, before a fetch completes: of all of it, "
+            "or of a 64th. A fetch whose bytes differ fails with `digest_mismatch`; one from an "
+            "agent that makes no digests fails, too. Read again for it: every byte, on both sides."
+        ),
+    ] = "off"
     calibrate: Annotated[
         bool, Meta(description="Whether rates of this machine are measured; otherwise defaults.")
     ] = True
@@ -103,6 +113,11 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
             request_timeout_s=self.request_timeout_s,
             busy_retry_s=self.busy_retry_s,
         )
+
+    @property
+    def digest_one_in(self) -> int:
+        """One of so many pieces is compared; 0: none."""
+        return {"off": 0, "sampled": SAMPLED_ONE_IN, "full": 1}[self.digest]
 
     def read_limits(self, *, num_slots: int) -> ReadLimits:
         """The bounds of the read table."""

@@ -55,6 +55,12 @@ class DecodeMetrics:
             buckets=STAGE_BUCKETS_S,
             registry=registry,
         )
+        self.digests = Counter(
+            "kvbus_digests",
+            "Pieces of KV that were compared with the prefill engine's, by what came of it.",
+            ["outcome"],
+            registry=registry,
+        )
         self._by_stage = {stage.value: self._stages_s.labels(stage.value) for stage in STAGES}
 
     def observe(self, fetched: ev.ReportFetched) -> float:

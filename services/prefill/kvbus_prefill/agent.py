@@ -15,6 +15,7 @@ from kvbus.agent.process.service import Agent
 from kvbus.agent.process.ticket_keys import load_ticket_keys
 from kvbus.bus import Call, Handlers, new_secret
 from kvbus.errors import ErrorCode, LocalError
+from kvbus.protocol.digests import Digest
 from kvbus.protocol.engine import ExtendOffer, MakeOffer, Released, SealOffer, WithdrawOffer
 from kvbus.protocol.mapped import Sharing
 from kvbus.protocol.peer import (
@@ -31,6 +32,7 @@ from kvbus.protocol.ticket import Ticket, packed_tables
 from kvbus.table import Driver
 from kvbus.transport import ProgressToken
 from kvbus_prefill.config import PrefillConfig
+from kvbus_prefill.digests import DigestServer
 from kvbus_prefill.gather import Packing
 from kvbus_prefill.handshake import answer_handshake
 from kvbus_prefill.lending import MemoryLender
@@ -61,6 +63,7 @@ class PrefillService:
         self._tokens: dict[tuple[str, int], ProgressToken] = {}
         self._metrics = PrefillMetrics(agent.metrics)
         self._packing = Packing(agent, config, self._metrics, self._table)
+        self._digests = DigestServer(agent, self._packing, self._table)
         self._lender = MemoryLender(agent, config)
         agent.metrics.add_readings(self._readings, READINGS)
 
@@ -84,11 +87,13 @@ class PrefillService:
             Release: self._release,
             PeerWithdraw: self._withdraw_for_router,
             **self._packing.handlers(),
+            Digest: self._digests.digest,
         }
 
     def on_engine_lost(self, engine: LocalEngine) -> None:
         """Its offers end; nobody is there to be told."""
         self._packing.end_engine(engine)
+        self._digests.forget(engine)
         self._driver.dispatch(ev.EngineLost(engine.engine_id))
         self._lender.end_engine(engine)
 

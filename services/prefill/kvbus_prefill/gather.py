@@ -59,7 +59,8 @@ class Packing:
         self._devices: dict[str, tuple[SlotTable, Driver[ev.Event]]] = {}
         self._lost: dict[str, LocalEngine] = {}
         self._slot_ids = count(1)
-        self._copiers = Copiers(agent.loop, num_threads=config.pack_threads)
+        self.copiers = Copiers(agent.loop, num_threads=config.pack_threads)
+        """Its threads, for whatever else reads the memory of engines."""
         self._progress_leases = ProgressLeases(
             agent.transport, agent.loop, max_readers=config.max_offers
         )
@@ -81,11 +82,11 @@ class Packing:
         if len(self._lost) > MOST_LOST:
             del self._lost[next(iter(self._lost))]
         self._dispatch_all(ev.EngineLost(engine.engine_id))
-        self._copiers.forget(engine)
+        self.copiers.forget(engine)
 
     async def quiesce(self, engine: LocalEngine) -> None:
         """Return when no gather reads the engine's memory any more."""
-        await self._copiers.quiesce(engine)
+        await self.copiers.quiesce(engine)
 
     def stop(self) -> None:
         """Refuse what waits."""
@@ -110,7 +111,7 @@ class Packing:
         reader = call.session.name, check.offer_id
         lost = self._lost.get(check.memory_id)
         if lost is None:
-            self._engine(check.engine_id, check.memory_id, check.access)
+            self.engine(check.engine_id, check.memory_id, check.access)
         else:
             lost.check_access(check.access)
         if check.progress_s:
@@ -119,7 +120,7 @@ class Packing:
         else:
             self._progress_leases.end(reader)
         if lost is not None:  # what is still in flight ends, and counts for nothing
-            self._engine(check.engine_id, check.memory_id, check.access)
+            self.engine(check.engine_id, check.memory_id, check.access)
         call.reply(Empty())
 
     def _unpack(self, unpack: Unpack, call: Call) -> None:
@@ -131,9 +132,9 @@ class Packing:
         if pack.done:
             self._dispatch_all(ev.GivenBack(pack.done, reader))
         self._agent.staging.check_packs()
-        engine = self._engine(pack.engine_id, pack.memory_id, pack.access)
+        engine = self.engine(pack.engine_id, pack.memory_id, pack.access)
         gather = check_box(engine, pack, max_bytes=self._agent.staging.slot_bytes)
-        if not self._copiers.ready:
+        if not self.copiers.ready:
             self._agent.tasks.start_soon(self._pack_when_ready, pack, call)
             return
         lease = pack.offer_id, pack.epoch
@@ -172,13 +173,13 @@ class Packing:
         received_at = self._agent.loop.time()
 
         async def retry() -> None:
-            await asyncio.wrap_future(self._copiers.prepare())
+            await asyncio.wrap_future(self.copiers.prepare())
             waited_s = self._agent.loop.time() - received_at
             self._pack(replace(pack, slot_lease_s=pack.slot_lease_s + waited_s), call)
 
         await guarded(retry, call.refuse)
 
-    def _engine(self, engine_id: str, memory_id: str, access: str) -> LocalEngine:
+    def engine(self, engine_id: str, memory_id: str, access: str) -> LocalEngine:
         """The engine with exactly these processes, for who may read it; raises `LocalError`."""
         engine = self._agent.engines.engines.get(engine_id)
         if engine is None:
@@ -217,7 +218,7 @@ class Packing:
         gather, slot_id = command.work, command.slot_id
         if not isinstance(gather, Gather):
             raise TypeError(f"{gather} is nothing to gather")
-        self._copiers.start(
+        self.copiers.start(
             partial(self._gather, gather, memory, command.slot),
             lambda error: driver.dispatch(ev.GatherEnded(slot_id, error)),
             engine=gather.engine,
@@ -237,7 +238,7 @@ class Packing:
     def _start_wipe(
         self, memory: SlotMemory, driver: Driver[ev.Event], command: ev.StartWipe
     ) -> None:
-        self._copiers.start_alone(
+        self.copiers.start_alone(
             lambda: memory.wipe(command.slot),
             lambda: driver.dispatch(ev.WipeEnded(command.slot_id)),
         )

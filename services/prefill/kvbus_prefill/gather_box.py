@@ -37,20 +37,7 @@ class Gather:
 def check_box(engine: LocalEngine, pack: Pack, *, max_bytes: int) -> Gather:
     """What to copy for ``pack``; raises `GeometryError` for a box that is not there."""
     box, order = pack.box, pack.order
-    memory, groups = engine.ranks.get(pack.rank), {one.name: one for one in engine.spec.groups}
-    if memory is None:
-        raise GeometryError(
-            f"rank {pack.rank} of engine '{engine.engine_id}' is not here, but "
-            f"{', '.join(map(str, sorted(engine.ranks)))}",
-            field="rank",
-        )
-    group = groups.get(box.group)
-    if group is None:
-        raise GeometryError(
-            f"no group '{box.group}', the engine has {', '.join(sorted(groups))}", field="group"
-        )
-    pack.table.check_covers(box.start, box.stop, group.block_size)
-    pack.table.check_ids(memory.num_blocks.get(group.name, 0))
+    memory, group = check_rank_has(engine, pack.rank, box, pack.table)
     _check_size(group, box, order, max_bytes)
     slot_region(group, box, order)  # refuses a box that is none of the group's
     return Gather(
@@ -62,6 +49,27 @@ def check_box(engine: LocalEngine, pack: Pack, *, max_bytes: int) -> Gather:
         order=order,
         num_bytes=slot_bytes(group, box, order),
     )
+
+
+def check_rank_has(
+    engine: LocalEngine, rank: int, box: Box, table: BlockTable
+) -> tuple[RankMemory, GroupSpec]:
+    """The memory and the group of a box; raises `GeometryError` for a table that is not theirs."""
+    memory, groups = engine.ranks.get(rank), {one.name: one for one in engine.spec.groups}
+    if memory is None:
+        raise GeometryError(
+            f"rank {rank} of engine '{engine.engine_id}' is not here, but "
+            f"{', '.join(map(str, sorted(engine.ranks)))}",
+            field="rank",
+        )
+    group = groups.get(box.group)
+    if group is None:
+        raise GeometryError(
+            f"no group '{box.group}', the engine has {', '.join(sorted(groups))}", field="group"
+        )
+    table.check_covers(box.start, box.stop, group.block_size)
+    table.check_ids(memory.num_blocks.get(group.name, 0))
+    return memory, group
 
 
 def _check_size(group: GroupSpec, box: Box, order: SlotOrder, max_bytes: int) -> None:

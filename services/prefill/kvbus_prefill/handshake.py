@@ -74,6 +74,7 @@ async def _shake_hands(
         access=engine.access,
         others=engine.others,
         memory_socket=lender.socket_for(engine),
+        digests=True,
     )
 
 

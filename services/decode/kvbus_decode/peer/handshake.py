@@ -271,6 +271,7 @@ class RouteBook:
             near=is_near(done),
             mapped=lent if isinstance(lent, MappedMemory) else None,
             unmapped=lent if isinstance(lent, str) else "",
+            digests=done.digests,
         )
 
     def _keep(self, key: RouteKey, route: Route) -> None:

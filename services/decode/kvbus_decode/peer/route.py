@@ -44,7 +44,7 @@ class Source:
     ``slot_bytes`` is the largest box that it packs; 0 when it packs none. ``access`` is shown in
     all that is asked about this memory. A ``near`` one is on this machine. ``mapped`` is all of its
     memory, where it is mapped here: who copies from there holds that object. ``unmapped`` is why it
-    is not.
+    is not. ``digests`` says whether it makes digests of its memory.
     """
 
     peer: Peer
@@ -57,6 +57,7 @@ class Source:
     near: bool = False
     mapped: MappedMemory | None = None
     unmapped: str = ""
+    digests: bool = False
 
     @property
     def nixl_agent(self) -> str:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from kvbus.agent.engines.local_engine import LocalEngine
 from kvbus.errors import GeometryError
-from kvbus.geometry import BlockTable
+from kvbus.geometry import BlockTable, Box, num_blocks_for
 from kvbus.planning import Spans, chunk_spans, tail_spans, whole_spans
 from kvbus_decode.peer.route import Route
 
@@ -35,7 +35,8 @@ class Chunk:
 
     ``replica_index`` chooses among ranks that hold the same. ``tail`` are positions behind the last
     token that are zeroed after the read. ``epoch`` and ``token`` are those of the
-    lease, ``deadline`` a time of the event loop.
+    lease, ``secret`` is the ticket's, ``deadline`` a time of the event loop. About one in
+    ``one_in`` pieces is compared after the read, none with 0.
     """
 
     route: Route
@@ -48,6 +49,16 @@ class Chunk:
     tail: Spans
     replica_index: int
     deadline: float
+    secret: str = field(repr=False)
+    one_in: int
+
+    def blocks_of(self, box: Box) -> BlockTable:
+        """The prefill engine's blocks that hold a box."""
+        table = self.source[box.group]
+        size = self.route.prefill.group(box.group).block_size
+        first, end = box.start // size, num_blocks_for(box.stop, size)
+        at = first - table.first_block
+        return BlockTable(ids=table.ids[4 * at : 4 * (at + end - first)], first_block=first)
 
 
 def make_chunk(
@@ -64,6 +75,8 @@ def make_chunk(
     zero_tail: bool,
     replica_index: int,
     deadline: float,
+    secret: str,
+    one_in: int,
 ) -> Chunk:
     """Tokens [part) of a fetch of tokens [whole); with the ``last`` chunk comes the state, and the
     tail if it is zeroed. Raises `GeometryError` when the offer's tables do not hold them.
@@ -75,4 +88,4 @@ def make_chunk(
         groups = route.engine.spec.groups
         tail = tail_spans(groups, whole_spans(groups, *whole))
     lease, tables, place = (offer_id, epoch, token), (source, target), (replica_index, deadline)
-    return Chunk(route, *lease, *tables, spans, tail, *place)
+    return Chunk(route, *lease, *tables, spans, tail, *place, secret, one_in)

@@ -135,6 +135,8 @@ class DelegateServer:
             zero_tail=asked.zero_tail,
             replica_index=route.next_replica_index(),
             deadline=work.deadline,
+            secret=ticket.secret,
+            one_in=asked.one_in,
         )
 
     async def _route(self, work: _Delegated, ticket: Ticket, engine: LocalEngine) -> Route:
@@ -212,5 +214,6 @@ class DelegateServer:
             error = work.error or error or LocalError("nothing was read")
             work.call.refuse(error)
         else:
-            done = Delegated(num_bytes=work.ended.num_bytes, path=work.ended.path)
+            ended, one_in = work.ended, work.asked.one_in
+            done = Delegated(num_bytes=ended.num_bytes, path=ended.path, one_in=one_in)
             work.call.reply(done)

@@ -74,6 +74,11 @@ class ReadEntry:
         """Whether a READ of it is not terminal."""
         return any(leg.state is LegState.READING for leg in self.live)
 
+    @property
+    def has_landed(self) -> bool:
+        """Whether no leg is left that brings bytes."""
+        return not self.waiting and all(leg.only_compares for leg in self.live)
+
     def next_leg(self, most_packed: int) -> Leg | None:
         """The leg to start now, taken from those that wait; ``most_packed`` are live at a time."""
         if not self.waiting:

@@ -15,18 +15,22 @@ __all__ = [
     "AbortCopy",
     "AbortRead",
     "AskDelegate",
+    "AskDigests",
     "AskPack",
     "ChunkEnded",
     "ChunkWanted",
     "Command",
+    "CompareEnded",
     "CopyEnded",
     "DeadlinePassed",
     "DelegateEnded",
+    "DigestsCame",
     "EngineGone",
     "Event",
     "LegDue",
     "LegEvent",
     "LegStopped",
+    "OthersOver",
     "PackFailed",
     "PostRead",
     "ReadEnded",
@@ -35,6 +39,7 @@ __all__ = [
     "ReleaseSlots",
     "SlotGranted",
     "SlotPacked",
+    "StartCompare",
     "StartCopy",
     "StopDelegate",
     "Stopped",
@@ -127,6 +132,28 @@ class DelegateEnded:
 
 
 @dataclass(frozen=True, slots=True)
+class DigestsCame:
+    """The digests of the leg's holder are here."""
+
+    key: Hashable
+    leg: Leg
+
+
+@dataclass(frozen=True, slots=True)
+class OthersOver:
+    """All bytes of the read are in the blocks; the table itself says so to what compares them."""
+
+
+@dataclass(frozen=True, slots=True)
+class CompareEnded:
+    """Nothing of the comparison runs, or no digests came; without ``error`` all are equal."""
+
+    key: Hashable
+    leg: Leg
+    error: KVBusError | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class ReadStopped:
     """Nobody wants the chunk any more, because of ``error``."""
 
@@ -142,7 +169,9 @@ class EngineGone:
     error: KVBusError
 
 
-LegEvent = SlotPacked | PackFailed | ReadEnded | CopyEnded | DelegateEnded
+LegEvent = (
+    SlotPacked | PackFailed | ReadEnded | CopyEnded | DelegateEnded | DigestsCame | CompareEnded
+)
 Event = ChunkWanted | LegEvent | ReadStopped | EngineGone | Stopped | DeadlinePassed
 
 
@@ -193,6 +222,22 @@ class AskDelegate:
 
 
 @dataclass(frozen=True, slots=True)
+class AskDigests:
+    """Ask the holder for digests of the leg's box; answer `DigestsCame` or `CompareEnded`."""
+
+    key: Hashable
+    leg: Leg
+
+
+@dataclass(frozen=True, slots=True)
+class StartCompare:
+    """Make digests of the engine's blocks, and compare; answer `CompareEnded`."""
+
+    key: Hashable
+    leg: Leg
+
+
+@dataclass(frozen=True, slots=True)
 class AbortRead:
     """Post nothing more; `ReadEnded` follows when what was posted is terminal."""
 
@@ -206,7 +251,7 @@ class RecycleTransport:
 
 @dataclass(frozen=True, slots=True)
 class AbortCopy:
-    """Begin no further part of the copy; `CopyEnded` follows when those that run have ended."""
+    """Begin no further part of a copy or a comparison; its end follows when none runs."""
 
     leg: Leg
 
@@ -222,7 +267,8 @@ class StopDelegate:
 class ChunkEnded:
     """Nothing can write into the engine's blocks for this read any more; said once.
 
-    ``error`` is None when all bytes are there, which took ``seconds``, zeroing not counted.
+    ``error`` is None when all bytes are there, which took ``seconds``; zeroing and comparing are
+    not counted.
     """
 
     key: Hashable
@@ -238,6 +284,8 @@ Command = (
     | PostRead
     | StartCopy
     | AskDelegate
+    | AskDigests
+    | StartCompare
     | AbortRead
     | RecycleTransport
     | AbortCopy

@@ -9,7 +9,7 @@ from kvbus.agent.engines.rank_memory import RankMemory
 from kvbus.agent.staging.slot_memory import SlotMemory
 from kvbus.agent.staging.turns import Job, Work
 from kvbus.errors import ErrorCode, GeometryError, LocalError, RemoteError
-from kvbus.geometry import BlockTable, Box, GroupSpec, SlotOrder, num_blocks_for, slot_bytes
+from kvbus.geometry import BlockTable, Box, GroupSpec, SlotOrder, slot_bytes
 from kvbus.memory.run_copy import copy_few_runs, copy_runs
 from kvbus.planning import (
     Copies,
@@ -181,11 +181,7 @@ class BoxJob:
 
     def blocks(self) -> BlockTable:
         """The prefill engine's blocks that hold the box."""
-        table = self.chunk.source[self.box.group]
-        size = self.chunk.route.prefill.group(self.box.group).block_size
-        first, end = self.box.start // size, num_blocks_for(self.box.stop, size)
-        at = first - table.first_block
-        return BlockTable(ids=table.ids[4 * at : 4 * (at + end - first)], first_block=first)
+        return self.chunk.blocks_of(self.box)
 
     def block_reads(self) -> Descriptors:
         """READs from a slot at address 0 into the blocks; the caller's to change."""

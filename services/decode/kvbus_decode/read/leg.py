@@ -6,10 +6,14 @@
     mapped       wanted ───────────────────────────────────▶ copying ──▶ over
     zeroing      wanted ───────────────────────────────────▶ copying ──▶ over
     delegated    wanted ─▶ delegated ──────────────────────────────────▶ over
+    comparing    wanted ─▶ asking ─▶ known ─ all others are over ─▶ comparing ─▶ over
 
 What may write into the engine's blocks is reading (unless into a slot of ours), copying or
 delegated. Such a leg is never over before the agent has said that it ended: NIXL, a thread and
 another agent cannot be called back. All others are over as soon as they are stopped.
+
+A comparing leg writes nothing. Its holder makes digests while the other legs are under way; ours
+are made when all of these are over, zeroing included, of what the read leaves in the blocks.
 
 One READ that feeds several of our ranks is a packed leg whose copy writes to all of them. So its
 slot of ours is given on when none of them is copied to any more.
@@ -46,6 +50,15 @@ class LegState(StrEnum):
     DELEGATED = "delegated"
     """Another agent of the engine reads for its ranks."""
 
+    ASKING = "asking"
+    """Its holder was asked for digests of the box."""
+
+    KNOWN = "known"
+    """The digests of its holder are here; other legs are not over."""
+
+    COMPARING = "comparing"
+    """Threads make digests of the engine's blocks."""
+
     OVER = "over"
     """Nothing of it can write anywhere."""
 
@@ -57,6 +70,7 @@ class Stage(StrEnum):
     READ = "read"
     COPY = "copy"
     DELEGATE = "delegate"
+    COMPARE = "compare"
 
 
 @dataclass(slots=True, eq=False)
@@ -82,3 +96,8 @@ class Leg:
     def needs_slot(self) -> bool:
         """Whether it is read into a slot of ours."""
         return Stage.READ in self.stages and Stage.COPY in self.stages
+
+    @property
+    def only_compares(self) -> bool:
+        """Whether it brings no bytes: those of its read have landed when all others are over."""
+        return self.state in (LegState.ASKING, LegState.KNOWN, LegState.COMPARING)

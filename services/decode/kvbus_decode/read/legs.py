@@ -7,8 +7,10 @@ from kvbus.agent.staging.devices import StagingDevices
 from kvbus.agent.staging.slot_memory import SlotMemory
 from kvbus.geometry import canonical_order
 from kvbus.planning import Path, Share, cut_into_boxes, reader_order
+from kvbus.planning.digests import cut_for_digests
 from kvbus_decode.peer.route import SourcePlan
 from kvbus_decode.read.chunk import Chunk
+from kvbus_decode.read.compare import CompareJob
 from kvbus_decode.read.jobs import BoxJob, DirectJob, MappedJob, ZeroJob
 from kvbus_decode.read.leg import Leg, Stage
 
@@ -19,6 +21,7 @@ REORDERED: Stages = (Stage.PACK, Stage.READ)
 PACKED: Stages = (Stage.PACK, Stage.READ, Stage.COPY)
 MAPPED: Stages = (Stage.COPY,)
 ZEROING: Stages = (Stage.COPY,)
+COMPARING: Stages = (Stage.COMPARE,)
 
 
 def direct_legs(chunk: Chunk) -> list[Leg]:
@@ -68,6 +71,21 @@ def zero_legs(chunk: Chunk) -> list[Leg]:
         for name, span in chunk.tail.items()
         for rank in engine.ordered_ranks()
         if name in rank.num_blocks
+    ]
+
+
+def compare_legs(chunk: Chunk, path: Path) -> list[Leg]:
+    """Legs that compare each rank with where its bytes were read; none where nothing is asked for.
+
+    Raises `LocalError` (``incompatible``) for a source that makes no digests.
+    """
+    if not chunk.one_in:
+        return []
+    return [
+        Leg(COMPARING, CompareJob(chunk, plan.source, share, box), plan.source)
+        for plan in chunk.route.plans(chunk.replica_index)
+        for share in (plan.joined if path is Path.PACKED else plan.shares)
+        for box in cut_for_digests(share, chunk.spans[share.group])
     ]
 
 

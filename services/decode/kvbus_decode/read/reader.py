@@ -25,14 +25,16 @@ from kvbus.table import Driver
 from kvbus.transport import ReadOutcome, ReadStatus
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.fetch.events import Requested
+from kvbus_decode.metrics import DecodeMetrics
 from kvbus_decode.peer.directory import PeerDirectory
 from kvbus_decode.peer.memory_check import check_memory
 from kvbus_decode.peer.route import Route
 from kvbus_decode.read import events as ev
 from kvbus_decode.read.chunk import Chunk
+from kvbus_decode.read.compare import Comparison
 from kvbus_decode.read.jobs import DirectJob, MappedJob, Rows
 from kvbus_decode.read.leg import Leg
-from kvbus_decode.read.legs import box_legs, direct_legs, mapped_legs, zero_legs
+from kvbus_decode.read.legs import box_legs, compare_legs, direct_legs, mapped_legs, zero_legs
 from kvbus_decode.read.pack_client import PackClient
 from kvbus_decode.read.path_choice import WITHOUT_BOXES, PathChoice, PathChooser
 from kvbus_decode.read.recycling import Recycling
@@ -48,7 +50,9 @@ OnEnd = Callable[[ev.ChunkEnded], None]
 class Reader:
     """All chunks that are read by this agent, for fetches and for other agents."""
 
-    def __init__(self, agent: Agent, config: DecodeConfig, peers: PeerDirectory) -> None:
+    def __init__(
+        self, agent: Agent, config: DecodeConfig, peers: PeerDirectory, metrics: DecodeMetrics
+    ) -> None:
         self._agent = agent
         self._copiers = Copiers(agent.loop, num_threads=config.copy_threads)
         self._chooser = PathChooser(agent, config)
@@ -57,12 +61,15 @@ class Reader:
         self._dispatch = self._driver.dispatch
         packs = PackClient(agent, config, self._dispatch)
         remote = RemoteRanks(agent, peers, self._dispatch)
+        self._compare = Comparison(agent, self._copiers, metrics, self._dispatch)
         self._driver.commands |= {
             ev.AskPack: packs.ask,
             ev.ReleaseSlots: packs.release,
             ev.PostRead: self._post,
             ev.StartCopy: self._start_copy,
             ev.AskDelegate: remote.ask,
+            ev.AskDigests: self._compare.ask,
+            ev.StartCompare: self._compare.start,
             ev.AbortRead: self._abort,
             ev.RecycleTransport: Recycling(agent).begin,
             ev.AbortCopy: self._abort_copy,
@@ -147,6 +154,7 @@ class Reader:
                 legs = box_legs(chunk, choice.path, box_bytes=box_bytes, staging=staging)
                 if choice.path is Path.PACKED:
                     self._copiers.prepare()
+            legs = [*compare_legs(chunk, choice.path), *legs]
         except KVBusError as error:
             on_end(ev.ChunkEnded(key, 0, "", 0.0, error))
             return
@@ -170,6 +178,7 @@ class Reader:
     def lose_engine(self, engine: LocalEngine) -> None:
         """Nobody wants the chunks of an engine that is gone, and no copy for it starts."""
         self._copiers.forget(engine)
+        self._compare.forget(engine)
         self._dispatch(ev.EngineGone(engine, engine_lost()))
 
     async def copies_done(self, engine: LocalEngine) -> None:

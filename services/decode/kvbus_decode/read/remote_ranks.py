@@ -12,6 +12,7 @@ from kvbus.protocol.message import Empty
 from kvbus.protocol.remote_ranks import AbortDelegate, Delegate, Delegated
 from kvbus_decode.peer.directory import Peer, PeerAddress, PeerDirectory
 from kvbus_decode.read import events as ev
+from kvbus_decode.read.compare import cannot_compare
 from kvbus_decode.read.leg import LegState
 
 UNTIL_ENDED_S = 86_400.0
@@ -66,5 +67,8 @@ class RemoteRanks:
             self._peers.release(leg.work.peer)
         if isinstance(done, KVBusError):
             self._dispatch(ev.DelegateEnded(key, leg, error=done))
+        elif done.one_in != leg.work.question.one_in:
+            error = cannot_compare(f"decode agent at {leg.work.other.endpoint}")
+            self._dispatch(ev.DelegateEnded(key, leg, error=error))
         else:
             self._dispatch(ev.DelegateEnded(key, leg, done.num_bytes, done.path))

@@ -157,20 +157,23 @@ class ReadTable(Table[Hashable, ReadEntry, ReadLimits, ev.Command]):
                 commands += self._apply_leg(self._read_of[leg], leg, ev.SlotGranted(slot), now)
         if read.read_slots:
             commands += read.release_slots()
-        if not (read.live or read.waiting or read.is_over):
+        if read.has_landed and not read.is_over:
             commands += self._finish(read, now)
         self._deadlines.set(read.key, read.due_at)
         return commands
 
     def _finish(self, read: ReadEntry, now: float) -> Commands:
-        """No leg is left: zero what is behind the chunk, once; then it has ended."""
+        """No leg moves bytes: zero what is behind the chunk, once; compare; then it has ended."""
+        read.landed_at = now if read.landed_at is None else read.landed_at
         if read.error is None and read.last_legs:
-            read.landed_at = now
             read.waiting.extend(read.last_legs)
             read.last_legs = ()
             return self._go_on(read, now)
+        if read.live:
+            known = [leg for leg in read.live if leg.state is LegState.KNOWN]
+            return [c for leg in known for c in self._apply_leg(read, leg, ev.OthersOver(), now)]
         read.state = ReadState.OVER
-        seconds = (now if read.landed_at is None else read.landed_at) - read.started_at
+        seconds = read.landed_at - read.started_at
         path = read.path if read.num_bytes else ""
         ended = ev.ChunkEnded(read.key, read.num_bytes, path, seconds, read.error)
         read.story.note(now, ended, read.state, ())

@@ -15,6 +15,7 @@ from kvbus_decode.read.leg import Leg, LegState, Stage
 
 WANTED, PACKING, PACKED = LegState.WANTED, LegState.PACKING, LegState.PACKED
 READING, COPYING, DELEGATED = LegState.READING, LegState.COPYING, LegState.DELEGATED
+ASKING, KNOWN, COMPARING = LegState.ASKING, LegState.KNOWN, LegState.COMPARING
 OVER = LegState.OVER
 
 Commands = list[ev.Command]
@@ -42,6 +43,9 @@ def start(read: ReadEntry, leg: Leg, _event: ev.LegDue, now: float) -> Commands:
         case Stage.DELEGATE:
             leg.state = DELEGATED
             return [ev.AskDelegate(read.key, leg)]
+        case Stage.COMPARE:
+            leg.state = ASKING
+            return [ev.AskDigests(read.key, leg)]
 
 
 def take_packed(read: ReadEntry, leg: Leg, event: ev.SlotPacked, _now: float) -> Commands:
@@ -92,6 +96,26 @@ def end_delegate(read: ReadEntry, leg: Leg, event: ev.DelegateEnded, _now: float
     return []
 
 
+def know(_read: ReadEntry, leg: Leg, _event: ev.DigestsCame, _now: float) -> Commands:
+    """What should be in the blocks is known; what is there, when all has landed."""
+    leg.state = KNOWN
+    return []
+
+
+def compare(read: ReadEntry, leg: Leg, _event: ev.OthersOver, _now: float) -> Commands:
+    """All has landed."""
+    leg.state = COMPARING
+    return [ev.StartCompare(read.key, leg)]
+
+
+def end_compare(read: ReadEntry, leg: Leg, event: ev.CompareEnded, _now: float) -> Commands:
+    """The bytes are those of the holder, or they are not, or nobody knows: then they are none."""
+    if event.error is not None:
+        return _fail(read, leg, event.error)
+    leg.state = OVER
+    return []
+
+
 def fail_pack(read: ReadEntry, leg: Leg, event: ev.PackFailed, _now: float) -> Commands:
     """The holder does not gather the box."""
     return _fail(read, leg, event.error)
@@ -109,7 +133,7 @@ def abort_read(_read: ReadEntry, leg: Leg, _event: ev.LegStopped, _now: float) -
 
 
 def abort_copy(_read: ReadEntry, leg: Leg, _event: ev.LegStopped, _now: float) -> Commands:
-    """A thread finishes the part that it is at: the leg goes on until none is at any."""
+    """A thread finishes the part that it is at, and until then the leg goes on."""
     return [ev.AbortCopy(leg)]
 
 
@@ -132,7 +156,7 @@ def _fail(read: ReadEntry, leg: Leg, error: KVBusError) -> Commands:
 
 
 TRANSITIONS: Mapping[tuple[LegState, type[Any]], Transition[LegState]] = {
-    (WANTED, ev.LegDue): Transition(start, (PACKING, READING, COPYING, DELEGATED)),
+    (WANTED, ev.LegDue): Transition(start, (PACKING, READING, COPYING, DELEGATED, ASKING)),
     (PACKING, ev.SlotPacked): Transition(take_packed, (PACKED, READING)),
     (PACKING, ev.PackFailed): Transition(fail_pack, (OVER,)),
     (PACKING, ev.LegStopped): Transition(drop, (OVER,)),
@@ -142,6 +166,13 @@ TRANSITIONS: Mapping[tuple[LegState, type[Any]], Transition[LegState]] = {
     (READING, ev.LegStopped): Transition(abort_read, (READING,)),
     (COPYING, ev.CopyEnded): Transition(end_copy, (OVER,)),
     (COPYING, ev.LegStopped): Transition(abort_copy, (COPYING,)),
+    (ASKING, ev.DigestsCame): Transition(know, (KNOWN,)),
+    (ASKING, ev.CompareEnded): Transition(end_compare, (OVER,)),
+    (ASKING, ev.LegStopped): Transition(drop, (OVER,)),
+    (KNOWN, ev.OthersOver): Transition(compare, (COMPARING,)),
+    (KNOWN, ev.LegStopped): Transition(drop, (OVER,)),
+    (COMPARING, ev.CompareEnded): Transition(end_compare, (OVER,)),
+    (COMPARING, ev.LegStopped): Transition(abort_copy, (COMPARING,)),
     (DELEGATED, ev.DelegateEnded): Transition(end_delegate, (OVER,)),
     (DELEGATED, ev.LegStopped): Transition(abort_delegate, (DELEGATED,)),
     (DELEGATED, ev.EngineGone): Transition(abandon, (OVER,)),

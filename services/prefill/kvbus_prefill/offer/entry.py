@@ -50,7 +50,8 @@ Context = AnyContext[OfferLimits]
 class OfferedBox:
     """Positions up to ``stop`` of the blocks of ``table``, as a reader wants them gathered.
 
-    ``opaque`` says that they are a state, which is there once the offer is sealed.
+    ``opaque`` says that they are a state, which is there once the offer is sealed. ``epoch`` and
+    ``token`` are those of the reader's lease; without one it shows the ticket's ``secret``.
     """
 
     offer_id: str
@@ -60,6 +61,7 @@ class OfferedBox:
     table: BlockTable
     stop: int
     opaque: bool
+    secret: str | None = field(default=None, repr=False)
 
 
 @dataclass(slots=True)

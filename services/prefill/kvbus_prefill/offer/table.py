@@ -66,6 +66,11 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
             raise LocalError("the lease of the offer ended", code=ErrorCode.LEASE_EXPIRED)
         offer.check_box(box)
 
+    def check_read(self, box: OfferedBox, engine_id: str) -> None:
+        """As `check_box`, for who shows the ticket's secret: of an offer that has not ended."""
+        check_right(engine_id, self.check_reader(box.offer_id, box.secret))
+        self._known(box.offer_id).check_box(box)
+
     def check_reader(self, offer_id: str, secret: str | None) -> str:
         """The engine of a live offer, for who shows its secret; raises `LocalError`."""
         offer = self._known(offer_id)

@@ -1,0 +1,197 @@
+"""Compares what was read with what the holder has, piece by piece, before a chunk ends well.
+
+Refuses to say that the holder's bytes are the offer's: that is the confirm's, which comes later.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import numpy as np
+import structlog
+
+from kvbus.agent.engines.local_engine import LocalEngine
+from kvbus.agent.engines.rank_memory import RankMemory
+from kvbus.agent.process.service import Agent
+from kvbus.agent.staging.copiers import Copiers
+from kvbus.agent.staging.digests import Digester, Digesting, Wanted
+from kvbus.errors import ErrorCode, KVBusError, LocalError, RemoteError
+from kvbus.geometry import Box
+from kvbus.memory.digest_pieces import Digests
+from kvbus.planning import Share
+from kvbus.planning.digests import Numbers, piece_of
+from kvbus.protocol import digests as wire
+from kvbus_decode.metrics import DecodeMetrics
+from kvbus_decode.peer.route import Source
+from kvbus_decode.read import events as ev
+from kvbus_decode.read.chunk import Chunk
+
+log = structlog.get_logger()
+
+MAX_LOGGED = 16
+"""Pieces that differ and are named in the log."""
+
+
+@dataclass(slots=True, eq=False)
+class CompareJob:
+    """One box of a share: the holder's digests, once they are here, and ours, while we make them.
+
+    Refuses a source that makes none, with `LocalError` (``incompatible``).
+    """
+
+    chunk: Chunk
+    source: Source
+    share: Share
+    box: Box
+    expected: Digests | None = None
+    copying: Digesting | None = None
+
+    def __post_init__(self) -> None:
+        if not self.source.digests:
+            raise cannot_compare(f"prefill agent at {self.source.peer.endpoint}")
+
+    @property
+    def ranks(self) -> Mapping[RankMemory, int]:
+        """The ranks of ours that it was read for, with their numbers."""
+        ranks = self.chunk.route.engine.ranks
+        return {ranks[number]: number for number in self.share.readers}
+
+    def wanted(self) -> Wanted:
+        """What is digested here."""
+        chunk, box = self.chunk, self.box
+        return Wanted(box, chunk.target[box.group], chunk.offer_id, chunk.one_in)
+
+
+# The prefill engine does not write to the blocks between the first question and the confirm, so
+# the holder's digests may be made before, while or after the bytes are read. They are asked for
+# first, and cost no time of their own where cores are free.
+#
+#     holder    digests ────▶┤
+#     read      READ, copy ────────▶┤ all has landed
+#     ours                          └─ digests ─▶ equal? ─▶ chunk ended ─▶ confirm, or take
+#
+# The yes to that says that the offer was live all along: so the digests were of its bytes, too.
+class Comparison:
+    """The legs that compare, of all reads; ``dispatch`` takes what comes of them."""
+
+    def __init__(
+        self,
+        agent: Agent,
+        copiers: Copiers,
+        metrics: DecodeMetrics,
+        dispatch: Callable[[ev.Event], None],
+    ) -> None:
+        self._agent, self._dispatch = agent, dispatch
+        self._digester = Digester(copiers, job_bytes=agent.transport.limits.slice_bytes)
+        self._equal, self._different = map(metrics.digests.labels, ("equal", "different"))
+
+    def forget(self, engine: LocalEngine) -> None:
+        """The engine is gone."""
+        self._digester.forget(engine)
+
+    def ask(self, command: ev.AskDigests) -> None:
+        """Ask the holder."""
+        work: CompareJob = command.leg.work
+        chunk, source = work.chunk, work.source
+        message = wire.Digest(
+            agent_boot=source.agent_boot,
+            engine_id=chunk.route.prefill.engine_id,
+            memory_id=source.memory_id,
+            offer_id=chunk.offer_id,
+            rank=work.share.holder,
+            box=work.box,
+            table=chunk.blocks_of(work.box),
+            one_in=chunk.one_in,
+            secret=chunk.secret,
+            access=source.access,
+        )
+        timeout_s = max(1e-3, chunk.deadline - self._agent.loop.time())
+        source.peer.ask(message, timeout_s, partial(self._on_reply, command))
+
+    def start(self, command: ev.StartCompare) -> None:
+        """Digest what has landed."""
+        work: CompareJob = command.leg.work
+        work.copying = self._digester.start(
+            work.wanted(),
+            partial(self._on_digested, command, work),
+            engine=work.chunk.route.engine,
+            ranks=tuple(work.ranks),
+        )
+
+    def _on_reply(self, command: ev.AskDigests, reply: wire.Digests | KVBusError) -> None:
+        key, leg = command.key, command.leg
+        if isinstance(reply, KVBusError):
+            self._dispatch(ev.CompareEnded(key, leg, reply))
+            return
+        leg.work.expected = np.frombuffer(reply.digests[: len(reply.digests) // 8 * 8], "<u8")
+        self._dispatch(ev.DigestsCame(key, leg))
+
+    def _on_digested(
+        self,
+        command: ev.StartCompare,
+        work: CompareJob,
+        error: KVBusError | None,
+        digesting: Digesting,
+    ) -> None:
+        work.copying = None
+        for rank, found in digesting.found.items() if error is None else ():
+            error = error or self._compare(command, work, work.ranks[rank], found)
+        self._dispatch(ev.CompareEnded(command.key, command.leg, error))
+
+    def _compare(
+        self, command: ev.StartCompare, work: CompareJob, rank: int, found: Digests
+    ) -> KVBusError | None:
+        """Why the read has failed, if one of its pieces differs."""
+        expected = work.expected
+        if expected is None or expected.size != found.size:
+            told = 0 if expected is None else expected.size
+            return RemoteError(
+                f"the prefill agent told {told} digests, {found.size} pieces are compared",
+                code=ErrorCode.INVALID,
+            )
+        wrong = np.flatnonzero(expected != found)
+        self._equal.inc(found.size - wrong.size)
+        if not wrong.size:
+            return None
+        self._different.inc(wrong.size)
+        numbers = work.wanted().pieces()[wrong]
+        error = _mismatch(work, rank, numbers, found.size)
+        log.error(
+            "digest.failed",
+            read=str(command.key),
+            reason=error.message,
+            pieces=[piece_of(work.box, one)._asdict() for one in numbers[:MAX_LOGGED].tolist()],
+            **error.detail,
+        )
+        return error
+
+
+def cannot_compare(agent: str) -> LocalError:
+    """Why a fetch fails whose bytes cannot be compared as the configuration wants them to be."""
+    return LocalError(
+        f"the {agent} makes no digests: run a newer kvbus there, or set key 'digest' of this "
+        'agent\'s configuration to "off"',
+        code=ErrorCode.INCOMPATIBLE,
+        field="digests",
+    )
+
+
+def _mismatch(work: CompareJob, rank: int, wrong: Numbers, num_compared: int) -> RemoteError:
+    """Names the first piece that differs."""
+    piece, holder = piece_of(work.box, int(wrong[0])), work.share.holder
+    return RemoteError(
+        f"rank {rank} has other bytes than rank {holder} of prefill engine "
+        f"'{work.chunk.route.prefill.engine_id}': group '{work.box.group}', layer {piece.layer}, "
+        f"'{piece.part}', head {piece.head}, tokens {piece.start} to {piece.stop}; {wrong.size} of "
+        f"{num_compared} pieces differ",
+        code=ErrorCode.DIGEST_MISMATCH,
+        rank=rank,
+        holder=holder,
+        group=work.box.group,
+        layer=piece.layer,
+        part=piece.part,
+        head=piece.head,
+        first_token=piece.start,
+        end_token=piece.stop,
+        num_different=int(wrong.size),
+    )
