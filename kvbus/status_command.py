@@ -83,6 +83,8 @@ def status_table(answer: AgentStatus) -> Table:
     table.add_row("NIXL listens at", ", ".join(answer.data_endpoints) or "no TCP port")
     for what, state in _sharing_rows(answer.sharing):
         table.add_row(what, state)
+    for endpoint, wait_s in answer.silent_peers.items():
+        table.add_row(f"peer {endpoint}", f"does not answer, tried again in {wait_s:.0f} s")
     for what, count in answer.counts.items():
         table.add_row(what.replace("_", " "), str(count))
     return table

@@ -109,6 +109,11 @@ class RequestClient(SocketActor):
         return self._connection.is_gone
 
     @property
+    def heard_at(self) -> float:
+        """When something last came from the server, by the event loop's clock."""
+        return self._heard_at
+
+    @property
     def silent_s(self) -> float:
         """For how long nothing came from the server; it is asked for a sign once in a while."""
         return self.timers.now() - self._heard_at

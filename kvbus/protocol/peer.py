@@ -204,6 +204,8 @@ class AgentStatus(Message, frozen=True):
     ``sharing`` is about memory that agents of one machine map. ``successor`` is the boot id of the
     agent that has taken over, ``predecessor`` the peer endpoint of the one that this one has
     replaced, while it has not ended; empty when there is none.
+    ``silent_peers`` are the endpoints of agents that do not answer, and in how many seconds each is
+    tried again.
     """
 
     agent_id: Id
@@ -216,6 +218,7 @@ class AgentStatus(Message, frozen=True):
     sharing: Sharing | None = None
     successor: Text = ""
     predecessor: Text = ""
+    silent_peers: dict[str, float] = msgspec.field(default_factory=dict)
 
 
 class Status(Request[AgentStatus], frozen=True):

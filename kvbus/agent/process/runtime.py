@@ -322,6 +322,7 @@ class Runtime:
                 sharing=self.service.sharing(),
                 successor=self._handover.successor if self._handover is not None else "",
                 predecessor=before.peer_endpoint if before is not None and before.is_there else "",
+                silent_peers=self.service.silent_peers(),
             )
         )
 

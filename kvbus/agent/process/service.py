@@ -89,6 +89,10 @@ class Service(Protocol):
         """What memory it lends to others of this machine, or maps of theirs."""
         ...
 
+    def silent_peers(self) -> dict[str, float]:
+        """Agents that do not answer, and in how many seconds each is tried again."""
+        ...
+
     def story(self, asked: Status) -> list[str]:
         """What happened to the fetch or offer that is asked for, a line for each event."""
         ...

@@ -21,6 +21,7 @@ from kvbus_decode.fetch import events as ev
 from kvbus_decode.fetch.entry import FetchState
 from kvbus_decode.fetch.table import FetchTable
 from kvbus_decode.metrics import READINGS, DecodeMetrics
+from kvbus_decode.peer.directory import PeerAddress
 from kvbus_decode.peer.lease_client import LeaseClient
 from kvbus_decode.peer.route import Route
 from kvbus_decode.read.chunk import check_tables, make_chunk
@@ -120,6 +121,10 @@ class DecodeService:
         """What of other agents is mapped here."""
         return self._leases.routes.borrower.sharing()
 
+    def silent_peers(self) -> dict[str, float]:
+        """The agents that do not answer, and in how many seconds each is tried again."""
+        return self._leases.peers.silent()
+
     def story(self, asked: Status) -> list[str]:
         """What happened to a fetch, and to its reads: those here, and those for another agent."""
         fetch_id = asked.fetch_id
@@ -135,6 +140,7 @@ class DecodeService:
                 field="first_token",
             )
         check_tables(engine, fetch.tables, fetch.first_token, fetch.num_tokens)
+        answers = self._leases.peers.answers(PeerAddress.of(ticket))
         requested = ev.Requested(
             fetch_id=fetch.fetch_id,
             engine_id=engine.engine_id,
@@ -150,7 +156,8 @@ class DecodeService:
         )
         route = self._leases.routes.find(ticket, engine)
         if route is not None and self._reader.is_ready(route, requested):
-            ahead = ahead_of(requested, route, self._reader) if self._config.optimistic else None
+            may_read = self._config.optimistic and answers  # else READs would stall, and blocks
+            ahead = ahead_of(requested, route, self._reader) if may_read else None
             requested = replace(requested, route=route, ahead=ahead)
         self._dispatch(requested)
 
@@ -303,6 +310,7 @@ class DecodeService:
             **self.counts(),
             "quarantined_blocks": self._table.num_quarantined_blocks(),
             "peers": len(self._leases.peers),
+            "silent_peers": len(self._leases.peers.silent()),
             "engines": len(self._agent.engines.engines),
             "copies": self._reader.num_copies,
             "outstanding_handles": stats.outstanding_handles,

@@ -16,6 +16,7 @@ READINGS = {
     "draining_fetches": "Fetches that ended while transfers were in flight.",
     "quarantined_blocks": "Blocks that are withheld because a transfer can still write into them.",
     "peers": "Prefill agents that this agent talks to.",
+    "silent_peers": "Prefill agents that do not answer, and are tried now and then.",
     "engines": "Local engines.",
     "slots": "Staging slots in use.",
     "copies": "Copies out of slots, or of mapped memory, that have not ended.",

@@ -132,6 +132,10 @@ class PrefillService:
         """What its memory socket lends."""
         return self._lender.sharing()
 
+    def silent_peers(self) -> dict[str, float]:
+        """It asks nobody."""
+        return {}
+
     def story(self, asked: Status) -> list[str]:
         """What happened to an offer."""
         return self._table.story(asked.offer_id)

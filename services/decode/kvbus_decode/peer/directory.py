@@ -21,16 +21,20 @@ from kvbus.bus import (
     SocketOptions,
     new_boot_id,
 )
-from kvbus.errors import ErrorCode, KVBusError, LocalError, PeerLost
+from kvbus.errors import ErrorCode, KVBusError, LocalError, PeerLost, RequestTimeout
 from kvbus.keys.roles import Role
 from kvbus.protocol.message import R, Request
 from kvbus.protocol.ticket import Ticket
 from kvbus_decode.config import DecodeConfig
+from kvbus_decode.peer.reach_book import ReachBook
 
 log = structlog.get_logger()
 
 REQUESTS_OF_A_FETCH = 8
 """At most so many of one wait for replies of one peer: a claim or renewal, packs, releases."""
+
+REACH_OF_A_PEER = 4
+"""How many are remembered as silent for each that may be connected."""
 
 Extent = tuple[int, int]
 """First and one-past-last address of registered memory."""
@@ -59,6 +63,7 @@ class Peer:
 
     address: PeerAddress
     client: RequestClient
+    reach: ReachBook = field(repr=False)
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
     nixl_agents: dict[str, set[Extent]] = field(default_factory=dict)
     broken_agents: set[str] = field(default_factory=set)
@@ -74,10 +79,21 @@ class Peer:
 
     def ask(self, message: Request[R], timeout_s: float, on_reply: OnReply[R]) -> None:
         """Send a request; what keeps it from being sent goes to ``on_reply`` as well."""
+        asked_at = self.client.timers.now()
+
+        def settle(outcome: R | KVBusError) -> None:
+            if isinstance(outcome, RequestTimeout):
+                self.note_timeout(asked_at)
+            on_reply(outcome)
+
         try:
-            self.client.send(message, timeout_s=timeout_s, on_reply=on_reply)
+            self.client.send(message, timeout_s=timeout_s, on_reply=settle)
         except KVBusError as error:
             on_reply(error)
+
+    def note_timeout(self, asked_at: float) -> None:
+        """A request of then has had no answer."""
+        self.reach.note_timeout(self.address, self.client, asked_at, self.endpoint)
 
     def check_alive(self, boot: str) -> None:
         """Raise `PeerLost` when its process ``boot`` is gone."""
@@ -115,6 +131,7 @@ class PeerDirectory:
         self._on_boot, self._on_gone, self._on_dropped = on_boot, on_gone, on_dropped
         self._room = REQUESTS_OF_A_FETCH * config.max_fetches
         self._peers: dict[PeerAddress, Peer] = {}
+        self._reach = ReachBook(agent.loop, max_known=REACH_OF_A_PEER * config.max_peers)
         self._by_events: dict[str, Peer] = {}
         self._allowed = AllowedPeers(config.allowed_peers) if config.allowed_peers else None
         self._subscriber = EventSubscriber(
@@ -148,6 +165,23 @@ class PeerDirectory:
         """The peer at ``address``, if it is known."""
         return self._peers.get(address)
 
+    def answers(self, address: PeerAddress) -> bool:
+        """False for the one that tries whether an agent that was silent answers again.
+
+        Raises `RemoteError` (``peer_unreachable``) when it is not the time to try.
+        """
+        return self._reach.admit(address, self._client(address), address.endpoint)
+
+    def silent(self) -> dict[str, float]:
+        """The agents that do not answer, and in how many seconds each is tried again."""
+        known = [who for who in self._reach.known() if isinstance(who, PeerAddress)]
+        waits = ((who.endpoint, self._reach.retry_s(who, self._client(who))) for who in known)
+        return {endpoint: wait_s for endpoint, wait_s in waits if wait_s is not None}
+
+    def _client(self, address: PeerAddress) -> RequestClient | None:
+        peer = self._peers.get(address)
+        return peer.client if peer is not None else None
+
     def release(self, peer: Peer) -> None:
         """One user less."""
         peer.num_users -= 1
@@ -179,7 +213,7 @@ class PeerDirectory:
             max_pending=self._room,
             options=replace(options, allowed=self._allowed),
         )
-        peer = Peer(address, client)
+        peer = Peer(address, client, self._reach)
         self._agent.tasks.start_soon(self._run, peer)
         return peer
 

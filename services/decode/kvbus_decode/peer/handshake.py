@@ -4,8 +4,9 @@ Refuses an engine whose KV ours cannot use; both sides log the field and both va
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 import anyio
 import structlog
@@ -29,6 +30,8 @@ from kvbus_decode.peer.nixl import NixlMemory, NixlPeers
 from kvbus_decode.peer.route import Route, Source, placed_ranks
 
 log = structlog.get_logger()
+
+Answer = TypeVar("Answer")
 
 REASON_GRACE_S = 0.5
 """A handshake that ends in time knows better than who waits for it which agent did not answer."""
@@ -209,7 +212,8 @@ class RouteBook:
             offer_id=ticket.offer_id,
             secret=ticket.secret,
         )
-        done = await ask_handshake(peer.client, ticket, handshake, timeout_s=timeout_s)
+        asking = ask_handshake(peer.client, ticket, handshake, timeout_s=timeout_s)
+        done = await self._watched(peer, asking)
         check_compatible(done.memory.engine, engine.spec)
         home = await self._source(peer, ticket.agent_boot, done, engine, deadline=deadline)
         self._peers.listen(peer, done.events_endpoint)
@@ -229,7 +233,8 @@ class RouteBook:
                 access=other.access,
             )
             timeout_s = max(1e-3, deadline - self._agent.loop.time())
-            boot, done = await ask_any_handshake(peer.client, handshake, timeout_s=timeout_s)
+            asking = ask_any_handshake(peer.client, handshake, timeout_s=timeout_s)
+            boot, done = await self._watched(peer, asking)
             if done.memory.engine != home.memory.engine:
                 raise GeometryError(
                     f"the agents of engine '{home.memory.engine.engine_id}' disagree about it",
@@ -239,6 +244,16 @@ class RouteBook:
             return await self._source(peer, boot, done, engine, deadline=deadline)
         finally:
             self._peers.release(peer)
+
+    async def _watched(self, peer: Peer, asking: Awaitable[Answer]) -> Answer:
+        """The answer; that there is none is remembered of the peer."""
+        asked_at = self._agent.loop.time()
+        try:
+            return await asking
+        except KVBusError as error:
+            if error.code is ErrorCode.PEER_UNREACHABLE:
+                peer.note_timeout(asked_at)
+            raise
 
     def _handshake(self, engine: LocalEngine, engine_id: str) -> Handshake:
         """But for the right to it."""
