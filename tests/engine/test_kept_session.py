@@ -127,7 +127,9 @@ async def test_while_there_is_none_the_latest_one_says_why() -> None:
             assert await keeper.opened() is not first
 
 
-async def test_the_session_of_an_agent_that_is_replaced_stays_until_that_agent_has_ended() -> None:
+async def test_the_session_of_an_agent_that_is_replaced_stays_until_that_agent_has_ended(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     sessions = Sessions()
     async with kept(sessions) as keeper:
         with anyio.fail_after(WITHIN_S):
@@ -147,6 +149,7 @@ async def test_the_session_of_an_agent_that_is_replaced_stays_until_that_agent_h
             assert keeper.session is new
             assert keeper.problem is None
             assert keeper.num_opened == 2
+            assert "the session lost" not in caplog.text
 
 
 async def test_the_session_of_an_agent_that_is_replaced_is_closed_when_it_is_settled() -> None:

@@ -120,8 +120,10 @@ def start_engine() -> Iterator[Callable[..., EngineProcess]]:
     """Starts engines that end with the test."""
     started: list[EngineProcess] = []
 
-    def start(agent: AgentProcess, engine_id: str, *arguments: str) -> EngineProcess:
-        started.append(EngineProcess(agent, engine_id, *arguments))
+    def start(
+        agent: AgentProcess, engine_id: str, *arguments: str, script: str = "engine.py"
+    ) -> EngineProcess:
+        started.append(EngineProcess(agent, engine_id, *arguments, script=script))
         return started[-1]
 
     yield start

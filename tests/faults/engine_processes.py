@@ -10,21 +10,23 @@ from typing import Any
 import kvbus
 from tests.agents import AgentProcess
 
-SCRIPT = Path(__file__).parent / "processes" / "engine.py"
+SCRIPTS = Path(__file__).parent / "processes"
 
 
 class EngineProcess:
-    """An engine in a process of its own."""
+    """An engine in a process of its own, or one of its processes."""
 
-    def __init__(self, agent: AgentProcess, engine_id: str, *arguments: str) -> None:
+    def __init__(
+        self, agent: AgentProcess, engine_id: str, *arguments: str, script: str = "engine.py"
+    ) -> None:
         self.process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(agent.attach), engine_id, *arguments],
+            [sys.executable, str(SCRIPTS / script), str(agent.attach), engine_id, *arguments],
             stdout=subprocess.PIPE,
             env={**os.environ, "PYTHONPATH": str(Path(kvbus.__file__).parents[1])},
         )
 
     def said(self) -> dict[str, Any]:
-        """Its one line."""
+        """Its next line."""
         assert self.process.stdout is not None
         line: dict[str, Any] = json.loads(self.process.stdout.readline())
         return line

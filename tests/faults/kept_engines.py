@@ -96,7 +96,7 @@ class Handoffs:
             try:
                 await self._hand_over(f"{self.number}-{turn}", theirs, theirs[::-1], sent)
             except KVBusError as error:
-                self.failures[error.code] += 1
+                self.failures[f"{error.code}: {error.message}"] += 1
                 await self.source.control.opened()
                 await self.target.control.opened()
 
