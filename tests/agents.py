@@ -21,7 +21,7 @@ from typing import Any, TypeVar
 import anyio
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvbus.spawn import Child, free_port
+from kvbus.spawn import ANY_PORT, Child, free_port
 from tests.plain_sockets import Curve, ask
 
 WITHIN_S = 30.0
@@ -265,10 +265,20 @@ class Agents:
         return self.all[-1]
 
     def successor(self, agent: AgentProcess) -> AgentProcess:
-        """An agent that is to replace ``agent``, of the same configuration; not started yet."""
+        """An agent that is to replace ``agent``, with other ports; not started yet."""
         number = sum(one.folder == agent.folder for one in self.all)
-        log_path = agent.folder / f"log-{number}"
-        self.all.append(replace(agent, log_path=log_path, replaces=True, process=None, started={}))
+        binds = {key: agent.settings[key] for key in ("peer_bind", "events_bind")}
+        others = {key: ANY_PORT for key, bind in binds.items() if "-" not in bind}
+        self.all.append(
+            replace(
+                agent,
+                log_path=agent.folder / f"log-{number}",
+                settings=agent.settings | others,
+                replaces=True,
+                process=None,
+                started={},
+            )
+        )
         return self.all[-1]
 
     def start(self, *wanted: AgentProcess) -> None:

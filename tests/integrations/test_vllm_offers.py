@@ -11,6 +11,7 @@ from kvbus.integrations.vllm.block_tables import Tables, tables_of
 from kvbus.integrations.vllm.offers import Offers
 from kvbus.integrations.vllm.sessions import control_link
 from kvbus.integrations.vllm.stats import StatsRecorder
+from kvbus.integrations.vllm.transfer_params import HandoffParams
 from tests.agents import Agents, wait_until
 from tests.integrations.vllm_sides import (
     BLOCKS,
@@ -106,6 +107,34 @@ def test_a_request_that_waits_for_its_ticket_gets_one_of_the_agent_that_came_bac
         offering.until(lambda: ticket_of(offering.offers, "r"), "the ticket is there")
 
         assert offering.offers.publish("r", BLOCKS, PROMPT_TOKENS) is not None
+
+
+def test_a_ticket_that_is_there_when_the_agent_is_replaced_is_good_and_the_next_is_of_the_other(
+    agents: Agents,
+) -> None:
+    prefill, successor = agents.all[0], agents.successor(agents.all[0])
+    agents.all.remove(successor)
+    try:
+        with both_sides(*agents.all) as (offering, loading):
+            offering.offers.reserve("r")
+            offering.until(lambda: ticket_of(offering.offers, "r"), "the ticket is there")
+            ticket, session = ticket_of(offering.offers, "r"), offering.control.session
+            agents.start(successor)
+            wait_until(lambda: offering.control.session is not session, "the engine went over")
+
+            assert ticket_of(offering.offers, "r") == ticket
+            later = offering.offered("s")
+            assert later.ticket["agent_boot"] == successor.started["boot_id"]
+            made = offering.offers.publish("r", BLOCKS, PROMPT_TOKENS)
+            assert made is not None
+            for name, handoff in ("r", HandoffParams(made, PROMPT_TOKENS, "")), ("s", later):
+                loading.load(name, handoff)
+                loading.until(lambda name=name: name in loading.over, f"{name} was loaded")
+            assert not loading.failed
+            assert prefill.exit_status() == 0
+    finally:
+        successor.ask_to_end()
+        successor.end()
 
 
 def test_a_request_that_comes_just_before_its_agent_is_offered_once(

@@ -235,6 +235,8 @@ class UnwantedOffers:
         if notice is None or notice.stage == "lost" or notice.code == ErrorCode.DRAINING:
             # the agent is gone, or goes: the next one does it
             self._waiting.append((request_id, handoff))
+            if self._link.session is not session:
+                self._begin(self._link.session)
             return
         if notice.outcome is not Outcome.COMPLETED:
             logger.info(
@@ -243,4 +245,4 @@ class UnwantedOffers:
                 notice.message,
                 notice.code,
             )
-        self._begin(session)
+        self._begin(self._link.session)

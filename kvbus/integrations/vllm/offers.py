@@ -124,10 +124,14 @@ class Offers:
             self._answers = False
 
     def _renew(self, session: ControlSession) -> None:
-        """The agent is there, again: what waits for a ticket asks for it."""
+        """The agent is there, again, or another: what waits for a ticket asks for it.
+
+        An agent that is replaced keeps the offers that it has made.
+        """
         self._answers = True
         for reservation in list(self._reserved.values()):
-            self._make(reservation, session)
+            if reservation.asked is None or reservation.asked.lost is not None:
+                self._make(reservation, session)
 
     def _make(self, reservation: Reservation, session: ControlSession | None) -> None:
         if not isinstance(session, PrefillSession):
@@ -152,19 +156,19 @@ class Offers:
                 await offer.withdraw()
                 return
             reservation.offer = offer
-            offer.when_released(lambda: self._on_released(reservation, offer, session))
+            offer.when_released(lambda: self._on_released(reservation, offer))
         finally:
             reservation.is_made.set()
 
-    def _on_released(self, reservation: Reservation, offer: Offer, session: PrefillSession) -> None:
+    def _on_released(self, reservation: Reservation, offer: Offer) -> None:
         if reservation.offer is not offer:
             return
         if reservation.state is State.PUBLISHED:
             self._sent.append(reservation.request_id)
         elif reservation.state is State.OPEN:
             reservation.asked = reservation.offer = None
-            if session.lost is None:
-                self._make(reservation, session)
+            if (latest := self._link.session) is not None:
+                self._make(reservation, latest)
 
     def _publish(
         self, reservation: Reservation, offer: Offer, num_tokens: int, tables: Tables
