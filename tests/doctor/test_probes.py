@@ -189,6 +189,16 @@ def test_a_port_that_is_taken_is_found(tmp_path: Path) -> None:
     }
 
 
+def test_of_a_range_of_ports_one_has_to_be_free(tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", port := free_port())):
+        errors = [
+            agent_facts("a test", config(tmp_path, events_bind=f"tcp://127.0.0.1:{ports}")).binds[1]
+            for ports in (f"{port}-{port}", f"{port}-{port + 50}")
+        ]
+
+    assert [bind.error for bind in errors] == [os.strerror(98), ""]
+
+
 @pytest.mark.parametrize("address", ["tcp://*:0", "tcp://0.0.0.0:0", "tcp://lo:0"])
 def test_every_form_of_an_address_can_be_tried(tmp_path: Path, address: str) -> None:
     facts = agent_facts("a test", config(tmp_path, peer_bind=address, advertise_host="here"))
@@ -235,11 +245,14 @@ def test_an_agent_that_runs_already_is_known(tmp_path: Path) -> None:
     try:
         agent.start()
         facts = agent_facts("a test", config(tmp_path, peer_bind=agent.peer))
+        ports = f"{agent.peer}-{min(65_535, int(agent.peer.rpartition(':')[2]) + 2)}"
+        of_range = agent_facts("a test", config(tmp_path, peer_bind=ports))
     finally:
         agent.ask_to_end()
         agent.end()
 
     assert facts.is_running
+    assert of_range.is_running
     assert facts.folder_error == ""
     assert agent.exit_status() == 0
 

@@ -3,15 +3,19 @@
 import os
 import signal
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import anyio
 import msgpack
 import pytest
 import torch
+from typer.testing import CliRunner
 
+from kvbus.cli import app
 from kvbus.engine import DecodeSession, Offer, PrefillSession
 from kvbus.errors import PeerLost
 from kvbus.memory.attach.process_end import ProcessEnd
@@ -67,7 +71,7 @@ class Engines:
 @pytest.fixture
 async def old(fresh: Started) -> AgentProcess:
     """A prefill agent that can be replaced."""
-    fresh.start(agent := fresh.prefill(peer_bind=range_of(3), events_bind=range_of(3)))
+    fresh.start(agent := fresh.prefill())
     return agent
 
 
@@ -95,11 +99,10 @@ async def take_over(fresh: Started, old: AgentProcess) -> AgentProcess:
     return successor
 
 
-async def refused(fresh: Started, old: AgentProcess, **changes: Any) -> str:
+async def refused(fresh: Started, old: AgentProcess, **settings: Any) -> str:
     """What a successor says that does not get the place."""
     successor = fresh.successor(old)
-    for name, change in changes.items():
-        setattr(successor, name, change)
+    successor.settings |= settings
     successor.expected_trouble = {"not json"}
     successor.launch()
     assert await in_thread(successor.exit_status) == 1
@@ -131,8 +134,9 @@ async def test_an_agent_that_is_stopped_is_named_and_goes_on_when_it_is_woken(
     assert not old.logged("agent.replacing")
 
 
-async def test_engines_go_back_when_the_successor_dies_and_over_to_the_next_one(
-    fresh: Started, old: AgentProcess, engines: Engines
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+async def test_engines_go_back_when_the_successor_ends_and_over_to_the_next_one(
+    fresh: Started, old: AgentProcess, engines: Engines, end: signal.Signals
 ) -> None:
     await engines.hand_over()
     held = await engines.offer()  # keeps the old agent from its end
@@ -141,8 +145,14 @@ async def test_engines_go_back_when_the_successor_dies_and_over_to_the_next_one(
     await until(lambda: engines.source.control.session is not first)
     assert old.status()["successor"] == successor.started["boot_id"]
     assert successor.status()["predecessor"] == old.peer
+    said = [await in_thread(partial(status_text, one.peer)) for one in (old, successor)]
+    assert f"replaced by {successor.started['boot_id']}" in said[0]
+    assert old.peer in said[1]
 
-    successor.kill()
+    with seen_at(old) as seen:
+        successor.signal(end)
+        with anyio.fail_after(30):
+            await seen.wait()  # who connects sees the process that lets it in
     await in_thread(lambda: old.says("agent.resumed"))
     await until(lambda: engines.source.control.session is first)
     await engines.fetch(held)
@@ -175,8 +185,7 @@ async def test_what_was_offered_before_is_read_from_the_old_agent_whatever_is_se
 
 
 async def test_an_agent_whose_engines_do_not_go_in_time_ends_all_the_same(fresh: Started) -> None:
-    settings = {"peer_bind": range_of(2), "events_bind": range_of(2), "drain_timeout_s": 1.0}
-    fresh.start(old := fresh.prefill(**settings))
+    fresh.start(old := fresh.prefill(drain_timeout_s=1.0))
     async with kept_engine(PrefillSession, old.attach, num_blocks=16) as source:
         session = await source.control.opened()
         held = await session.offer("r", num_tokens=NUM_TOKENS, block_ids={FULL.name: GIVEN})
@@ -217,12 +226,25 @@ async def test_a_successor_that_hangs_up_in_the_middle_leaves_the_place_as_it_wa
     await engines.hand_over()
     assert engines.source.control.session is session
 
-    with socket.socket(socket.AF_UNIX) as connected:
-        connected.connect(str(old.attach))
-        end = ProcessEnd(connected)
+    with seen_at(old) as seen:
         old.kill()
         with anyio.fail_after(30):
-            await end.wait()
+            await seen.wait()
+
+
+@contextmanager
+def seen_at(agent: AgentProcess) -> Iterator[ProcessEnd]:
+    """The end of the process that who connects now sees at the other end."""
+    with socket.socket(socket.AF_UNIX) as connected:
+        connected.connect(str(agent.attach))
+        end = ProcessEnd(connected)
+        yield end
+        end.close()
+
+
+def status_text(endpoint: str) -> str:
+    """What ``kvbus status`` says of the agent there."""
+    return CliRunner().invoke(app, ["status", endpoint]).output
 
 
 def hang_up_after(old: AgentProcess, last_step: str) -> None:
@@ -248,7 +270,7 @@ def said_to(connected: socket.socket, op: str, body: dict[str, str]) -> list[int
 
 
 async def test_another_agent_cannot_take_the_place(fresh: Started, old: AgentProcess) -> None:
-    said = await refused(fresh, old, settings={**old.settings, "agent_id": "another"})
+    said = await refused(fresh, old, agent_id="another")
 
     assert f"prefill agent '{old.settings['agent_id']}'" in said
     assert old.status()["successor"] == ""
