@@ -77,6 +77,7 @@ class Run:
         await self._calm(world)
         self._ledger.note_longest("calm", time.monotonic() - started)
         self._ledger.count("acts")
+        self._ledger.say(f"act {act + 1} of {self.num_acts} is over")
 
     async def _work(self, handoffs: Handoffs, random: Random, ends_at: float) -> None:
         while time.monotonic() < ends_at and not self._ledger.is_over:

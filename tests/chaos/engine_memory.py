@@ -19,6 +19,9 @@ from tests.memories import Memory
 class EngineMemory:
     """``views`` and ``pool`` are of the engine's own blocks; set ``in_doubt`` to get new memory."""
 
+    views: list[View]
+    pool: Pool
+
     def __init__(self, shape: Shape, attach: Path, report: Report, seed: int) -> None:
         self.shape, self.spec = shape, shape.spec
         self._attach, self._report, self._seed = attach, report, seed
@@ -32,9 +35,6 @@ class EngineMemory:
             plain = Memory(shape.kv_layout)
             ranks, num_blocks = range(self.spec.num_ranks), shape.num_blocks()
             self._use([private_cache(self.spec, rank, plain, num_blocks) for rank in ranks])
-
-    views: list[View]
-    pool: Pool
 
     async def open(self, stack: AsyncExitStack) -> None:
         """Register memory in new sessions, which end with ``stack``."""

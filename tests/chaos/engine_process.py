@@ -1,7 +1,7 @@
 """An engine of a chaos run, in a process of its own: it does what the world says, and tells all.
 
     world ──lines of JSON: offer, withdraw, fetch, cancel, check──▶ engine
-    world ◀──up, down, offered, released, fetched, freed, violation── engine
+    world ◀──up, down, offered, over, fetched, freed, violation── engine
 
 It opens its sessions again when its agent was lost. It ends when the world does.
 """

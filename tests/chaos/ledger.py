@@ -45,7 +45,14 @@ class Ledger:
         one = {"what": what, "of": of, "at_s": at_s, **more}
         if self.counts[f"violation_{what}"] <= MAX_KEPT:
             self.violations.append(one)
-            print(f"chaos, seed {self.seed}: {what}: {of}", file=sys.stderr, flush=True)
+            self.say(f"{what}: {of}")
+
+    def say(self, what: str) -> None:
+        """Tell who waits how it goes."""
+        at_s = time.monotonic() - self.started_at
+        handoffs = self.counts["handoffs"]
+        line = f"chaos, seed {self.seed}, {at_s:.0f} s, {handoffs} handoffs: {what}"
+        print(line, file=sys.stderr, flush=True)
 
     @property
     def is_over(self) -> bool:

@@ -14,6 +14,10 @@ from random import Random
 AGENT_HOST, PROXY_HOST = "127.0.0.1", "127.0.0.2"
 READ_BYTES = 1 << 16
 MAX_RECORDED_BYTES = 1 << 16
+FEWEST_BYTES = 512
+"""What is less is a handshake and nothing else."""
+GREETING_BYTES = 64
+REPLAY_S = 2.0
 TRICKLE_S = 0.02
 RESET = struct.pack("ii", 1, 0)
 """SO_LINGER that makes a close a reset."""
@@ -39,12 +43,15 @@ class Connection:
 
 
 class Link:
-    """All connections to one port; ``is_down`` refuses new ones, ``is_black`` passes nothing."""
+    """All connections to one port.
+
+    ``recorded`` is a conversation from its beginning, ``latest`` what a client said last.
+    """
 
     def __init__(self, port: int) -> None:
         self.port = port
         self.connections: set[Connection] = set()
-        self.recorded: bytes = b""
+        self.recorded, self.latest = b"", b""
         self.num_faults = 0
         self._random = Random(port)
         self._server: asyncio.Server | None = None
@@ -95,12 +102,15 @@ class Link:
         num_heard = 0
         with suppress(OSError, TimeoutError):
             reader, writer = await asyncio.open_connection(AGENT_HOST, self.port)
-            writer.write(self.recorded)
-            with suppress(TimeoutError):
-                async with asyncio.timeout(1.0):
+            try:
+                async with asyncio.timeout(REPLAY_S):
+                    writer.write(self.recorded[:GREETING_BYTES])  # else libzmq waits for more
+                    await reader.readexactly(GREETING_BYTES)
+                    writer.write(self.recorded[GREETING_BYTES:])
                     while heard := await reader.read(READ_BYTES):
                         num_heard += len(heard)
-            writer.close()
+            finally:
+                writer.close()
         return num_heard
 
     async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -129,9 +139,12 @@ class Link:
         recorded: Connection | None,
     ) -> None:
         while some := await source.read(READ_BYTES):
+            if recorded is not None:
+                self.latest = some
             if recorded is not None and len(recorded.said) < MAX_RECORDED_BYTES:
                 recorded.said += some
-                self.recorded = bytes(recorded.said)
+                if len(recorded.said) > FEWEST_BYTES:
+                    self.recorded = bytes(recorded.said)
             await self._passes.wait()
             if self._delay_s:
                 await asyncio.sleep(self._delay_s)

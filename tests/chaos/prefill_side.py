@@ -107,7 +107,6 @@ class PrefillSide:
             self._tell("refused", key=key, code=error.code.value)
             return isinstance(error, RequestRefused) or self._control.lost is not None
         self._offers[key] = offer
-        offer.when_released(lambda: self._tell("released", key=key))
         self._tell("offered", key=key, offer_id=offer.offer_id, ticket=offer.ticket)
         with suppress(KVBusError):  # it has ended, or will by its time to live
             await self._grow(offer, key, steps, blocks)

@@ -18,18 +18,17 @@ from tests.chaos.ledger import Ledger
 from tests.chaos.links import Link
 from tests.security.listening import FORGED
 
-GREETING_BYTES = 64
 COMMAND, LONG = 4, 2
 MOST_PER_LOOK = 4
 LOOK_S = 0.1
 BIG_LEASE_S = 30.0
+NUM_AHEAD = 8
 
 Frame = dict[str, Any]
 
 
-def frames_of(stream: bytes) -> Iterator[Frame]:
-    """The requests in a ZMTP stream that was overheard; none where it is encrypted."""
-    at = GREETING_BYTES
+def frames_of(stream: bytes, at: int = 0) -> Iterator[Frame]:
+    """The requests in a ZMTP stream that was overheard, from a frame on; none if encrypted."""
     while at + 9 < len(stream):
         flags, size, start = stream[at], stream[at + 1], at + 2
         if flags & LONG:
@@ -108,12 +107,13 @@ class Rogue:
         """Ask under the boot and id of others, after them and ahead of them."""
         while True:
             await asyncio.sleep(LOOK_S)
-            heard = [] if self._keyed else list(frames_of(self._link.recorded))
             if self._keyed:
                 await self._ask(dealer, "status", {})
-            for frame in heard[-2:]:
-                for number in (frame["id"], frame["id"] + 5):
-                    await self._ask(dealer, "status", {}, id=number, boot=frame["boot"])
+                continue
+            for frame in list(frames_of(self._link.latest))[-1:]:
+                for ahead in range(NUM_AHEAD):
+                    number, boot = frame["id"] + ahead, frame["boot"]
+                    await self._ask(dealer, "status", {}, id=number, boot=boot)
 
     async def _hear_replies(self, dealer: Any) -> None:
         while True:
