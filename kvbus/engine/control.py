@@ -3,13 +3,18 @@
 Its agent is the engine's home.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import suppress
-from typing import Self
+from typing import Self, TypeVar
 
+import anyio
+
+from kvbus.engine.busy import BusyPauses
 from kvbus.engine.session import EngineSession, Latch
-from kvbus.errors import KVBusError, LocalError, RequestTimeout
+from kvbus.errors import KVBusError, LocalError, RequestRefused, RequestTimeout
 from kvbus.protocol.engine import AgentRanks, Register
+
+T = TypeVar("T")
 
 Others = Mapping[str, Iterable[int]] | Iterable[AgentRanks]
 """Ranks of an engine that are attached to other agents, by the peer endpoint of each agent."""
@@ -52,6 +57,19 @@ class ControlSession(EngineSession):
             while waiting := self._going_on():
                 await waiting.wait()
                 await self.ready()
+
+    async def when_not_busy(self, ask: Callable[[], Awaitable[T]]) -> T:
+        """What ``ask`` returns, called again while it is refused as ``busy`` and there is time."""
+        pauses = BusyPauses(anyio.current_time() + self.request_timeout_s)
+        while True:
+            try:
+                return await ask()
+            except RequestRefused as error:
+                pause_s = pauses.after(error, anyio.current_time())
+                if pause_s is None or not self.retry_busy:
+                    raise
+            with anyio.move_on_after(pause_s):
+                await self._ended.wait()  # then the next call says why
 
     def _going_on(self) -> Latch | None:
         """The end of something that was begun and has not ended; None when there is nothing."""

@@ -4,21 +4,27 @@ Refuses to call KV valid before the agent says ``completed``, and blocks free wh
 write into them.
 """
 
+import asyncio
 import time
 import uuid
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import numpy.typing as npt
+from msgspec.structs import replace
 
+from kvbus.engine.busy import BusyPauses
 from kvbus.engine.control import ControlSession
 from kvbus.engine.fetch import Fetch, OnFetched, OnLanded
 from kvbus.engine.session import Latch, SessionOptions
 from kvbus.errors import (
     AgentHungUp,
+    ErrorCode,
     GeometryError,
     KVBusError,
+    LocalError,
     PeerLost,
     RequestRefused,
     RequestTimeout,
@@ -34,6 +40,14 @@ DOUBT_S = 8.0
 
 BlockIds = Mapping[str, npt.ArrayLike]
 OnBlocksFreed = Callable[[BlocksFreed], None]
+
+
+class _Asked(NamedTuple):
+    """What is asked for a fetch until the agent takes it."""
+
+    message: StartFetch
+    fetch: Fetch
+    pauses: BusyPauses
 
 
 class DecodeSession(ControlSession):
@@ -86,8 +100,10 @@ class DecodeSession(ControlSession):
         of a prompt with that digest.
 
         Returns at once; `Fetch.completed` says how it ends, a refusal by the agent included (its
-        stage is ``requested``). An agent that answers nothing any more cannot say so: the fetch
-        fails then with stage ``silent``, after ``timeout_s`` or ``request_timeout_s``.
+        stage is ``requested``). An agent without room is asked again until ``timeout_s`` or
+        ``request_timeout_s`` have passed, see `EngineSession`. An agent that
+        answers nothing any more cannot say so: the fetch fails then with stage ``silent``, after
+        ``timeout_s`` or ``request_timeout_s``.
         Raises `GeometryError` for ids that are none or of no group, and why the session ended when
         it did.
         """
@@ -105,16 +121,40 @@ class DecodeSession(ControlSession):
             chunk_tokens=piece_tokens,
             prompt_digest=prompt_digest,
         )
-        self.send(message, lambda reply: self._on_taken(fetch, reply))
+        asked = _Asked(message, fetch, BusyPauses(overdue_at))
+        self.send(message, lambda reply: self._on_taken(asked, reply))
         self._fetches[fetch.fetch_id] = fetch
         return fetch
 
-    def _on_taken(self, fetch: Fetch, reply: Empty | KVBusError) -> None:
+    def _on_taken(self, asked: _Asked, reply: Empty | KVBusError) -> None:
         """Without a clear no, the agent may have taken the fetch: its blocks stay in doubt."""
         if isinstance(reply, Empty) or self.lost is not None:
             return
+        fetch, now = asked.fetch, time.monotonic()
+        pause_s = asked.pauses.after(reply, now) if self.retry_busy else None
+        if pause_s is not None and fetch.notice is None:
+            asyncio.get_running_loop().call_later(pause_s, self._ask_again, asked)
+            fetch.give_up = partial(self._give_up, fetch)
+            return
         refused = isinstance(reply, RequestRefused)
         self._end(_failed(fetch, reply, stage="requested", blocks_free=refused))
+
+    def _ask_again(self, asked: _Asked) -> None:
+        fetch, message = asked.fetch, asked.message
+        fetch.give_up = None
+        if fetch.notice is not None or self.lost is not None:
+            return
+        if message.timeout_s is not None:
+            message = replace(message, timeout_s=max(1e-3, fetch.overdue_at - time.monotonic()))
+        self.send(message, lambda reply: self._on_taken(asked, reply))
+
+    def _give_up(self, fetch: Fetch) -> None:
+        """The agent knows nothing of the fetch: it ends here, once."""
+        if fetch.notice is not None:
+            return
+        error = LocalError("the engine cancelled the fetch", code=ErrorCode.CANCELLED)
+        ended = _failed(fetch, error, stage="requested", blocks_free=True)
+        self._end(replace(ended, outcome=Outcome.CANCELLED))
 
     def _on_notice(self, notice: Notice) -> None:
         if notice.op == Fetched.op:

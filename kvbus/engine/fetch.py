@@ -29,6 +29,8 @@ class Fetch:
         self._ended, self._freed, self.settled = Latch(), Latch(), Latch()
         self._fetched: Fetched | None = None
         self.is_observed = False
+        self.give_up: Callable[[], None] | None = None
+        """Ends it here; set by the session while the agent is too busy for it and knows nothing."""
 
     @property
     def notice(self) -> Fetched | None:
@@ -80,8 +82,12 @@ class Fetch:
         """Give up; `completed` raises with code ``cancelled``, unless it had ended before.
 
         With ``release_offer`` nobody will fetch this ticket any more: the prefill engine gets its
-        blocks back now, and not when the offer expires. Also for a fetch that failed.
+        blocks back now, and not when the offer expires. Also for a fetch that failed; not for one
+        that waits as the agent is busy.
         """
+        if self.give_up is not None:
+            self.give_up()
+            return
         await self._session.request(
             CancelFetch(fetch_id=self.fetch_id, release_offer=release_offer)
         )

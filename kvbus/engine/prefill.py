@@ -150,7 +150,8 @@ class PrefillSession(ControlSession):
         With ``sealed`` False the offer is open: `Offer.extend` and `Offer.seal` follow.
         A group with a window may have kept only its tail: ``first_blocks`` says which block of the
         request its table starts at. A state has one block. Raises `GeometryError` for ids that are
-        none and for a first block without a table, and `RequestRefused`.
+        none and for a first block without a table, and `RequestRefused`, for an agent without room
+        when ``request_timeout_s`` has passed.
 
         Only the decode engine or agent of the name ``audience`` may use the ticket, only for the
         prompt that its engine knows by the same ``prompt_digest``: where the site signs tickets.
@@ -175,7 +176,7 @@ class PrefillSession(ControlSession):
             offer = self._offers[made.offer_id] = Offer(self, request_id, made, _ends(tables))
             return offer
 
-        return await self.request_as(message, keep)
+        return await self.when_not_busy(lambda: self.request_as(message, keep))
 
     def _on_notice(self, notice: Notice) -> None:
         if notice.op != Released.op:

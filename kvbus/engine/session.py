@@ -60,6 +60,7 @@ class SessionOptions(TypedDict, total=False):
 
     attach_timeout_s: float
     request_timeout_s: float
+    retry_busy: bool
 
 
 class EngineSession:
@@ -68,7 +69,9 @@ class EngineSession:
     Entering raises `PeerLost` when no agent listens there within ``attach_timeout_s``,
     `RequestRefused` when it says no, and `ConfigError` when it is another user's, or another user
     could take its place. A request is answered within ``request_timeout_s``, or raises
-    `RequestTimeout`. ``lost`` is why the session ended, None while it lives.
+    `RequestTimeout`. Offers and fetches that the agent has no room for are asked for again until
+    their deadline, unless ``retry_busy`` is False. ``lost`` is why the session ended, None while it
+    lives.
     """
 
     serves: AgentRole | None = None
@@ -81,8 +84,9 @@ class EngineSession:
         *,
         attach_timeout_s: float = 0.0,
         request_timeout_s: float = 30.0,
+        retry_busy: bool = True,
     ) -> None:
-        self.engine = engine
+        self.engine, self.retry_busy = engine, retry_busy
         self.attach_timeout_s = attach_timeout_s
         self.boot = new_boot_id()
         self.request_timeout_s = request_timeout_s

@@ -18,6 +18,8 @@ Endpoint = Annotated[str, msgspec.Meta(max_length=256, pattern=r"^tcp://[^\s/;,]
 MAX_TEXT_CHARS = 4096
 MAX_DETAILS = 32
 PLAIN = str | int | float
+BUSY_RETRY_S = 0.1
+"""When to ask again who is busy, if nothing better is known."""
 
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT_CHARS)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
@@ -101,11 +103,13 @@ def read_reply(request: Request[R], body: Mapping[str, Any]) -> R:
 
 
 def error_body(error: KVBusError) -> dict[str, Any]:
-    """The ``error`` map of a reply that refuses with ``error``."""
+    """The ``error`` map of a reply that refuses with ``error``; ``busy`` says until when."""
+    is_busy = error.code is ErrorCode.BUSY
+    hint: dict[str, PLAIN] = {"retry_after_s": BUSY_RETRY_S} if is_busy else {}
     return {
         "code": error.code.value,
         "message": error.message[:MAX_TEXT_CHARS],
-        "detail": error.detail,
+        "detail": hint | error.detail,
     }
 
 

@@ -14,7 +14,7 @@ from typing import Any
 from sdk_cache import NUM_BLOCKS, SPEC, Blocks, Cache, first_block, positions_of, tell
 
 from kvbus.engine import BlockingDecode, BlockingMemory, BlockingPrefill, Fetch, Offer
-from kvbus.errors import ErrorCode, PeerLost, RequestRefused
+from kvbus.errors import PeerLost, RequestRefused
 from kvbus.geometry import KvLayout
 from kvbus.protocol.engine import Fetched, Outcome
 
@@ -53,7 +53,7 @@ class Prefill:
     def offer(
         self, name: str, num_tokens: int, blocks: Blocks, firsts: dict[str, int], *, sealed: bool
     ) -> Offer:
-        """Ask until the agent is there, and is not busy."""
+        """Ask until the agent is there."""
         while True:
             try:
                 return self.session.offer(
@@ -65,10 +65,6 @@ class Prefill:
                 )
             except PeerLost:
                 time.sleep(TICK_S)
-            except RequestRefused as error:
-                if error.code is not ErrorCode.BUSY:
-                    raise
-                time.sleep(float(error.detail.get("retry_after_s", AGAIN_S)))
 
     def do_withdraw(self, name: int, _: str) -> None:
         self.session.withdraw(self.offers[name][0])
@@ -119,8 +115,6 @@ class Decode:
         if ended.outcome is Outcome.COMPLETED:
             spans = positions_of(int(first), int(last))
             tell("fetched", name, "completed", self.cache.num_wrong(name, blocks, spans))
-        elif ended.stage == "requested" and ended.code == ErrorCode.BUSY:
-            self.later.append((time.monotonic() + AGAIN_S, name, rest))
         elif ended.stage == "requested":
             tell("refused", name, ended.code)
         else:

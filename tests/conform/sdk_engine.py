@@ -15,17 +15,6 @@ from kvbus.errors import ErrorCode, FetchFailed, KVBusError, PeerLost, RequestRe
 from kvbus.geometry import KvLayout
 
 
-async def until_not_busy(ask: Any) -> Any:
-    """The reply to a request, asked again while the agent is busy."""
-    while True:
-        try:
-            return await ask()
-        except RequestRefused as error:
-            if error.code is not ErrorCode.BUSY:
-                raise
-            await asyncio.sleep(float(error.detail.get("retry_after_s", 0.1)))
-
-
 class Prefill:
     def __init__(self, session: PrefillSession, cache: Cache) -> None:
         self.session, self.cache = session, cache
@@ -38,14 +27,12 @@ class Prefill:
         self.cache.grow(blocks, spans)
         self.cache.fill(name, blocks, spans)
         try:
-            offer = self.offers[name] = await until_not_busy(
-                lambda: self.session.offer(
-                    str(name),
-                    num_tokens=first,
-                    block_ids=blocks,
-                    sealed=not later,
-                    first_blocks={g: first_block(g, start) for g, (start, _) in spans.items()},
-                )
+            offer = self.offers[name] = await self.session.offer(
+                str(name),
+                num_tokens=first,
+                block_ids=blocks,
+                sealed=not later,
+                first_blocks={g: first_block(g, start) for g, (start, _) in spans.items()},
             )
             tell("ticket", name, json.dumps(offer.ticket))
             await self.extend(name, offer, blocks, later)
@@ -96,21 +83,16 @@ class Decode:
     async def until_completed(
         self, name: int, ticket: Any, blocks: Blocks, tokens: tuple[int, int]
     ) -> None:
-        while True:
-            fetch = self.session.fetch(
-                ticket, num_tokens=tokens[1], block_ids=blocks, first_token=tokens[0]
-            )
-            self.fetches[name] = fetch
-            try:
-                await fetch.completed()
-            except FetchFailed as error:
-                if error.stage != "requested":
-                    raise
-                if error.code is not ErrorCode.BUSY:
-                    raise RequestRefused(error.message, code=error.code) from error
-                await asyncio.sleep(0.5)
-            else:
-                return
+        fetch = self.session.fetch(
+            ticket, num_tokens=tokens[1], block_ids=blocks, first_token=tokens[0]
+        )
+        self.fetches[name] = fetch
+        try:
+            await fetch.completed()
+        except FetchFailed as error:
+            if error.stage != "requested":
+                raise
+            raise RequestRefused(error.message, code=error.code) from error
 
     async def cancel(self, name: int, _: str) -> None:
         await self.fetches[name].cancel()

@@ -1,5 +1,6 @@
 """The fetch table, one behaviour at a time."""
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -235,6 +236,27 @@ def test_a_busy_offer_is_claimed_again_after_a_moment_until_the_deadline() -> No
     assert kinds(again) == [ev.SendClaim]
     assert (end.error and end.error.code) is ErrorCode.TIMEOUT
     assert table.next_deadline() is None
+
+
+@pytest.mark.parametrize(
+    ("hint_s", "luck", "due_at"),
+    [
+        (1.0, 0.0, 1.0),
+        (1.0, 0.5, 1.5),
+        (3600.0, 0.0, 2.0),
+        (-1.0, 0.0, 0.001),
+        (math.nan, 0.0, 0.001),
+    ],
+)
+def test_a_busy_offer_is_claimed_again_when_the_prefill_agent_says_or_a_little_later(
+    hint_s: float, luck: float, due_at: float
+) -> None:
+    table = table_after(requested(timeout_s=10.0), READY)
+    error = RemoteError("leased", code=ErrorCode.BUSY, retry_after_s=hint_s)
+
+    table.handle(ev.StepFailed("f1", error, luck), 0.0)
+
+    assert table.next_deadline() == due_at
 
 
 @pytest.mark.parametrize(

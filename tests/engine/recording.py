@@ -26,6 +26,7 @@ class _Recording:
     """``reply`` answers each request at once; None leaves it unanswered."""
 
     reply: Message | None = Empty()
+    lost: KVBusError | None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__("/nowhere", SPEC, *args, **kwargs)
@@ -39,6 +40,8 @@ class _Recording:
         *,
         timeout_s: float = 0.0,
     ) -> None:
+        if self.lost is not None:
+            raise self.lost
         self.sent.append(message)
         self.on_replies.append(on_reply)
         if self.reply is not None:

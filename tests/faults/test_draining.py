@@ -1,5 +1,6 @@
 """A signal lets an agent finish what runs and nothing new begin; what is left then is failed."""
 
+import asyncio
 import signal
 import time
 
@@ -108,10 +109,31 @@ def test_an_idle_agent_ends_at_once_and_leaves_no_socket(fresh):
         assert not agent.attach.exists()
 
 
+async def test_full_tables_have_engines_wait_for_room(fresh):
+    prefill, decode = fresh.prefill(max_offers=1), fresh.decode(max_fetches=1)
+    fresh.start(prefill, decode)
+    async with pair(prefill.attach, decode.attach) as (source, target):
+        offer = await source.prefill.offer("r", **NOTHING, sealed=False)
+        fetch = target.decode.fetch(offer.ticket, **NOTHING)
+        next_offer = asyncio.ensure_future(source.prefill.offer("next", **NOTHING))
+        await until(lambda: prefill.metric("refusals_total", code="busy") > 1)
+        late = target.decode.fetch(offer.ticket, **NOTHING)
+        await until(lambda: decode.metric("refusals_total", code="busy") > 1)
+
+        await offer.seal()
+        await fetch.completed()
+        failure = await failure_of(late)
+        await (await next_offer).withdraw()
+
+        assert failure.code is ErrorCode.OFFER_COMPLETED
+        assert await works(source, target)
+
+
 async def test_full_tables_are_busy_and_have_room_again(fresh):
     prefill, decode = fresh.prefill(max_offers=1), fresh.decode(max_fetches=1)
     fresh.start(prefill, decode)
     async with pair(prefill.attach, decode.attach) as (source, target):
+        source.prefill.retry_busy = target.decode.retry_busy = False
         offer = await source.prefill.offer("r", **NOTHING, sealed=False)
         fetch = target.decode.fetch(offer.ticket, **NOTHING)
 
@@ -124,6 +146,7 @@ async def test_full_tables_are_busy_and_have_room_again(fresh):
         await offer.released()
 
         assert refused_offer.value.code is ErrorCode.BUSY
+        assert refused_offer.value.detail["retry_after_s"] > 0
         assert failure.code is ErrorCode.BUSY
         assert (failure.stage, failure.blocks_free) == ("requested", True)
         for agent in (prefill, decode):

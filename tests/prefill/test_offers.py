@@ -322,12 +322,12 @@ def test_a_confirm_before_the_seal_is_refused_and_the_lease_goes_on() -> None:
 def test_another_reader_is_told_busy_and_when_to_come_again() -> None:
     table = table_after(opened(), claimed("first", lease_s=2.0))
 
-    commands = table.handle(claimed("second"), 0.5)
-
-    assert code_of(commands) is ErrorCode.BUSY
-    (refusal,) = commands
-    assert isinstance(refusal, ev.Refuse)
-    assert refusal.error.detail == {"retry_after_s": 1.5}
+    for now, pause_s in (0.5, 0.25), (1.875, 0.125):
+        for event in claimed("second"), taken("second"):
+            (refusal,) = table.handle(event, now)
+            assert isinstance(refusal, ev.Refuse)
+            assert refusal.error.code is ErrorCode.BUSY
+            assert refusal.error.detail == {"retry_after_s": pause_s}
 
 
 NEXT = ev.ReaderProcess("decode-0", "second boot")

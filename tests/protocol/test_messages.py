@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvbus.errors import ErrorCode, GeometryError, ProtocolError, RequestRefused
+from kvbus.errors import ErrorCode, GeometryError, KVBusError, ProtocolError, RequestRefused
 from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import AgentRole, Fetched, MakeOffer, Outcome, Register, StartFetch
 from kvbus.protocol.envelope import decode, encode_reply, encode_request
@@ -154,6 +154,14 @@ def test_an_error_travels_with_code_message_and_detail() -> None:
         error.message,
         error.detail,
     )
+
+
+def test_a_busy_refusal_always_says_when_to_ask_again() -> None:
+    known = KVBusError("full", code=ErrorCode.BUSY, retry_after_s=3.0, max_offers=1)
+
+    assert error_body(KVBusError("full", code=ErrorCode.BUSY))["detail"]["retry_after_s"] > 0
+    assert error_body(known)["detail"] == {"retry_after_s": 3.0, "max_offers": 1}
+    assert error_body(KVBusError("over", code=ErrorCode.CLOSED))["detail"] == {}
 
 
 @given(st.dictionaries(st.sampled_from(["code", "message", "detail"]), PLAIN))

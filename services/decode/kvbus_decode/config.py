@@ -34,7 +34,10 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
     ] = 5.0
     busy_retry_s: Annotated[
         Duration,
-        Meta(description="Pause before an offer that another reader has is claimed again."),
+        Meta(
+            description="Pause before an offer that another reader has is claimed again, when "
+            "the prefill agent does not say how long; up to twice as long, by chance."
+        ),
     ] = 0.05
     allowed_peers: Annotated[
         tuple[str, ...],

@@ -116,10 +116,15 @@ class LeaseGranted:
 
 @dataclass(frozen=True, slots=True)
 class StepFailed:
-    """A command of this fetch ended with an error: resolve, claim, confirm or take."""
+    """A command of this fetch ended with an error: resolve, claim, confirm or take.
+
+    ``luck``, drawn from 0 to 1, lengthens the pause after ``busy``, so that agents that wait for
+    the same thing do not ask in step.
+    """
 
     fetch_id: str
     error: KVBusError
+    luck: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,8 @@ COMPLETED, FAILED, CANCELLED = ENDS
 
 Commands = list[ev.Command]
 
+MIN_PAUSE_S, MAX_PAUSE_S = 0.001, 2.0
+
 
 def go_on(fetch: FetchEntry, at: Context) -> Commands:
     """Nothing is in flight: read what is ready, or confirm when that was all, or wait for more.
@@ -36,6 +38,18 @@ def claim(fetch: FetchEntry, at: Context) -> ev.SendClaim:
     """Ask for the lease; news that came before are in its reply."""
     fetch.claiming, fetch.hinted = True, False
     return ev.SendClaim(fetch.fetch_id, fetch.request_timeout_s(at), fetch.requested)
+
+
+def pause_s(event: ev.StepFailed, at: Context) -> float:
+    """How long to wait before it is asked again: as the prefill agent says, or by our config.
+
+    At least a millisecond and at most a few seconds, whatever an agent says; up to twice as long,
+    by luck.
+    """
+    hint = event.error.detail.get("retry_after_s")
+    least_s = hint if isinstance(hint, int | float) else at.limits.busy_retry_s
+    # In this order: a hint may be no number at all.
+    return min(max(MIN_PAUSE_S, least_s), MAX_PAUSE_S) * (1 + event.luck)
 
 
 def ask_for_yes(fetch: FetchEntry, at: Context) -> ev.SendConfirm | ev.SendTake:

@@ -24,6 +24,7 @@ from kvbus_decode.fetch.steps import (
     claim,
     fail,
     go_on,
+    pause_s,
     release_lease,
     renew,
     withdraw,
@@ -108,7 +109,7 @@ def retry_or_fail(fetch: FetchEntry, event: ev.StepFailed, at: Context) -> Comma
     """
     if event.error.code is not ErrorCode.BUSY or not fetch.claiming:
         return fail(fetch, event.error, at)
-    fetch.claiming, fetch.ask_again_at = False, at.now + at.limits.busy_retry_s
+    fetch.claiming, fetch.ask_again_at = False, at.now + pause_s(event, at)
     return []
 
 
@@ -180,7 +181,7 @@ def confirm_again_or_fail(fetch: FetchEntry, event: ev.StepFailed, at: Context) 
     code = event.error.code
     is_early = code in (ErrorCode.BUSY, ErrorCode.OFFER_OPEN) and fetch.in_doubt
     if is_early and not fetch.hinted:
-        fetch.ask_again_at = at.now + at.limits.busy_retry_s
+        fetch.ask_again_at = at.now + pause_s(event, at)
         return []
     if not is_early and code is not ErrorCode.TIMEOUT:
         return fail(fetch, event.error, at)

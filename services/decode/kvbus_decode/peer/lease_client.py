@@ -3,6 +3,7 @@
 Every answer goes back to the table as an event, exactly one for each command.
 """
 
+import random
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from functools import partial
@@ -30,6 +31,11 @@ log = structlog.get_logger()
 
 RELEASE_TIMEOUT_S = 5.0
 WITHOUT_FAULT = (ErrorCode.CANCELLED, ErrorCode.TIMEOUT, ErrorCode.BUSY)
+
+
+def luck() -> float:
+    """From 0 to 1, for pauses."""
+    return random.random()  # noqa: S311 - no secret
 
 
 class LeaseClient(EventListener):
@@ -313,13 +319,13 @@ class LeaseClient(EventListener):
         if isinstance(reply, Granted):
             self._dispatch(ev.LeaseGranted(fetch_id, sent_at, reply, claimed))
         elif claimed is not None:
-            self._dispatch(ev.StepFailed(fetch_id, reply))
+            self._dispatch(ev.StepFailed(fetch_id, reply, luck()))
         else:
             self._dispatch(ev.RenewFailed(fetch_id, reply))
 
     def _on_confirmed(self, fetch_id: str, reply: Empty | KVBusError) -> None:
         if isinstance(reply, KVBusError):
-            self._dispatch(ev.StepFailed(fetch_id, reply))
+            self._dispatch(ev.StepFailed(fetch_id, reply, luck()))
         else:
             self._dispatch(ev.LeaseConfirmed(fetch_id))
 

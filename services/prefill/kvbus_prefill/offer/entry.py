@@ -34,13 +34,15 @@ class OfferLimits:
     """Bounds of the table; durations in seconds.
 
     ``max_lease_s`` caps one grant, ``max_hold_s`` all renewals of one lease together, and all
-    leases with which one reader follows itself.
+    leases with which one reader follows itself. Who finds another's lease is told to come again
+    when it ends, or in ``busy_retry_s`` if that is sooner.
     """
 
     max_offers: int = 4096
     max_retired: int = 4096
     max_lease_s: float = 30.0
     max_hold_s: float = 600.0
+    busy_retry_s: float = 0.25
 
 
 Context = AnyContext[OfferLimits]

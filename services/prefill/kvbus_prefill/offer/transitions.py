@@ -81,11 +81,7 @@ def claim(offer: OfferEntry, event: ev.Claimed, at: Context) -> Commands:
         revoked = offer.end_lease("revoked")
     elif offer.lease is not None:
         if offer.lease.reader_id != event.reader_id:
-            raise LocalError(
-                "another reader has the lease",
-                code=ErrorCode.BUSY,
-                retry_after_s=offer.lease.expires_at - at.now,
-            )
+            raise _leased(offer.lease, at)
         held_until = offer.lease.held_until
         revoked = offer.end_lease("revoked")
     offer.epoch, offer.token, offer.holder = offer.epoch + 1, event.token, event.holder
@@ -106,6 +102,12 @@ def _is_outlived(offer: OfferEntry, event: ev.Claimed | ev.Taken) -> bool:
     return (
         lease is not None and event.process.follows(lease.process) and event.holder == offer.holder
     )
+
+
+def _leased(lease: Lease, at: Context) -> LocalError:
+    """Who has the lease may give it back at any time, or keep it to its end."""
+    pause_s = min(lease.expires_at - at.now, at.limits.busy_retry_s)
+    return LocalError("another reader has the lease", code=ErrorCode.BUSY, retry_after_s=pause_s)
 
 
 def renew(offer: OfferEntry, event: ev.Renewed, at: Context) -> Commands:
@@ -135,12 +137,12 @@ def confirm(offer: OfferEntry, event: ev.Confirmed, _: Context) -> Commands:
 # was read while the offer is live when the take comes was read in between. A lease keeps the offer
 # from its expiry meanwhile, and other readers away; it adds nothing to the bytes. The tables are
 # compared: what else was read, out of a ticket that was altered, is no KV of this offer.
-def take(offer: OfferEntry, event: ev.Taken, _: Context) -> Commands:
+def take(offer: OfferEntry, event: ev.Taken, at: Context) -> Commands:
     """Claim and confirm in one step: the reader has everything, the offer is done."""
     lease = offer.lease
     is_ours = lease is None or (lease.reader_id, offer.holder) == (event.reader_id, event.holder)
-    if not is_ours and not _is_outlived(offer, event):
-        raise LocalError("another reader has the lease", code=ErrorCode.BUSY)
+    if lease is not None and not is_ours and not _is_outlived(offer, event):
+        raise _leased(lease, at)
     if offer.tables != event.tables:
         raise LocalError(
             "the blocks that were read are not those of the offer: was the ticket altered?",
