@@ -83,6 +83,15 @@ def num_read_bytes(
     return num_bytes
 
 
+def num_pieces_compared(target: "Engine", num_tokens: int, first_token: int = 0) -> int:
+    """Pieces of 16 tokens of a head, over all ranks, that a full comparison looks at."""
+    num = 0
+    for rank, layer, part in target.views():
+        moved = positions(_group_of(target.spec, layer), first_token, num_tokens)
+        num += len(target.heads(rank, layer, part)) * len({at // 16 for at in moved})
+    return num
+
+
 def _slots(
     moved: range, group: GroupSpec, block_ids: list[int], first_block: int
 ) -> tuple[Tensor, Tensor]:

@@ -34,10 +34,11 @@ class CaseName(StrEnum):
     HOST = "host"
     MEMORY = "memory"
     LARGE = "large"
+    DIGESTS = "digests"
 
 
-ONLY_WHEN_ASKED = {CaseName.MEMORY, CaseName.LARGE}
-"""They take long, or 9 GiB, and are no speed, so they run when ``--only`` names them."""
+ONLY_WHEN_ASKED = {CaseName.MEMORY, CaseName.LARGE, CaseName.DIGESTS}
+"""They take long, or 9 GiB, or are of what few switch on: they run when ``--only`` names them."""
 EVERY_TIME = tuple(name for name in CaseName if name not in ONLY_WHEN_ASKED)
 
 

@@ -21,8 +21,8 @@ from kvbus.geometry import (
 from kvbus.memory.copying import Slot, gather
 from kvbus.memory.digest_pieces import Digests, digest_pieces
 from kvbus.memory.paged import PagedMemory
-from kvbus.planning import PlacedRank
-from kvbus.planning.digests import SPAN_TOKENS, Numbers, PieceMap
+from kvbus.planning import PlacedRank, digests
+from kvbus.planning.digests import Numbers, PieceMap
 
 BY_PIECE = SlotOrder(
     (
@@ -47,10 +47,10 @@ def digest_gathered(
     """
     found = np.empty(pieces.size, np.uint64)
     num_corners = len(box.layers) * len(box.parts) * box.num_heads
-    first_span = box.start // SPAN_TOKENS
+    first_span = box.start // digests.SPAN_TOKENS
     for part in _parts(memory, box, buffer_bytes):
-        skipped = (part.start // SPAN_TOKENS - first_span) * num_corners
-        end = (-(-part.stop // SPAN_TOKENS) - first_span) * num_corners
+        skipped = (part.start // digests.SPAN_TOKENS - first_span) * num_corners
+        end = (-(-part.stop // digests.SPAN_TOKENS) - first_span) * num_corners
         low, high = np.searchsorted(pieces, (skipped, end))
         buffer = torch.empty(slot_bytes(memory.group, part, BY_PIECE), dtype=torch.uint8)
         gather(memory, table, part, Slot(buffer, BY_PIECE))
@@ -63,9 +63,11 @@ def digest_gathered(
 
 def _parts(memory: PagedMemory, box: Box, buffer_bytes: int) -> Iterator[Box]:
     """The box, cut between spans."""
-    one_span = msgspec.structs.replace(box, start=0, stop=SPAN_TOKENS)
-    step = max(1, buffer_bytes // slot_bytes(memory.group, one_span, BY_PIECE)) * SPAN_TOKENS
-    first = box.start // SPAN_TOKENS * SPAN_TOKENS
+    one_span = msgspec.structs.replace(box, start=0, stop=digests.SPAN_TOKENS)
+    step = (
+        max(1, buffer_bytes // slot_bytes(memory.group, one_span, BY_PIECE)) * digests.SPAN_TOKENS
+    )
+    first = box.start // digests.SPAN_TOKENS * digests.SPAN_TOKENS
     for at in range(first, box.stop, step):
         yield msgspec.structs.replace(box, start=max(box.start, at), stop=min(box.stop, at + step))
 

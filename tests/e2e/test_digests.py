@@ -29,7 +29,7 @@ from tests.e2e.shapes import GROUP, PATHS, SLOT_BYTES, ShapedAgents, Side, hand_
 from tests.e2e.test_shapes import GROUPS, HND, LATENT, NHD
 from tests.engines import Engine, same
 from tests.examples import num_examples
-from tests.expected import positions
+from tests.expected import num_pieces_compared, positions
 from tests.memories import Memory
 from tests.prefill.inside import PrefillAgent, given_back, prefill_agent
 
@@ -206,15 +206,6 @@ async def test_a_bit_that_is_flipped_after_landing_is_found_and_located(shapes, 
             assert flip.is_named(failed.message), (flip, failed.message)
 
 
-def num_pieces_of(engine: Engine, first_token: int, num_tokens: int) -> int:
-    """The pieces of all ranks, counted head by head."""
-    num = 0
-    for rank, layer, part in engine.views():
-        held = positions(group_of(engine, layer), first_token, num_tokens)
-        num += len(engine.heads(rank, layer, part)) * len({at // 16 for at in held})
-    return num
-
-
 def compared(runtime: Runtime, outcome: str) -> float:
     registry = runtime.agent.metrics.registry
     return registry.get_sample_value("kvbus_digests_total", {"outcome": outcome}) or 0.0
@@ -230,7 +221,7 @@ async def test_all_that_is_handed_over_is_compared_on_each_path(shapes, folder, 
         fetched = await hand_over(source, target, NUM_TOKENS, first_token=9, zero_tail=True)
 
         assert fetched.path == path
-        assert compared(runtime, "equal") == num_pieces_of(target, 9, NUM_TOKENS)
+        assert compared(runtime, "equal") == num_pieces_compared(target, NUM_TOKENS, 9)
         assert compared(runtime, "different") == 0
 
 

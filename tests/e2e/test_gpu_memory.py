@@ -14,6 +14,7 @@ from tests.agents import until
 from tests.decode.inside import decode_agent
 from tests.e2e.shapes import SLOT_BYTES, hand_over
 from tests.engines import engine, failure_of
+from tests.expected import num_pieces_compared
 from tests.gpu_stand_in import engine_on, gpu
 from tests.prefill.inside import prefill_agent
 
@@ -41,7 +42,7 @@ async def test_every_byte_arrives_through_the_slots_of_each_sides_place(folders,
 
     async with (
         prefill_agent(folders[0], **SLOTS) as prefill,
-        decode_agent(folders[1], path="packed", **SLOTS) as decode,
+        decode_agent(folders[1], path="packed", digest="full", **SLOTS) as decode,
     ):
         async with (
             made(places[0], PrefillSession, prefill.attach, 1) as source,
@@ -49,7 +50,9 @@ async def test_every_byte_arrives_through_the_slots_of_each_sides_place(folders,
         ):
             for slots in gpu.slots:
                 slots._segment.tensor.fill_(255)
+            num_compared = 0
             for num_tokens, first_token in ((200, 0), (71, 60), (13, 5)):
+                num_compared += num_pieces_compared(target, num_tokens, first_token)
                 fetched = await hand_over(source, target, num_tokens, first_token=first_token)
 
                 assert fetched.path == "packed"
@@ -57,6 +60,9 @@ async def test_every_byte_arrives_through_the_slots_of_each_sides_place(folders,
             assert len(gpu.slots) == gpu.num_open == places.count("gpu")
             assert all(slots._segment.tensor.ne(255).any() for slots in gpu.slots)
             assert decode.service.counts()["slots"] == 0
+            registry = decode.agent.metrics.registry
+            equal = registry.get_sample_value("kvbus_digests_total", {"outcome": "equal"})
+            assert equal == num_compared
 
             engines = [agent.agent.engines for agent in (prefill.runtime, decode)]
             processes = [

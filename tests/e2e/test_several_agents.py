@@ -14,13 +14,14 @@ from kvbus.protocol.engine import AgentRanks, Outcome
 from tests.agents import AgentProcess, Agents, agents_ended, until
 from tests.e2e.spread_engines import ACCESS, spread_engine
 from tests.engines import FULL, NHD, SMALL, failure_of, make_spec, same, works
-from tests.expected import expected_after, num_read_bytes
+from tests.expected import expected_after, num_pieces_compared, num_read_bytes
 
 pytestmark = pytest.mark.anyio
 
 HND = KvLayout.parse("HND")
 PATHS = ("direct", "packed", "mapped")
 RING = {"staging_bytes": 8 * 65536, "slot_bytes": 65536}
+COMPARED = {"mapped": True, "digest": "full"}
 LATENT = GroupSpec("latent", (0, 1), 16, 1, 64, "bfloat16", parts=("latent",))
 FEW = GroupSpec("few", (0, 1), 16, 2, 8, "bfloat16")
 
@@ -32,7 +33,10 @@ class Sites:
         self.agents = agents
         self.prefill: list[AgentProcess] = [agents.prepare("prefill", **RING) for _ in range(2)]
         self.direct, self.packed, self.mapped = (
-            [agents.prepare("decode", **RING, path=path, mapped=True) for _ in range(2)]
+            [
+                agents.prepare("decode", **RING, path=path, mapped=True, digest="full")
+                for _ in range(2)
+            ]
             for path in PATHS
         )
 
@@ -59,6 +63,12 @@ def sites(shared_sites: Sites) -> Iterator[Sites]:
     shared_sites.agents.check()
 
 
+def num_compared(sites: Sites, path: str) -> float:
+    """Pieces that the agents of a path have found equal, for themselves and for each other."""
+    agents = sites.at(path, "01")
+    return sum(agent.metric("digests_total", outcome="equal") for agent in agents)
+
+
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize(
     ("prefill", "decode"),
@@ -74,6 +84,7 @@ async def test_every_bit_arrives_whatever_agents_the_ranks_are_at(sites, path, p
         wanted = expected_after(
             target.snapshot(), source, theirs, target, ours, num_tokens=num_tokens
         )
+        before = num_compared(sites, path)
 
         offer = await source.prefill.offer("r", num_tokens=num_tokens, block_ids=theirs)
         fetch = target.decode.fetch(offer.ticket, num_tokens=num_tokens, block_ids=ours)
@@ -84,6 +95,7 @@ async def test_every_bit_arrives_whatever_agents_the_ranks_are_at(sites, path, p
         assert outcome is Outcome.COMPLETED
         assert fetched.num_bytes == num_read_bytes(target, num_tokens, path=path, places=decode)
         assert fetched.path == path
+        assert num_compared(sites, path) - before == num_pieces_compared(target, num_tokens)
         assert all(agent.metric("progress_tokens") == 0 for agent in sites.prefill)
 
 

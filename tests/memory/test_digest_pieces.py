@@ -6,13 +6,16 @@ from random import Random
 
 import numpy as np
 import pytest
+import torch
 import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbus.geometry import Box
 from kvbus.memory import digest_pieces
+from kvbus.memory.digest_gathered import digest_gathered
 from kvbus.memory.digest_pieces import Digests
+from kvbus.memory.paged import PagedMemory
 from kvbus.planning import PlacedRank, ReadMap, digests, whole_spans
 from kvbus.planning.digests import (
     Lattice,
@@ -108,9 +111,27 @@ def test_both_sides_digest_what_loops_over_every_element_say(digest: Digest, cas
         assert decode.digests(digest, reader, box) == should_be
 
 
-def meanings_of(case: Case, reader: int) -> list[tuple[Meaning, int, int]]:
-    placed = case.decode.ranks[reader]
-    return list(where_elements_lie(case.decode, placed, case.start, case.stop))
+@EXAMPLES
+@given(cases(), st.integers(1, 400))
+def test_memory_that_cannot_be_looked_into_has_the_same_digests(
+    case: Case, buffer_bytes: int
+) -> None:
+    prefill = Real(case.prefill, case.prefill.memory)
+
+    for holder, _, box in boxes_of(case):
+        placed, table = case.prefill.ranks[holder], case.prefill.tables[box.group]
+        buffers = {}
+        for segment in placed.rank.segments:
+            start = placed.addresses[segment.segment_id] - case.prefill.base
+            held = prefill.memory[start : start + segment.size_bytes]
+            buffers[segment.segment_id] = torch.from_numpy(held)
+        group = case.prefill.engine.group(box.group)
+        memory = PagedMemory(group, placed.rank.regions, buffers)
+        chosen = np.arange(num_pieces(box))[::2]
+        found = digest_gathered(memory, table, box, chosen, buffer_bytes=buffer_bytes)
+
+        should_be = [wanted(case, box, piece_of(box, number)) for number in chosen.tolist()]
+        assert found.tolist() == should_be
 
 
 @EXAMPLES

@@ -10,6 +10,7 @@ import anyio
 from rich.console import Console
 
 from kvbus.bench.cases.burst import measure_burst
+from kvbus.bench.cases.digests import measure_digests
 from kvbus.bench.cases.idle import measure_idle, measure_memory
 from kvbus.bench.cases.large import measure_large
 from kvbus.bench.cases.load import measure_load
@@ -79,6 +80,7 @@ CASES: Mapping[CaseName, Case] = {
     CaseName.HOST: measure_host,
     CaseName.MEMORY: measure_memory,
     CaseName.LARGE: measure_large,
+    CaseName.DIGESTS: measure_digests,
 }
 
 
