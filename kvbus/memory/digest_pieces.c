@@ -4,6 +4,9 @@
 #include <stdint.h>
 #include <string.h>
 
+#define LINE 64
+#define PREFETCHED 512 /* of each row of the next piece */
+
 typedef uint64_t (*hash_function)(const void *, size_t);
 
 /* A piece is one span of positions at one corner: number span * num_corners + corner. Its rows
@@ -25,9 +28,14 @@ void kvbus_digest_pieces(hash_function hash, const int64_t *corners, int64_t num
             digests[i] = hash(piece, (size_t)((stop - first) * run_bytes));
             continue;
         }
+        /* The rows of the next piece: a head, say, that lies beside this one. No CPU foresees it. */
+        const int64_t next = i + 1 < num_pieces ? corners[pieces[i + 1] % num_corners] : corner;
         char *to = buffer;
         for (int64_t at = first; at < stop; at++) {
             const char *from = (const char *)(corner + positions[at]);
+            const char *ahead = (const char *)(next + positions[at]);
+            for (int64_t line = 0; line < PREFETCHED && line < run_bytes; line += LINE)
+                __builtin_prefetch(ahead + line);
             for (int64_t run = 0; run < num_runs; run++, to += run_bytes)
                 memcpy(to, from + run * step_bytes, (size_t)run_bytes);
         }
