@@ -52,6 +52,7 @@ class DecodeAgent:
     def start(self) -> None:
         """A new process, with empty tables."""
         self.boot = f"{self.name}-boot-{self.process.life}"
+        self._names = pre.ReaderProcess(self.name, self.boot)
         self.fetches: dict[str, Fetch] = {}
         self.routes: set[str] = set()
         self._clients: dict[PrefillAgent, Client] = {}
@@ -189,7 +190,7 @@ class DecodeAgent:
         reader, token = f"{self.boot}/{fetch.fetch_id}", f"{fetch.fetch_id}/{fetch.num_claims}"
         on_reply = partial(self._on_granted, fetch, self.process.time(), ticket)
         asked = ticket.offer_id, ticket.secret, reader, self.table.limits.lease_s, token
-        self._ask(fetch, command.timeout_s, on_reply, pre.Claimed, *asked)
+        self._ask(fetch, command.timeout_s, on_reply, pre.Claimed, *asked, process=self._names)
 
     def _renew(self, command: ev.SendRenew) -> None:
         fetch = self.fetches[command.fetch_id]
@@ -209,7 +210,7 @@ class DecodeAgent:
         offer, reader = fetch.offer, f"{self.boot}/{fetch.fetch_id}"
         asked = offer.offer_id, "secret", reader, f"{fetch.fetch_id}/take", command.tables
         on_reply = partial(self._on_confirmed, fetch)
-        self._ask(fetch, command.timeout_s, on_reply, pre.Taken, *asked)
+        self._ask(fetch, command.timeout_s, on_reply, pre.Taken, *asked, process=self._names)
 
     def _release(self, command: ev.SendRelease) -> None:
         source = self.world.source_of(command.ticket)
@@ -224,9 +225,9 @@ class DecodeAgent:
         asked = ticket.offer_id, ticket.secret
         client.ask(ticket.agent_boot, RELEASE_TIMEOUT_S, lambda _: None, pre.Withdrawn, *asked)
 
-    def _ask(self, fetch: Fetch, timeout_s: float, *asked: Any) -> None:
+    def _ask(self, fetch: Fetch, timeout_s: float, *asked: Any, **named: Any) -> None:
         check(not fetch.outcome, 4, "an ended fetch asks for something", fetch)
-        self.client(fetch.offer.agent).ask(fetch.offer.boot, timeout_s, *asked)
+        self.client(fetch.offer.agent).ask(fetch.offer.boot, timeout_s, *asked, **named)
 
     def _on_granted(
         self, fetch: Fetch, sent_at: float, claimed: Ticket | None, answer: Answer

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from tests.simulator.prefill import PrefillAgent
     from tests.simulator.reading import Reading
 
+FOR_EVER = float("inf")
 LONGEST_WAIT_S = 30.0
 """Longer than that nobody waits to be driven, while both processes run."""
 
@@ -86,12 +87,13 @@ class Read(Job):
         random, faults = world.random.random, world.settings.faults
         seconds = 5e-4 + 3e-3 * random() + (0.2 * random() if random() < 0.01 else 0.0)
         if not world.is_ending:
-            seconds += 20.0 * random() if random() < faults.stalled_reads else 0.0
+            if random() < faults.stalled_reads:
+                seconds += 20.0 * random() if random() < 0.8 else FOR_EVER
             if random() < faults.failed_reads:
                 self.error = RemoteError("fabric", code=ErrorCode.TRANSFER_FAILED)
         now = world.clock.now
         self.ends_at = now + seconds
-        world.clock.at(now + seconds * random(), self.land)
+        world.clock.at(now + min(seconds, 1.0) * random(), self.land)
 
     def land(self) -> None:
         """Half of it arrives, or all that is left."""
@@ -110,7 +112,7 @@ class Read(Job):
         self._land_part()
         if self.num_landed == len(box.pairs):
             self._end()
-        else:
+        elif self.ends_at < FOR_EVER:
             clock = self.reading.agent.world.clock
             clock.at(max(clock.now, self.ends_at), self.land)
 

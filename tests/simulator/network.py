@@ -95,12 +95,18 @@ class Client:
         self._last_number = 0
 
     def ask(
-        self, boot: str, timeout_s: float, on_reply: OnReply, kind: Callable[..., Any], *args: Any
+        self,
+        boot: str,
+        timeout_s: float,
+        on_reply: OnReply,
+        kind: Callable[..., Any],
+        *args: Any,
+        **named: Any,
     ) -> None:
-        """Ask the process ``boot`` for ``kind(*args)``; ``on_reply`` is called once."""
+        """Ask the process ``boot`` for ``kind(*args, **named)``; ``on_reply`` is called once."""
         self._last_number += 1
         request = Request(self, self._last_number, boot, on_reply)
-        request.event = kind(*args, reply_to=request)
+        request.event = kind(*args, reply_to=request, **named)
         self._pending[request.number] = request
         self._network.counts[kind.__name__] += 1
         self._network.send(self._server.process, self._server.receive, request)

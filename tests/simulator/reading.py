@@ -33,6 +33,7 @@ STAGES = {
     "packed": (Stage.PACK, Stage.READ, Stage.COPY),
 }
 UNPACK_TIMEOUT_S = 5.0
+GRACE_S = 2.0
 
 
 class Reading:
@@ -47,12 +48,14 @@ class Reading:
         self._slots: list[list[int]] = [[] for _ in range(limits.num_slots)]
         self._users: list[Leg | None] = [None] * limits.num_slots
         self._chunks: dict[str, ReadChunk] = {}
+        self._running: dict[Read, None] = {}
         self._driver.commands |= {
             ev.AskPack: self._ask_pack,
             ev.ReleaseSlots: self._release,
             ev.PostRead: self._post,
             ev.StartCopy: self._start_copy,
             ev.AbortRead: self._abort,
+            ev.RecycleTransport: self._recycle,
             ev.AbortCopy: self._abort,
             ev.ChunkEnded: self._end,
         }
@@ -80,8 +83,9 @@ class Reading:
         """What stands in a slot of ours."""
         return self._own(leg)
 
-    def end_read(self, job: Job) -> None:
+    def end_read(self, job: Read) -> None:
         """The fabric has done with it; the agent hears of that when it runs."""
+        del self._running[job]
         job.box.fetch.in_flight -= job.writes_blocks
         self._tell_soon(job, ev.ReadEnded)
 
@@ -156,7 +160,9 @@ class Reading:
             check(is_idle, 6, "a slot of ours is given on while it is used", leg.work.fetch)
             self._users[leg.slot] = leg
             self._slots[leg.slot] = [NOTHING] * len(leg.work.pairs)
-        self._begin(Read(self, command.key, leg))
+        read = Read(self, command.key, leg)
+        self._running[read] = None
+        self._begin(read)
 
     def _start_copy(self, command: ev.StartCopy) -> None:
         self._begin(Copy(self, command.key, command.leg))
@@ -173,6 +179,15 @@ class Reading:
         job: Job | None = command.leg.work.job
         if job is not None:
             job.aborted = True
+
+    def _recycle(self, _: ev.RecycleTransport) -> None:
+        """NIXL is made anew: after a while all READs end, and nothing of them lands any more."""
+        self.agent.world.counts["recycled"] += 1
+        self.agent.process.after(GRACE_S, self._end_all)
+
+    def _end_all(self) -> None:
+        for read in list(self._running):
+            read.fail()
 
     def _end(self, ended: ev.ChunkEnded) -> None:
         fetch_id = str(ended.key)

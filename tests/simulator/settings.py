@@ -113,7 +113,7 @@ CROWDED = Settings(
         request_timeout_s=1.0,
     ),
     slots=SlotLimits(num_slots=2, max_waiting=4, max_slot_lease_s=0.5, max_retired=2, wipe=True),
-    reads=ReadLimits(legs_in_flight=2, num_slots=2, max_retired=2),
+    reads=ReadLimits(legs_in_flight=2, num_slots=2, quarantine_s=1.5, max_retired=2),
     max_replies=64,
     late_read_s=1.0,
 )

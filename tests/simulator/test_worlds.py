@@ -35,7 +35,17 @@ def test_no_invariant_is_broken_and_handoffs_complete(
 def test_a_world_has_every_fault_and_every_path_in_it() -> None:
     counts = run(CROWDED, 3, 1500).counts
 
-    faults = ("crashes", "stops", "engines lost", "lost", "busy", "stale", "timeouts", "repeats")
+    faults = (
+        "crashes",
+        "stops",
+        "engines lost",
+        "lost",
+        "busy",
+        "stale",
+        "timeouts",
+        "repeats",
+        "recycled",
+    )
     paths = ("mapped", "direct", "tcp", "mapped ahead", "direct ahead", "packed", "reordered")
     ends = ("leases expired", "leases revoked", "offers expired", "fetches cancelled")
     seen = {name for name, number in counts.items() if number}
