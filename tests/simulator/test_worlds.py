@@ -27,7 +27,7 @@ def run(settings: Settings, seed: int, num_handoffs: int) -> World:
 def test_no_invariant_is_broken_and_handoffs_complete(
     settings: Settings, least_share: float, seed: int
 ) -> None:
-    world = run(settings, seed, 1000)
+    world = run(settings, seed, 600)
 
     assert world.counts["fetches completed"] >= least_share * world.counts["handoffs"]
 
