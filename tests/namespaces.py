@@ -1,6 +1,7 @@
-"""Hosts of a network that a test makes for itself: network namespaces, joined pair by pair.
+"""Hosts of a network that a test makes for itself: network namespaces, joined by pairs or a bridge.
 
-Needs root and iproute2; `HAVE_NAMESPACES` says whether they are there.
+Needs root and iproute2; `HAVE_NAMESPACES` says whether they are there. A test run that was killed
+leaves its namespaces; the next that makes some removes them, as their names tell whose they are.
 """
 
 import os
@@ -8,7 +9,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 
 import psutil
@@ -16,6 +17,10 @@ import psutil
 IP = shutil.which("ip")
 HAVE_NAMESPACES = IP is not None and os.geteuid() == 0
 WITHIN_S = 20.0
+BRIDGED = "kv0"
+"""The interface of a host on a bridge."""
+HEADER_BYTES = 14 + 20 + 32
+"""Of Ethernet, IP, and TCP with time stamps."""
 EVERYWHERE = tuple(psutil.net_if_addrs())
 """All interfaces of this machine, for a transport that nobody has restricted."""
 
@@ -32,9 +37,11 @@ for port in map(int, sys.argv[2:]):
 
 @dataclass(frozen=True)
 class Host:
-    """One namespace."""
+    """One namespace; on a bridge, with its address there, and the name of the bridge's port."""
 
     name: str
+    address: str = ""
+    port: str = ""
 
     @property
     def command(self) -> tuple[str, ...]:
@@ -52,16 +59,62 @@ class Host:
         )
         return [int(port) for port in answer.stdout.split()]
 
+    def received_bytes(self, interface: str) -> int:
+        """What has come in so far, without headers: of these a busy machine has more."""
+        page = subprocess.run(
+            [*self.command, "cat", "/proc/net/dev"],
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=WITHIN_S,
+        ).stdout
+        (line,) = [line for line in page.splitlines() if line.strip().startswith(f"{interface}:")]
+        num_bytes, num_packets = map(int, line.partition(":")[2].split()[:2])
+        return num_bytes - HEADER_BYTES * num_packets
+
+    def set_cable(self, state: str) -> None:
+        """Pull the cable out of the bridge, ``down``, or plug it in again, ``up``."""
+        _ip("link", "set", self.port, state)
+
+    def set_interface(self, state: str) -> None:
+        """Switch the host's own interface off and on, which takes its routes away as well."""
+        _ip("-n", self.name, "link", "set", BRIDGED, state)
+
 
 @contextmanager
 def hosts(*names: str) -> Iterator[dict[str, Host]]:
     """Namespaces with loopback up; `link` joins two of them."""
+    _remove_left()
     made = {name: Host(f"kvbus-{os.getpid()}-{name}") for name in names}
     with ExitStack() as stack:
         for host in made.values():
             _ip("netns", "add", host.name)
             stack.callback(_ip, "netns", "del", host.name)
             _ip("-n", host.name, "link", "set", "lo", "up")
+        yield made
+
+
+@contextmanager
+def bridged(*names: str) -> Iterator[dict[str, Host]]:
+    """Hosts on one Ethernet, each by its interface `BRIDGED`; this machine is on it as well."""
+    pid = os.getpid()
+    net, bridge = f"10.{192 + (pid >> 8) % 56}.{pid % 256}", f"kvbr{pid}"
+    with hosts(*names) as made, ExitStack() as stack:
+        _ip("link", "add", bridge, "type", "bridge")
+        stack.callback(_ip, "link", "del", bridge)
+        _ip("address", "add", f"{net}.254/24", "dev", bridge)
+        _ip("link", "set", bridge, "up")
+        for number, name in enumerate(names, 1):
+            host = Host(made[name].name, f"{net}.{number}", f"kv{number}x{pid}")
+            made[name] = host
+            _ip(
+                *("-n", host.name, "link", "add", BRIDGED, "type", "veth"),
+                *("peer", "name", host.port, "netns", str(pid)),
+            )
+            _ip("-n", host.name, "address", "add", f"{host.address}/24", "dev", BRIDGED)
+            _ip("link", "set", host.port, "master", bridge)
+            host.set_interface("up")
+            host.set_cable("up")
         yield made
 
 
@@ -77,5 +130,23 @@ def link(interface: str, **ends: tuple[Host, str]) -> None:
         _ip("-n", host.name, "link", "set", interface, "up")
 
 
-def _ip(*arguments: str) -> None:
-    subprocess.run([str(IP), *arguments], check=True, capture_output=True, timeout=WITHIN_S)
+def _remove_left() -> None:
+    """Remove what test runs left that did not end by themselves."""
+    for line in _ip("netns", "list").splitlines():
+        kind, _, rest = line.partition(" ")[0].partition("-")
+        pid = rest.partition("-")[0]
+        if kind == "kvbus" and pid.isdigit() and not psutil.pid_exists(int(pid)):
+            with suppress(subprocess.CalledProcessError):  # another run removes it as well
+                _ip("netns", "del", f"kvbus-{rest}")
+    for bridge in psutil.net_if_addrs():
+        pid = bridge.removeprefix("kvbr")
+        if pid != bridge and pid.isdigit() and not psutil.pid_exists(int(pid)):
+            with suppress(subprocess.CalledProcessError):
+                _ip("link", "del", bridge)
+
+
+def _ip(*arguments: str) -> str:
+    ended = subprocess.run(
+        [str(IP), *arguments], check=True, capture_output=True, text=True, timeout=WITHIN_S
+    )
+    return ended.stdout

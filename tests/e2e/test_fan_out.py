@@ -1,6 +1,5 @@
 """What several ranks hold alike comes off a slow wire once, and is copied to each of them."""
 
-import subprocess
 from collections.abc import Iterator
 from typing import Any
 
@@ -9,7 +8,7 @@ import pytest
 from kvbus.geometry import GroupSpec, KvPart
 from tests.agents import AgentProcess, Agents, agents_ended, wait_until
 from tests.e2e.shapes import ShapedAgents, Side, hand_over, two_engines
-from tests.namespaces import HAVE_NAMESPACES, Host, hosts, link
+from tests.namespaces import HAVE_NAMESPACES, hosts, link
 
 pytestmark = pytest.mark.anyio
 
@@ -24,8 +23,6 @@ OVER_TCP = {"env": {"UCX_TLS": "tcp"}}
 MEASURED = {"rates.measured", "rates.defaulted"}
 READ = {"mapped": False}
 """What agents of one machine would copy, these read."""
-HEADER_BYTES = 14 + 20 + 32
-"""Of Ethernet, IP, and TCP with time stamps."""
 INTERFACE, ADDRESSES = "kv0", ("10.211.7.1", "10.211.7.2")
 ON_ONE_MACHINE: tuple[dict[str, Any], ...] = ({}, {})
 
@@ -118,11 +115,11 @@ async def test_between_two_machines_one_copy_passes_the_network(shape):
             target,
         ):
             await hand_over(source, target, 1)
-            before = received_bytes(ends[1])
+            before = ends[1].received_bytes(INTERFACE)
 
             fetched = await hand_over(source, target, NUM_TOKENS)
 
-            passed = received_bytes(ends[1]) - before
+            passed = ends[1].received_bytes(INTERFACE) - before
         assert fetched.path == "packed"
         assert COPY_BYTES[shape] <= passed <= 1.02 * COPY_BYTES[shape]
 
@@ -135,16 +132,6 @@ def on_the_link(address: str) -> dict[str, Any]:
         "data_interfaces": [INTERFACE],
         "insecure": True,
     }
-
-
-def received_bytes(host: Host) -> int:
-    """What has come in over the link so far, without headers: of these a busy machine has more."""
-    page = subprocess.run(
-        [*host.command, "cat", "/proc/net/dev"], capture_output=True, text=True, check=True
-    ).stdout
-    (line,) = [line for line in page.splitlines() if line.strip().startswith(f"{INTERFACE}:")]
-    num_bytes, num_packets = map(int, line.partition(":")[2].split()[:2])
-    return num_bytes - HEADER_BYTES * num_packets
 
 
 async def test_on_shared_memory_each_rank_reads_long_runs_for_itself():

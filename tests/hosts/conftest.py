@@ -1,0 +1,77 @@
+"""Five hosts on one Ethernet, an agent on each, with keys and over TCP only."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvbus.keys.roles import Role
+from tests.agents import AgentProcess, Agents, agents_ended
+from tests.faults.conftest import DECODE, PREFILL, SLOW_READS
+from tests.keyring import KeyRing
+from tests.namespaces import BRIDGED, HAVE_NAMESPACES, Host, bridged
+
+PREFILL_HOSTS, DECODE_HOSTS = ("p0", "p1"), ("d0", "d1", "d2")
+SETTINGS = {
+    Role.PREFILL: {**PREFILL, **SLOW_READS, "mapped": False},
+    Role.DECODE: {**DECODE, **SLOW_READS, "quarantine_timeout_s": 2.0, "forget_peer_s": 5.0},
+}
+
+
+class Network(Agents):
+    """The hosts by name, and the agent of each."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.ring = KeyRing(folder)
+        self.hosts: dict[str, Host] = {}
+        self.at: dict[str, AgentProcess] = {}
+
+    @property
+    def prefill(self) -> list[AgentProcess]:
+        return [self.at[name] for name in PREFILL_HOSTS]
+
+    @property
+    def decode(self) -> list[AgentProcess]:
+        return [self.at[name] for name in DECODE_HOSTS]
+
+    def place(self, role: Role, name: str) -> AgentProcess:
+        """An agent that has all of its sockets at its host's address; not started yet."""
+        host = self.hosts[name]
+        binds = {
+            "peer_bind": f"tcp://{host.address}:7701",
+            "events_bind": f"tcp://{host.address}:7702",
+            "metrics_bind": f"{host.address}:7703",
+            "data_interfaces": [BRIDGED],
+        }
+        agent = self.ring.prepare(self, role, name, **{**SETTINGS[role], **binds})
+        agent.runner = host.command
+        self.at[name] = agent
+        return agent
+
+
+@pytest.fixture
+def anyio_backend() -> str:
+    """The SDK needs the asyncio backend."""
+    return "asyncio"
+
+
+@pytest.fixture(scope="session")
+def shared_network() -> Iterator[Network]:
+    """The agents of this folder, ended with the session."""
+    if not HAVE_NAMESPACES:
+        pytest.skip("needs root and iproute2")
+    with bridged(*PREFILL_HOSTS, *DECODE_HOSTS) as hosts, agents_ended(Network) as network:
+        network.hosts = hosts
+        for role, names in ((Role.PREFILL, PREFILL_HOSTS), (Role.DECODE, DECODE_HOSTS)):
+            for name in names:
+                network.place(role, name)
+        network.start(*network.all)
+        yield network
+
+
+@pytest.fixture
+def network(shared_network: Network) -> Iterator[Network]:
+    """The agents, which must hold nothing after each test."""
+    yield shared_network
+    shared_network.check()
