@@ -53,10 +53,12 @@ class ControlSession(EngineSession):
     async def settled(self) -> None:
         """Return when all that was asked for is answered, and all that was begun has ended."""
         with suppress(KVBusError):  # it has ended
-            await self.ready()
-            while waiting := self._going_on():
+            while True:
+                if not await self._is_ready():
+                    continue
+                if (waiting := self._going_on()) is None:
+                    return
                 await waiting.wait()
-                await self.ready()
 
     async def when_not_busy(self, ask: Callable[[], Awaitable[T]]) -> T:
         """What ``ask`` returns, called again while it is refused as ``busy`` and there is time."""

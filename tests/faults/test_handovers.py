@@ -253,6 +253,10 @@ def hang_up_after(old: AgentProcess, last_step: str) -> None:
     with socket.socket(socket.AF_UNIX) as connected:
         connected.connect(str(old.attach))
         listener, lock = said_to(connected, "hand_over", wanted)
+        with socket.socket(socket.AF_UNIX) as second:
+            second.connect(str(old.attach))
+            with pytest.raises(AssertionError, match="has asked before"):
+                said_to(second, "hand_over", wanted)
         with socket.socket(fileno=listener) as place:
             place.listen()  # who connects sees this process now
             if last_step == "taken_over":
@@ -265,7 +269,8 @@ def said_to(connected: socket.socket, op: str, body: dict[str, str]) -> list[int
     message = msgpack.packb({"op": op, "body": body})
     connected.sendall(len(message).to_bytes(4, "little") + message)
     answer, fds, *_ = socket.recv_fds(connected, 65_536, 8)
-    assert "ok" in msgpack.unpackb(answer[4:])
+    said = msgpack.unpackb(answer[4:])
+    assert "ok" in said, said
     return list(fds)
 
 

@@ -22,7 +22,7 @@ from kvbus.geometry import validate_engine, validate_rank
 from kvbus.memory.attach import AttachConnection
 from kvbus.memory.bus_errors import BusErrors
 from kvbus.protocol.attach import Hello, PassCuda, PassSegment
-from kvbus.protocol.engine import AwaitReady, Detach, Register, Replaced
+from kvbus.protocol.engine import AwaitReady, Detach, Register
 from kvbus.protocol.message import Empty, Message, from_body, to_body
 from kvbus.protocol.peer import Status
 from kvbus.transport import Transport
@@ -279,17 +279,14 @@ class EngineDirectory:
         """A successor is there: tell those that follow to it, now and when they register."""
         self.is_replaced = True
         for process in list(self._by_boot.values()):
-            self._send_on(process)
-
-    def _send_on(self, process: EngineProcess) -> None:
-        if self.is_replaced and process.follows and process.engine is not None:
-            process.notify(Replaced.op, to_body(Replaced()))
+            process.send_on()
 
     def _add(self, engine: LocalEngine, process: EngineProcess) -> None:
         self.engines[engine.engine_id] = engine
         engine.processes.add(process)
         process.engine = engine
-        self._send_on(process)
+        if self.is_replaced:
+            process.send_on()
 
     def _announce(self, engine: LocalEngine) -> None:
         if not engine.ready:

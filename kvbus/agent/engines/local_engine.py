@@ -14,7 +14,7 @@ from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError
 from kvbus.geometry import EngineSpec, RankSpec, validate_ranks
 from kvbus.memory.attach import AttachConnection
 from kvbus.planning import PlacedRank
-from kvbus.protocol.engine import AgentRanks
+from kvbus.protocol.engine import AgentRanks, Replaced
 from kvbus.protocol.envelope import Body
 from kvbus.protocol.message import Message, to_body
 from kvbus.protocol.peer import EngineMemory
@@ -49,6 +49,11 @@ class EngineProcess:
         except KVBusError as error:
             log.error("engine.unresponsive", engine_id=self.engine_id, error=error.message)
             self.connection.hang_up()
+
+    def send_on(self) -> None:
+        """Tell it that its agent is replaced, if it has registered and follows."""
+        if self.follows and self.engine is not None:
+            self.notify(Replaced.op, to_body(Replaced()))
 
 
 @dataclass(slots=True, eq=False)

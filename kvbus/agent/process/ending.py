@@ -49,7 +49,7 @@ class Ending:
     async def drain(self, signals: Signals) -> None:
         """Refuse new work; return when the rest is over, at the deadline, or at a signal."""
         self.is_draining = self.handover.is_ending = True
-        self.handover.is_refused = "the agent is draining, and ends soon"
+        self.handover.refusal = "the agent is draining, and ends soon"
         self.service.start_draining()
         with anyio.move_on_after(self.timeout_s):
             await _first(self.service.drained, lambda: anext(signals))

@@ -47,7 +47,7 @@ class Handover:
         self._asking: dict[AttachConnection, str] = {}
         self._taker: AttachConnection | None = None
         self.changed = anyio.Event()
-        self.is_refused = ""
+        self.refusal = ""
         """Why it hands over to nobody now; empty when it does."""
         self.is_ending = False
         """Whether it ends, whatever becomes of a successor."""
@@ -107,10 +107,10 @@ class Handover:
                 f"'{asked.agent_id}': an agent is replaced by one of its own name and role",
                 code=ErrorCode.INVALID,
             )
-        if place is None or self._taker is not None:
-            raise LocalError("another successor has taken over", code=ErrorCode.BUSY)
-        if self.is_refused:
-            raise LocalError(self.is_refused, code=ErrorCode.BUSY)
+        if place is None or self._asking:  # each calls `listen`: the last one would be seen
+            raise LocalError("another successor has asked before", code=ErrorCode.BUSY)
+        if self.refusal:
+            raise LocalError(self.refusal, code=ErrorCode.BUSY)
         _check_all_follow(self._engines.engines.values())
         self._asking[connection] = asked.agent_boot
         answer = HandedOver(agent_boot=ours.boot, peer_endpoint=ours.peer_endpoint)
@@ -118,12 +118,10 @@ class Handover:
 
     async def _be_replaced(self, connection: AttachConnection) -> dict[str, Any]:
         boot, place = self._asking.get(connection), self._attach.place
-        if boot is None or place is None:
-            raise ProtocolError("ask with hand_over first")
-        if self._taker is not None:
-            raise LocalError("another successor has taken over", code=ErrorCode.BUSY)
-        self._taker, place.is_shared = connection, True
+        if boot is None or place is None or self._taker is not None:
+            raise ProtocolError("ask with hand_over first, and once")
         await self._page.stop()
+        self._taker, place.is_shared = connection, True
         self._attach.pause()
         log.info("agent.replacing", successor=boot, num_sessions=self._engines.num_processes)
         self._engines.send_on()

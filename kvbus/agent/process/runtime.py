@@ -16,6 +16,7 @@ from kvbus.agent.engines.local_engine import LocalEngine
 from kvbus.agent.engines.memory_return import MemoryReturn
 from kvbus.agent.process.access import Access
 from kvbus.agent.process.addresses import advertised
+from kvbus.agent.process.agent_sockets import AgentSockets
 from kvbus.agent.process.bus_readings import BUS_READINGS, bus_readings
 from kvbus.agent.process.config import AgentConfig
 from kvbus.agent.process.connection_bounds import ConnectionBounds
@@ -29,7 +30,7 @@ from kvbus.agent.process.refusals import Refusals
 from kvbus.agent.process.service import Agent, Service
 from kvbus.agent.process.takeover import Predecessor, take_over
 from kvbus.agent.staging.devices import StagingDevices
-from kvbus.bus import BusContext, Call, EventPublisher, RequestServer
+from kvbus.bus import BusContext, Call
 from kvbus.errors import ErrorCode, KVBusError
 from kvbus.memory.attach import AttachConnection, AttachServer
 from kvbus.memory.attach.seat import Seat
@@ -45,15 +46,6 @@ AttachHandler = Callable[[AttachConnection, dict[str, Any], list[int]], Awaitabl
 ServiceFactory = Callable[[Agent], Service]
 WAIT_FOR_DRAIN = 2
 """An agent has its drain timeout for its engines to go over, and again for what did not."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Sockets:
-    """The ZeroMQ sockets of an agent."""
-
-    engine: RequestServer
-    peer: RequestServer
-    events: EventPublisher
 
 
 @dataclass(slots=True)
@@ -115,7 +107,16 @@ class Runtime:
             await self.tasks.start(attach.serve)
         self.access.start(context, self.tasks, lines_s=self.config.max_refusal_lines_s)
         watch = ConnectionBounds(context, self.config)
-        sockets = self._bind(context, engines, watch)
+        sockets = AgentSockets.bind(
+            context,
+            self.config,
+            self.boot,
+            folder=self.seat.folder,
+            access=self.access,
+            metrics=self.metrics,
+            watch=watch,
+            admit=engines.admit,
+        )
         page = MetricsPages(self.metrics, self.config.metrics_bind, self.tasks)
         if not self.replaces:
             page.serve()
@@ -158,9 +159,9 @@ class Runtime:
 
     async def _await_end(self, before: Predecessor) -> None:
         if self._handover is not None:
-            self._handover.is_refused = "the agent waits for the end of the one that it replaced"
+            self._handover.refusal = "the agent waits for the end of the one that it replaced"
             await before.watch()
-            self._handover.is_refused = ""
+            self._handover.refusal = ""
 
     def _attach_server(self, engines: EngineDirectory) -> AttachServer:
         return AttachServer(
@@ -171,35 +172,11 @@ class Runtime:
             max_process_connections=self.config.max_process_connections,
         )
 
-    def _bind(
-        self, context: BusContext, engines: EngineDirectory, watch: ConnectionBounds
-    ) -> _Sockets:
-        config = self.config
-        engine_endpoint = f"ipc://{self.seat.folder}/engine.sock"
-        return _Sockets(
-            engine=self._server(context, engine_endpoint, gate=engines.admit),
-            peer=self._server(
-                context,
-                config.peer_bind,
-                gate=self.access.gate,
-                options=self.access.peer_options(),
-                watch=watch.peer_socket(),
-            ),
-            events=EventPublisher(
-                context,
-                config.events_bind,
-                boot=self.boot,
-                heartbeat_s=config.heartbeat_s,
-                options=self.access.events_options(),
-                watch=watch.events_socket(),
-            ),
-        )
-
     def _assemble(
         self,
         context: BusContext,
         engines: EngineDirectory,
-        sockets: _Sockets,
+        sockets: AgentSockets,
         page: MetricsPages,
     ) -> Agent:
         host = self.config.advertise_host
@@ -228,13 +205,10 @@ class Runtime:
             bus_errors=self.bus_errors,
         )
 
-    def _data_plane(self, sockets: _Sockets, page: MetricsPages) -> DataPlane:
+    def _data_plane(self, sockets: AgentSockets, page: MetricsPages) -> DataPlane:
         """The ports that UCX must not have outside of its interfaces; our own are not UCX's."""
-        ours = (sockets.peer.endpoint, sockets.events.endpoint)
-        ports = {int(endpoint.rpartition(":")[2]) for endpoint in ours}
-        if page.port is not None:
-            ports.add(page.port)
-        return DataPlane(self.interfaces, frozenset(ports))
+        pages = {page.port} if page.port is not None else set()
+        return DataPlane(self.interfaces, frozenset(sockets.ports | pages))
 
     def _log_started(self) -> None:
         log.info(
@@ -255,18 +229,7 @@ class Runtime:
             await self._ending.wait(signals)
             await self._ending.drain(signals)
 
-    def _server(self, context: BusContext, endpoint: str, **options: Any) -> RequestServer:
-        refusals = Refusals(self.metrics, lines_s=self.config.max_refusal_lines_s)
-        return RequestServer(
-            context,
-            endpoint,
-            boot=self.boot,
-            on_fault=self._on_fault,
-            on_refusal=refusals.of_call,
-            **options,
-        )
-
-    def _take_requests(self, sockets: _Sockets) -> None:
+    def _take_requests(self, sockets: AgentSockets) -> None:
         engines = self.agent.engines
         sockets.engine.on(
             {
@@ -335,6 +298,3 @@ class Runtime:
 
     def _publish_engine(self, op: str, engine: LocalEngine) -> None:
         self.agent.publisher.publish(op, EngineEvent(engine.engine_id, engine.instance))
-
-    def _on_fault(self, error: Exception, call: Call) -> None:
-        log.error("request.failed", op=call.op, peer=call.session.boot[:8], exc_info=error)
