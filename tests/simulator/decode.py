@@ -126,9 +126,8 @@ class DecodeAgent:
 
     def hear_sign(self, source: PrefillAgent, boot: str) -> None:
         """A sign of life of a prefill agent."""
-        client = self._clients.get(source)
-        if client is not None:
-            client.hear(boot)
+        if source in self._clients:
+            self._clients[source].hear(boot)
 
     def resume(self) -> None:
         """The process goes on."""
@@ -235,12 +234,13 @@ class DecodeAgent:
         if isinstance(answer, Granted):
             self.tell(ev.LeaseGranted(fetch.fetch_id, sent_at, answer, claimed))
         elif isinstance(answer, KVBusError):
+            luck = () if claimed is None else (self.world.random.random(),)
             kind = ev.RenewFailed if claimed is None else ev.StepFailed
-            self.tell(kind(fetch.fetch_id, answer))
+            self.tell(kind(fetch.fetch_id, answer, *luck))
 
     def _on_confirmed(self, fetch: Fetch, answer: Answer) -> None:
         if isinstance(answer, KVBusError):
-            self.tell(ev.StepFailed(fetch.fetch_id, answer))
+            self.tell(ev.StepFailed(fetch.fetch_id, answer, self.world.random.random()))
         else:
             self.tell(ev.LeaseConfirmed(fetch.fetch_id))
 

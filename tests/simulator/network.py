@@ -66,7 +66,7 @@ class Request:
 
     def refuse(self, error: KVBusError) -> None:
         """Answer with an error; a copy, as one that is raised again would grow."""
-        self._answer(RequestRefused(error.message, code=error.code))
+        self._answer(RequestRefused(error.message, code=error.code, **error.detail))
 
     def _answer(self, outcome: Outcome) -> None:
         assert self.server is not None, "answered before it has arrived"
