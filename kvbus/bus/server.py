@@ -81,6 +81,11 @@ class RequestServer(SocketActor):
         self.pump = Pump(socket, on_frames=self._on_frames, on_failure=self._fail, traffic=traffic)
 
     @property
+    def num_reply_bytes(self) -> int:
+        """About what the replies take that are kept for repeated requests."""
+        return self._replies.num_bytes
+
+    @property
     def num_unacknowledged(self) -> int:
         """How many notices were not acknowledged yet, of all sessions."""
         return sum(session.num_unacknowledged for session in self.sessions)

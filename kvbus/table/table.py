@@ -39,6 +39,8 @@ class Context(Generic[L]):
 
 
 MAX_STEPS = 32
+ENTRY_BYTES, STEP_BYTES = 1536, 192
+"""About what a retired entry takes, and a step of its story: measured, on Python 3.12."""
 Step = tuple[float, str, type[Any], str, tuple[type[Any], ...], str]
 
 
@@ -49,10 +51,17 @@ class Story:
     keep block tables, requests or tracebacks alive.
     """
 
-    __slots__ = ("_steps",)
+    __slots__ = ("_steps", "kept_bytes")
 
     def __init__(self) -> None:
         self._steps: deque[Step] = deque(maxlen=MAX_STEPS)
+        self.kept_bytes = 0
+        """What its entry counted for when it was retired."""
+
+    @property
+    def num_bytes(self) -> int:
+        """About what it takes."""
+        return sum(STEP_BYTES + len(about) + len(text) for _, about, *_, text in self._steps)
 
     def note(
         self, now: float, event: object, state: str, commands: Sequence[object], about: str = ""
@@ -156,11 +165,12 @@ class Table(Generic[K, N, L, C]):
 
     transitions: ClassVar[Mapping[tuple[Any, type[Any]], Transition[Any]]] = {}
 
-    def __init__(self, limits: L, *, max_retired: int) -> None:
+    def __init__(self, limits: L, *, max_retired: int, max_retired_bytes: int) -> None:
         self.limits = limits
+        self.retired_bytes = 0
         self.live: dict[K, N] = {}
         self.retired: OrderedDict[K, N] = OrderedDict()
-        self._max_retired = max_retired
+        self._max_retired, self._max_retired_bytes = max_retired, max_retired_bytes
         self._deadlines: Deadlines[K] = Deadlines()
 
     def handle(self, event: Any, now: float) -> list[C]:
@@ -226,5 +236,18 @@ class Table(Generic[K, N, L, C]):
         del self.live[entry.key]
         entry.retire()
         self.retired[entry.key] = entry
-        while len(self.retired) > self._max_retired:
-            self.retired.popitem(last=False)
+        entry.story.kept_bytes = ENTRY_BYTES + entry.story.num_bytes
+        self.retired_bytes += entry.story.kept_bytes
+        while self._is_over_bounds():
+            self._forget(next(iter(self.retired)))
+
+    def _is_over_bounds(self) -> bool:
+        is_over = self.retired_bytes > self._max_retired_bytes
+        return is_over or len(self.retired) > self._max_retired
+
+    def _forget(self, key: K) -> N | None:
+        """Drop a retired entry, if it is one."""
+        entry = self.retired.pop(key, None)
+        if entry is not None:
+            self.retired_bytes -= entry.story.kept_bytes
+        return entry

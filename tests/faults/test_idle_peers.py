@@ -37,3 +37,18 @@ async def test_an_idle_peer_that_came_back_is_known_without_a_fetch(fresh):
     fresh.start(prefill)
 
     await until(lambda: decode.logged("peer.restarted", peer=prefill.peer))
+
+
+async def test_a_peer_that_nobody_reads_from_is_left_and_met_anew(fresh):
+    prefill, decode = fresh.prefill(mapped=True), fresh.decode(mapped=True, idle_peer_s=0.5)
+    fresh.start(prefill, decode)
+    async with pair(prefill.attach, decode.attach) as (source, target):
+        for _ in range(2):
+            assert await works(source, target)
+            await until(lambda: decode.metric("peers") == 0)
+            await until(lambda: decode.metric("mapped_bytes") == 0)
+            await until(lambda: prefill.metric("memory_readers") == 0)
+
+    assert decode.logged("mapped.opened")
+    assert len(decode.logged("handshake.done")) == 2
+    assert not decode.logged("peer.kept")

@@ -591,3 +591,34 @@ def test_an_offer_without_a_lease_has_no_token_that_fits() -> None:
 
     assert code_of(table.handle(ev.Confirmed("o1", 0, "", "confirm"), 1.0)) is ErrorCode.STALE
     assert table.live["o1"].outcome is None
+
+
+def hand_over(table: OfferTable, offer_id: str, now: float) -> None:
+    table.handle(opened(offer_id), now)
+    table.handle(replace(claimed(), offer_id=offer_id), now)
+    table.handle(ev.Confirmed(offer_id, 1, TOKEN, "confirm"), now)
+
+
+def test_a_confirm_whose_reply_was_lost_is_answered_again_after_thousands_of_others() -> None:
+    table = OfferTable()
+    hand_over(table, "o1", 0.0)
+    for i in range(10_000):
+        hand_over(table, f"later-{i}", 1.0)
+
+    (again,) = table.handle(ev.Confirmed("o1", 1, TOKEN, "again"), 2.0)
+
+    assert isinstance(again, ev.SendReply)
+
+
+def test_what_is_known_of_offers_that_ended_is_bounded_by_its_bytes() -> None:
+    limits = replace(OfferLimits(), max_retired_bytes=50_000)
+    table = OfferTable(limits)
+
+    for i in range(100):
+        hand_over(table, f"o{i}", 1.0)
+        assert table.retired_bytes <= limits.max_retired_bytes
+
+    kept = list(table.retired)
+    assert kept == [f"o{i}" for i in range(100 - len(kept), 100)]
+    assert table.retired_bytes == sum(one.story.kept_bytes for one in table.retired.values())
+    assert 10 < len(kept) < 50

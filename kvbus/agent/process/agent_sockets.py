@@ -12,7 +12,7 @@ from kvbus.agent.process.config import AgentConfig
 from kvbus.agent.process.connection_bounds import ConnectionBounds
 from kvbus.agent.process.metrics import AgentMetrics
 from kvbus.agent.process.refusals import Refusals
-from kvbus.bus import BusContext, Call, EventPublisher, RequestServer
+from kvbus.bus import BusContext, Call, EventPublisher, RequestServer, ServerLimits
 
 log = structlog.get_logger()
 
@@ -47,6 +47,7 @@ class AgentSockets:
                 boot=boot,
                 on_fault=_log_fault,
                 on_refusal=Refusals(metrics, lines_s=config.max_refusal_lines_s).of_call,
+                limits=ServerLimits(max_reply_bytes=config.max_reply_bytes),
                 **options,
             )
 

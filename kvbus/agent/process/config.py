@@ -145,6 +145,24 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "about ended connections; a quarter of them about the same peer."
         ),
     ] = 20
+    max_ended_bytes: Annotated[
+        int,
+        Meta(
+            ge=1 << 20,
+            le=1 << 40,
+            description="Memory for what is known of offers or fetches that have ended, some 2 KiB "
+            "each, so that who asks again when a reply was lost gets the same answer.",
+        ),
+    ] = 64 << 20
+    max_reply_bytes: Annotated[
+        int,
+        Meta(
+            ge=17 << 20,
+            le=1 << 40,
+            description="Memory for replies that are kept for requests that come again, on each of "
+            "the two sockets for requests.",
+        ),
+    ] = 32 << 20
     staging_bytes: Annotated[
         int,
         Meta(

@@ -308,6 +308,7 @@ class DecodeService:
         stats = self._agent.transport.stats()
         return {
             **self.counts(),
+            "ended_bytes": self._table.retired_bytes,
             "quarantined_blocks": self._table.num_quarantined_blocks(),
             "peers": len(self._leases.peers),
             "silent_peers": len(self._leases.peers.silent()),

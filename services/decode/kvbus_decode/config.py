@@ -51,6 +51,14 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
     max_peers: Annotated[
         Bound, Meta(description="Most prefill agents at a time; idle ones make room.")
     ] = 256
+    idle_peer_s: Annotated[
+        Duration,
+        Meta(
+            description="A prefill agent that nothing was read from for so long is left: the "
+            "connection, what NIXL knows of it, and its memory that is mapped here. The next fetch "
+            "from it shakes hands again."
+        ),
+    ] = 600.0
     forget_peer_s: Annotated[
         Duration,
         Meta(
@@ -115,6 +123,7 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
             lease_s=self.lease_s,
             request_timeout_s=self.request_timeout_s,
             busy_retry_s=self.busy_retry_s,
+            max_retired_bytes=self.max_ended_bytes,
         )
 
     @property

@@ -19,6 +19,7 @@ READINGS = {
     "silent_peers": "Prefill agents that do not answer, and are tried now and then.",
     "engines": "Local engines.",
     "slots": "Staging slots in use.",
+    "ended_bytes": "What is known of fetches that have ended.",
     "copies": "Copies out of slots, or of mapped memory, that have not ended.",
     "outstanding_handles": "NIXL handles that are not terminal.",
     "outstanding_bytes": "Bytes under NIXL handles that are not terminal.",

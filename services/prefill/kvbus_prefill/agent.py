@@ -323,6 +323,7 @@ class PrefillService:
         stats = self._agent.transport.stats()
         return {
             **self.counts(),
+            "ended_bytes": self._table.retired_bytes,
             "engines": len(self._agent.engines.engines),
             "progress_tokens": stats.progress_tokens,
             "registered_bytes": stats.registered_bytes,

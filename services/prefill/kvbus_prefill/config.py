@@ -57,7 +57,10 @@ class PrefillConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_field
     def offer_limits(self) -> OfferLimits:
         """The bounds of the offer table."""
         return OfferLimits(
-            max_offers=self.max_offers, max_lease_s=self.max_lease_s, max_hold_s=self.max_hold_s
+            max_offers=self.max_offers,
+            max_lease_s=self.max_lease_s,
+            max_hold_s=self.max_hold_s,
+            max_retired_bytes=self.max_ended_bytes,
         )
 
     def slot_limits(self, *, num_slots: int) -> SlotLimits:

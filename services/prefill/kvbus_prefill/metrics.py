@@ -12,6 +12,7 @@ READINGS = {
     "leases": "Leases that are live.",
     "packs": "Boxes that wait for a staging slot.",
     "slots": "Staging slots in use.",
+    "ended_bytes": "What is known of offers that have ended.",
     "engines": "Local engines.",
     "progress_tokens": "Reasons to drive NIXL's progress: live leases, late reads, handshakes.",
     "registered_bytes": "Memory registered with NIXL.",

@@ -71,6 +71,8 @@ class Peer:
     events_endpoint: str = ""
     boot: str = ""
     num_users: int = 0
+    used_at: float = 0.0
+    """When the last fetch from it ended, while there is none."""
 
     @property
     def endpoint(self) -> str:
@@ -113,8 +115,8 @@ class PeerDirectory:
     """All peers; who uses one holds it from `acquire` to `release`.
 
     ``on_boot`` is told a peer's boot id when it is known and when it changes, ``on_gone`` of one
-    whose process is gone, ``on_dropped`` of a peer that made room or answered nothing for long,
-    ``listener`` gets the events.
+    whose process is gone, ``on_dropped`` of a peer that made room, was not used for long or
+    answered nothing for long, ``listener`` gets the events.
     """
 
     def __init__(
@@ -146,7 +148,7 @@ class PeerDirectory:
         )
         agent.access.on_change.append(self._drop_distrusted)
         agent.tasks.start_soon(self._subscriber.run)
-        agent.tasks.start_soon(self._drop_silent)
+        agent.tasks.start_soon(self._drop_unused)
 
     def __len__(self) -> int:
         return len(self._peers)
@@ -185,6 +187,7 @@ class PeerDirectory:
     def release(self, peer: Peer) -> None:
         """One user less."""
         peer.num_users -= 1
+        peer.used_at = self._agent.loop.time()
 
     def listen(self, peer: Peer, events_endpoint: str) -> None:
         """Subscribe to the peer's events, in place of those of its earlier process."""
@@ -221,14 +224,21 @@ class PeerDirectory:
         with peer.scope:
             await peer.client.run()
 
-    async def _drop_silent(self) -> None:
-        """Leave peers that nobody uses and that answer nothing: they may have moved."""
-        limit_s = self._config.forget_peer_s
+    async def _drop_unused(self) -> None:
+        """Leave peers that nobody reads from: some answer nothing and may have moved."""
+        forget_s, idle_s = self._config.forget_peer_s, self._config.idle_peer_s
         while True:
-            await anyio.sleep(limit_s / 4)
-            for peer in list(self._peers.values()):
-                if not peer.num_users and peer.client.silent_s >= limit_s:
-                    log.info("peer.left", peer=peer.endpoint, silent_s=round(peer.client.silent_s))
+            await anyio.sleep(min(forget_s, idle_s) / 4)
+            now = self._agent.loop.time()
+            for peer in [peer for peer in self._peers.values() if not peer.num_users]:
+                silent_s, unused_s = peer.client.silent_s, now - peer.used_at
+                if silent_s >= forget_s or unused_s >= idle_s:
+                    log.info(
+                        "peer.left",
+                        peer=peer.endpoint,
+                        silent_s=round(silent_s),
+                        unused_s=round(unused_s),
+                    )
                     self._drop(peer)
 
     def _drop_idle(self) -> None:

@@ -31,6 +31,7 @@ class ReadLimits:
     num_slots: int = 16
     quarantine_s: float = 60.0
     max_retired: int = 1024
+    max_retired_bytes: int = 32 << 20
 
 
 class ReadTable(Table[Hashable, ReadEntry, ReadLimits, ev.Command]):
@@ -39,7 +40,11 @@ class ReadTable(Table[Hashable, ReadEntry, ReadLimits, ev.Command]):
     transitions = TRANSITIONS
 
     def __init__(self, limits: ReadLimits) -> None:
-        super().__init__(limits, max_retired=limits.max_retired)
+        super().__init__(
+            limits,
+            max_retired=limits.max_retired,
+            max_retired_bytes=limits.max_retired_bytes,
+        )
         self.stopped = False
         self._pools: defaultdict[Hashable, FairPool[Hashable, Leg]] = defaultdict(self._new_pool)
         self._read_of: dict[Leg, ReadEntry] = {}
@@ -80,7 +85,7 @@ class ReadTable(Table[Hashable, ReadEntry, ReadLimits, ev.Command]):
             return [ev.ChunkEnded(wanted.key, 0, "", 0.0, error)]
         for number, leg in enumerate(wanted.legs + wanted.last_legs):
             leg.number = number
-        before = self.retired.pop(wanted.key, None)
+        before = self._forget(wanted.key)
         read = ReadEntry(wanted, now, Story() if before is None else before.story)
         self._add(read, wanted, now, ())
         return self._go_on(read, now)

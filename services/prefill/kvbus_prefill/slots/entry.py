@@ -49,6 +49,7 @@ class SlotLimits:
     max_waiting: int = 1024
     max_slot_lease_s: float = 30.0
     max_retired: int = 256
+    max_retired_bytes: int = 32 << 20
     wipe: bool = False
 
     @property

@@ -20,7 +20,11 @@ class SlotTable(Table[int, SlotEntry, SlotLimits, ev.Command]):
 
     def __init__(self, limits: SlotLimits | None = None, ids: Iterator[int] | None = None) -> None:
         limits = limits or SlotLimits()
-        super().__init__(limits, max_retired=limits.max_retired)
+        super().__init__(
+            limits,
+            max_retired=limits.max_retired,
+            max_retired_bytes=limits.max_retired_bytes,
+        )
         self.stopped = False
         self._ids = ids or count(1)
         self._num_copies = 0
