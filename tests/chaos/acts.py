@@ -7,6 +7,7 @@ import asyncio
 import time
 from collections import Counter
 from contextlib import suppress
+from itertools import groupby
 from pathlib import Path
 from random import Random
 
@@ -29,23 +30,23 @@ FEWEST_CALMS, MORE = 2, 12
 class Run:
     """All of it."""
 
-    def __init__(self, seed: int, minutes: float, ledger: Ledger) -> None:
-        self.seed, self._seconds, self._ledger = seed, minutes * 60, ledger
-        self.num_acts = max(1, round(self._seconds / ACT_S))
+    def __init__(self, seed: int, minutes: float, ledger: Ledger, *, first_act: int = 0) -> None:
+        self.seed, self._ledger = seed, ledger
+        num_acts = max(1, round(minutes * 60 / ACT_S))
+        self._acts = range(first_act, first_act + num_acts)
         self.settings: list[str] = []
         self._used: dict[int, list[Counter[str]]] = {}
 
     async def run(self) -> None:
         """World by world, until the time is over or nothing more is to be learnt."""
-        acts = list(range(self.num_acts))
-        while acts and not self._ledger.is_over:
-            some, acts = acts[:ACTS_OF_A_WORLD], acts[ACTS_OF_A_WORLD:]
-            with agents_ended(Agents) as agents:
-                await self._play(agents, some)
+        for number, acts in groupby(self._acts, lambda act: act // ACTS_OF_A_WORLD):
+            if not self._ledger.is_over:
+                with agents_ended(Agents) as agents:
+                    await self._play(agents, number, list(acts))
         self._ledger.judge_consumed()
 
-    async def _play(self, agents: Agents, acts: list[int]) -> None:
-        setting = draw_setting(self.seed, acts[0] // ACTS_OF_A_WORLD)
+    async def _play(self, agents: Agents, number: int, acts: list[int]) -> None:
+        setting = draw_setting(self.seed, number)
         self.settings.append(str(setting))
         world = World(agents, setting, self._ledger, self.seed)
         try:
@@ -73,11 +74,14 @@ class Run:
                 tasks.create_task(self._work(handoffs, random, ends_at))
         await self._end(rogues)
         world.heal()
+        if self._ledger.is_over:
+            return
         started = time.monotonic()
         await self._calm(world)
         self._ledger.note_longest("calm", time.monotonic() - started)
         self._ledger.count("acts")
-        self._ledger.say(f"act {act + 1} of {self.num_acts} is over")
+        self._ledger.crowd()
+        self._ledger.say(f"act {act} is over, the last is {self._acts[-1]}")
 
     async def _work(self, handoffs: Handoffs, random: Random, ends_at: float) -> None:
         while time.monotonic() < ends_at and not self._ledger.is_over:

@@ -6,7 +6,6 @@ readers, offers that grow, that live for milliseconds only, tickets that were al
 
 import asyncio
 import base64
-import os
 import time
 import uuid
 from dataclasses import dataclass, field
@@ -30,14 +29,14 @@ KINDS = {
     "second_reader": 6,
     "short_lived": 5,
     "growing": 9,
-    "altered": 5,
+    "altered": 12,
     "forged": 2,
     "partial": 5,
 }
-LARGE_KINDS = ("large", "withdrawn", "cancelled")
-SMALL_TOKENS = 300
+SMALL_TOKENS, LARGE = (2, 300), (LARGE_TOKENS // 2, LARGE_TOKENS)
+TOKENS = {"large": LARGE, "withdrawn": LARGE, "cancelled": LARGE, "altered": (33, 80)}
+"""Altered tickets have more than one block, and so few that they are read without a claim."""
 OVERDUE_S = 5.0
-MOST_CROWD = 6.0
 ROOM_S = 2.0
 HOLD_S = 20.0
 """The longest that one reader may keep an offer (`max_hold_s`)."""
@@ -69,12 +68,7 @@ class Draw:
 def draw_handoff(random: Random) -> Draw:
     """By weight, then by the ranges of its kind."""
     (kind,) = random.choices(list(KINDS), list(KINDS.values()))
-    is_large = kind in LARGE_KINDS
-    tokens = (
-        random.randint(LARGE_TOKENS // 2, LARGE_TOKENS)
-        if is_large
-        else random.randint(2, SMALL_TOKENS)
-    )
+    tokens = random.randint(*TOKENS.get(kind, SMALL_TOKENS))
     steps = (tokens,)
     if kind == "growing":
         steps = (*sorted(random.sample(range(1, tokens), min(3, tokens - 1))), tokens)
@@ -236,12 +230,12 @@ class Handoffs:
             lost_s = sum(clock.lost_s(started) for clock in clocks)
             late_s = time.monotonic() - started - lost_s - wait.within_s
             self._ledger.note_longest("late", late_s)
-            if not future.done() and late_s > OVERDUE_S * crowd() and not is_told:
+            if not future.done() and late_s > OVERDUE_S * self._ledger.crowd() and not is_told:
                 is_told = True
                 story = await self._world.story(agent, **wait.about) if wait.about else []
                 of = f"{wait.what} at {wait.engine.shape.name}, {wait.within_s:.1f} s"
                 self._ledger.violate("overdue", of, story=story)
-            if is_told and late_s > 2 * OVERDUE_S * crowd():
+            if is_told and late_s > 2 * OVERDUE_S * self._ledger.crowd():
                 return {"outcome": "overdue", "code": "", "stage": "", "fetch_id": ""}
         self._ledger.note_longest(wait.kind, time.monotonic() - started)
         return future.result()
@@ -255,11 +249,6 @@ class Handoffs:
             and engine.up.is_set()
         ]
         return random.choice(fit) if fit else None
-
-
-def crowd() -> float:
-    """By how much others may slow down what is done here: processes that wait for a core."""
-    return min(max(os.getloadavg()[0] / (os.cpu_count() or 1), 1.0), MOST_CROWD)
 
 
 def _altered(ticket: Told) -> Told:

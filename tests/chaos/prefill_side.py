@@ -69,7 +69,6 @@ class PrefillSide:
         if blocks is None:
             self._tell("refused", key=key, code="full")
             return
-        fill(key, self._views, blocks, 0, steps[0])
         make = self._offer if self._host is None else self._offer_by_ring
         is_known = True
         try:
@@ -95,6 +94,7 @@ class PrefillSide:
     async def _offer(self, order: dict[str, Any], blocks: dict[str, list[int]]) -> bool:
         """Until it is released; False when nobody said whether it was made."""
         key, steps = order["key"], order["steps"]
+        fill(key, self._views, blocks, 0, steps[0])
         try:
             offer = await self._control.offer(
                 f"{key}",
