@@ -150,3 +150,8 @@ def _ip(*arguments: str) -> str:
         [str(IP), *arguments], check=True, capture_output=True, text=True, timeout=WITHIN_S
     )
     return ended.stdout
+
+
+def run_ip(*arguments: str) -> None:
+    """Run `ip`, of iproute2."""
+    _ip(*arguments)

@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from types import ModuleType
 from typing import Any
@@ -42,12 +42,14 @@ def _torch_not_imported() -> Iterator[None]:
 
 
 def _import_nixl() -> tuple[Any, Any]:
-    """Import NIXL without letting it take over the process's output.
+    """Import NIXL without letting it take over the process's output, or wait for connections.
 
     Its C++ core prints every error that it also raises, UCX warns on its own, and its Python
     logger attaches a stdout handler and turns `logging.raiseExceptions` off. Set `NIXL_LOG_LEVEL`
-    or `UCX_LOG_LEVEL` to hear them.
+    or `UCX_LOG_LEVEL` to hear them. UCX connects over TCP by a call that waits: of a port behind
+    which everything is dropped, minutes, and with it all reads of others.
     """
+    os.environ.setdefault("UCX_TCP_CONN_NB", "y")
     os.environ.setdefault("NIXL_LOG_LEVEL", "FATAL")
     os.environ.setdefault("UCX_LOG_LEVEL", "fatal")
     raise_exceptions = logging.raiseExceptions
@@ -124,6 +126,7 @@ class NixlAgent:
             raise TransferFailed(f"no NIXL agent: {error}", nixl=type(error).__name__) from error
         self._descriptors: dict[int, Any] = {}
         self._contacts: dict[str, bytes] = {}
+        self._later: dict[str, tuple[bytes, ...]] = {}
 
     def register(self, registration: Registration) -> None:
         """Register memory, or raise `SegmentError`."""
@@ -166,6 +169,7 @@ class NixlAgent:
         NIXL would drop that peer, and what is in flight to it.
         """
         peer = PeerMetadata.read(metadata)
+        self._add_later(peer.name)
         if self._contacts.get(peer.name, peer.contact) != peer.contact:
             raise TransferFailed("another peer has that name", peer=peer.name)
         try:
@@ -176,8 +180,18 @@ class NixlAgent:
         self._contacts[peer.name] = peer.contact
         return peer.name
 
+    def add_peer_later(self, name: str, blobs: Iterable[bytes]) -> None:
+        """`add_peer`, with each of these, when the peer is first needed."""
+        self._later[name] = tuple(blobs)
+
+    def _add_later(self, name: str) -> None:
+        for blob in self._later.pop(name, ()):
+            self.add_peer(blob)
+
     def remove_peer(self, name: str) -> None:
         """Forget a peer. No handle to it may be outstanding: NIXL would lose sight of it."""
+        if self._later.pop(name, None) is not None:
+            return
         try:
             self._agent.remove_remote_agent(name)
         except _ERRORS as error:
@@ -208,6 +222,10 @@ class NixlAgent:
         costs 2 µs more for one descriptor, and 10 µs more for 2,048, whose READ takes 3,800;
         preparing the 65,536 blocks of one region on both sides takes 5 ms, for each new local list.
         """
+        try:
+            self._add_later(peer)
+        except TransferFailed as error:
+            raise PeerLost(f"the connection cannot be made anew: {error}", peer=peer) from error
         if peer not in self._contacts:
             raise PeerLost("NIXL does not know the peer", peer=peer)
         try:

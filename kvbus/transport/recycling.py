@@ -3,8 +3,7 @@
 from collections import deque
 from collections.abc import Iterable, Mapping
 
-from kvbus.errors import RemoteError, TransferFailed
-from kvbus.transport.nixl_agent import NixlAgent
+from kvbus.errors import TransferFailed
 from kvbus.transport.scheduler import ReadScheduler
 from kvbus.transport.types import RecycleReport, Registration
 
@@ -24,6 +23,9 @@ MOST_RETIRED = 8
 # either. But UCX aborts a peer whose answer finds its connection closed ("unexpected error:
 # Endpoint timeout": 4 of 4 when it was destroyed, 0 of 4 when it was kept). So only those are
 # destroyed that must be, and the oldest of very many.
+#
+# A peer is added to the new agent when it is first read from: that connects, which may not be
+# possible now.
 class AgentRecycler:
     """Replaces agents; on the transport's thread.
 
@@ -48,13 +50,14 @@ class AgentRecycler:
         """
         for registration in registrations:
             new.agent.register(registration)
-        lost = [peer for peer, blobs in peers.items() if not _add(new.agent, blobs)]
+        for peer, blobs in peers.items():
+            new.agent.add_peer_later(peer, blobs)
         num_handles = old.num_handles
         self._retire(old)
         error = TransferFailed("NIXL was made anew under the read, as another one never ended")
         for job in old.hand_over(error):
             new.add(job)
-        return RecycleReport(num_handles=num_handles, lost_peers=tuple(lost))
+        return RecycleReport(num_handles=num_handles)
 
     def _retire(self, old: ReadScheduler) -> None:
         """From here on nothing of ``old`` lands."""
@@ -63,13 +66,3 @@ class AgentRecycler:
         most = 0 if self._destroys else MOST_RETIRED
         while len(self._kept) > most:
             self._kept.popleft().destroy_agent()
-
-
-def _add(agent: NixlAgent, blobs: Iterable[bytes]) -> bool:
-    """Whether the new agent knows the peer; READs from one that it does not fail, `PeerLost`."""
-    try:
-        for blob in blobs:
-            agent.add_peer(blob)
-    except RemoteError:
-        return False
-    return True

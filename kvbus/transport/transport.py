@@ -237,8 +237,6 @@ class Transport:
             old.held = False
             raise
         self._worker.scheduler = new
-        for peer in report.lost_peers:
-            del self._peers[peer]
         self._short = ShortReads(self.limits)
         return report
 

@@ -88,13 +88,9 @@ class CloseReport:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecycleReport:
-    """What a NIXL agent that was made anew has left behind.
-
-    ``num_handles`` were not terminal; ``lost_peers`` could not be added again.
-    """
+    """What a NIXL agent that was made anew has left behind: handles that were not terminal."""
 
     num_handles: int
-    lost_peers: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,10 +43,9 @@ class Recycling:
                 recycled = self._agent.transport.recycle(grace_s=GRACE_S)
                 report = await asyncio.wrap_future(recycled)
         except (TimeoutError, KVBusError) as error:
-            log.critical("transport.stuck", reason=str(error), exit_status=EXIT_STATUS)
+            reason = str(error) or f"NIXL has kept its thread for {WITHIN_S:g} s"
+            log.critical("transport.stuck", reason=reason, exit_status=EXIT_STATUS)
             os._exit(EXIT_STATUS)
-        log.warning(
-            "transport.recycled", num_handles=report.num_handles, lost_peers=report.lost_peers
-        )
+        log.warning("transport.recycled", num_handles=report.num_handles)
         self._agent.data_plane.end_if_exposed()
         self._under_way = False

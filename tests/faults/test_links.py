@@ -1,0 +1,153 @@
+"""A network between the agents that loses packets, is slow, is cut, or swallows everything."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from kvbus.errors import ErrorCode
+from tests.agents import AgentProcess
+from tests.engines import (
+    LARGE,
+    NUM_LARGE_BLOCKS,
+    failure_of,
+    pair,
+    start_long_read,
+    works,
+)
+from tests.faults.conftest import Started
+from tests.faulty_link import HAVE_LINKS, HERE, THERE, FaultyLink, faulty_link
+
+pytestmark = [
+    pytest.mark.anyio,
+    pytest.mark.skipif(not HAVE_LINKS, reason="needs root, iproute2 and /dev/net/tun"),
+]
+
+LONG = {"groups": (LARGE,), "num_blocks": NUM_LARGE_BLOCKS}
+ONE_BLOCK = {"num_tokens": 16, "block_ids": {"full": [1]}}
+SLOW = {"transport": {"slice_bytes": 1 << 16}}
+QUARANTINE_S = 2.0
+
+
+@pytest.fixture
+def link() -> Iterator[FaultyLink]:
+    """The network between the agents."""
+    with faulty_link() as made:
+        yield made
+
+
+@pytest.fixture
+def agents(link: FaultyLink, fresh: Started) -> Iterator[tuple[AgentProcess, AgentProcess]]:
+    """A prefill agent on another host, and a decode agent here."""
+    common = {"data_interfaces": [link.interface], "insecure": True, **SLOW}
+    prefill = fresh.prefill(
+        peer_bind=f"tcp://{THERE}:7701", events_bind=f"tcp://{THERE}:7702", **common
+    )
+    prefill.runner = link.host.command
+    decode = fresh.decode(
+        peer_bind=f"tcp://{HERE}:7701",
+        events_bind=f"tcp://{HERE}:7702",
+        quarantine_timeout_s=QUARANTINE_S,
+        **common,
+    )
+    fresh.start(prefill, decode)
+    yield prefill, decode
+    fresh.end()  # before their network does
+
+
+async def test_a_handoff_completes_over_a_slow_link_that_loses_packets(link, agents):
+    prefill, decode = agents
+    async with pair(prefill.attach, decode.attach) as (source, target):
+        link.delay_s, link.loss = 0.2, 0.2
+
+        assert await works(source, target)
+        link.delay_s = link.loss = 0.0
+
+
+@pytest.mark.parametrize("fault", ["a hole", "a cut"])
+async def test_a_fetch_across_a_dead_link_ends_by_name_and_one_after_it_completes(
+    link, agents, fault
+):
+    prefill, decode = agents
+    async with pair(prefill.attach, decode.attach) as (source, target):
+        first = await source.prefill.offer("first", num_tokens=16, block_ids={"full": [2]})
+        link.is_hole = fault == "a hole"
+        link.set_up(up=fault == "a hole")
+
+        unmet = await failure_of(target.decode.fetch(first.ticket, **ONE_BLOCK, timeout_s=9.0))
+        link.is_hole = False
+        link.set_up(up=True)
+        worked = await works(source, target)
+        growing = await source.prefill.offer(
+            "growing", num_tokens=0, block_ids={"full": []}, sealed=False
+        )
+        link.is_hole = fault == "a hole"
+        link.set_up(up=fault == "a hole")
+        met = await failure_of(target.decode.fetch(growing.ticket, **ONE_BLOCK, timeout_s=9.0))
+        link.is_hole = False
+        link.set_up(up=True)
+
+        assert worked
+        assert (unmet.stage, unmet.code) == ("resolving", ErrorCode.PEER_UNREACHABLE)
+        assert (met.stage, met.code) == ("claiming", ErrorCode.TIMEOUT)
+        assert unmet.blocks_free
+        assert met.blocks_free
+        assert await works(source, target)
+        await first.withdraw()
+        await growing.withdraw()
+
+
+async def test_blocks_come_back_from_a_read_that_fell_into_a_hole_and_nothing_lands_after_it(
+    link, agents
+):
+    prefill, decode = agents
+    async with pair(prefill.attach, decode.attach, **LONG) as (source, target):
+        offer, fetch = await start_long_read(source, target)
+        link.is_hole = True
+
+        failure = await failure_of(fetch)
+        await fetch.blocks_freed()
+        recycled, freed = decode.metric("recycled_transports"), target.snapshot()
+        link.is_hole = False
+
+        assert failure.stage == "reading"
+        assert failure.code in (ErrorCode.TIMEOUT, ErrorCode.LEASE_EXPIRED)
+        assert not failure.blocks_free
+        assert recycled >= 1
+        assert await works(source, target, before=freed)
+        await offer.withdraw()
+
+
+async def test_data_that_is_dropped_holds_up_no_handoff_with_another_agent(link, agents, fresh):
+    prefill, decode = agents
+    near = fresh.prefill(
+        peer_bind=f"tcp://{HERE}:7703",
+        events_bind=f"tcp://{HERE}:7704",
+        data_interfaces=[link.interface],
+        insecure=True,
+    )
+    fresh.start(near)
+    async with (
+        pair(prefill.attach, decode.attach) as (source, target),
+        pair(near.attach, decode.attach) as (elsewhere, reader),
+    ):
+        assert await works(elsewhere, reader)
+        link.hole_ports = frozenset(int(at.rpartition(":")[2]) for at in prefill.started["data"])
+        offer = await source.prefill.offer("r", num_tokens=16, block_ids={"full": [2]})
+
+        dropped = target.decode.fetch(offer.ticket, **ONE_BLOCK, timeout_s=20.0)
+        until_asked = decode.says("handshake.done", reader=target.spec.engine_id)
+        worked = [await works(elsewhere, reader) for _ in range(3)]
+        still_under_way = not decode.logged("handoff.failed")
+        failure = await failure_of(dropped)
+        await dropped.blocks_freed()
+        link.hole_ports = frozenset()
+
+        assert until_asked
+        assert worked == [True] * 3
+        assert still_under_way
+        assert (failure.stage, failure.code) in {
+            ("reading", ErrorCode.TIMEOUT),
+            ("reading", ErrorCode.LEASE_EXPIRED),
+        }
+        assert await works(source, target)
+        await offer.withdraw()
