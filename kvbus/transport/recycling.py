@@ -1,14 +1,14 @@
 """Owns NIXL agents that were replaced, as READs of theirs never ended; calls none of them again."""
 
-from collections import deque
+import ctypes
 from collections.abc import Iterable, Mapping
 
 from kvbus.errors import TransferFailed
 from kvbus.transport.scheduler import ReadScheduler
 from kvbus.transport.types import RecycleReport, Registration
 
-MOST_RETIRED = 8
-"""Agents that are kept; each costs some 10 descriptors and 4 MB."""
+MOST_RETIRED = 16
+"""Agents that are kept; each costs some 10 descriptors and 4 MB. After that there is no new one."""
 
 
 # NIXL cannot take a READ back, and one from a peer that is stopped, or behind a link that drops
@@ -21,8 +21,10 @@ MOST_RETIRED = 8
 # Tried with nixl 1.5.1 over TCP, and over shared memory without CMA, with a peer that was stopped
 # before or within its answer and went on while the new agent read from it: no byte landed after
 # either. But UCX aborts a peer whose answer finds its connection closed ("unexpected error:
-# Endpoint timeout": 4 of 4 when it was destroyed, 0 of 4 when it was kept). So only those are
-# destroyed that must be, and the oldest of very many.
+# Endpoint timeout": 4 of 4 when it was destroyed, 0 of 4 when it was kept). And to destroy one is
+# to drive it: what the peer has sent meanwhile lands then. So one that is kept is kept for ever, by
+# a reference that is never given up: neither the garbage collector nor the end of the process ends
+# it. Those that must be destroyed are before their READs are said to have ended.
 #
 # A peer is added to the new agent when it is first read from: that connects, which may not be
 # possible now.
@@ -34,7 +36,6 @@ class AgentRecycler:
 
     def __init__(self, *, destroys: bool) -> None:
         self._destroys = destroys
-        self._kept: deque[ReadScheduler] = deque()
         self.num_retired = 0
 
     def replace(
@@ -46,8 +47,11 @@ class AgentRecycler:
     ) -> RecycleReport:
         """Have ``new`` take over what waits; what is posted at ``old`` ends: nothing is in flight.
 
-        Raises `KVBusError` when memory cannot be registered, or an agent not be destroyed.
+        Raises `KVBusError` when memory cannot be registered, or an agent not be destroyed, or too
+        many are kept.
         """
+        if self.num_retired >= MOST_RETIRED and not self._destroys:
+            raise TransferFailed(f"{MOST_RETIRED} NIXL agents are kept already, which is the limit")
         for registration in registrations:
             new.agent.register(registration)
         for peer, blobs in peers.items():
@@ -61,8 +65,8 @@ class AgentRecycler:
 
     def _retire(self, old: ReadScheduler) -> None:
         """From here on nothing of ``old`` lands."""
+        if self._destroys:
+            old.destroy_agent()
+        else:
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(old))
         self.num_retired += 1
-        self._kept.append(old)
-        most = 0 if self._destroys else MOST_RETIRED
-        while len(self._kept) > most:
-            self._kept.popleft().destroy_agent()

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvbus.errors import ErrorCode
-from tests.agents import AgentProcess
+from tests.agents import AgentProcess, until
 from tests.engines import (
     LARGE,
     NUM_LARGE_BLOCKS,
@@ -91,6 +91,7 @@ async def test_a_fetch_across_a_dead_link_ends_by_name_and_one_after_it_complete
         assert (met.stage, met.code) == ("claiming", ErrorCode.TIMEOUT)
         assert unmet.blocks_free
         assert met.blocks_free
+        await until(lambda: not decode.metric("silent_peers"))
         assert await works(source, target)
         await first.withdraw()
         await growing.withdraw()
@@ -113,6 +114,7 @@ async def test_blocks_come_back_from_a_read_that_fell_into_a_hole_and_nothing_la
         assert failure.code in (ErrorCode.TIMEOUT, ErrorCode.LEASE_EXPIRED)
         assert not failure.blocks_free
         assert recycled >= 1
+        await until(lambda: not decode.metric("silent_peers"))
         assert await works(source, target, before=freed)
         await offer.withdraw()
 

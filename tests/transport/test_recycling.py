@@ -12,6 +12,7 @@ import pytest
 
 from kvbus.errors import ErrorCode, TransferFailed
 from kvbus.transport import Read, ReadOutcome, ReadStatus, TransportLimits
+from kvbus.transport.recycling import AgentRecycler
 from tests.transport.conftest import Peer, Reader
 
 MIB = 1 << 20
@@ -211,3 +212,20 @@ def test_without_room_for_a_new_agent_nothing_has_ended(over_tcp, get_stuck):
     assert not was_done
     assert stuck.ended.result(20).status is ReadStatus.DONE
     assert later.result(20).status is ReadStatus.DONE
+
+
+def test_nothing_lands_either_when_all_that_referred_to_the_retired_agent_is_gone(
+    over_tcp, get_stuck
+):
+    stuck = get_stuck()
+    transport = stuck.reader.transport
+    stuck.read.abort()
+    transport.recycle(grace_s=0.1).result(20)
+    stuck.reader.memory[:] = CANARY
+    stuck.peer.signal(signal.SIGCONT)
+    assert stuck.read_behind(stuck.name, stuck.address)[1].result(20).status is ReadStatus.DONE
+
+    transport._recycler = AgentRecycler(destroys=False)
+    gc.collect()
+
+    assert (stuck.reader.memory[:LONG] == CANARY).all()
