@@ -235,7 +235,8 @@ class Handoffs:
                 story = await self._world.story(agent, **wait.about) if wait.about else []
                 of = f"{wait.what} at {wait.engine.shape.name}, {wait.within_s:.1f} s"
                 self._ledger.violate("overdue", of, story=story)
-            if is_told and late_s > 2 * OVERDUE_S * self._ledger.crowd():
+            is_late = is_told and late_s > 2 * OVERDUE_S * self._ledger.crowd()
+            if is_late or self._ledger.is_over:
                 return {"outcome": "overdue", "code": "", "stage": "", "fetch_id": ""}
         self._ledger.note_longest(wait.kind, time.monotonic() - started)
         return future.result()
