@@ -220,7 +220,8 @@ async def test_a_successor_that_hangs_up_in_the_middle_leaves_the_place_as_it_wa
     old: AgentProcess, engines: Engines, last_step: str
 ) -> None:
     session = engines.source.control.session
-    await in_thread(lambda: hang_up_after(old, last_step))
+    with successor_up_to(last_step, old):
+        pass
     if last_step == "taken_over":
         await in_thread(lambda: old.says("agent.resumed"))
     await engines.hand_over()
@@ -247,8 +248,22 @@ def status_text(endpoint: str) -> str:
     return CliRunner().invoke(app, ["status", endpoint]).output
 
 
-def hang_up_after(old: AgentProcess, last_step: str) -> None:
-    """Be a successor, up to this step."""
+async def test_an_agent_that_is_to_end_serves_its_engines_until_they_have_gone_over(
+    old: AgentProcess, engines: Engines
+) -> None:
+    with successor_up_to("taken_over", old):  # which lets nobody in
+        await in_thread(lambda: old.says("agent.replacing"))
+        old.signal(signal.SIGTERM)
+        for _ in range(5):
+            await engines.hand_over()
+
+    await in_thread(lambda: old.says("agent.draining"))
+    assert await in_thread(old.exit_status) == 0
+
+
+@contextmanager
+def successor_up_to(last_step: str, old: AgentProcess) -> Iterator[None]:
+    """A successor that takes the steps up to this one, and hangs up at the end."""
     wanted = {"agent_id": old.settings["agent_id"], "role": "prefill", "agent_boot": "b" * 32}
     with socket.socket(socket.AF_UNIX) as connected:
         connected.connect(str(old.attach))
@@ -262,6 +277,7 @@ def hang_up_after(old: AgentProcess, last_step: str) -> None:
             if last_step == "taken_over":
                 assert said_to(connected, "taken_over", {}) == []
         os.close(lock)
+        yield
 
 
 def said_to(connected: socket.socket, op: str, body: dict[str, str]) -> list[int]:
