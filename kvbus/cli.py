@@ -11,6 +11,7 @@ import typer
 from kvbus.bench.command import bench
 from kvbus.conform.command import conform
 from kvbus.demo.command import demo
+from kvbus.demo.side_commands import demo_decode, demo_prefill
 from kvbus.doctor.command import doctor
 from kvbus.keys.command import keys
 from kvbus.plan.command import plan
@@ -23,7 +24,7 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-for command in (demo, bench, plan, doctor, conform, status):
+for command in (demo, demo_prefill, demo_decode, bench, plan, doctor, conform, status):
     app.command()(command)
 app.add_typer(keys, name="keys")
 

@@ -28,6 +28,8 @@ from kvbus.keys.trusted import TrustedKeys
 from kvbus.output import fail, write_json, write_text
 
 NAME_PATTERN_CHARS = "._-"
+DASH_FIRST = {"ignore_unknown_options": True}
+"""One public key in 85 begins with a dash, and is no option."""
 
 keys = typer.Typer(
     help="Make, show, trust and revoke the CURVE keys of agents, routers and tools.",
@@ -92,7 +94,7 @@ def show(
         raise typer.Exit(1)
 
 
-@keys.command()
+@keys.command(context_settings=DASH_FIRST)
 @_told
 def trust(
     folder: _Folder,
@@ -116,7 +118,7 @@ def trust(
     write_text(f"{write_trusted(folder, TrustedKey(name, key, roles_of(role)))}\n")
 
 
-@keys.command()
+@keys.command(context_settings=DASH_FIRST)
 @_told
 def revoke(
     folder: _Folder,

@@ -31,6 +31,18 @@ def test_a_new_key_is_shown_by_its_public_half_alone(secret: Path) -> None:
     assert json.loads(keys("show", secret, "--json").stdout) == {"public_key": pair.public}
 
 
+def test_a_key_that_begins_with_a_dash_is_no_option(tmp_path: Path) -> None:
+    public = "-@rT4y{r9p&oQyQGlh2I-Ry18AU:N5cLRM=y[*ls"
+
+    trusted = keys("trust", tmp_path, public, "--name", "d", "--role", "decode")
+    listed = json.loads(keys("show", tmp_path, "--json").stdout)["keys"]
+    revoked = keys("revoke", tmp_path, public)
+    mistyped = keys("trust", tmp_path, public, "--nam", "d", "--role", "decode")
+
+    assert [one.exit_code for one in (trusted, revoked, mistyped)] == [0, 0, 2]
+    assert [one["public_key"] for one in listed] == [public]
+
+
 def test_a_key_is_trusted_by_file_or_text_and_revoked_by_name_or_text(secret: Path) -> None:
     folder, public = secret.parent / "trusted", read_secret(secret).public
 

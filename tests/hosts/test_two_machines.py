@@ -1,0 +1,111 @@
+"""The commands of docs/two-machines.md, run as they stand there, on hosts of a network."""
+
+import re
+import subprocess
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from kvbus.spawn import Child
+from tests.agents import AgentProcess, Agents, agents_ended
+from tests.namespaces import BRIDGED, HAVE_NAMESPACES, Host, bridged
+
+PAGE = Path(__file__).parents[2] / "docs" / "two-machines.md"
+ADDRESSES = {"10.0.0.1": "prefill", "10.0.0.2": "decode"}
+NOT_MAPPED = "mapped = false\n"
+"""These hosts are one machine, of which the agents would find out."""
+ALL_EQUAL = "12 requests, 12 outputs equal to the model run alone, tokens and logits"
+RUNS_WITHIN_S = 100.0
+
+
+@dataclass
+class Page:
+    """The page, for hosts whose addresses are others; all files are below ``folder``."""
+
+    hosts: dict[str, Host]
+    folder: Path
+
+    def here(self, text: str) -> str:
+        """A piece of the page, with what a reader would put in place of its examples."""
+        for address, name in ADDRESSES.items():
+            inside = " ".join(self.hosts[name].command)
+            text = text.replace(f"ssh {address}", inside)
+            text = text.replace(address, self.hosts[name].address)
+        return text.replace("eth0", BRIDGED).replace("/tmp/", f"{self.folder}/")  # noqa: S108 - the page's
+
+    def blocks(self, kind: str) -> list[tuple[str, str]]:
+        """The first line of each block of this kind, a comment, and the others."""
+        found = re.findall(rf"```{kind}\n# (.*?)\n(.*?)```", PAGE.read_text("utf-8"), re.DOTALL)
+        return [(title, text) for title, text in found]
+
+    def run(self, where: str, command: str, **public_keys: str) -> str:
+        """What a command prints on the host of that title."""
+        name = ADDRESSES.get(where.removeprefix("on "), "router")
+        for key, value in public_keys.items():
+            command = command.replace(key, value)
+        at = self.folder / name
+        at.mkdir(exist_ok=True)
+        ended = subprocess.run(
+            [*self.hosts[name].command, "bash", "-o", "pipefail", "-c", self.here(command)],
+            cwd=at,
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=RUNS_WITHIN_S,
+        )
+        return ended.stdout
+
+    def start(self, name: str, agents: Agents) -> None:
+        """Run the agent of that host, and wait for it."""
+        config = next(text for title, text in self.blocks("toml") if title == f"{name}.toml")
+        at = self.folder / name
+        (at / f"{name}.toml").write_text(self.here(config) + NOT_MAPPED)
+        agent = AgentProcess(name, at, at / "log", {}, {"UCX_TLS": "tcp"})
+        agents.all.append(agent)
+        command = f"exec kvbus-{name} {name}.toml"
+        agent.process = Child.start(
+            name,
+            [*self.hosts[name].command, "bash", "-c", f"cd {at} && {command}"],
+            log=agent.log_path,
+            env=agent.env,
+        )
+        agent.wait_started()
+
+
+@pytest.fixture
+def page() -> Iterator[Page]:
+    """The page, with as many hosts as it has."""
+    if not HAVE_NAMESPACES:
+        pytest.skip("needs root and iproute2")
+    with bridged("prefill", "decode", "router") as made, agents_ended(Agents) as agents:
+        page = Page(made, agents.folder)
+        new, trust = page.blocks("bash")[:2], page.blocks("bash")[2:4]
+        printed = [page.run(*block).split()[-1] for block in new]
+        keys = dict(zip(("PREFILL_KEY", "DECODE_KEY"), printed, strict=True))
+        for block in trust:
+            page.run(*block, **keys)
+        for name in ADDRESSES.values():
+            page.start(name, agents)
+        yield page
+
+
+def test_the_demo_runs_on_two_hosts_and_on_three_as_the_page_says(page: Page) -> None:
+    handoffs = page.blocks("bash")[4:]
+
+    said = [page.run(*block) for block in handoffs]
+
+    assert [where for where, _ in handoffs] == ["on 10.0.0.2", "on a third machine"]
+    assert all(ALL_EQUAL in one for one in said), said
+    assert not any("mapped" in one for one in said)
+
+
+def test_one_byte_that_differs_is_found_out(page: Page) -> None:
+    where, command = page.blocks("bash")[4]
+
+    with pytest.raises(subprocess.CalledProcessError) as failed:
+        page.run(where, command.rstrip() + " --flip-one-byte")
+
+    assert failed.value.returncode == 1
+    assert "12 requests, 11 outputs equal" in failed.value.stdout
