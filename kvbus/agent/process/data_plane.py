@@ -53,6 +53,17 @@ class DataPlane:
             self._endpoints = [f"{host}:{port}" for host, port in self._listening()]
         return self._endpoints
 
+    def is_down(self) -> bool:
+        """Whether none of the interfaces has a link now; one that cannot be asked counts as linked.
+
+        RDMA devices are such.
+        """
+        try:
+            stats = psutil.net_if_stats()
+        except OSError:  # no descriptor is left
+            return False
+        return not any(name not in stats or stats[name].isup for name in self.interfaces)
+
     def check(self) -> None:
         """Raise `DataPlaneExposed` when UCX listens outside of the interfaces."""
         allowed = _addresses(self.interfaces)
