@@ -30,6 +30,8 @@ QUARANTINE_S = 2.0
 FABRICS = {"tcp": {"UCX_TLS": "tcp"}, "shared memory": {"UCX_TLS": "^cma"}}
 """With CMA the reader does all itself, and no peer holds it up."""
 EXIT_STATUS = 75
+FEW = 16
+"""Descriptors: all of these are in use. With fewer, ZeroMQ cannot poll its sockets, and aborts."""
 
 
 def started(agents: Started, fabric: str, **settings: object) -> tuple[AgentProcess, AgentProcess]:
@@ -157,7 +159,7 @@ async def test_an_agent_that_cannot_make_nixl_anew_ends_to_be_started_again(fres
 
         await stuck_failure(decode, fetch)
         _, most = resource.prlimit(decode.pid, resource.RLIMIT_NOFILE)
-        resource.prlimit(decode.pid, resource.RLIMIT_NOFILE, (3, most))
+        resource.prlimit(decode.pid, resource.RLIMIT_NOFILE, (FEW, most))
         status = decode.exit_status()
         await fetch.blocks_freed()
         prefill.kill()  # one that went on might be aborted by UCX, as a reader died meanwhile
