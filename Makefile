@@ -17,6 +17,7 @@ MINUTES ?= 1
 HANDOFFS ?= 1000000
 AGENTS ?= 100
 LOSS ?= 0.01
+CAPS ?= small
 PYTEST := $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 CONSTRAINTS_VLLM := $(VENV_VLLM)/constraints.txt
@@ -26,7 +27,7 @@ PIP_VLLM := $(BIN_VLLM)/pip install --quiet --disable-pip-version-check --constr
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-long chaos mutants simulate test-vllm check format bench docs clean
+.PHONY: help venv demo test test-long chaos soak mutants simulate test-vllm check format bench docs clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 12
@@ -72,6 +73,9 @@ test-long: $(INSTALLED) $(KERNEL) ## Run all tests, with more examples and shape
 
 chaos: $(INSTALLED) $(KERNEL) ## Kill, stop and cut agents and engines under load: SEED=1 MINUTES=20
 	@$(BIN)/python -m tests.chaos --seed $(SEED) --minutes $(MINUTES)
+
+soak: $(INSTALLED) $(KERNEL) ## Hand off at full rate, and see whether the agents grow: MINUTES=60 CAPS=small
+	@$(BIN)/python -m tests.soak --minutes $(MINUTES) --caps $(CAPS)
 
 mutants: $(INSTALLED) $(KERNEL) ## Break the code in known ways: a test and a chaos run must see each
 	@$(BIN)/python -m tests.mutants

@@ -1,0 +1,104 @@
+"""Seconds of a soak, and that what grows is called so."""
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.soak.__main__ import NUM_PERIODS
+from tests.soak.load import STREAMS
+from tests.soak.verdict import LIMITS, MIB, Sample, judge
+
+ROOT = Path(__file__).parents[2]
+ENDS_WITHIN_S = 200
+STEP = 20_000
+NUM_SAMPLES = 30
+CAP_BYTES = 100 * MIB
+START = Sample(
+    num_handoffs=0, anonymous_bytes=150 * MIB, num_descriptors=80, num_threads=10, num_mappings=1100
+)
+noise = st.lists(st.integers(0, MIB), min_size=NUM_SAMPLES, max_size=NUM_SAMPLES)
+
+
+@pytest.mark.timeout(ENDS_WITHIN_S + 10)
+def test_a_few_seconds_of_a_soak_go_every_way_and_leave_no_descriptor_or_handle() -> None:
+    """Memory is another matter: what is taken once is large beside so few handoffs."""
+    command = [sys.executable, "-m", "tests.soak", "--minutes", "0.05"]
+    ended = subprocess.run(
+        command, cwd=ROOT, capture_output=True, text=True, timeout=ENDS_WITHIN_S, check=False
+    )
+
+    assert ended.stdout, ended.stderr
+    *looks, found = [json.loads(line) for line in ended.stdout.splitlines()]
+    assert found.get("flat") is (ended.returncode == 0), ended.stdout + ended.stderr
+    assert len(looks) == NUM_PERIODS
+    assert looks[-1]["ended"].keys() >= {"mapped", "direct", "packed"}
+    for name in ("prefill", *(stream.reader for stream in STREAMS)):
+        assert found["agents"][name]["num_handoffs"]
+        assert found["agents"][name]["grows"].keys() <= {"other_bytes", "anonymous_bytes"}
+        assert looks[-1]["agents"][name]["reply_bytes"]
+        assert looks[-1]["agents"][name]["anonymous_bytes"] > MIB
+
+
+@given(noise)
+def test_memory_that_goes_up_and_down_is_flat_once_the_caps_are_full(noise: list[int]) -> None:
+    found = judge(_soaked(noise))
+
+    assert found.are_caps_full
+    assert not found.grows
+
+
+@given(noise, st.integers(100, 10_000))
+def test_some_bytes_that_each_handoff_leaves_behind_are_called_growth(
+    noise: list[int], leak_bytes: int
+) -> None:
+    found = judge(
+        [
+            replace(one, anonymous_bytes=one.anonymous_bytes + leak_bytes * one.num_handoffs)
+            for one in _soaked(noise)
+        ]
+    )
+
+    assert found.grows.keys() == {"anonymous_bytes"}
+    assert found.bytes_by_handoff == pytest.approx(leak_bytes, abs=20)
+
+
+@pytest.mark.parametrize("name", sorted(LIMITS.keys() - {"anonymous_bytes"}))
+def test_what_is_left_behind_now_and_then_is_called_growth(name: str) -> None:
+    leaky = [
+        replace(one, **{name: getattr(one, name) + at * 3})
+        for at, one in enumerate(_soaked([0] * NUM_SAMPLES))
+    ]
+
+    assert judge(leaky).grows.keys() == {name}
+
+
+def test_caches_that_fill_are_no_growth_but_what_grows_beside_them_is() -> None:
+    filling = _soaked([0] * NUM_SAMPLES, cap_bytes=1 << 40)
+    leaky = [replace(o, anonymous_bytes=o.anonymous_bytes + 1000 * o.num_handoffs) for o in filling]
+
+    assert not judge(filling).are_caps_full
+    assert not judge(filling).grows
+    assert judge(leaky).grows.keys() == {"other_bytes"}
+
+
+def _soaked(noise: Sequence[int], cap_bytes: int = CAP_BYTES) -> list[Sample]:
+    """An agent without a leak: 400 bytes are kept of each handoff, up to the cap."""
+    samples = []
+    for at, some in enumerate(noise):
+        kept = min(cap_bytes, 400 * at * STEP)
+        samples.append(
+            replace(
+                START,
+                num_handoffs=at * STEP,
+                anonymous_bytes=START.anonymous_bytes + kept + some,
+                reply_bytes=kept,
+            )
+        )
+    return samples
