@@ -55,7 +55,6 @@ LIMITS: Mapping[str, Limit] = {
     "num_descriptors": Limit(0, 4),
     "num_threads": Limit(0, 4),
     "num_mappings": Limit(0, 32),
-    "outstanding_handles": Limit(0, 0.5),
     "unreleased_handles": Limit(0, 0.5),
 }
 WHILE_FILLING = Limit(512, 8 * MIB)
