@@ -132,6 +132,7 @@ class Runtime:
             lambda: sockets.engine.num_unacknowledged,
         )
         self._take_requests(sockets)
+        await self._service.start()
         for owner in (sockets.engine, sockets.peer, sockets.events, watch):
             self.tasks.start_soon(owner.run)
         self.tasks.start_soon(self.metrics.watch_loop_lag)

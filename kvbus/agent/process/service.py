@@ -49,6 +49,10 @@ class Service(Protocol):
     Handlers may raise a `KVBusError`, which refuses the request.
     """
 
+    async def start(self) -> None:
+        """Open what is its own; awaited before anybody can ask for anything."""
+        ...
+
     def engine_handlers(self) -> Handlers:
         """For requests of a local engine, other than registration."""
         ...

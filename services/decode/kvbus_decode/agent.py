@@ -67,6 +67,9 @@ class DecodeService:
         self._idle = anyio.Event()
         agent.metrics.add_readings(self._readings, READINGS)
 
+    async def start(self) -> None:
+        """Nothing is opened before it is asked for."""
+
     def engine_handlers(self) -> Handlers:
         """A fetch, or its cancellation."""
         return {StartFetch: self._start_fetch, CancelFetch: self._cancel_fetch}

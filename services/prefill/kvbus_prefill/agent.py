@@ -67,6 +67,10 @@ class PrefillService:
         self._lender = MemoryLender(agent, config)
         agent.metrics.add_readings(self._readings, READINGS)
 
+    async def start(self) -> None:
+        """Open the memory socket."""
+        await self._lender.open()
+
     def engine_handlers(self) -> Handlers:
         """An offer, or what becomes of one."""
         return {

@@ -8,7 +8,6 @@ import os
 from collections.abc import Iterator
 from typing import Any
 
-import anyio
 import structlog
 
 from kvbus.agent.engines.local_engine import LocalEngine
@@ -52,9 +51,19 @@ class MemoryLender:
             max_connections=MAX_CONNECTIONS,
             max_process_connections=MAX_PROCESS_CONNECTIONS,
         )
-        if config.mapped:
-            self._closed = "the prefill agent is starting"
-            agent.tasks.start_soon(self._serve)
+        self._opens = config.mapped
+
+    async def open(self) -> None:
+        """Listen, unless the config says no; what keeps it from that is told in each handshake."""
+        if not self._opens:
+            return
+        try:
+            await self._agent.tasks.start(self._server.serve)
+        except ConfigError as error:
+            self._closed = error.message
+            log.warning("lending.closed", reason=error.message)
+        else:
+            self._closed = ""
 
     @property
     def num_readers(self) -> int:
@@ -81,16 +90,6 @@ class MemoryLender:
         for connection, lent in self._readers.items():
             if lent is engine:
                 connection.hang_up()
-
-    async def _serve(self) -> None:
-        async with anyio.create_task_group() as tasks:
-            try:
-                await tasks.start(self._server.serve)
-            except ConfigError as error:
-                self._closed = error.message
-                log.warning("lending.closed", reason=error.message)
-            else:
-                self._closed = ""
 
     async def _answer(
         self, connection: AttachConnection, message: dict[str, Any], fds: list[int]
