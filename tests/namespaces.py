@@ -19,6 +19,7 @@ HAVE_NAMESPACES = IP is not None and os.geteuid() == 0
 WITHIN_S = 20.0
 BRIDGED = "kv0"
 """The interface of a host on a bridge."""
+MOST_BRIDGES = 7
 HEADER_BYTES = 14 + 20 + 32
 """Of Ethernet, IP, and TCP with time stamps."""
 EVERYWHERE = tuple(psutil.net_if_addrs())
@@ -96,16 +97,22 @@ def hosts(*names: str) -> Iterator[dict[str, Host]]:
 
 @contextmanager
 def bridged(*names: str) -> Iterator[dict[str, Host]]:
-    """Hosts on one Ethernet, each by its interface `BRIDGED`; this machine is on it as well."""
-    pid = os.getpid()
-    net, bridge = f"10.{192 + (pid >> 8) % 56}.{pid % 256}", f"kvbr{pid}"
+    """Hosts on one Ethernet, each by its interface `BRIDGED`; this machine is on it as well.
+
+    One process may have several, each with a network of its own.
+    """
+    pid, there = os.getpid(), list(psutil.net_if_addrs())
+    # The ports of a namespace that was removed go a little later.
+    mine = (f"{pid}b{n}" for n in range(MOST_BRIDGES))
+    which = next(n for n, end in enumerate(mine) if not any(one.endswith(end) for one in there))
+    net, bridge = f"10.{192 + 8 * which + (pid >> 8) % 8}.{pid % 256}", f"kvbr{pid}b{which}"
     with hosts(*names) as made, ExitStack() as stack:
         _ip("link", "add", bridge, "type", "bridge")
         stack.callback(_ip, "link", "del", bridge)
         _ip("address", "add", f"{net}.254/24", "dev", bridge)
         _ip("link", "set", bridge, "up")
         for number, name in enumerate(names, 1):
-            host = Host(made[name].name, f"{net}.{number}", f"kv{number}x{pid}")
+            host = Host(made[name].name, f"{net}.{number}", f"kv{number}x{pid}b{which}")
             made[name] = host
             _ip(
                 *("-n", host.name, "link", "add", BRIDGED, "type", "veth"),
@@ -139,8 +146,8 @@ def _remove_left() -> None:
             with suppress(subprocess.CalledProcessError):  # another run removes it as well
                 _ip("netns", "del", f"kvbus-{rest}")
     for bridge in psutil.net_if_addrs():
-        pid = bridge.removeprefix("kvbr")
-        if pid != bridge and pid.isdigit() and not psutil.pid_exists(int(pid)):
+        pid = bridge.removeprefix("kvbr").partition("b")[0]
+        if bridge.startswith("kvbr") and pid.isdigit() and not psutil.pid_exists(int(pid)):
             with suppress(subprocess.CalledProcessError):
                 _ip("link", "del", bridge)
 

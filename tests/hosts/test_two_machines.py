@@ -1,7 +1,9 @@
 """The commands of docs/two-machines.md, run as they stand there, on hosts of a network."""
 
+import os
 import re
 import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +20,8 @@ NOT_MAPPED = "mapped = false\n"
 """These hosts are one machine, of which the agents would find out."""
 ALL_EQUAL = "12 requests, 12 outputs equal to the model run alone, tokens and logits"
 RUNS_WITHIN_S = 100.0
+INSTALLED = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+"""A PATH with the commands of the kvbus that is tested."""
 
 
 @dataclass
@@ -50,6 +54,7 @@ class Page:
         ended = subprocess.run(
             [*self.hosts[name].command, "bash", "-o", "pipefail", "-c", self.here(command)],
             cwd=at,
+            env={**os.environ, "PATH": INSTALLED},
             capture_output=True,
             text=True,
             check=True,
@@ -62,7 +67,7 @@ class Page:
         config = next(text for title, text in self.blocks("toml") if title == f"{name}.toml")
         at = self.folder / name
         (at / f"{name}.toml").write_text(self.here(config) + NOT_MAPPED)
-        agent = AgentProcess(name, at, at / "log", {}, {"UCX_TLS": "tcp"})
+        agent = AgentProcess(name, at, at / "log", {}, {"UCX_TLS": "tcp", "PATH": INSTALLED})
         agents.all.append(agent)
         command = f"exec kvbus-{name} {name}.toml"
         agent.process = Child.start(
