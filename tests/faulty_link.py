@@ -22,7 +22,8 @@ from tests.namespaces import HAVE_NAMESPACES, Host, hosts, run_ip
 
 TUN = Path("/dev/net/tun")
 HAVE_LINKS = HAVE_NAMESPACES and TUN.exists()
-HERE, THERE, BITS = "10.213.7.1", "10.213.7.2", 24
+_NET = f"10.213.{os.getpid() % 250}"
+HERE, THERE, BITS = f"{_NET}.1", f"{_NET}.2", 24
 _SET_INTERFACE, _IS_TUN, _WITHOUT_HEADER = 0x400454CA, 0x0001, 0x1000
 _PACKET_BYTES = 1 << 16
 IP_VERSION = 4
