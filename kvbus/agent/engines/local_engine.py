@@ -118,10 +118,13 @@ class LocalEngine:
         return not self.lost and self.control is not None and self.num_missing_ranks == 0
 
     @property
-    def follows(self) -> bool:
-        """Whether all of it can go over to a successor of its agent."""
-        is_here = self.control is not None and not self.others
-        return is_here and all(process.follows for process in self.processes)
+    def stays_because(self) -> str:
+        """Why it cannot go over to a successor of its agent; empty when it can."""
+        if self.control is None or self.others:
+            return "some of its ranks are at other agents, which know this one by its address"
+        if not all(process.follows for process in self.processes):
+            return "its sessions do not follow to a successor (reconnect=True does)"
+        return ""
 
     @property
     def num_missing_ranks(self) -> int:

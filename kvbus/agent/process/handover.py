@@ -141,11 +141,12 @@ class Handover:
 
 
 def _check_all_follow(engines: Iterable[LocalEngine]) -> None:
-    staying = sorted(engine.engine_id for engine in engines if not engine.follows)
+    reasons = {engine.engine_id: engine.stays_because for engine in engines}
+    staying = [f"'{name}' stays: {reasons[name]}" for name in sorted(reasons) if reasons[name]]
     if staying:
         raise KVBusError(
-            f"{', '.join(staying)} would lose requests: its sessions do not follow to a successor "
-            "(reconnect=True does), or it has ranks at other agents. End these engines first, or "
-            "stop the agent and start it without --replace",
+            f"{'; '.join(staying)}. Nothing was changed. End these engines first; or stop the "
+            "agent and start it without --replace, with the same peer_bind: what it has under way "
+            "fails then, and engines whose sessions reconnect go on",
             code=ErrorCode.INCOMPATIBLE,
         )
