@@ -1,74 +1,19 @@
 """The reply that ends an offer is lost, and its connection too: the fetch completes nonetheless."""
 
-import asyncio
 import uuid
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
 
 import pytest
 
 from kvbus.protocol.engine import Outcome
-from tests.agents import AgentProcess, until
-from tests.chaos.links import PROXY_HOST, READ_BYTES, Connection, Link
+from tests.agents import until
+from tests.chaos.links import PROXY_HOST
 from tests.engines import Engine, pair, story_of, works
+from tests.faults.losing_link import LosingLink, lossy
 
 pytestmark = pytest.mark.anyio
 
 NUM_LOST = 3
 NUM_TOKENS = 40
-LAST_WORDS = (b"\xa2op\xa4take", b"\xa2op\xa7confirm")
-"""The operations, as msgpack has them in a request."""
-
-
-class LosingLink(Link):
-    """Once the last word on an offer was asked for, carries no answer any more."""
-
-    def __init__(self, port: int) -> None:
-        super().__init__(port)
-        self.is_losing = False
-        self.num_lost = 0
-
-    async def _pass(
-        self,
-        source: asyncio.StreamReader,
-        sink: asyncio.StreamWriter,
-        recorded: Connection | None,
-    ) -> None:
-        while some := await source.read(READ_BYTES):
-            if recorded is not None and self.is_losing and any(op in some for op in LAST_WORDS):
-                self.num_lost += 1
-                self.blacken()
-            if recorded is None:
-                await self._passes.wait()
-            sink.write(some)
-            await sink.drain()
-
-    def lose(self) -> None:
-        """The next one has no answer; `restore` ends its connection."""
-        self.is_losing = True
-
-    def restore(self) -> None:
-        """What is not carried yet never will be; the next connection is a good one."""
-        self.is_losing = False
-        self.cut()
-        self.heal()
-
-
-@asynccontextmanager
-async def lossy(prefill: AgentProcess) -> AsyncIterator[LosingLink]:
-    """A link to the peer socket that loses, and one to the events that does not."""
-    peer, events = (
-        int(prefill.settings[key].rsplit(":", 1)[1]) for key in ("peer_bind", "events_bind")
-    )
-    losing, other = LosingLink(peer), Link(events)
-    await losing.open()
-    await other.open()
-    try:
-        yield losing
-    finally:
-        prefill.started["peer"] = prefill.settings["peer_bind"]  # it is looked at without a link
-        await losing.close()
-        await other.close()
 
 
 async def hand_over(source: Engine, target: Engine, link: LosingLink, *, times_out: bool) -> None:
@@ -99,7 +44,7 @@ async def test_an_offer_whose_last_reply_was_lost_is_a_completed_fetch(
     decode = fresh.decode(optimistic=optimistic, request_timeout_s=request_timeout_s)
     fresh.start(prefill, decode)
     async with (
-        lossy(prefill) as link,
+        lossy(prefill, "take", "confirm") as link,
         pair(prefill.attach, decode.attach) as (source, target),
     ):
         assert await works(source, target)
