@@ -200,3 +200,16 @@ def test_a_load_is_of_the_prompt_that_the_ticket_is_of(agents, digest, loaded) -
 
         assert loading.failed == ([] if loaded else ["r"])
         offering.until(lambda: offering.sent, "the blocks came back")
+
+
+def test_a_load_that_failed_is_told_with_all_ids_of_its_request(
+    agents: Agents, caplog: pytest.LogCaptureFixture
+) -> None:
+    with both_sides(*agents.all) as (offering, loading):
+        handoff = offering.offered("known-to-agents")
+        loading.load("of-the-decode-vllm", HandoffParams(handoff.ticket, 4 * PROMPT_TOKENS, ""))
+        loading.until(lambda: loading.over, "the load is over")
+
+        assert loading.failed == ["of-the-decode-vllm"]
+        (line,) = [one.getMessage() for one in caplog.records if "not loaded" in one.getMessage()]
+        assert "request of-the-decode-vllm ('known-to-agents' in the prefill vLLM, fetch " in line

@@ -9,6 +9,7 @@ from kvbus.geometry import EngineSpec
 from kvbus.integrations.vllm import offers
 from kvbus.integrations.vllm.block_tables import Tables, tables_of
 from kvbus.integrations.vllm.offers import Offers
+from kvbus.integrations.vllm.request_ids import agents_id
 from kvbus.integrations.vllm.sessions import control_link
 from kvbus.integrations.vllm.stats import StatsRecorder
 from kvbus.integrations.vllm.transfer_params import HandoffParams
@@ -85,6 +86,18 @@ def test_tokens_that_do_not_lie_in_the_blocks_are_not_offered(agents: Agents) ->
 
         assert offering.offers.publish("r", BLOCKS, 100) is None
         agents.all[0].says("offer.released", outcome="withdrawn")
+
+
+def test_a_request_is_offered_however_long_its_id_is(agents: Agents) -> None:
+    request_id = "___prefill_addr_" + 2000 * "a"
+    with both_sides(*agents.all) as (offering, loading):
+        loading.load(request_id, offering.offered(request_id))
+        loading.until(lambda: loading.over, "the load is over")
+        offering.until(lambda: offering.sent, "the blocks came back")
+
+        assert not loading.failed
+        assert offering.sent == [request_id]
+        agents.all[0].says("offer.released", request_id=agents_id(request_id))
 
 
 def test_blocks_come_back_when_the_prefill_agent_is_gone(agents: Agents) -> None:

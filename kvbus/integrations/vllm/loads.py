@@ -45,6 +45,12 @@ class Load:
     fetch: Fetch | None = None
     is_given_up: bool = False
 
+    def name(self) -> str:
+        """What joins a line of vLLM's log to those of both agents."""
+        elsewhere = self.handoff.ticket.get("request_id") if self.handoff is not None else None
+        also = f"{elsewhere!r} in the prefill vLLM, " if elsewhere else ""
+        return f"request {self.request_id} ({also}fetch {self.fetch_id})"
+
 
 class Loads:
     """All loads of one decode engine."""
@@ -162,19 +168,14 @@ class Loads:
                 self._note(load, notice.stage, notice.code, notice.message)
             if not load.is_given_up and not fetch.are_blocks_free:
                 logger.warning(
-                    "kvbus: request %s: its blocks stay withheld until no read can reach them",
-                    load.request_id,
+                    "kvbus: %s: its blocks stay withheld until no read can reach them", load.name()
                 )
             self._unwanted.release(load)
         fetch.when_freed(lambda: self._over.append(load.request_id))
 
     def _note(self, load: Load, stage: str, code: str, message: str) -> None:
         logger.error(
-            "kvbus: request %s: its KV was not loaded: %s [%s, stage %s]",
-            load.request_id,
-            message,
-            code,
-            stage,
+            "kvbus: %s: its KV was not loaded: %s [%s, stage %s]", load.name(), message, code, stage
         )
         self._stats.add(LOADS_FAILED, str(code))
         self._failed.append(load.request_id)

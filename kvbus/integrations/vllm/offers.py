@@ -19,6 +19,7 @@ from kvbus.engine.control import ControlSession
 from kvbus.errors import KVBusError, LocalError
 from kvbus.geometry import EngineSpec
 from kvbus.integrations.vllm.block_tables import Tables, tables_of
+from kvbus.integrations.vllm.request_ids import agents_id
 from kvbus.integrations.vllm.sessions import ControlLink
 from kvbus.integrations.vllm.stats import OFFERED_TOKENS, OFFERS_FAILED, StatsRecorder
 
@@ -142,9 +143,16 @@ class Offers:
             self._link.spawn(partial(self._ask, reservation, session))
 
     async def _ask(self, reservation: Reservation, session: PrefillSession) -> None:
+        request_id = agents_id(reservation.request_id)
+        if request_id != reservation.request_id:
+            logger.info(
+                "kvbus: request %s: agents call it %s, as its id is long",
+                reservation.request_id,
+                request_id,
+            )
         try:
             offer = await session.offer(
-                reservation.request_id,
+                request_id,
                 num_tokens=0,
                 block_ids={},
                 sealed=False,
