@@ -80,7 +80,6 @@ class Run:
         await self._calm(world)
         self._ledger.note_longest("calm", time.monotonic() - started)
         self._ledger.count("acts")
-        self._ledger.crowd()
         self._ledger.say(f"act {act} is over, the last is {self._acts[-1]}")
 
     async def _work(self, handoffs: Handoffs, random: Random, ends_at: float) -> None:

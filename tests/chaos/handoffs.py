@@ -230,12 +230,12 @@ class Handoffs:
             lost_s = sum(clock.lost_s(started) for clock in clocks)
             late_s = time.monotonic() - started - lost_s - wait.within_s
             self._ledger.note_longest("late", late_s)
-            if not future.done() and late_s > OVERDUE_S * self._ledger.crowd() and not is_told:
+            if not future.done() and late_s > OVERDUE_S and not is_told:
                 is_told = True
                 story = await self._world.story(agent, **wait.about) if wait.about else []
                 of = f"{wait.what} at {wait.engine.shape.name}, {wait.within_s:.1f} s"
                 self._ledger.violate("overdue", of, story=story)
-            is_late = is_told and late_s > 2 * OVERDUE_S * self._ledger.crowd()
+            is_late = is_told and late_s > 2 * OVERDUE_S
             if is_late or self._ledger.is_over:
                 return {"outcome": "overdue", "code": "", "stage": "", "fetch_id": ""}
         self._ledger.note_longest(wait.kind, time.monotonic() - started)

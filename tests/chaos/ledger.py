@@ -4,21 +4,16 @@ Refuses to forgive: a violation is kept with the seed, the time and the story of
 """
 
 import json
-import os
 import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-MOST_CROWD = 6.0
 MAX_KEPT = 3
 MAX_TEXT = 1500
 MAX_CONSUMED = 10_000
-"""Of so many handoffs, one offer may be consumed without a completed fetch, and one in any case.
-
-On a crowded machine more, as a yes takes longer, and so comes after its fetch's deadline.
-"""
+"""Of so many handoffs, one offer may be consumed without a completed fetch, and one in any case."""
 
 
 @dataclass
@@ -34,7 +29,6 @@ class Ledger:
     longest: dict[str, float] = field(default_factory=dict)
     violations: list[dict[str, Any]] = field(default_factory=list)
     consumed: list[dict[str, Any]] = field(default_factory=list)
-    most_crowd: float = 1.0
     started_at: float = field(default_factory=time.monotonic)
 
     def count(self, name: str, number: int = 1) -> None:
@@ -65,16 +59,10 @@ class Ledger:
         """Whether there is nothing more to learn."""
         return self.stops_at_first and bool(self.violations)
 
-    def crowd(self) -> float:
-        """By how much others may slow down what is done here: processes that wait for a core."""
-        now = min(max(os.getloadavg()[0] / (os.cpu_count() or 1), 1.0), MOST_CROWD)
-        self.most_crowd = max(self.most_crowd, round(now, 1))
-        return now
-
     def judge_consumed(self) -> None:
         """Offers that were completed while their fetch failed, though nothing was in the way."""
         consumed = self.counts["consumed_without_fetch"]
-        if consumed > 1 + self.most_crowd * self.counts["handoffs"] / MAX_CONSUMED:
+        if consumed > max(1, self.counts["handoffs"] / MAX_CONSUMED):
             more = f"{consumed} offers of {self.counts['handoffs']}"
             self.violate("consumed", more, stories=self.consumed[:2])
 
@@ -89,7 +77,6 @@ class Ledger:
             "paths": dict(self.paths.most_common()),
             "faults": dict(sorted(self.faults.items())),
             "longest_s": self.longest,
-            "crowd": self.most_crowd,
             "violations": self.violations,
         }
         return json.dumps(fields)
