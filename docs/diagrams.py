@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from kvbus.table import Transition
 from kvbus_decode.fetch import transitions as decode
-from kvbus_decode.fetch.entry import FetchState
+from kvbus_decode.fetch.state import FetchState
 from kvbus_decode.read import transitions as read
 from kvbus_decode.read.leg import LegState
 from kvbus_prefill.offer import transitions as prefill

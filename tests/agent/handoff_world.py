@@ -15,7 +15,7 @@ from kvbus.protocol.message import Message
 from kvbus.protocol.peer import Granted
 from kvbus.protocol.ticket import Ticket
 from kvbus_decode.fetch import events as dec
-from kvbus_decode.fetch.entry import FetchLimits
+from kvbus_decode.fetch.state import FetchLimits
 from kvbus_decode.fetch.table import FetchTable
 from kvbus_prefill.offer import events as pre
 from kvbus_prefill.offer.entry import OfferLimits
@@ -282,7 +282,14 @@ class HandoffWorld(StoryMachine):
             for command in self.decode.handle(event, self.now):
                 self.obey_decode(command)
             for target in self.targets.values():
-                assert target.outcome or self.now < target.deadline
+                assert target.outcome or self.now < self.ends_at(target)
+
+    def ends_at(self, target: Target) -> float:
+        """Its deadline, and a little more while it waits for a yes."""
+        sent = [command for _, command in self.asked.values()]
+        yes = [one for one in sent if isinstance(one, dec.SendConfirm | dec.SendTake)]
+        is_asked = any(self.targets.get(one.fetch_id) is target for one in yes)
+        return target.deadline + (FETCH_LIMITS.confirm_grace_s if is_asked else 0.0)
 
     def obey_decode(self, command: dec.Command) -> None:
         match command:

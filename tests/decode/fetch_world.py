@@ -6,10 +6,11 @@ Refuses to choose what happens next: the rules of the state machine on top of it
 from dataclasses import dataclass
 
 import msgspec
+import pytest
 
 from kvbus.protocol.peer import Granted
 from kvbus_decode.fetch import events as ev
-from kvbus_decode.fetch.entry import FetchLimits, FetchState
+from kvbus_decode.fetch.state import FetchLimits, FetchState
 from kvbus_decode.fetch.table import FetchTable
 from kvbus_decode.fetch.transitions import TRANSITIONS
 from tests.decode.watched import Watched, blocks, ticket_of, token_of
@@ -25,8 +26,10 @@ LIMITS = FetchLimits(
     request_timeout_s=1.0,
     busy_retry_s=0.25,
     claim_after_s=0.25,
+    confirm_grace_s=0.5,
 )
 Asked = ev.ResolvePeer | ev.SendClaim | ev.SendRenew | ev.ReadChunk | ev.SendConfirm | ev.SendTake
+YES = {ev.SendConfirm, ev.SendTake}
 
 
 @dataclass
@@ -132,7 +135,7 @@ class FetchWorld(StoryMachine):
         assert answers == ([event.reply_to] if hasattr(event, "reply_to") else [])
         self.check_turns()
         for watched in self.seen.values():
-            assert watched.report or self.now < watched.deadline, "reported by its deadline"
+            assert watched.report or self.now < self.ends_at(watched), "reported by its deadline"
         for fetch_id, watched in self.seen.items():
             asked = self.asked_of(fetch_id)
             is_idle = not (asked or watched.report or watched.granted or self.turns.waits(fetch_id))
@@ -187,6 +190,7 @@ class FetchWorld(StoryMachine):
                 self.seen[fetch_id].is_landed(num_tokens)
             case ev.ReportFetched() as report:
                 watched = self.seen[report.fetch_id]
+                self.check_end(watched, report)
                 watched.end(report, self.now)
                 self.turns.leave(watched.agent_boot, report.fetch_id)
             case ev.SendRelease(ticket, epoch, token):
@@ -237,9 +241,30 @@ class FetchWorld(StoryMachine):
             watched.ask_take(command)
         if isinstance(command, ev.ReadChunk):
             watched.start_chunk(command, self.now)
+        elif type(command) in YES:
+            left_s = watched.deadline - self.now
+            assert left_s > 0, "asked for a yes after the deadline"
+            is_last = LIMITS.request_timeout_s >= left_s
+            wanted_s = left_s + LIMITS.confirm_grace_s if is_last else LIMITS.request_timeout_s
+            assert command.timeout_s == pytest.approx(wanted_s)
         else:
             assert 0 < command.timeout_s <= LIMITS.request_timeout_s
         self.pending.append(Pending(self.now, command))
+
+    def ends_at(self, watched: Watched) -> float:
+        """Its deadline, and a little more while it waits for a yes that it asked for before."""
+        is_asked = bool(YES & self.asked_of(watched.requested.fetch_id))
+        return watched.deadline + (LIMITS.confirm_grace_s if is_asked else 0.0)
+
+    def check_end(self, watched: Watched, report: ev.ReportFetched) -> None:
+        """Time alone ends it no earlier; it is told that nobody has answered for the yes."""
+        if isinstance(self.cause, ev.DeadlinePassed) and watched.confirm_asked:
+            assert self.now >= self.ends_at(watched), "gave up a yes that was on its way"
+        if YES & self.asked_of(report.fetch_id):
+            assert report.undecided, "nobody has answered"
+        if report.undecided:
+            assert watched.confirm_asked, "it was not asked"
+            assert report.error is not None, "it was answered"
 
     def asked_of(self, fetch_id: str) -> set[type[Asked]]:
         return {type(p.asked) for p in self.pending if p.asked.fetch_id == fetch_id}

@@ -8,7 +8,7 @@ from kvbus.geometry import BlockTable
 from kvbus.protocol.peer import Granted
 from kvbus.protocol.ticket import Ticket
 from kvbus_decode.fetch import events as ev
-from kvbus_decode.fetch.entry import FetchLimits, FetchState
+from kvbus_decode.fetch.state import FetchLimits, FetchState
 from kvbus_decode.fetch.table import FetchTable
 
 PATIENCE_S = 1.0

@@ -5,13 +5,13 @@ from dataclasses import replace
 
 import pytest
 
-from kvbus.errors import ErrorCode, KVBusError, RemoteError
+from kvbus.errors import ErrorCode, KVBusError, RemoteError, RequestRefused
 from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import Outcome
 from kvbus.protocol.peer import Granted
 from kvbus.protocol.ticket import Ticket
 from kvbus_decode.fetch import events as ev
-from kvbus_decode.fetch.entry import ENDS, FetchLimits, FetchState
+from kvbus_decode.fetch.state import ENDS, FetchLimits, FetchState
 from kvbus_decode.fetch.table import FetchTable
 from kvbus_decode.fetch.transitions import TRANSITIONS
 
@@ -289,12 +289,73 @@ def test_a_confirm_without_a_reply_is_asked_again_until_the_deadline_and_a_refus
     table = table_after(requested(timeout_s=1.0), READY, lease(), READ)
 
     again = table.handle(failed(ErrorCode.TIMEOUT), 0.5)
-    end = report(table.handle(ev.DeadlinePassed(), 1.0))
+    end = report(table.handle(failed(ErrorCode.TIMEOUT), 1.0))
     refused = table_after(requested(), READY, lease(), READ).handle(failed(ErrorCode.STALE), 0.5)
 
     assert kinds(again) == [ev.SendConfirm]
     assert (end.error and end.error.code) is ErrorCode.TIMEOUT
     assert report(refused).outcome is Outcome.FAILED
+
+
+@pytest.mark.parametrize("late_s", [0.0, 0.99])
+def test_a_yes_that_was_asked_for_by_the_deadline_completes_the_fetch_a_little_later(
+    late_s: float,
+) -> None:
+    table = table_after(requested(timeout_s=1.0), READY, lease())
+    table.handle(READ, 0.999)
+
+    assert table.handle(ev.DeadlinePassed(), 1.0 + late_s) == []
+    end = report(table.handle(CONFIRMED, 1.0 + late_s))
+
+    assert (end.outcome, end.undecided) == (Outcome.COMPLETED, False)
+
+
+def test_without_an_answer_a_fetch_fails_when_its_grace_is_over_and_a_yes_after_it_is_nothing() -> (
+    None
+):
+    table = table_after(requested(timeout_s=1.0), READY, lease(), READ)
+
+    end = report(table.handle(ev.DeadlinePassed(), 1.0 + LIMITS.confirm_grace_s))
+
+    assert (end.outcome, end.stage, end.undecided) == (Outcome.FAILED, "confirming", True)
+    assert table.handle(CONFIRMED, 2.5) == []
+
+
+def test_a_read_that_ends_after_the_deadline_has_no_grace() -> None:
+    table = table_after(requested(timeout_s=1.0), READY, lease())
+
+    commands = table.handle(READ, 1.0)
+
+    assert kinds(commands) == [ev.StopRead, ev.ReportFetched, ev.SendRelease, ev.ReportBlocksFreed]
+
+
+@pytest.mark.parametrize(("at_s", "timeout_s"), [(3.0, 5.0), (5.5, 4.5), (8.5, 1.5)])
+def test_what_is_asked_last_has_until_the_end_of_the_grace(at_s: float, timeout_s: float) -> None:
+    table = table_after(requested(timeout_s=9.0), READY, lease())
+
+    (confirm,) = (c for c in table.handle(READ, at_s) if isinstance(c, ev.SendConfirm))
+
+    assert confirm.timeout_s == pytest.approx(timeout_s)
+
+
+@pytest.mark.parametrize(
+    ("end", "undecided"),
+    [
+        (CANCEL, True),
+        (ev.PeerGone("boot"), True),
+        (failed(ErrorCode.PEER_LOST), True),
+        (ev.StepFailed("f1", RequestRefused("no", code=ErrorCode.LEASE_EXPIRED)), False),
+    ],
+    ids=["cancelled", "peer gone", "connection lost", "refused"],
+)
+def test_an_end_while_a_yes_is_on_its_way_leaves_open_what_became_of_the_offer(
+    end: ev.Event, undecided: bool
+) -> None:
+    asked = table_after(requested(), READY, lease(), READ)
+    reading = table_after(requested(), READY, lease())
+
+    assert report(asked.handle(end, 0.0)).undecided == undecided
+    assert not report(reading.handle(end, 0.0)).undecided
 
 
 def test_a_lease_that_is_granted_after_the_end_is_given_back() -> None:

@@ -9,7 +9,7 @@ from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import Outcome
 from kvbus_decode.fetch import events as ev
 from kvbus_decode.fetch.ahead import Ahead
-from kvbus_decode.fetch.entry import FetchState
+from kvbus_decode.fetch.state import FetchState
 from tests.decode.test_fetches import (
     CANCEL,
     CONFIRMED,
@@ -116,6 +116,15 @@ def test_a_take_that_was_busy_is_asked_again_after_a_moment_until_the_deadline()
     end = report(table.handle(ev.DeadlinePassed(), 60.0))
     assert end.error is not None
     assert (end.error.code, end.blocks_free) == (ErrorCode.TIMEOUT, True)
+
+
+def test_a_take_that_is_busy_after_the_deadline_is_not_sent_again_and_was_decided() -> None:
+    table = table_after(ALONE, READ)
+
+    end = report(table.handle(failed(ErrorCode.BUSY), 60.5))
+
+    assert end.error is not None
+    assert (end.error.code, end.undecided) == (ErrorCode.TIMEOUT, False)
 
 
 def test_a_take_without_a_reply_is_asked_again_and_a_refused_one_fails_the_fetch() -> None:

@@ -10,7 +10,7 @@ from kvbus.protocol.engine import Outcome
 from kvbus.protocol.peer import Granted
 from kvbus.protocol.ticket import Ticket
 from kvbus_decode.fetch import events as ev
-from kvbus_decode.fetch.entry import FetchLimits, FetchState
+from kvbus_decode.fetch.state import FetchLimits, FetchState
 from kvbus_decode.fetch.table import FetchTable
 
 BLOCK_SIZE, NUM_TOKENS = 8, 32

@@ -15,7 +15,7 @@ from hypothesis.stateful import invariant, precondition, rule
 from kvbus.errors import ErrorCode, RemoteError
 from kvbus_decode.fetch import events as ev
 from kvbus_decode.fetch.ahead import Ahead
-from kvbus_decode.fetch.entry import FetchState
+from kvbus_decode.fetch.state import FetchState
 from tests.decode.fetch_world import LIMITS, FetchWorld, Pending
 from tests.decode.watched import NUM_TOKENS, Offered, Watched, blocks, num_blocks, ticket_of
 from tests.examples import num_examples
@@ -289,7 +289,7 @@ class FetchInterleavings(FetchWorld):
 
     @invariant()
     def somebody_will_look_at_every_fetch_by_its_deadline(self) -> None:
-        deadlines = [w.deadline for w in self.seen.values() if w.report is None]
+        deadlines = [self.ends_at(w) for w in self.seen.values() if w.report is None]
         due = self.table.next_deadline()
         assert (due is None) == (not deadlines)
         assert due is None or due <= min(deadlines)

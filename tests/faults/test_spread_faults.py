@@ -9,6 +9,7 @@ import pytest
 
 from kvbus.engine import DecodeSession, PrefillSession
 from kvbus.errors import ErrorCode, PeerLost
+from kvbus.protocol.engine import Outcome
 from tests.agents import AgentProcess, Agents, agents_ended, until
 from tests.e2e.spread_engines import SpreadEngine, spread_engine
 from tests.engines import (
@@ -31,6 +32,7 @@ NOT_VALID = (
     ErrorCode.ENGINE_LOST,
 )
 GONE = (*NOT_VALID, ErrorCode.PEER_LOST, ErrorCode.TIMEOUT, ErrorCode.LEASE_EXPIRED)
+TIMEOUT_S = 6.0
 RING = {"staging_bytes": 8 << 18, "slot_bytes": 1 << 18}
 
 
@@ -130,6 +132,33 @@ async def test_a_prefill_rank_that_leaves_after_the_read_fails_the_fetch(sites, 
         assert not same(target.snapshot(), before)
         assert failure.code in NOT_VALID
         assert failure.blocks_free
+
+
+async def test_an_offer_is_left_alone_when_another_agent_of_its_engine_answers_after_the_deadline(
+    sites, readers
+):
+    async with spread_pair(sites, readers) as (source, target):
+        offer = await source.prefill.offer(
+            "r", num_tokens=64, block_ids={"full": [3]}, sealed=False
+        )
+        overdue_at = time.monotonic() + TIMEOUT_S
+        fetch = target.decode.fetch(
+            offer.ticket, num_tokens=64, block_ids={"full": [5]}, timeout_s=TIMEOUT_S
+        )
+        await until(lambda: target.views()[1, 0, "v"][5].equal(source.views()[1, 0, "v"][3]))
+        await until(lambda: not readers[1].status()["counts"]["delegated_reads"])
+
+        sites.prefill[1].signal(signal.SIGSTOP)
+        try:
+            await offer.seal()
+            await until(lambda: time.monotonic() > overdue_at)
+        finally:
+            sites.prefill[1].signal(signal.SIGCONT)
+        failure = await failure_of(fetch)
+        await offer.withdraw()
+
+        assert (failure.stage, failure.code) == ("confirming", ErrorCode.TIMEOUT)
+        assert await offer.released() is Outcome.WITHDRAWN
 
 
 async def test_a_killed_prefill_agent_of_some_ranks_fails_the_fetch_until_it_is_back(

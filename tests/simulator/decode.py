@@ -111,7 +111,8 @@ class DecodeAgent:
                 known = {name: _altered(t) for name, t in tables.items()} if is_altered else tables
                 ahead = Ahead(known, claims=fetch.kind != "mapped")
             requested = replace(requested, route="known", ahead=ahead)
-        self.process.after(requested.timeout_s + SLACK_S, self._check_end, fetch)
+        last_s = requested.timeout_s + self.table.limits.confirm_grace_s
+        self.process.after(last_s + SLACK_S, self._check_end, fetch)
         self.tell(requested)
 
     def refused(self, fetch: Fetch) -> None:
@@ -252,7 +253,9 @@ class DecodeAgent:
     def _report_fetched(self, report: ev.ReportFetched) -> None:
         fetch = self.fetches[report.fetch_id]
         check(not fetch.outcome, 4, "a fetch ends twice", fetch)
-        is_late = self.process.time() > fetch.deadline + SLACK_S
+        has_asked = report.stage in ("confirming", "completed")
+        grace_s = self.table.limits.confirm_grace_s if has_asked else 0.0
+        is_late = self.process.time() > fetch.deadline + grace_s + SLACK_S
         check(not is_late or self.process.is_late, 4, "ended after its deadline", fetch)
         fetch.outcome = report.outcome
         self.world.note_end(fetch, report)

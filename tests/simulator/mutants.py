@@ -12,7 +12,7 @@ from kvbus.protocol.message import Empty
 from kvbus.table import Table, Transition
 from kvbus_decode.fetch import events as dec
 from kvbus_decode.fetch import transitions as fetching
-from kvbus_decode.fetch.entry import FetchState
+from kvbus_decode.fetch.state import FetchState
 from kvbus_decode.fetch.table import FetchTable
 from kvbus_decode.read import events as red
 from kvbus_decode.read import transitions as reading

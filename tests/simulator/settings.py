@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field, replace
 
-from kvbus_decode.fetch.entry import FetchLimits
+from kvbus_decode.fetch.state import FetchLimits
 from kvbus_decode.read.table import ReadLimits
 from kvbus_prefill.offer.entry import OfferLimits
 from kvbus_prefill.slots.entry import SlotLimits

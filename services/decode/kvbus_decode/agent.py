@@ -18,7 +18,7 @@ from kvbus.table import Driver
 from kvbus_decode.active import ActiveFetch
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.fetch import events as ev
-from kvbus_decode.fetch.entry import FetchState
+from kvbus_decode.fetch.state import FetchState
 from kvbus_decode.fetch.table import FetchTable
 from kvbus_decode.metrics import READINGS, DecodeMetrics
 from kvbus_decode.peer.directory import PeerAddress
@@ -280,7 +280,11 @@ class DecodeService:
         if error is not None:
             story = self.story(Status(fetch_id=fetched.fetch_id))
             log.debug("handoff.story", fetch_id=fetched.fetch_id, story=story)
-        failure = {"code": error.code.value, "reason": error.message} if error else {}
+        failure: dict[str, str | bool] = {}
+        if error is not None:
+            failure |= {"code": error.code.value, "reason": error.message}
+        if fetched.undecided:
+            failure["undecided"] = True
         level = log.info if error is None else log.warning
         level(
             f"handoff.{fetched.outcome}",

@@ -6,7 +6,7 @@ from msgspec import Meta
 
 from kvbus.agent.process.config import AgentConfig, Bound, Duration
 from kvbus.planning.digests import SAMPLED_ONE_IN
-from kvbus_decode.fetch.entry import FetchLimits
+from kvbus_decode.fetch.state import FetchLimits
 from kvbus_decode.read.table import ReadLimits
 
 
@@ -32,6 +32,14 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
     request_timeout_s: Annotated[
         Duration, Meta(description="Deadline of one request to a prefill agent.")
     ] = 5.0
+    confirm_grace_s: Annotated[
+        Duration,
+        Meta(
+            description="How long after the deadline of a fetch the prefill agent's last word on "
+            "it still counts, when it was asked for before: its yes has ended the offer, and the "
+            "fetch completes so much late."
+        ),
+    ] = 1.0
     busy_retry_s: Annotated[
         Duration,
         Meta(
@@ -123,6 +131,7 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
             lease_s=self.lease_s,
             request_timeout_s=self.request_timeout_s,
             busy_retry_s=self.busy_retry_s,
+            confirm_grace_s=self.confirm_grace_s,
             max_retired_bytes=self.max_ended_bytes,
         )
 

@@ -7,7 +7,7 @@ from prometheus_client import Counter, Histogram
 
 from kvbus.agent.process.metrics import STAGE_BUCKETS_S, AgentMetrics
 from kvbus_decode.fetch import events as ev
-from kvbus_decode.fetch.entry import STAGES
+from kvbus_decode.fetch.state import STAGES
 
 READINGS = {
     "fetches": "Fetches that are live, draining ones included.",
@@ -41,6 +41,13 @@ class DecodeMetrics:
             ["outcome", "code"],
             registry=registry,
         )
+        self._undecided = Counter(
+            "kvbus_undecided_fetches",
+            "Fetches that ended before the prefill agent had answered whether their bytes are "
+            "good, by error code: it may have completed the offer.",
+            ["code"],
+            registry=registry,
+        )
         self._bytes = Counter(
             "kvbus_read_bytes", "Bytes that ended fetches have read.", registry=registry
         )
@@ -69,6 +76,8 @@ class DecodeMetrics:
         """Count an ended fetch; returns the seconds that it took."""
         code = fetched.error.code.value if fetched.error else ""
         self._handoffs.labels(fetched.outcome.value, code).inc()
+        if fetched.undecided:
+            self._undecided.labels(code).inc()
         self._bytes.inc(fetched.num_bytes)
         total_s = 0.0
         for stage, histogram in self._by_stage.items():

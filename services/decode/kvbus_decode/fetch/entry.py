@@ -1,7 +1,6 @@
 """One fetch: what was asked for, how far it is, and how it ends."""
 
 from dataclasses import dataclass, field, replace
-from enum import StrEnum
 
 import msgspec
 
@@ -9,79 +8,10 @@ from kvbus.errors import ErrorCode, KVBusError, LocalError, RemoteError
 from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import Outcome, StageTimes
 from kvbus.protocol.peer import Granted
-from kvbus.table import Context as AnyContext
 from kvbus.table import Story
 from kvbus_decode.fetch import events as ev
 from kvbus_decode.fetch.ahead import Ahead
-
-
-class FetchState(StrEnum):
-    """Where a fetch is. The last three are ends; draining is one as well, but for its blocks."""
-
-    RESOLVING = "resolving"
-    """The prefill agent is being connected to, and asked whether its engine fits ours."""
-
-    QUEUED = "queued"
-    """As many fetches as may be are under way: it waits for its turn, without a lease."""
-
-    CLAIMING = "claiming"
-    """The lease is waited for: it was asked for, or is again as another reader has it."""
-
-    WAITING = "waiting"
-    """The lease is ours and what was ready is read; the prefill engine still computes."""
-
-    READING = "reading"
-    """A chunk, all that was ready when it began, is on its way into the blocks."""
-
-    CONFIRMING = "confirming"
-    """All bytes have landed; only the prefill agent knows whether they are good."""
-
-    DRAINING = "draining"
-    """The fetch has ended and said so, but bytes can still land: its blocks are not free."""
-
-    COMPLETED = "completed"
-    """The KV is valid."""
-
-    FAILED = "failed"
-    """There is no KV, and nothing in flight."""
-
-    CANCELLED = "cancelled"
-    """The engine did not want the KV any more; nothing is in flight."""
-
-
-STAGES = (
-    FetchState.RESOLVING,
-    FetchState.QUEUED,
-    FetchState.CLAIMING,
-    FetchState.WAITING,
-    FetchState.READING,
-    FetchState.CONFIRMING,
-)
-ENDS = (FetchState.COMPLETED, FetchState.FAILED, FetchState.CANCELLED)
-UNDER_WAY = (FetchState.CLAIMING, FetchState.READING, FetchState.CONFIRMING)
-
-
-@dataclass(frozen=True, slots=True)
-class FetchLimits:
-    """Bounds of the table; durations in seconds.
-
-    A fetch whose transfers cannot be stopped counts in ``max_fetches`` until they end. To begin, it
-    needs one of ``num_places``, and has it for at most ``patience_s``. A read without a lease asks
-    for one when it has taken ``claim_after_s``.
-    """
-
-    max_fetches: int = 4096
-    num_places: int = 32
-    patience_s: float = 1.0
-    max_retired: int = 65_536
-    max_retired_bytes: int = 32 << 20
-    lease_s: float = 10.0
-    request_timeout_s: float = 5.0
-    busy_retry_s: float = 0.05
-    claim_after_s: float = 0.01
-
-
-Context = AnyContext[FetchLimits]
+from kvbus_decode.fetch.state import ENDS, STAGES, UNDER_WAY, Context, FetchState
 
 
 @dataclass(slots=True)
@@ -97,7 +27,7 @@ class ReaderLease:
 
 @dataclass(slots=True)
 class FetchEntry:
-    """One fetch; ``deadline`` is absolute.
+    """One fetch; ``deadline`` is absolute, and so is ``answer_until``, the end of its grace.
 
     ``num_ready`` and ``sealed`` are what the last grant said of the offer, ``read_to`` is where the
     chunks that have landed end. ``chunk`` is set from ReadChunk to ChunkRead. ``claiming`` while a
@@ -110,6 +40,7 @@ class FetchEntry:
 
     requested: ev.Requested
     deadline: float
+    answer_until: float
     state: FetchState = FetchState.RESOLVING
     entered_at: float = 0.0
     stages_s: dict[FetchState, float] = field(default_factory=dict)
@@ -189,7 +120,7 @@ class FetchEntry:
         """When somebody must look at this fetch again; None while only its read can end it."""
         if self.state is FetchState.DRAINING or self.state in ENDS:
             return None
-        times = [self.deadline]
+        times = [self.ends_at]
         if self.place is not None:
             times.append(self.place_until)
         if self.ask_again_at is not None:
@@ -200,6 +131,25 @@ class FetchEntry:
                 times.append(self.held.renew_at)
         return min(times)
 
+    # A yes ends the offer, and its reply takes a while. Who gives up at the deadline while it is on
+    # its way fails a fetch that has all its bytes, and an offer is gone that nobody can read again:
+    #
+    #     reader   last byte ─▶ confirm ───┐        deadline      ┌─▶ completed, a little late
+    #     offer                            └▶ yes: released ──────┘
+    #     time     ─────────────────────────────────────┼──────────────────┤ answer_until
+    #
+    # So the answer to what was asked by the deadline counts for a grace after it. Nothing new is
+    # asked then: a question that would time out after the deadline has until the end of the grace.
+    @property
+    def is_undecided(self) -> bool:
+        """Whether it was asked for a yes, and no answer has come."""
+        return self.state is FetchState.CONFIRMING and self.ask_again_at is None
+
+    @property
+    def ends_at(self) -> float:
+        """When it has failed, whatever happens after that."""
+        return self.answer_until if self.is_undecided else self.deadline
+
     def makes_progress(self, now: float) -> bool:
         """Whether it keeps its place: it does nothing while it waits for tokens, or has stalled."""
         waits = self.ask_again_at is not None and self.chunk is None
@@ -209,6 +159,11 @@ class FetchEntry:
     def request_timeout_s(self, at: Context) -> float:
         """How long one request for this fetch may take."""
         return max(1e-3, min(at.limits.request_timeout_s, self.deadline - at.now))
+
+    def yes_timeout_s(self, at: Context) -> float:
+        """How long a question for the yes may take: it is asked again before the deadline only."""
+        ends_in_time = at.now + at.limits.request_timeout_s < self.deadline
+        return at.limits.request_timeout_s if ends_in_time else self.answer_until - at.now
 
     def retire(self) -> None:
         """Keep no tables, and not the request that is answered."""
@@ -281,7 +236,14 @@ class FetchEntry:
             self.num_read += chunk.stop - chunk.start
             self.last_was_read = chunk.last
 
-    def report(self, outcome: Outcome, stage: FetchState, *, blocks_free: bool) -> ev.ReportFetched:
+    def report(
+        self,
+        outcome: Outcome,
+        stage: FetchState,
+        *,
+        blocks_free: bool,
+        undecided: bool = False,
+    ) -> ev.ReportFetched:
         """The one message that tells the engine how the fetch ended."""
         return ev.ReportFetched(
             fetch_id=self.fetch_id,
@@ -296,6 +258,7 @@ class FetchEntry:
             path=self.path,
             ahead=self.read_ahead,
             leased=self.held is not None,
+            undecided=undecided,
         )
 
 

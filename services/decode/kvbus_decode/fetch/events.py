@@ -303,7 +303,8 @@ class ReportFetched:
     """Tell the engine how the fetch ended; ``stage`` is the state that it ended in.
 
     ``num_bytes`` are those that have landed by then, ``path`` how the last of them were read.
-    ``ahead`` when it was read before the lease, ``leased`` when it got one.
+    ``ahead`` when it was read before the lease, ``leased`` when it got one. ``undecided`` when the
+    prefill agent was asked for its yes and did not answer: the offer may be completed.
     """
 
     fetch_id: str
@@ -318,6 +319,7 @@ class ReportFetched:
     path: str = ""
     ahead: bool = False
     leased: bool = False
+    undecided: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,10 +3,11 @@
 Refuses to say when: `kvbus_decode.fetch.transitions` does.
 """
 
-from kvbus.errors import KVBusError
+from kvbus.errors import KVBusError, RequestRefused
 from kvbus.protocol.engine import Outcome
 from kvbus_decode.fetch import events as ev
-from kvbus_decode.fetch.entry import ENDS, Context, FetchEntry, FetchState
+from kvbus_decode.fetch.entry import FetchEntry
+from kvbus_decode.fetch.state import ENDS, Context, FetchState
 
 CLAIMING, WAITING = FetchState.CLAIMING, FetchState.WAITING
 READING, CONFIRMING, DRAINING = FetchState.READING, FetchState.CONFIRMING, FetchState.DRAINING
@@ -30,7 +31,6 @@ def go_on(fetch: FetchEntry, at: Context) -> Commands:
         fetch.enter(CLAIMING if fetch.claiming else WAITING, at.now)
         return []
     fetch.enter(CONFIRMING, at.now)
-    fetch.ask_again_at = None
     return [ask_for_yes(fetch, at)]
 
 
@@ -57,8 +57,8 @@ def ask_for_yes(fetch: FetchEntry, at: Context) -> ev.SendConfirm | ev.SendTake:
 
     While only the ticket names the blocks, have them compared.
     """
-    timeout_s = fetch.request_timeout_s(at)
-    fetch.hinted = False
+    timeout_s = fetch.yes_timeout_s(at)
+    fetch.hinted, fetch.ask_again_at = False, None
     if fetch.held is None or fetch.in_doubt:
         return ev.SendTake(fetch.fetch_id, dict(fetch.tables), timeout_s)
     return ev.SendConfirm(fetch.fetch_id, *fetch.lease, timeout_s)
@@ -80,11 +80,12 @@ def fail(
 ) -> Commands:
     """Report the end now; while a chunk is in flight the blocks come later, by draining."""
     stage, in_flight = fetch.state, fetch.chunk is not None
+    undecided = fetch.is_undecided and not isinstance(error, RequestRefused)
     fetch.error = error
     fetch.ends_as = ends_as
     fetch.enter(DRAINING if in_flight else ends_as, at.now)
     outcome = Outcome.CANCELLED if ends_as is CANCELLED else Outcome.FAILED
-    report = fetch.report(outcome, stage, blocks_free=not in_flight)
+    report = fetch.report(outcome, stage, blocks_free=not in_flight, undecided=undecided)
     if in_flight:
         return [ev.StopRead(fetch.fetch_id), report]
     return [*release_lease(fetch), report]

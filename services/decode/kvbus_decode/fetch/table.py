@@ -4,7 +4,8 @@ from kvbus.errors import ErrorCode, KVBusError, LocalError
 from kvbus.protocol.ticket import Ticket
 from kvbus.table import Context, FairPool, Table
 from kvbus_decode.fetch import events as ev
-from kvbus_decode.fetch.entry import FetchEntry, FetchLimits, FetchState
+from kvbus_decode.fetch.entry import FetchEntry
+from kvbus_decode.fetch.state import FetchLimits, FetchState
 from kvbus_decode.fetch.steps import Commands
 from kvbus_decode.fetch.transitions import TRANSITIONS, begin, resolve, wait_for_turn
 
@@ -78,7 +79,9 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
                 code=ErrorCode.BUSY,
                 max_fetches=self.limits.max_fetches,
             )
-        fetch = FetchEntry(event, deadline=now + event.timeout_s, entered_at=now)
+        deadline = now + event.timeout_s
+        answer_until = deadline + self.limits.confirm_grace_s
+        fetch = FetchEntry(event, deadline, answer_until, entered_at=now)
         at = Context(now, self.limits)
         if event.route is None:
             commands = resolve(fetch, at)

@@ -17,7 +17,8 @@ from kvbus.protocol.message import Empty
 from kvbus.table import Transition
 from kvbus_decode.fetch import events as ev
 from kvbus_decode.fetch.ahead import Ahead
-from kvbus_decode.fetch.entry import ENDS, STAGES, Context, FetchEntry, FetchState
+from kvbus_decode.fetch.entry import FetchEntry
+from kvbus_decode.fetch.state import ENDS, STAGES, Context, FetchState
 from kvbus_decode.fetch.steps import (
     Commands,
     ask_for_yes,
@@ -153,9 +154,8 @@ def complete(fetch: FetchEntry, _event: ev.LeaseConfirmed, at: Context) -> Comma
 
 def check_time(fetch: FetchEntry, _event: ev.DeadlinePassed, at: Context) -> Commands:
     """The fetch's deadline, the lease's end, the next renewal, the next claim or take."""
-    if fetch.deadline <= at.now:
-        message = f"the fetch did not end within its deadline, it was {fetch.state}"
-        return fail(fetch, RemoteError(message, code=ErrorCode.TIMEOUT), at)
+    if fetch.ends_at <= at.now:
+        return fail(fetch, _overdue(fetch), at)
     if fetch.ask_again_at is not None and fetch.ask_again_at <= at.now:
         fetch.ask_again_at = None
         return [ask_for_yes(fetch, at) if fetch.state is CONFIRMING else claim(fetch, at)]
@@ -167,6 +167,11 @@ def check_time(fetch: FetchEntry, _event: ev.DeadlinePassed, at: Context) -> Com
     return renew(fetch, at) if fetch.held.renew_at <= at.now else []
 
 
+def _overdue(fetch: FetchEntry) -> RemoteError:
+    message = f"the fetch did not end within its deadline, it was {fetch.state}"
+    return RemoteError(message, code=ErrorCode.TIMEOUT)
+
+
 def fail_step(fetch: FetchEntry, event: ev.StepFailed, at: Context) -> Commands:
     """The step that this state waits for did not work."""
     return fail(fetch, event.error, at)
@@ -176,24 +181,22 @@ def confirm_again_or_fail(fetch: FetchEntry, event: ev.StepFailed, at: Context) 
     """No reply may mean that the offer is completed: ask until the deadline. A yes stays a yes.
 
     A take that came before the seal, or found another reader's lease, is sent again when there is
-    news, or after a while: they may get lost.
+    news, or after a while: they may get lost. After the deadline nothing is.
     """
     code = event.error.code
     is_early = code in (ErrorCode.BUSY, ErrorCode.OFFER_OPEN) and fetch.in_doubt
-    if is_early and not fetch.hinted:
-        fetch.ask_again_at = at.now + pause_s(event, at)
-        return []
     if not is_early and code is not ErrorCode.TIMEOUT:
         return fail(fetch, event.error, at)
-    return [ask_for_yes(fetch, at)]
+    if is_early:
+        fetch.ask_again_at = at.now + pause_s(event, at)
+    if fetch.deadline <= at.now:
+        return fail(fetch, _overdue(fetch), at)
+    return [] if is_early and not fetch.hinted else [ask_for_yes(fetch, at)]
 
 
 def take_again_at_news(fetch: FetchEntry, event: ev.OfferAdvanced, at: Context) -> Commands:
     """The offer may be sealed now, or free; news that come before the reply are newer than it."""
-    if fetch.ask_again_at is None:
-        return note_hint(fetch, event, at)
-    fetch.ask_again_at = None
-    return [ask_for_yes(fetch, at)]
+    return note_hint(fetch, event, at) if fetch.is_undecided else [ask_for_yes(fetch, at)]
 
 
 def cancel(fetch: FetchEntry, event: ev.CancelRequested, at: Context) -> Commands:

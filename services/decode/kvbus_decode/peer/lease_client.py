@@ -13,7 +13,7 @@ import structlog
 from kvbus.agent.process.guard import guarded
 from kvbus.agent.process.service import Agent
 from kvbus.bus import EventListener
-from kvbus.errors import ErrorCode, KVBusError
+from kvbus.errors import ErrorCode, KVBusError, RequestTimeout
 from kvbus.protocol.envelope import Notice
 from kvbus.protocol.message import Empty
 from kvbus.protocol.peer import Claim, Confirm, Granted, PeerWithdraw, Release, Renew, Take
@@ -153,11 +153,12 @@ class LeaseClient(EventListener):
             return
 
         def on_checked(error: KVBusError | None) -> None:
-            if error is None:
+            if error is None and self._agent.loop.time() < fetch.deadline:
                 self.confirm(command, others_have=True)
                 return
             self.routes.forget(route)
-            self._dispatch(ev.StepFailed(command.fetch_id, error))
+            late = RequestTimeout("the other agents of the engine answered after the deadline")
+            self._dispatch(ev.StepFailed(command.fetch_id, error or late))
 
         timeout_s, offer_id = command.timeout_s, ticket.offer_id
         check_memory(route, route.others, offer_id, timeout_s=timeout_s, on_end=on_checked)
