@@ -36,7 +36,7 @@ def main() -> None:
         tree = Path(folder) / "tree"
         _copy_tree(tree)
         rows = [_row(tree, mutant, chaos=not asked.no_chaos) for mutant in chosen]
-        if not _tests_pass(tree, [mutant.test for mutant in chosen]):
+        if not _tests_pass(tree, [name for mutant in chosen for name in mutant.tests]):
             rows.append(("no mutant at all", "the tests fail", ""))
     for row in rows:
         print(" | ".join(row))
@@ -47,13 +47,20 @@ def _row(tree: Path, mutant: Mutant, *, chaos: bool) -> tuple[str, str, str]:
     original = (tree / mutant.file).read_text(encoding="utf-8")
     (tree / mutant.file).write_text(mutant.changed(tree), encoding="utf-8")
     try:
-        by_test = "survives" if _tests_pass(tree, [mutant.test]) else "seen"
-        by_chaos = _chaos(tree) if chaos else "not run"
+        by_test = _by_test(tree, mutant.test)
+        if mutant.in_place_of_chaos:
+            by_chaos = f"another test: {_by_test(tree, mutant.in_place_of_chaos)}"
+        else:
+            by_chaos = f"chaos: {_chaos(tree)}" if chaos else "chaos: not run"
     finally:
         (tree / mutant.file).write_text(original, encoding="utf-8")
-    row = mutant.name, f"test: {by_test}", f"chaos: {by_chaos}"
+    row = mutant.name, f"test: {by_test}", by_chaos
     print(" | ".join(row), file=sys.stderr, flush=True)
     return row
+
+
+def _by_test(tree: Path, name: str) -> str:
+    return "survives" if _tests_pass(tree, [name]) else "seen"
 
 
 def _copy_tree(tree: Path) -> None:

@@ -13,7 +13,10 @@ DATA = Path(__file__).with_name("mutants.toml")
 
 @dataclass(frozen=True)
 class Mutant:
-    """``old`` text of ``file`` becomes ``new``; ``test`` is a name that pytest takes."""
+    """``old`` text of ``file`` becomes ``new``; ``test`` is a name that pytest takes.
+
+    ``in_place_of_chaos`` is another one, where a chaos run cannot see it.
+    """
 
     name: str
     breaks: str
@@ -21,6 +24,12 @@ class Mutant:
     old: str
     new: str
     test: str
+    in_place_of_chaos: str = ""
+
+    @property
+    def tests(self) -> list[str]:
+        """All that it names."""
+        return [name for name in (self.test, self.in_place_of_chaos) if name]
 
     def changed(self, root: Path) -> str:
         """The file with the change; raises `ValueError` that says what to do."""
