@@ -12,6 +12,7 @@ from pathlib import Path
 from random import Random
 
 from tests.agents import Agents, agents_ended
+from tests.chaos.growth import Growth
 from tests.chaos.handoffs import Handoffs
 from tests.chaos.ledger import Ledger
 from tests.chaos.nemesis import Nemesis
@@ -36,6 +37,7 @@ class Run:
         self._acts = range(first_act, first_act + num_acts)
         self.settings: list[str] = []
         self._used: dict[int, list[Counter[str]]] = {}
+        self._growth = Growth()
 
     async def run(self) -> None:
         """World by world, until the time is over or nothing more is to be learnt."""
@@ -44,6 +46,7 @@ class Run:
                 with agents_ended(Agents) as agents:
                     await self._play(agents, number, list(acts))
         self._ledger.judge_consumed()
+        self._ledger.growth = self._growth.by_agent()
 
     async def _play(self, agents: Agents, number: int, acts: list[int]) -> None:
         setting = draw_setting(self.seed, number)
@@ -127,6 +130,7 @@ class Run:
         """In the second half of its life an agent has no more open than in the first."""
         seen = self._used.setdefault(pid, [])
         seen.append(open_in(pid))
+        self._growth.look(name, pid, self._ledger.counts["handoffs"])
         half = len(seen) // 2
         if half < FEWEST_CALMS:
             return

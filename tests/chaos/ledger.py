@@ -29,6 +29,7 @@ class Ledger:
     longest: dict[str, float] = field(default_factory=dict)
     violations: list[dict[str, Any]] = field(default_factory=list)
     consumed: list[dict[str, Any]] = field(default_factory=list)
+    growth: dict[str, Any] = field(default_factory=dict)
     started_at: float = field(default_factory=time.monotonic)
 
     def count(self, name: str, number: int = 1) -> None:
@@ -77,6 +78,7 @@ class Ledger:
             "paths": dict(self.paths.most_common()),
             "faults": dict(sorted(self.faults.items())),
             "longest_s": self.longest,
+            "growth": self.growth,
             "violations": self.violations,
         }
         return json.dumps(fields)
