@@ -64,6 +64,12 @@ def write_config(path: Path, settings: Settings) -> None:
     path.write_text("\n".join(flat) + "\n")
 
 
+def port_range() -> str:
+    """Where an agent and its successor find a port of loopback each, though one be taken."""
+    first = free_port()
+    return f"tcp://127.0.0.1:{first}-{first + 2}"
+
+
 @dataclass
 class AgentProcess:
     """One agent, its files in a folder of its own; `start` it, or start it again after its end."""

@@ -4,6 +4,7 @@ A completed fetch is compared at once, and again before its blocks are given bac
 """
 
 import functools
+import os
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Any
@@ -11,13 +12,12 @@ from typing import Any
 import anyio
 import torch
 
-from kvbus.engine import Fetch
+from kvbus.engine import Fetch, KeptSession
 from kvbus.engine.bounce import HostDecode
-from kvbus.errors import FetchFailed, KVBusError
+from kvbus.errors import ErrorCode, FetchFailed, KVBusError
 from kvbus.geometry import num_blocks_for
 from tests.chaos.engine_memory import EngineMemory
 from tests.chaos.pattern import expected, moved, num_wrong_bytes
-from tests.chaos.pool import Report
 from tests.chaos.strictness import ChaosDecode
 
 ROOM_WITHIN_S = 2.0
@@ -25,33 +25,24 @@ PIECE_BYTES = 256 << 10
 
 
 class DecodeSide:
-    """The fetches of one session."""
+    """The fetches of an engine, by the session that there is."""
 
     def __init__(
-        self,
-        memory: EngineMemory,
-        control: ChaosDecode,
-        tell: Callable[..., None],
-        report: Report,
+        self, memory: EngineMemory, control: KeptSession[ChaosDecode], tell: Callable[..., None]
     ) -> None:
-        self._memory, self._control, self._tell, self._report = memory, control, tell, report
+        self._memory, self.control, self._tell = memory, control, tell
         self._views, self._pool = memory.views, memory.pool
         self._fetches: dict[int, Any] = {}
         self._host: HostDecode | None = None
         if memory.ring is not None:
             self._host = HostDecode(
-                control, *memory.ring, piece_bytes=PIECE_BYTES, wait_s=ROOM_WITHIN_S
+                control.latest, *memory.ring, piece_bytes=PIECE_BYTES, wait_s=ROOM_WITHIN_S
             )
 
     async def open(self, stack: AsyncExitStack) -> None:
         """Begin, until ``stack`` ends."""
         if self._host is not None:
             await stack.enter_async_context(self._host)
-
-    def close(self) -> None:
-        """The session was lost."""
-        self._control.look()
-        self._control.caches = ()
 
     @property
     def num_held(self) -> int:
@@ -62,7 +53,7 @@ class DecodeSide:
     def check(self) -> None:
         """No free block may have changed."""
         self._pool.check()
-        self._control.look()
+        self.control.latest.look()
 
     async def obey(self, order: dict[str, Any]) -> None:
         """``fetch`` or ``cancel``."""
@@ -81,8 +72,8 @@ class DecodeSide:
             return
         if await self._fetch(order, blocks):
             self._pool.give(blocks)
-        else:
-            self._memory.in_doubt = True
+        else:  # new memory, as `Fetch.blocks_freed` says; here with all that the engine has
+            os._exit(0)
 
     async def _cancel(self, order: dict[str, Any]) -> None:
         fetch = self._fetches.get(order["fetch"])
@@ -96,9 +87,9 @@ class DecodeSide:
 
     async def _fetch(self, order: dict[str, Any], blocks: dict[str, list[int]]) -> bool:
         """Until its blocks are free; False when nobody says so."""
-        key = order["key"]
+        key, session = order["key"], self.control.latest
         try:
-            start = self._start(order)
+            start = self._start(order, session)
             fetch = self._fetches[key] = start(block_ids=blocks)
         except KVBusError as error:
             self._tell_failed(key, "", "lost", error)
@@ -114,24 +105,32 @@ class DecodeSide:
             self._compare(order, fetch, blocks, " later")
         except FetchFailed as error:
             self._tell_failed(key, fetch.fetch_id, error.stage, error)
+            if (error.stage, error.code) == ("lost", ErrorCode.CLOSED):
+                session.report("closed_early", f"fetch {key}: {error}")
             is_free = await self._freed(fetch)
+            if _is_ring_in_doubt(error):
+                self._tell("in_doubt", why=f"{self._memory.shape.name}, ring: {error.message}")
+                is_free = False
         finally:
             del self._fetches[key]
         self._tell("freed", key=key, is_free=is_free)
         return is_free
 
-    def _start(self, order: dict[str, Any]) -> Callable[..., Any]:
+    def _start(self, order: dict[str, Any], session: ChaosDecode) -> Callable[..., Any]:
         more = {name: order[name] for name in ("num_tokens", "first_token", "timeout_s")}
         more["zero_tail"] = order["zero_tail"]
+        more["fetch_id"] = order["fetch_id"]
         if self._host is not None:
+            self._host.session = session
             return functools.partial(self._host.fetch, order["ticket"], **more)
-        more |= {"piece_tokens": order["piece_tokens"], "fetch_id": order["fetch_id"]}
-        return functools.partial(self._control.fetch, order["ticket"], **more)
+        more["piece_tokens"] = order["piece_tokens"]
+        return functools.partial(session.fetch, order["ticket"], **more)
 
     async def _freed(self, fetch: Any) -> bool:
         try:
             await fetch.blocks_freed()
-        except KVBusError:
+        except KVBusError as error:
+            self._tell("in_doubt", why=f"{self._memory.shape.name}: {error!r}")
             return False
         return True
 
@@ -162,3 +161,9 @@ class DecodeSide:
             what = f"{num_wrong} bytes{when} of fetch {fetch.fetch_id} of offer {order['offer']}"
             self._tell("violation", what="wrong_bytes", of=f"{self._memory.shape.name}: {what}",
                        fetch_id=fetch.fetch_id)  # fmt: skip
+
+
+def _is_ring_in_doubt(error: FetchFailed) -> bool:
+    """Whether nobody says when its host blocks are free: the agent hung up, and lives on."""
+    inner = error.__cause__
+    return isinstance(inner, FetchFailed) and inner.stage == "lost" and not inner.blocks_free

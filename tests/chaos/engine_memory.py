@@ -1,14 +1,15 @@
-"""The memory of an engine of a chaos run: kept, unless something may still write there.
+"""The memory of an engine of a chaos run: one kept session for each rank, and its blocks.
 
-The cache of an engine with a ring is private, and always kept; its ring is new in each session.
+It stays while sessions come and go. That of an engine with a ring is private; its ring stays, too.
 """
 
 from contextlib import AsyncExitStack, ExitStack
+from functools import partial
 from pathlib import Path
 
 from kvbus.demo.device import device_copy
-from kvbus.engine import KvCache, MemorySession
-from kvbus.engine.bounce import HostPool, LocalCopier
+from kvbus.engine import KeptSession, KvCache, MemorySession
+from kvbus.engine.bounce import HostBuffer, HostPool, LocalCopier
 from tests.chaos.pattern import View, views_of
 from tests.chaos.pool import Pool, Report
 from tests.chaos.shapes import RING_PART, Shape
@@ -17,65 +18,56 @@ from tests.memories import Memory
 
 
 class EngineMemory:
-    """``views`` and ``pool`` are of the engine's own blocks; set ``in_doubt`` to get new memory."""
+    """``views`` and ``pool`` are of the engine's own blocks; ``shared`` is what the agent maps."""
 
     views: list[View]
     pool: Pool
+    shared: list[KvCache]
+    ring: tuple[HostPool, LocalCopier] | None = None
 
     def __init__(self, shape: Shape, attach: Path, report: Report, seed: int) -> None:
         self.shape, self.spec = shape, shape.spec
         self._attach, self._report, self._seed = attach, report, seed
-        self.in_doubt = False
-        self._sessions: list[MemorySession] = []
-        self._caches: list[KvCache] = []
-        self._before, self._storages = ExitStack(), ExitStack()
-        self.ring: tuple[HostPool, LocalCopier] | None = None
-        self.ring_caches: list[KvCache] = []
-        if shape.memory == "ring":
-            plain = Memory(shape.kv_layout)
-            ranks, num_blocks = range(self.spec.num_ranks), shape.num_blocks()
-            self._use([private_cache(self.spec, rank, plain, num_blocks) for rank in ranks])
+        self._caches: dict[int, KvCache] = {}
+        self._buffers: dict[int, HostBuffer] = {}
 
     async def open(self, stack: AsyncExitStack) -> None:
-        """Register memory in new sessions, which end with ``stack``."""
-        is_new = self.in_doubt or not self._sessions or self.shape.memory == "ring"
-        if is_new:  # what is older than the last ends now: of the last, copies may still end
-            self._before.close()
-            self._before, self._storages = self._storages, ExitStack()
-        sessions = [
-            await stack.enter_async_context(
-                MemorySession(self._attach, self.spec, rank, storages=self._storages)
-            )
-            for rank in range(self.spec.num_ranks)
-        ]
-        if self.shape.memory == "ring":
-            await self._open_ring(sessions)
-        elif is_new:
-            self._use([await self._allocate(session) for session in sessions])
-            self.in_doubt = False
+        """Return when each rank is registered for the first time; they end with ``stack``."""
+        storages = stack.enter_context(ExitStack())
+        for rank in range(self.spec.num_ranks):
+            session = partial(MemorySession, self._attach, self.spec, rank, storages=storages)
+            kept = KeptSession(session, begin=self._allocate, name=f"rank {rank}")
+            await (await stack.enter_async_context(kept)).opened()
+        buffers = [self._buffers[rank] for rank in sorted(self._buffers)]
+        if buffers:
+            self._open_ring(buffers)
         else:
-            for session, before in zip(sessions, self._sessions, strict=True):
-                await session.resume(before)
-        self._sessions = sessions
+            self.shared = [self._caches[rank] for rank in sorted(self._caches)]
+            self._use(self.shared)
 
-    async def _allocate(self, session: MemorySession) -> KvCache:
-        return await session.allocate(
+    async def _allocate(self, session: MemorySession) -> None:
+        """Once: the later sessions register what this one had."""
+        if self.shape.memory == "ring":
+            blocks = self.shape.num_blocks(RING_PART)
+            self._buffers[session.rank] = await session.allocate_ring(blocks)
+            return
+        self._caches[session.rank] = await session.allocate(
             self.shape.kv_layout,
             num_blocks=self.shape.num_blocks(),
             direct=self.shape.memory == "direct",
         )
 
-    async def _open_ring(self, sessions: list[MemorySession]) -> None:
-        blocks = self.shape.num_blocks(RING_PART)
-        buffers = [await session.allocate_ring(blocks) for session in sessions]
-        self.ring = HostPool(blocks), LocalCopier(buffers, device_copy(self._caches))
-        self.ring_caches = [KvCache(self.spec, one.rank, one.tensor) for one in buffers]
+    def _open_ring(self, buffers: list[HostBuffer]) -> None:
+        plain = Memory(self.shape.kv_layout)
+        ranks, num_blocks = range(self.spec.num_ranks), self.shape.num_blocks()
+        caches = [private_cache(self.spec, rank, plain, num_blocks) for rank in ranks]
+        self.ring = (
+            HostPool(self.shape.num_blocks(RING_PART)),
+            LocalCopier(buffers, device_copy(caches)),
+        )
+        self.shared = [KvCache(self.spec, one.rank, one.tensor) for one in buffers]
+        self._use(caches)
 
     def _use(self, caches: list[KvCache]) -> None:
-        self._caches, self.views = caches, views_of(self.spec, caches)
+        self.views = views_of(self.spec, caches)
         self.pool = Pool(self.views, self.shape.num_blocks(), self._report, self._seed)
-
-    @property
-    def caches(self) -> list[KvCache]:
-        """What the agent maps: the engine's cache, or its ring."""
-        return self.ring_caches or self._caches

@@ -1,15 +1,17 @@
 """An engine of a chaos run, in a process of its own: it does what the world says, and tells all.
 
     world ──lines of JSON: offer, withdraw, fetch, cancel, check──▶ engine
-    world ◀──up, down, offered, over, fetched, freed, violation── engine
+    world ◀──up, down, offered, over, fetched, freed, in_doubt, violation── engine
 
-It opens its sessions again when its agent was lost. It ends when the world does.
+Its sessions are kept, as those of users are. It ends when the world does, or when nobody says any
+more whether its blocks are free: then it starts anew.
 """
 
 import asyncio
 import ctypes
 import faulthandler
 import json
+import logging
 import os
 import signal
 import traceback
@@ -20,15 +22,13 @@ from typing import Any
 import anyio
 import torch
 
-from kvbus.errors import KVBusError
+from kvbus.engine import KeptSession
 from tests.chaos.decode_side import DecodeSide
 from tests.chaos.engine_memory import EngineMemory
 from tests.chaos.prefill_side import PrefillSide
 from tests.chaos.shapes import BY_NAME, Shape
-from tests.chaos.strictness import ChaosDecode, ChaosPrefill
+from tests.chaos.strictness import ChaosDecode, ChaosPrefill, FreeRing
 
-REOPEN_S = 0.2
-ATTACH_WITHIN_S = 5.0
 MAX_LINE_BYTES = 1 << 24
 PR_SET_PDEATHSIG = 1
 
@@ -43,11 +43,12 @@ def main(name: str, attach: str, world: str, seed: int) -> None:
 
 
 class EngineProcess:
-    """One engine: its memory, its sessions one after the other, and its orders."""
+    """One engine: its memory, its sessions, and its orders."""
 
     def __init__(self, shape: Shape, attach: Path, seed: int) -> None:
         self.shape, self.attach = shape, attach
         self.memory = EngineMemory(shape, attach, self.report, seed)
+        self._free_ring = FreeRing()
         self._side: PrefillSide | DecodeSide | None = None
         self._writer: asyncio.StreamWriter | None = None
 
@@ -55,6 +56,7 @@ class EngineProcess:
         """Until the world hangs up; what is open then is left to the kernel."""
         reader, self._writer = await asyncio.open_unix_connection(world, limit=MAX_LINE_BYTES)
         self.tell("hello", name=self.shape.name, pid=os.getpid())
+        logging.getLogger("kvbus.engine").addHandler(_Faults(self))
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(self._keep_open)
             while line := await reader.readline():
@@ -85,33 +87,50 @@ class EngineProcess:
             self.report("engine_failed", f"{order.get('do')}: {last}")
 
     async def _keep_open(self) -> None:
-        while True:
-            try:
-                async with AsyncExitStack() as stack:
-                    control = await self._open(stack)
-                    self.tell("up")
-                    why = str(await control.ended())
-            except KVBusError as error:
-                why = str(error)
-            if self._side is not None:
-                self._side.close()
-                self._side = None
-            self.tell("down", why=why)
-            await anyio.sleep(REOPEN_S)
+        async with AsyncExitStack() as stack:
+            await self.memory.open(stack)
+            if self.shape.role == "prefill":
+                offering = KeptSession(self._new_prefill, begin=_register, on_change=self._change)
+                await (await stack.enter_async_context(offering)).opened()
+                self._side = PrefillSide(self.memory, offering, self.tell)
+            else:
+                fetching = KeptSession(self._new_decode, begin=_register, on_change=self._change)
+                await (await stack.enter_async_context(fetching)).opened()
+                self._side = DecodeSide(self.memory, fetching, self.tell)
+                await self._side.open(stack)
+            self._change()
+            await anyio.sleep_forever()
 
-    async def _open(self, stack: AsyncExitStack) -> ChaosPrefill | ChaosDecode:
-        kind = ChaosPrefill if self.shape.role == "prefill" else ChaosDecode
-        control = await stack.enter_async_context(
-            kind(self.attach, self.shape.spec, report=self.report, attach_timeout_s=ATTACH_WITHIN_S)
-        )
-        await self.memory.open(stack)
-        await control.register()
-        await control.ready()
-        if isinstance(control, ChaosPrefill):
-            control.caches = self.memory.caches
-            self._side = PrefillSide(self.memory, control, self.tell)
-        else:
-            control.caches = self.memory.ring_caches
-            self._side = DecodeSide(self.memory, control, self.tell, self.report)
-            await self._side.open(stack)
-        return control
+    def _change(self) -> None:
+        """There is a session, or there is none."""
+        if self._side is not None:
+            control = self._side.control
+            self.tell("up" if control.session is not None else "down", why=str(control.problem))
+
+    def _new_prefill(self) -> ChaosPrefill:
+        session = ChaosPrefill(self.attach, self.shape.spec, report=self.report)
+        session.caches = self.memory.shared
+        return session
+
+    def _new_decode(self) -> ChaosDecode:
+        session = ChaosDecode(self.attach, self.shape.spec, self._free_ring, report=self.report)
+        session.caches = self.memory.shared if self.memory.ring is not None else ()
+        return session
+
+
+async def _register(session: ChaosPrefill | ChaosDecode) -> None:
+    await session.register()
+    await session.ready()
+
+
+class _Faults(logging.Handler):
+    """What a kept session logs with a trace is a fault of the SDK, which goes on."""
+
+    def __init__(self, engine: EngineProcess) -> None:
+        super().__init__()
+        self._engine = engine
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.exc_info and record.exc_info[1] is not None:
+            last = "".join(traceback.format_exception(record.exc_info[1])[-3:])
+            self._engine.report("engine_failed", f"{record.getMessage()}: {last}")

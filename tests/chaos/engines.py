@@ -53,9 +53,11 @@ class Engine:
         self.up = asyncio.Event()
         self.asked: dict[int, Asked] = {}
         self.on_violation: Callable[[Told], None] = print
+        self.on_doubt: Callable[[str], None] = print
         self._writer: asyncio.StreamWriter | None = None
         self._process: Any = None
         self._killed: set[int] = set()
+        self._in_doubt: set[int] = set()
 
     def start(self) -> None:
         """Start its process."""
@@ -77,12 +79,14 @@ class Engine:
     def stop(self) -> None:
         """Stop its process."""
         self.stops.begin()
-        os.kill(self._process.pid, signal.SIGSTOP)
+        with suppress(ProcessLookupError):  # it has ended, in doubt
+            os.kill(self._process.pid, signal.SIGSTOP)
 
     def go_on(self) -> None:
         """Let it run again."""
         if self.stops.is_stopped:
-            os.kill(self._process.pid, signal.SIGCONT)
+            with suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGCONT)
             self.stops.end()
 
     def ask(self, key: int, order: Told) -> Asked:
@@ -108,10 +112,10 @@ class Engine:
         with suppress(OSError):
             while line := await reader.readline():
                 if line.endswith(b"\n"):
-                    self._hear(json.loads(line))
+                    self._hear(json.loads(line), pid)
         writer.close()
         if self._writer is writer:
-            if pid not in self._killed:
+            if pid not in self._killed | self._in_doubt:
                 ended = f"{self.shape.name} has ended"
                 self.on_violation({"what": "engine_failed", "of": ended})
             self.up.clear()
@@ -119,13 +123,19 @@ class Engine:
             for asked in self.asked.values():
                 asked.give_up()
             self.asked.clear()
+            if pid in self._in_doubt - self._killed:
+                self._in_doubt.clear()
+                self.start()
 
-    def _hear(self, told: Told) -> None:
+    def _hear(self, told: Told, pid: int) -> None:
         what, asked = told["is"], self.asked.get(told.get("key", -1))
         if what == "up":
             self.up.set()
         elif what == "down":
             self.up.clear()
+        elif what == "in_doubt":
+            self._in_doubt.add(pid)
+            self.on_doubt(told["why"])
         elif what == "violation":
             self.on_violation(told)
         elif asked is not None:

@@ -6,6 +6,7 @@ readers, offers that grow, that live for milliseconds only, tickets that were al
 
 import asyncio
 import base64
+import re
 import time
 import uuid
 from dataclasses import dataclass, field
@@ -47,6 +48,8 @@ SOONEST_S, LATEST_S = 0.002, 1.0
 NEVER = ("invalid", "internal")
 """Codes that say that somebody made a mistake."""
 EXCUSED = ("lost", "silent")
+LIVE = re.compile(" -> (open|sealed): ")
+"""The state of an offer in a line of its story."""
 
 
 @dataclass(frozen=True)
@@ -177,6 +180,8 @@ class Handoffs:
         wait = Wait(target, what, draw.timeout_s + ROOM_S, "fetch", about)
         end = await self._in_time(asked.ended, wait)
         self._note_fetch(end, draw)
+        if end.get("code") == "digest_mismatch":
+            await self._judge_mismatch(what, ticket["offer_id"], source)
         ended = time.monotonic()
         wait = Wait(target, f"the blocks of {what}", FREE_S, "blocks", about)
         await self._in_time(asked.freed, wait)
@@ -195,6 +200,12 @@ class Handoffs:
             self._ledger.codes[f"{end['stage']} {end['code']}"] += 1
             if end["code"] in NEVER or (end["code"] == "forbidden" and draw.kind != "forged"):
                 self._ledger.violate("odd_end", f"{draw.kind}: {end}")
+
+    async def _judge_mismatch(self, fetch: str, offer_id: str, source: Engine) -> None:
+        """Bytes of an offer that has ended may differ; of one that lives on they may not."""
+        story = await self._world.story(self._world.agent_of(source), offer_id=offer_id)
+        if story and LIVE.search(story[-1]):
+            self._ledger.violate("false_mismatch", f"{fetch}, of an offer that lives", story=story)
 
     async def _judge(
         self, key: int, draw: Draw, over: Told, ends: list[Told], *, source: Engine, offer_id: str

@@ -1,7 +1,7 @@
 """The network between decode agents and a prefill agent, with a hand on it: a TCP proxy.
 
 A prefill agent binds at 127.0.0.1 and says that others reach it at 127.0.0.2: there the proxy
-listens, at the same port. Faults last until `heal`.
+listens, at the same port, and at those of its successors. Faults last until `heal`.
 """
 
 import asyncio
@@ -9,7 +9,7 @@ import socket
 import struct
 from contextlib import suppress
 from dataclasses import dataclass, field
-from random import Random
+from functools import partial
 
 AGENT_HOST, PROXY_HOST = "127.0.0.1", "127.0.0.2"
 READ_BYTES = 1 << 16
@@ -43,18 +43,16 @@ class Connection:
 
 
 class Link:
-    """All connections to one port.
+    """All connections to one socket of an agent, which may come back at another of its ports.
 
     ``recorded`` is a conversation from its beginning, ``latest`` what a client said last.
     """
 
-    def __init__(self, port: int) -> None:
-        self.port = port
+    def __init__(self, *ports: int) -> None:
+        self._ports, self._latest_port = ports, ports[0]
         self.connections: set[Connection] = set()
         self.recorded, self.latest = b"", b""
-        self.num_faults = 0
-        self._random = Random(port)
-        self._server: asyncio.Server | None = None
+        self._servers: list[asyncio.Server] = []
         self._passes = asyncio.Event()
         self._delay_s, self._trickle_bytes = 0.0, 0
         self.is_down = False
@@ -62,12 +60,14 @@ class Link:
 
     async def open(self) -> None:
         """Listen."""
-        self._server = await asyncio.start_server(self._carry, PROXY_HOST, self.port)
+        for port in self._ports:
+            carry = partial(self._carry, port)
+            self._servers.append(await asyncio.start_server(carry, PROXY_HOST, port))
 
     async def close(self) -> None:
         """End all of it."""
-        if self._server is not None:
-            self._server.close()
+        for server in self._servers:
+            server.close()
         self.cut()
 
     def heal(self) -> None:
@@ -101,7 +101,7 @@ class Link:
         """Say again, on a connection of its own, what a client has said; bytes of answers."""
         num_heard = 0
         with suppress(OSError, TimeoutError):
-            reader, writer = await asyncio.open_connection(AGENT_HOST, self.port)
+            reader, writer = await asyncio.open_connection(AGENT_HOST, self._latest_port)
             try:
                 async with asyncio.timeout(REPLAY_S):
                     writer.write(self.recorded[:GREETING_BYTES])  # else libzmq waits for more
@@ -113,7 +113,9 @@ class Link:
                 writer.close()
         return num_heard
 
-    async def _carry(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    async def _carry(
+        self, port: int, reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+    ) -> None:
         one = Connection(writer)
         if self.is_down:
             one.end(reset=True)
@@ -121,7 +123,8 @@ class Link:
         self.connections.add(one)
         try:
             with suppress(OSError):
-                upstream, one.server = await asyncio.open_connection(AGENT_HOST, self.port)
+                upstream, one.server = await asyncio.open_connection(AGENT_HOST, port)
+                self._latest_port = port
                 ways = (self._pass(reader, one.server, one), self._pass(upstream, writer, None))
                 tasks = [asyncio.create_task(way) for way in ways]
                 await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)

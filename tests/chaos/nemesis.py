@@ -52,6 +52,9 @@ class Nemesis:
     async def _restart_agent(self, fault: Fault) -> None:
         await self._world.restart(fault.target, kill=False, after_s=0.0)
 
+    async def _replace_agent(self, fault: Fault) -> None:
+        await self._world.replace(fault.target)
+
     async def _stop_agent(self, fault: Fault) -> None:
         self._world.stop(fault.target)
         await asyncio.sleep(fault.for_s)

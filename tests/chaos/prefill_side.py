@@ -11,9 +11,9 @@ from typing import Any
 
 import anyio
 
-from kvbus.engine import Offer
+from kvbus.engine import KeptSession, Offer
 from kvbus.engine.bounce import HostOffer, HostPrefill
-from kvbus.errors import KVBusError, RequestRefused
+from kvbus.errors import ClosedError, KVBusError, RequestRefused
 from kvbus.geometry import num_blocks_for
 from tests.chaos.engine_memory import EngineMemory
 from tests.chaos.pattern import fill
@@ -25,35 +25,28 @@ PIECE_BYTES = 256 << 10
 
 
 class PrefillSide:
-    """The offers of one session."""
+    """The offers of an engine, by the session that there is."""
 
     def __init__(
-        self, memory: EngineMemory, control: ChaosPrefill, tell: Callable[..., None]
+        self, memory: EngineMemory, control: KeptSession[ChaosPrefill], tell: Callable[..., None]
     ) -> None:
-        self._memory, self._control, self._tell = memory, control, tell
+        self._memory, self.control, self._tell = memory, control, tell
         self._views, self._pool = memory.views, memory.pool
         self._offers: dict[int, Offer | HostOffer] = {}
-        self._orphans: list[dict[str, list[int]]] = []
+        self._num_unknown = 0
         self._host: HostPrefill | None = None
         if memory.ring is not None:
-            self._host = HostPrefill(control, *memory.ring, piece_bytes=PIECE_BYTES)
+            self._host = HostPrefill(control.latest, *memory.ring, piece_bytes=PIECE_BYTES)
 
     @property
     def num_held(self) -> int:
         """Blocks that are not free, but those of offers that nobody answered."""
-        lost = sum(len(ids) for blocks in self._orphans for ids in blocks.values())
         ring = self._memory.ring[0].num_held if self._memory.ring is not None else 0
-        return self._pool.num_held - lost + ring
+        return self._pool.num_held - self._num_unknown + ring
 
     def check(self) -> None:
         """Nothing may change a prefill engine's memory but itself."""
         self._pool.check()
-
-    def close(self) -> None:
-        """The session was lost: what was asked and not answered is the engine's again."""
-        for blocks in self._orphans:
-            self._pool.give(blocks)
-        self._orphans = []
 
     async def obey(self, order: dict[str, Any]) -> None:
         """``offer`` or ``withdraw``."""
@@ -70,15 +63,11 @@ class PrefillSide:
             self._tell("refused", key=key, code="full")
             return
         make = self._offer if self._host is None else self._offer_by_ring
-        is_known = True
         try:
-            is_known = await make(order, blocks)
+            await make(order, blocks)
         finally:
             self._offers.pop(key, None)
-            if is_known:
-                self._pool.give(blocks)
-            else:
-                self._orphans.append(blocks)
+            self._pool.give(blocks)
 
     async def _withdraw(self, key: int) -> None:
         """An offer that has ended is withdrawn well."""
@@ -91,12 +80,12 @@ class PrefillSide:
         except KVBusError:
             return
 
-    async def _offer(self, order: dict[str, Any], blocks: dict[str, list[int]]) -> bool:
-        """Until it is released; False when nobody said whether it was made."""
-        key, steps = order["key"], order["steps"]
+    async def _offer(self, order: dict[str, Any], blocks: dict[str, list[int]]) -> None:
+        """Until it is released, or its session has ended."""
+        key, steps, session = order["key"], order["steps"], self.control.latest
         fill(key, self._views, blocks, 0, steps[0])
         try:
-            offer = await self._control.offer(
+            offer = await session.offer(
                 f"{key}",
                 num_tokens=steps[0],
                 block_ids=self._between(blocks, 0, steps[0]),
@@ -105,13 +94,25 @@ class PrefillSide:
             )
         except KVBusError as error:
             self._tell("refused", key=key, code=error.code.value)
-            return isinstance(error, RequestRefused) or self._control.lost is not None
+            if not isinstance(error, RequestRefused):
+                await self._unknown_until_the_end(session, blocks)
+            return
         self._offers[key] = offer
         self._tell("offered", key=key, offer_id=offer.offer_id, ticket=offer.ticket)
         with suppress(KVBusError):  # it has ended, or will by its time to live
             await self._grow(offer, key, steps, blocks)
         await self._follow(key, offer)
-        return True
+
+    async def _unknown_until_the_end(
+        self, session: ChaosPrefill, blocks: dict[str, list[int]]
+    ) -> None:
+        """Nobody said whether the offer was made: its blocks are the engine's with the session."""
+        number = sum(map(len, blocks.values()))
+        self._num_unknown += number
+        try:
+            await session.ended()
+        finally:
+            self._num_unknown -= number
 
     async def _grow(
         self, offer: Offer, key: int, steps: list[int], blocks: dict[str, list[int]]
@@ -123,7 +124,7 @@ class PrefillSide:
         if len(steps) > 1:
             await offer.seal()
 
-    async def _offer_by_ring(self, order: dict[str, Any], blocks: dict[str, list[int]]) -> bool:
+    async def _offer_by_ring(self, order: dict[str, Any], blocks: dict[str, list[int]]) -> None:
         """Saved piece by piece; what is saved is the engine's to change at once."""
         key, steps = order["key"], order["steps"]
         assert self._host is not None
@@ -131,14 +132,15 @@ class PrefillSide:
             offer = await self._host.begin(f"{key}", num_tokens=steps[-1], wait_s=ROOM_WITHIN_S)
         except KVBusError as error:
             self._tell("refused", key=key, code=error.code.value)
-            return True
+            return
         self._offers[key] = offer
+        self._host.session = self.control.latest
         try:
             ticket = await offer.offer(ttl_s=order["ttl_s"])
         except KVBusError as error:
             await self._abort(offer)
             self._tell("refused", key=key, code=error.code.value)
-            return True
+            return
         self._tell("offered", key=key, offer_id=offer.offer_id, ticket=ticket)
         try:
             for before, now in pairwise([0, *steps]):
@@ -148,17 +150,19 @@ class PrefillSide:
         except KVBusError:
             await self._abort(offer)
         await self._follow(key, offer)
-        return True
 
     async def _abort(self, offer: HostOffer) -> None:
         with suppress(KVBusError):  # then it ends by its time to live, or with the session
             await offer.abort()
 
     async def _follow(self, key: int, offer: Offer | HostOffer) -> None:
+        """A session ends with its agent; its keeper closes none that something waits for."""
         try:
             outcome = str((await offer.released()).value)
-        except KVBusError:
+        except KVBusError as error:
             outcome = "lost"
+            if isinstance(error, ClosedError):
+                self.control.latest.report("closed_early", f"offer {key}: {error}")
         self._tell("over", key=key, outcome=outcome)
 
     def _between(self, blocks: dict[str, list[int]], start: int, stop: int) -> dict[str, list[int]]:

@@ -49,13 +49,14 @@ class Rogue:
         self._peer, self._events, self._link, self._keyed = peer, events, link, keyed
         self._ledger = ledger
         self._boot = uuid.uuid4().hex
+        context = self._context = zmq.asyncio.Context()
+        self._sub, self._dealer = context.socket(zmq.SUB), context.socket(zmq.DEALER)
         self._asked: dict[int, str] = {}
         self._number = 0
 
     async def run(self) -> None:
         """Until it is cancelled."""
-        context = zmq.asyncio.Context()
-        events, dealer = context.socket(zmq.SUB), context.socket(zmq.DEALER)
+        events, dealer = self._sub, self._dealer
         for socket in (events, dealer):
             socket.set(zmq.LINGER, 0)
         events.subscribe(b"")
@@ -67,7 +68,18 @@ class Rogue:
                 tasks.create_task(self._overhear(dealer))
                 await self._hear_events(events, dealer)
         finally:
-            context.destroy()
+            self._context.destroy()
+
+    def move(self, peer: str, events: str) -> None:
+        """The agent is at other addresses now."""
+        for socket, before, now in (
+            (self._dealer, self._peer, peer),
+            (self._sub, self._events, events),
+        ):
+            if before != now and not socket.closed:
+                socket.disconnect(before)
+                socket.connect(now)
+        self._peer, self._events = peer, events
 
     async def _hear_events(self, events: Any, dealer: Any) -> None:
         while True:

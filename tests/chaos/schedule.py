@@ -10,6 +10,7 @@ LONGEST_STOP_S = 15.0
 AGENTS = ("prefill-0", "prefill-1", "decode-0", "decode-1")
 LINKS = ("prefill-0", "prefill-1")
 FABRICS = ("tcp", "shared memory")
+DIGESTS = ("full", "full", "sampled", "off")
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,7 @@ ENGINES = tuple(shape.name for shape in SHAPES)
 KINDS = {
     "kill_agent": Kind(2, AGENTS, 0.1, 1.5),
     "restart_agent": Kind(2, AGENTS),
+    "replace_agent": Kind(3, AGENTS),
     "stop_agent": Kind(5, AGENTS, 0.05, LONGEST_STOP_S),
     "kill_engine": Kind(3, ENGINES),
     "stop_engine": Kind(3, ENGINES, 0.05, LONGEST_STOP_S),
@@ -58,18 +60,20 @@ class Setting:
     keyed: bool
     maps: bool
     small_slices: bool
+    digest: str
 
 
 def draw_setting(seed: int, world: int) -> Setting:
     """The first world is always the same kind: it is all that a short run sees."""
     if world == 0:
-        return Setting("tcp", keyed=False, maps=True, small_slices=True)
+        return Setting("tcp", keyed=False, maps=True, small_slices=True, digest="off")
     random = Random(f"{seed}/setting/{world}")
     return Setting(
         random.choice(FABRICS),
         keyed=random.random() < 0.5,
         maps=random.random() < 0.7,
         small_slices=random.random() < 0.5,
+        digest=random.choice(DIGESTS),
     )
 
 

@@ -3,12 +3,15 @@
 Prefill blocks are written anew in the callback of ``released`` (`OverwritingPrefill`).
 """
 
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
+from kvbus.geometry import EngineSpec
 from kvbus.protocol.engine import BlocksFreed, Fetched, Released
 from kvbus.protocol.envelope import Notice
 from tests.chaos.pool import Report
-from tests.strict_sessions import OverwritingPrefill, WatchingDecode
+from tests.strict_sessions import FreeBlocks, OverwritingPrefill, WatchingDecode
 
 ENDS = (Released.op, Fetched.op, BlocksFreed.op)
 
@@ -36,8 +39,27 @@ class ChaosPrefill(_Once, OverwritingPrefill):
     """A prefill engine's."""
 
 
+@dataclass
+class FreeRing:
+    """What was in the free blocks of a ring; all sessions of an engine have the same ring."""
+
+    blocks: list[FreeBlocks] = field(default_factory=list)
+
+
 class ChaosDecode(_Once, WatchingDecode):
     """A decode engine's; with ``caches`` (those of a ring) it also looks when a fetch starts."""
+
+    def __init__(self, attach: Path, engine: EngineSpec, ring: FreeRing, **more: Any) -> None:
+        self._ring = ring
+        super().__init__(attach, engine, **more)
+
+    @property
+    def _free_blocks(self) -> list[FreeBlocks]:
+        return self._ring.blocks
+
+    @_free_blocks.setter
+    def _free_blocks(self, blocks: list[FreeBlocks]) -> None:
+        self._ring.blocks = blocks
 
     def fetch(self, *args: Any, **more: Any) -> Any:
         self.look()

@@ -7,12 +7,13 @@ import asyncio
 import json
 import os
 import signal
+import subprocess
 import time
 from contextlib import suppress
 from typing import Any
 
 from kvbus.keys.roles import Role
-from tests.agents import STARTS_WITHIN_S, AgentProcess, Agents
+from tests.agents import STARTS_WITHIN_S, AgentProcess, Agents, port_range
 from tests.chaos.engines import Engine, Told
 from tests.chaos.ledger import Ledger
 from tests.chaos.links import AGENT_HOST, PROXY_HOST, Link
@@ -64,6 +65,7 @@ class World:
         self.engines: dict[str, Engine] = {}
         self.links: dict[str, Link] = {}
         self.event_links: dict[str, Link] = {}
+        self._rogues: dict[str, Rogue] = {}
         self.keys = KeyRing(agents.folder / "keys")
         self.keys.folder.mkdir()
 
@@ -80,13 +82,13 @@ class World:
             agent.launch()
         for name in AGENTS:
             await self._wait_started(name)
-        for name, agent in self.agents.items():
-            if name.startswith("prefill"):
-                await self._open_links(name, agent)
+        for name in ("prefill-0", "prefill-1"):
+            await self._open_links(name)
         for number, shape in enumerate(SHAPES):
             attach = self.agents[f"{shape.role}-{shape.agent}"].attach
             engine = Engine(shape, attach, self._socket, self._seed + number)
             engine.on_violation = self._tell_violation
+            engine.on_doubt = self._note_doubt
             self.engines[shape.name] = engine
             engine.start()
         async with asyncio.timeout(READY_WITHIN_S):
@@ -148,6 +150,29 @@ class World:
         agent.launch()
         await self._wait_started(name)
 
+    async def replace(self, name: str) -> None:
+        """Have a successor take over from an agent, as an upgrade does, and see that one off."""
+        before = self.agents[name]
+        after = self._agents.successor(before)
+        after.launch()
+        if not await self._has_started(after, f"the successor of {name}"):
+            return
+        self.agents[name] = after
+        self._move_rogue(name)
+        await self._wait_replaced(name, before)
+
+    async def _wait_replaced(self, name: str, before: AgentProcess) -> None:
+        """It ends when its engines have gone over, or by its drain."""
+        status = None
+        with suppress(subprocess.TimeoutExpired):
+            status = await asyncio.to_thread(before.exit_status)
+        if status != 0:
+            said = before.lines()[-LAST_LINES:]
+            how = "lives on" if status is None else f"ended with {status}"
+            self.ledger.violate("bad_end", f"{name}, replaced, {how}", log=said)
+        for line in before.trouble():
+            self.ledger.violate("agent_trouble", f"{name}: {line}")
+
     async def story(self, agent: str, **what: str) -> list[str]:
         """What an agent tells of a fetch or an offer; it may be gone by now."""
         endpoint, curve = self._peer_of(agent), self.agents[agent].curve
@@ -167,51 +192,67 @@ class World:
 
     def rogues(self) -> list[Rogue]:
         """One for each prefill agent."""
-        return [
-            Rogue(
+        self._rogues = {
+            name: Rogue(
                 self._peer_of(name),
-                str(self.agents[name].settings["events_bind"]),
-                self.links[name],
+                self._events_of(name),
+                link,
                 self.ledger,
                 keyed=self.setting.keyed,
             )
-            for name in self.links
-        ]
+            for name, link in self.links.items()
+        }
+        return list(self._rogues.values())
+
+    def _move_rogue(self, name: str) -> None:
+        if name in self._rogues:
+            self._rogues[name].move(self._peer_of(name), self._events_of(name))
 
     def _peer_of(self, name: str) -> str:
         """Where an agent is, past its link."""
-        return str(self.agents[name].settings["peer_bind"])
+        return str(self.agents[name].started["peer"]).replace(PROXY_HOST, AGENT_HOST)
+
+    def _events_of(self, name: str) -> str:
+        return str(self.agents[name].started["events"]).replace(PROXY_HOST, AGENT_HOST)
 
     def _prepare(self, name: str) -> None:
         role, number = name.split("-")
         transport = {**TRANSPORT, **(SMALL_SLICES if self.setting.small_slices else {})}
-        settings: dict[str, Any] = {**COMMON, "transport": transport}
+        binds = {key: port_range() for key in ("peer_bind", "events_bind")}
+        settings: dict[str, Any] = {**COMMON, **binds, "transport": transport}
         if role == "prefill":
             settings |= {**PREFILL, "advertise_host": PROXY_HOST}
         else:  # the second one never maps, so that NIXL is used in any world
             settings |= {**DECODE, "mapped": self.setting.maps and number == "0"}
+            settings["digest"] = self.setting.digest
         if self.setting.fabric == "tcp":
             settings["env"] = {"UCX_TLS": "tcp"}
         if self.setting.keyed:
             self.agents[name] = self.keys.prepare(self._agents, Role(role), name, **settings)
         else:
             self.agents[name] = self._agents.prepare(role, **settings)
+        self.agents[name].expected_trouble.add("digest.failed")  # judged by the fetch that fails
 
-    async def _open_links(self, name: str, agent: AgentProcess) -> None:
+    async def _open_links(self, name: str) -> None:
         for links, key in ((self.links, "peer_bind"), (self.event_links, "events_bind")):
-            address = str(agent.settings[key])
-            assert AGENT_HOST in address
-            links[name] = Link(int(address.rpartition(":")[2]))
+            ports = str(self.agents[name].settings[key]).rpartition(":")[2]
+            first, last = map(int, ports.split("-"))
+            links[name] = Link(*range(first, last + 1))
             await links[name].open()
 
     async def _wait_started(self, name: str) -> None:
-        agent, deadline = self.agents[name], time.monotonic() + STARTS_WITHIN_S
+        if await self._has_started(self.agents[name], name):
+            self._move_rogue(name)
+
+    async def _has_started(self, agent: AgentProcess, name: str) -> bool:
+        deadline = time.monotonic() + STARTS_WITHIN_S
         while not agent.logged("agent.started"):
             if not agent.alive or time.monotonic() > deadline:
                 self.ledger.violate("not_started", name, log=agent.lines()[-LAST_LINES:])
-                return
+                return False
             await asyncio.sleep(LOOK_S)
         agent.started = agent.logged("agent.started")[-1]
+        return True
 
     async def _end(self, agent: AgentProcess) -> None:
         """As its operator would, with patience: many others end at the same time."""
@@ -222,6 +263,10 @@ class World:
         """An agent has ended: nothing of its log may be an error."""
         for line in self.agents[name].trouble():
             self.ledger.violate("agent_trouble", f"{name}: {line}")
+
+    def _note_doubt(self, why: str) -> None:
+        self.ledger.count("engines_in_doubt")
+        self.ledger.say(f"in doubt, starts anew: {why}")
 
     def _tell_violation(self, told: Told) -> None:
         self._stories.append(asyncio.create_task(self._violate(told)))

@@ -12,8 +12,7 @@ import anyio
 import pytest
 
 from kvbus.engine import DecodeSession, PrefillSession
-from kvbus.spawn import free_port
-from tests.agents import AgentProcess, wait_until
+from tests.agents import AgentProcess, port_range, wait_until
 from tests.faults.conftest import Started
 from tests.faults.kept_engines import kept_engine
 from tests.faults.paced import Tally, blocking_pair, run_async
@@ -23,14 +22,8 @@ RATE_S = float(os.environ.get("KVBUS_HANDOFFS_S", "40"))
 NUM_WORKERS = 4
 
 
-def ports() -> str:
-    """Two ports beside each other, for an agent and its successor."""
-    first = free_port()
-    return f"tcp://127.0.0.1:{first}-{first + 2}"
-
-
 def room() -> dict[str, str]:
-    return {"peer_bind": ports(), "events_bind": ports()}
+    return {"peer_bind": port_range(), "events_bind": port_range()}
 
 
 @pytest.mark.anyio

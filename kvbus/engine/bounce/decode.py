@@ -85,13 +85,15 @@ class HostDecode:
         first_token: int = 0,
         timeout_s: float | None = None,
         zero_tail: bool = False,
+        fetch_id: str | None = None,
     ) -> "HostFetch":
         """Ask for tokens as `DecodeSession.fetch` does, into the engine's own blocks.
 
         The slots of a block in front of ``first_token`` are not touched, nor are those behind the
         last token, unless ``zero_tail`` asks for zeros. ``timeout_s`` counts from when there is
-        room on the host. Raises `GeometryError` for blocks that do not fit the tokens and for a
-        request that is larger than the host buffer, and `ClosedError`.
+        room on the host. ``fetch_id`` is one that the engine has never used before. Raises
+        `GeometryError` for blocks that do not fit the tokens and for a request that is larger than
+        the host buffer, and `ClosedError`.
         """
         if self._tasks is None:
             raise ClosedError("the host decode is not open")
@@ -115,6 +117,7 @@ class HostDecode:
                 zero_tail=zero_tail,
                 piece_tokens=self._piece_tokens,
                 on_landed=on_landed,
+                fetch_id=fetch_id,
             )
 
         fetch = HostFetch(self, start, loaded, tables)
