@@ -35,7 +35,7 @@ _MAX_RETRY_S = 2.0
 _OWN_TIMEOUT_S = 5.0
 # A notice is sent again after 0.25 s; until then the sender has room for thousands.
 _ACKNOWLEDGE_S = 0.005
-_ALIVE_S = 2.5
+_ALIVE_S = 5.0
 """More than two heartbeats: no ping is sent though one of them is late."""
 
 

@@ -124,7 +124,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     drain_timeout_s: Annotated[
         Duration, Meta(description="How long a stop waits for what runs before it fails it.")
     ] = 30.0
-    heartbeat_s: Annotated[Duration, Meta(description="Time between heartbeat events.")] = 1.0
+    heartbeat_s: Annotated[Duration, Meta(description="Time between heartbeat events.")] = 2.0
     max_engine_processes: Annotated[
         Bound, Meta(description="Most attach connections of local engines at a time.")
     ] = 64

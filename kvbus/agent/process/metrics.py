@@ -7,7 +7,6 @@ import asyncio
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-import anyio
 from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
@@ -66,7 +65,7 @@ class AgentMetrics:
         loop = asyncio.get_running_loop()
         while True:
             due = loop.time() + LAG_INTERVAL_S
-            await anyio.sleep_until(due)
+            await asyncio.sleep(LAG_INTERVAL_S)  # less work than anyio's, ten times a second
             self.loop_lag_s.observe(max(0.0, loop.time() - due))
 
     def add_readings(self, read: Callable[[], dict[str, float]], meanings: dict[str, str]) -> None:
