@@ -226,6 +226,22 @@ def test_a_hint_that_overtakes_a_grant_makes_the_fetch_ask_once_more(hint_at: st
     assert kinds(asked) == [ev.SendRenew]
 
 
+@pytest.mark.parametrize("hint_at", ["waiting", "asking"])
+def test_a_busy_offer_is_claimed_again_at_once_when_there_is_news_of_it(hint_at: str) -> None:
+    """News that come while a claim is under way are newer than its refusal."""
+    table = table_after(requested(), READY)
+    news, refused = ev.OfferAdvanced("f1"), failed(ErrorCode.BUSY)
+
+    first, second = (
+        table.handle(event, 0.0)
+        for event in ([refused, news][:: 1 if hint_at == "waiting" else -1])
+    )
+    third = table.handle(refused, 0.0)
+
+    assert (kinds(first), kinds(second), kinds(third)) == ([], [ev.SendClaim], [])
+    assert table.next_deadline() == pytest.approx(0.25, rel=1.0), "it is asked again without news"
+
+
 def test_a_busy_offer_is_claimed_again_after_a_moment_until_the_deadline() -> None:
     table = table_after(requested(timeout_s=1.0), READY, failed(ErrorCode.BUSY))
 

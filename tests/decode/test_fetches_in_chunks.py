@@ -133,8 +133,7 @@ def test_hints_during_a_renewal_ask_once_more_after_it_and_not_more_often() -> N
 def test_a_claim_that_is_sent_after_a_hint_answers_it() -> None:
     prefill = Prefill()
     prefill.tell(ev.StepFailed("f1", RemoteError("leased", code=ErrorCode.BUSY)))
-    prefill.tell(HINT)
-    claimed = prefill.tell(ev.DeadlinePassed(), 1.0)
+    claimed = prefill.tell(HINT)
 
     commands = prefill.grant(0, now=1.0)
 

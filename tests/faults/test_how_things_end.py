@@ -2,14 +2,16 @@
 
 import signal
 import uuid
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvbus.engine import DecodeSession
 from kvbus.errors import ErrorCode
 from kvbus.protocol.engine import Outcome
 from tests.agents import until, wait_until
-from tests.engines import failure_of, pair, works
+from tests.engines import engine, failure_of, pair, story_of, works
 from tests.faults.test_refused_messages import RawEngine
 from tests.plain_sockets import ask
 
@@ -158,7 +160,7 @@ async def test_the_death_of_a_prefill_agent_is_told_by_name_long_before_the_leas
 
         assert (failure.code, failure.blocks_free) == (ErrorCode.PEER_LOST, True)
         assert late.code is ErrorCode.PEER_LOST
-        assert decode.says("peer.lost", peer=prefill.peer)
+        assert decode.says("peer.lost", peer=prefill.peer, level="warning", num_fetches=1)
 
 
 async def test_a_prefill_agent_that_is_only_stopped_is_not_told_lost(fresh):
@@ -176,3 +178,39 @@ async def test_a_prefill_agent_that_is_only_stopped_is_not_told_lost(fresh):
         assert failure.code is ErrorCode.LEASE_EXPIRED
         assert not decode.logged("peer.lost")
         await offer.withdraw()
+
+
+async def test_a_reader_that_waits_for_a_leased_offer_hears_that_the_lease_has_ended(fresh):
+    prefill, readers = fresh.prefill(), [fresh.decode() for _ in range(2)]
+    fresh.start(prefill, *readers)
+    async with (
+        pair(prefill.attach, readers[0].attach) as (source, target),
+        engine(DecodeSession, readers[1].attach, seed=3) as other,
+    ):
+        offer = await source.prefill.offer("r", **NOTHING, sealed=False, ttl_s=600.0)
+        first = target.decode.fetch(offer.ticket, **ONE_BLOCK)
+        await until(lambda: prefill.status()["counts"]["leases"] == 1)
+        waiting = other.decode.fetch(offer.ticket, **ONE_BLOCK)
+        await until(lambda: "StepFailed" in str(story_of(other, waiting)))
+        assert "OfferAdvanced" not in str(story_of(other, waiting))
+
+        await first.cancel()
+        await until(lambda: "OfferAdvanced" in str(story_of(other, waiting)))
+
+        await until(lambda: "LeaseGranted" in str(story_of(other, waiting)))
+        await offer.withdraw()
+        await failure_of(waiting)
+
+
+@pytest.mark.parametrize("role", ["prefill", "decode"])
+def test_an_agent_that_ends_by_itself_leaves_no_socket_behind(fresh, role):
+    agent = getattr(fresh, role)()
+    fresh.start(agent)
+    folder = Path(agent.settings["runtime_dir"])
+    there = {path.name for path in folder.iterdir() if path.is_socket()}
+
+    agent.signal(signal.SIGTERM)
+
+    assert agent.exit_status() == 0
+    assert {"attach.sock", "engine.sock"} <= there
+    assert not [path for path in folder.iterdir() if path.is_socket()]

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from tests.simulator.world import World
 
 REMEMBERED = 256
-HINTED = ("offer.extended", "offer.sealed", "lease.revoked", "lease.expired")
+HINTED = ("offer.extended", "offer.sealed", "lease.revoked", "lease.expired", "lease.ended")
 
 
 @dataclass(frozen=True, slots=True)

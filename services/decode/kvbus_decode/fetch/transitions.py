@@ -110,6 +110,8 @@ def retry_or_fail(fetch: FetchEntry, event: ev.StepFailed, at: Context) -> Comma
     """
     if event.error.code is not ErrorCode.BUSY or not fetch.claiming:
         return fail(fetch, event.error, at)
+    if fetch.hinted:  # the other lease may have ended while the answer was on its way
+        return [claim(fetch, at)]
     fetch.claiming, fetch.ask_again_at = False, at.now + pause_s(event, at)
     return []
 
@@ -197,6 +199,14 @@ def confirm_again_or_fail(fetch: FetchEntry, event: ev.StepFailed, at: Context) 
 def take_again_at_news(fetch: FetchEntry, event: ev.OfferAdvanced, at: Context) -> Commands:
     """The offer may be sealed now, or free; news that come before the reply are newer than it."""
     return note_hint(fetch, event, at) if fetch.is_undecided else [ask_for_yes(fetch, at)]
+
+
+def claim_at_news(fetch: FetchEntry, event: ev.OfferAdvanced, at: Context) -> Commands:
+    """As `take_again_at_news`, of the claim."""
+    if fetch.ask_again_at is None:
+        return note_hint(fetch, event, at)
+    fetch.ask_again_at = None
+    return [claim(fetch, at)]
 
 
 def cancel(fetch: FetchEntry, event: ev.CancelRequested, at: Context) -> Commands:
@@ -303,7 +313,7 @@ SPECIFIC: Mapping[tuple[FetchState, type[ev.Event]], Transition[FetchState]] = {
     (QUEUED, ev.TurnCame): Transition(start, (CLAIMING, READING, CONFIRMING)),
     (CLAIMING, ev.LeaseGranted): Transition(take_grant, AFTER_A_GRANT),
     (CLAIMING, ev.StepFailed): Transition(retry_or_fail, (CLAIMING, FAILED)),
-    (CLAIMING, ev.OfferAdvanced): Transition(note_hint, (CLAIMING,)),
+    (CLAIMING, ev.OfferAdvanced): Transition(claim_at_news, (CLAIMING,)),
     (WAITING, ev.LeaseGranted): Transition(take_grant, AFTER_A_GRANT),
     (WAITING, ev.OfferAdvanced): Transition(ask_for_news, (WAITING,)),
     (WAITING, ev.RenewFailed): Transition(note_renewal_failed, (WAITING, FAILED)),

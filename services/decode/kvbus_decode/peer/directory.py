@@ -36,6 +36,9 @@ REQUESTS_OF_A_FETCH = 8
 REACH_OF_A_PEER = 4
 """How many are remembered as silent for each that may be connected."""
 
+TOPICS = ("offer.extended", "offer.sealed", "lease.revoked", "lease.expired", "lease.ended")
+"""Of an offer that is read, or waited for while another reader has it."""
+
 Extent = tuple[int, int]
 """First and one-past-last address of registered memory."""
 
@@ -139,7 +142,7 @@ class PeerDirectory:
         self._subscriber = EventSubscriber(
             agent.context,
             listener,
-            topics=("offer.extended", "offer.sealed", "lease.revoked", "lease.expired"),
+            topics=TOPICS,
             silence_s=config.silence_s,
             max_endpoints=config.max_peers,
             on_fault=_log_fault,
