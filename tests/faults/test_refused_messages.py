@@ -124,6 +124,25 @@ def test_a_message_for_an_earlier_process_is_stale(prefill):
     assert prefill.says("request.refused", op="claim", code="stale")
 
 
+@pytest.mark.parametrize(("secret", "is_logged"), [(32 * "0", False), ("short", True)])
+def test_who_gives_a_lease_back_that_is_over_is_counted_and_is_no_warning(
+    prefill, secret, is_logged
+):
+    """Leases end by themselves, too: only a message that makes no sense is worth a line."""
+    boot, code = prefill.started["boot_id"], "invalid" if is_logged else "offer_unknown"
+    lease = {"agent_boot": boot, "offer_id": "x", "epoch": 1, "token": secret, "code": "timeout"}
+    before = prefill.metric("refusals_total", code=code)
+    prefill.skip_log()
+
+    reply = ask(prefill.peer, "release", lease)
+    ask(prefill.peer, "make_coffee", {})
+
+    assert reply["error"]["code"] == code
+    assert prefill.metric("refusals_total", code=code) == before + 1
+    assert prefill.says("request.refused", op="make_coffee", level="warning")
+    assert bool(prefill.logged("request.refused", op="release")) == is_logged
+
+
 @pytest.mark.parametrize("op", ["register", "ready", "detach", "offer", "fetch", "cancel", "seal"])
 def test_a_request_without_a_hello_is_refused(prefill, decode, op):
     spec = {"engine_id": "e", "model": "m", "tp_size": 1, "groups": []}

@@ -63,6 +63,8 @@ async def test_no_handoff_fails_while_either_agent_is_replaced(fresh: Started) -
         f"longest {max(tally.took_s) * 1e3:.0f} ms"
     )
     assert not tally.failures
+    seen = [line["level"] for one in fresh.all for line in one.logged("peer.lost")]
+    assert set(seen) == {"info"}, "an agent that was replaced is missed by nobody"
     assert len(tally.took_s) > 100
 
 

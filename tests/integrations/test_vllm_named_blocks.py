@@ -95,7 +95,7 @@ def test_a_load_that_is_faster_than_the_seal_is_over_after_the_seal(
             ticket = offering.offers.publish("r", BLOCKS, PROMPT_TOKENS)
         assert ticket is not None
         loading.load("r", HandoffParams(ticket, PROMPT_TOKENS, ""))
-        prefill.says("request.refused", op="take", code="offer_open")
+        prefill.says("request.refused", op="take", code="offer_open", level="info")
         loading.step()
         assert loading.over == ["before"]
 
@@ -117,7 +117,7 @@ def test_a_load_whose_request_is_withdrawn_in_place_of_the_seal_fails(
         assert offer is not None
         ticket = offer.ticket_naming(PROMPT_TOKENS, {"full": BLOCKS[0]})
         loading.load("r", HandoffParams(ticket, PROMPT_TOKENS, ""))
-        prefill.says("request.refused", op="take", code="offer_open")
+        prefill.says("request.refused", op="take", code="offer_open", level="info")
 
         offering.offers.abandon("r")
         loading.until(lambda: "r" in loading.over, "the load is over")

@@ -13,6 +13,7 @@ from kvbus.agent.process.connection_bounds import ConnectionBounds
 from kvbus.agent.process.metrics import AgentMetrics
 from kvbus.agent.process.refusals import Refusals
 from kvbus.bus import BusContext, Call, EventPublisher, RequestServer, ServerLimits
+from kvbus.memory.attach.seat import ENGINE_SOCKET
 
 log = structlog.get_logger()
 
@@ -52,7 +53,7 @@ class AgentSockets:
             )
 
         return cls(
-            engine=server(f"ipc://{folder}/engine.sock", gate=admit),
+            engine=server(f"ipc://{folder / ENGINE_SOCKET}", gate=admit),
             peer=server(
                 config.peer_bind,
                 gate=access.gate,

@@ -1,4 +1,4 @@
-"""Warnings that strangers can cause, so many a second and no more.
+"""Lines that strangers can cause, so many a second and no more.
 
 Refuses the rest, and says once how many lines were left out.
 """
@@ -27,7 +27,11 @@ class LimitedLog:
         self._num_lines = self._num_left_out = 0
 
     def warning(self, event: str, *, who: str, **fields: object) -> None:
-        """Log an event about ``who``, as far as there is room."""
+        """Log a warning about ``who``, as far as there is room."""
+        self.write(event, who=who, level="warning", **fields)
+
+    def write(self, event: str, *, who: str, level: str, **fields: object) -> None:
+        """Log an event about ``who`` at ``level``, as far as there is room."""
         if self._loop.time() >= self._window_ends:
             self._open_window()
         most_of_one = max(1, self._lines_s // _SHARE)
@@ -36,7 +40,7 @@ class LimitedLog:
             return
         self._num_lines += 1
         self._num_by_who[who] += 1
-        log.warning(event, **fields)
+        getattr(log, level)(event, **fields)
 
     def _open_window(self) -> None:
         self._window_ends = self._loop.time() + WINDOW_S

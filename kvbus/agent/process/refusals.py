@@ -1,9 +1,20 @@
-"""What is counted and logged of requests that were refused."""
+"""What is counted and logged of requests that were refused.
+
+Not all of them mean that something is wrong: who reads ahead of a seal asks too early now and then
+(``offer_open``), and asks again; a lease that is given back may have ended before.
+"""
+
+import structlog
 
 from kvbus.agent.process.limited_log import LimitedLog
 from kvbus.agent.process.metrics import AgentMetrics
 from kvbus.bus import Call
-from kvbus.errors import KVBusError
+from kvbus.errors import ErrorCode, KVBusError
+from kvbus.protocol.peer import Release
+
+log = structlog.get_logger()
+
+_MISTAKES = (ErrorCode.FORBIDDEN, ErrorCode.INVALID)
 
 
 class Refusals:
@@ -19,12 +30,15 @@ class Refusals:
     def note(self, op: str, peer: str, error: KVBusError) -> None:
         """A request of ``peer``, the start of a boot id or a process, was refused."""
         self._metrics.refusals.labels(error.code.value).inc()
-        self._lines.warning(
-            "request.refused",
-            who=peer,
-            op=op,
-            peer_boot=peer,
-            code=error.code.value,
-            reason=error.message,
+        fields = {
+            "op": op,
+            "peer_boot": peer,
+            "code": error.code.value,
+            "reason": error.message,
             **{f"detail_{name}": value for name, value in error.detail.items()},
-        )
+        }
+        if op == Release.op and error.code not in _MISTAKES:
+            log.debug("request.refused", **fields)  # the lease had ended by itself: so it should
+        else:
+            level = "info" if error.code is ErrorCode.OFFER_OPEN else "warning"
+            self._lines.write("request.refused", who=peer, level=level, **fields)

@@ -12,6 +12,8 @@ from kvbus.memory.attach.folder import prepare_folder
 from kvbus.memory.attach.path import lock_file
 
 NUM_SEATS = 8
+ENGINE_SOCKET = "engine.sock"
+"""ZeroMQ binds it, and leaves its file behind."""
 
 
 class Seat:
@@ -37,4 +39,5 @@ class Seat:
         return self
 
     def __exit__(self, *_: object) -> None:
+        (self.folder / ENGINE_SOCKET).unlink(missing_ok=True)  # nobody else has the seat yet
         self._lock.close()

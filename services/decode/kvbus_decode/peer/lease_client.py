@@ -334,11 +334,12 @@ class LeaseClient(EventListener):
         self.routes.forget_peer(peer)
 
     def _lose_peer(self, peer: Peer, boot: str) -> None:
-        """Its process is gone, and what was read from it."""
-        log.warning("peer.lost", peer=peer.endpoint, peer_boot=boot)
-        for fetch in list(self.active.values()):
-            if peer in fetch.peers:
-                self._dispatch(ev.StepFailed(fetch.fetch_id, peer.loss()))
+        """Its process is gone, and what was read from it; a replaced one had nothing left."""
+        lost = [fetch.fetch_id for fetch in self.active.values() if peer in fetch.peers]
+        level = log.warning if lost else log.info
+        level("peer.lost", peer=peer.endpoint, peer_boot=boot, num_fetches=len(lost))
+        for fetch_id in lost:
+            self._dispatch(ev.StepFailed(fetch_id, peer.loss()))
 
     def _see_boot(self, peer: Peer, boot: str) -> None:
         for lost in self.routes.see_boot(peer, boot):
