@@ -4,6 +4,7 @@ Its caches are filled with a pattern once. A line of JSON is ``[op, engine_id, a
 answer ``{"reply": …}`` or ``{"error": message}``.
 """
 
+import contextlib
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -19,7 +20,7 @@ from kvbus.bench.caches import ATTACH_TIMEOUT_S, fill, open_caches
 from kvbus.bench.shapes import GROUP, SHAPES
 from kvbus.engine import Offer, PrefillSession
 from kvbus.engine.bounce import HostOffer, HostPrefill
-from kvbus.errors import KVBusError, leaves
+from kvbus.errors import KVBusError, RequestRefused, leaves
 from kvbus.protocol.engine import Released
 
 Ticket = Mapping[str, Any]
@@ -105,11 +106,15 @@ class SourceEngine:
         self._ready_at[offer.offer_id] = began
 
     async def _extend(self, offer: Offer, num_tokens: int, num_chunks: int, chunk_s: float) -> None:
-        for chunk in range(1, num_chunks + 1):
-            await anyio.sleep(chunk_s)
-            self._ready_at[offer.offer_id] = time.perf_counter()
-            await offer.extend(num_tokens * chunk // num_chunks)
-        await offer.seal()
+        """Until all of it is there, or nobody wants it any more."""
+        with contextlib.suppress(RequestRefused):
+            for chunk in range(1, num_chunks + 1):
+                await anyio.sleep(chunk_s)
+                if offer.ended.is_set():
+                    return
+                self._ready_at[offer.offer_id] = time.perf_counter()
+                await offer.extend(num_tokens * chunk // num_chunks)
+            await offer.seal()
 
     def _on_released(self, released: Released) -> None:
         self._ended.append((self._ready_at.pop(released.offer_id), time.perf_counter()))
