@@ -20,7 +20,7 @@ from kvbus.demo.model import Generation, first_seen
 from kvbus.demo.paged_cache import slots
 from kvbus.engine import DecodeSession
 from kvbus.engine.bounce import HostDecode
-from kvbus.errors import FetchFailed
+from kvbus.errors import FetchFailed, KVBusError
 from kvbus.geometry import num_blocks_for
 
 
@@ -67,6 +67,8 @@ class DecodeRequests:
         try:
             fetched = await fetch.completed()
         except FetchFailed as error:
+            with contextlib.suppress(KVBusError):  # then the offer ends by its time to live
+                await fetch.cancel(release_offer=True)
             await engine.line.send(Failed(work.request_id, error.code, error.message))
             await fetch.blocks_freed()
         else:

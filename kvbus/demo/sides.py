@@ -140,6 +140,7 @@ async def prefill_side(options: SideOptions) -> None:
         async with anyio.create_task_group() as servers:
             for _ in range(options.concurrency):
                 servers.start_soon(serve_in_turn)
+        sys.stdout.close()  # the other side need not wait for us, who wait for it
         await _all_read(line)
 
 

@@ -174,15 +174,16 @@ class HostFetch:
         """Have ``call`` called when the fetch has ended; at once when it has by now."""
         self._ended.when_set(call)
 
-    async def cancel(self) -> None:
+    async def cancel(self, *, release_offer: bool = False) -> None:
         """Give up; `completed` raises with code ``cancelled``, unless the KV is confirmed by then.
 
-        What is being loaded is loaded first.
+        What is being loaded is loaded first. ``release_offer`` as of `Fetch.cancel`, once there was
+        room to ask for it.
         """
         self._waiting.cancel()
         if self._fetch is not None:
             with contextlib.suppress(KVBusError):  # the session is lost, and so is the fetch
-                await self._fetch.cancel()
+                await self._fetch.cancel(release_offer=release_offer)
 
     async def run(self) -> None:
         """Called by the host decode: from the wait for room to the end."""
