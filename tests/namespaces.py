@@ -77,6 +77,23 @@ class Host:
         """Pull the cable out of the bridge, ``down``, or plug it in again, ``up``."""
         _ip("link", "set", self.port, state)
 
+    def set_path_mtu(self, mtu: int, *, told: bool = True) -> None:
+        """Let packets of at most ``mtu`` bytes leave the host, and drop larger ones.
+
+        Where it is not ``told``, its own interface takes them, as before a link of somebody else.
+        """
+        _ip("link", "set", self.port, "mtu", str(mtu))
+        segments = 65_535 if told else 1  # a packet that hardware would cut passes every limit
+        _ip("-n", self.name, "link", "set", BRIDGED, "gso_max_segs", str(segments))
+
+    def add_interface(self, name: str, address: str) -> None:
+        """Give the host an interface that leads to nobody."""
+        end = f"{name}end"
+        _ip("-n", self.name, "link", "add", name, "type", "veth", "peer", "name", end)
+        _ip("-n", self.name, "address", "add", f"{address}/24", "dev", name)
+        for one in (name, end):
+            _ip("-n", self.name, "link", "set", one, "up")
+
     def set_interface(self, state: str) -> None:
         """Switch the host's own interface off and on, which takes its routes away as well."""
         _ip("-n", self.name, "link", "set", BRIDGED, state)

@@ -109,6 +109,11 @@ class RequestClient(SocketActor):
         return self._connection.is_gone
 
     @property
+    def missing(self) -> str:
+        """What keeps a request from its answer, in words; empty while there is a connection."""
+        return self._connection.missing
+
+    @property
     def heard_at(self) -> float:
         """When something last came from the server, by the event loop's clock."""
         return self._heard_at

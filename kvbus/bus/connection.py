@@ -63,6 +63,13 @@ class Connection:
             self.close()
             raise
 
+    @property
+    def missing(self) -> str:
+        """What keeps a request from its answer; empty while there is a connection."""
+        if not self._named.address:
+            return "the name server has not told its address"
+        return "" if self._is_made else "there is no connection"
+
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin to look the name up, if there is one, and to watch."""
         self._named.start(loop)

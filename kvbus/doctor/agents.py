@@ -21,6 +21,7 @@ from kvbus.agent.process.config import AgentConfig, convert_config, load_shared_
 from kvbus.agent.process.data_plane import choose_interfaces
 from kvbus.agent.process.defaults import DECODE_DEFAULTS, PREFILL_DEFAULTS
 from kvbus.bus import ClientCurve, ask_agent, port_range
+from kvbus.doctor.advertised import advertise_error, advertise_findings
 from kvbus.doctor.finding import ERROR, NOTE, OK, Finding
 from kvbus.doctor.sharing import sharing_findings
 from kvbus.errors import ConfigError, KVBusError
@@ -76,6 +77,8 @@ class AgentFacts(msgspec.Struct, frozen=True, kw_only=True):
     interfaces_error: str
     server_key: str = ""
     keys_error: str = ""
+    advertise_host: str = ""
+    advertise_error: str = ""
 
     @property
     def is_running(self) -> bool:
@@ -121,6 +124,8 @@ def agent_facts(source: str, config: AgentConfig) -> AgentFacts:
         staging_bytes=config.staging_bytes,
         interfaces=interfaces,
         interfaces_error=interfaces_error,
+        advertise_host=config.advertise_host,
+        advertise_error=advertise_error(config.advertise_host),
         server_key=curve.server_key if curve else "",
         keys_error=keys_error,
     )
@@ -249,6 +254,7 @@ def agent_findings(agents: Sequence[AgentFacts], *, available_bytes: int) -> Ite
             fix="Make and trust keys, and name them in key_file and authorized_keys.",
             command="kvbus keys --help" if agent.keys_error else "",
         )
+        yield from advertise_findings(agent.agent_id, agent.advertise_host, agent.advertise_error)
     yield from _clashes(agents)
     wanted_bytes = sum(agent.staging_bytes for agent in agents if not agent.is_running)
     yield Finding(

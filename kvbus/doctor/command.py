@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from msgspec import ValidationError, convert
 from rich.console import Console
 
 from kvbus.doctor.agents import AgentSource, check_agents, wanted_agents
@@ -19,10 +20,13 @@ from kvbus.doctor.cuda import check_cuda
 from kvbus.doctor.finding import Finding, Severity, as_json, exit_status_of
 from kvbus.doctor.host import check_limits, check_memory, check_processes
 from kvbus.doctor.nixl import check_nixl
+from kvbus.doctor.peer import PeerToCheck, check_peer
 from kvbus.doctor.report import print_report
 from kvbus.doctor.versions import check_versions
 from kvbus.errors import ConfigError, KVBusError
+from kvbus.keys.asker import KeyFile, ServerKey, curve_of
 from kvbus.output import fail, write_json, write_text
+from kvbus.protocol.message import Endpoint
 
 EACH_SHARE = 0.25
 """The part of the whole time that one probe may take."""
@@ -38,6 +42,7 @@ class Family(StrEnum):
     NIXL = "nixl"
     CUDA = "cuda"
     AGENTS = "agents"
+    PEER = "peer"
 
 
 Configs = Annotated[
@@ -54,6 +59,14 @@ Families = Annotated[
         metavar="FAMILY", help=f"Check one family only: {', '.join(Family)}; may be repeated."
     ),
 ]
+PeerEndpoint = Annotated[
+    str,
+    typer.Option(
+        metavar="ENDPOINT",
+        help="Check whether this machine reaches the agent elsewhere at tcp://HOST:PORT, and where "
+        "its KV is read from; with --key-file and --server-key where it has keys.",
+    ),
+]
 Timeout = Annotated[
     float,
     typer.Option(min=0.1, max=3600, metavar="SECONDS", help="How long all measurements may take."),
@@ -63,8 +76,12 @@ AsOneJson = Annotated[bool, typer.Option("--json", help="Print one JSON object."
 
 
 def doctor(
+    *,
     config: Configs = None,
     only: Families = None,
+    peer: PeerEndpoint = "",
+    key_file: KeyFile = None,
+    server_key: ServerKey = "",
     timeout: Timeout = 60.0,
     strict: Strict = False,
     as_one_json: AsOneJson = False,
@@ -89,10 +106,18 @@ def doctor(
         agents = wanted_agents(config or [])
     except ConfigError as error:
         fail(f"--config: {error.message}", status=2, cause=error)
+    elsewhere = _peer_to_check(peer, key_file, server_key)
+    families = set(only or Family) - (set() if elsewhere else {Family.PEER})
+    if not families:
+        raise typer.BadParameter("--only peer needs --peer ENDPOINT as well")
     budget = Budget(timeout, EACH_SHARE * timeout)
     with Console(stderr=True).status("starting") as line:  # rich shows it on a terminal only
         findings = run_checks(
-            only or Family, agents, budget, lambda what: line.update(f"checking {what}")
+            families,
+            agents,
+            budget,
+            lambda what: line.update(f"checking {what}"),
+            peer=elsewhere,
         )
     if as_one_json:
         write_json(as_json(findings, version=version("kvbus"), strict=strict))
@@ -106,6 +131,8 @@ def run_checks(
     agents: list[AgentSource],
     budget: Budget,
     on_progress: Callable[[str], None],
+    *,
+    peer: PeerToCheck | None = None,
 ) -> list[Finding]:
     """The findings of these families, in the order of `Family`."""
     checks: dict[Family, Callable[[], Iterable[Finding]]] = {
@@ -116,6 +143,7 @@ def run_checks(
         Family.NIXL: lambda: check_nixl(budget, on_progress),
         Family.CUDA: lambda: check_cuda(budget),
         Family.AGENTS: lambda: check_agents(agents),
+        Family.PEER: lambda: check_peer(peer) if peer else (),
     }
     findings: list[Finding] = []
     for family in Family:
@@ -135,6 +163,18 @@ def run_checks(
             )
             findings.append(unchecked)
     return findings
+
+
+def _peer_to_check(endpoint: str, key_file: Path | None, server_key: str) -> PeerToCheck | None:
+    if not endpoint:
+        return None
+    try:
+        convert(endpoint, Endpoint)
+        return PeerToCheck(endpoint, curve_of(key_file, server_key))
+    except ValidationError as error:
+        fail(f"--peer: {endpoint!r} is not tcp://HOST:PORT", status=2, cause=error)
+    except ConfigError as error:
+        fail(f"--peer: {error.message}", status=2, cause=error)
 
 
 def _as_text(findings: list[Finding]) -> str:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -36,17 +37,23 @@ class Network(Agents):
         return [self.at[name] for name in DECODE_HOSTS]
 
     def place(self, role: Role, name: str) -> AgentProcess:
+        """The agent of the host; not started yet."""
+        agent = self.at[name] = self.prepare_at(role, name)
+        return agent
+
+    def prepare_at(
+        self, role: Role, name: str, *, first_port: int = 7701, **settings: Any
+    ) -> AgentProcess:
         """An agent that has all of its sockets at its host's address; not started yet."""
         host = self.hosts[name]
         binds = {
-            "peer_bind": f"tcp://{host.address}:7701",
-            "events_bind": f"tcp://{host.address}:7702",
-            "metrics_bind": f"{host.address}:7703",
+            "peer_bind": f"tcp://{host.address}:{first_port}",
+            "events_bind": f"tcp://{host.address}:{first_port + 1}",
+            "metrics_bind": f"{host.address}:{first_port + 2}",
             "data_interfaces": [BRIDGED],
         }
-        agent = self.ring.prepare(self, role, name, **{**SETTINGS[role], **binds})
+        agent = self.ring.prepare(self, role, name, **{**SETTINGS[role], **binds, **settings})
         agent.runner = host.command
-        self.at[name] = agent
         return agent
 
 

@@ -36,10 +36,20 @@ CLAIMING, WAITING = FetchState.CLAIMING, FetchState.WAITING
 READING, CONFIRMING, DRAINING = FetchState.READING, FetchState.CONFIRMING, FetchState.DRAINING
 COMPLETED, FAILED, CANCELLED = ENDS
 
+REASON_SHARE = 0.9
+"""Of the time that is left, for the peer to be found: who is not says more than a deadline does."""
+
+READ_HINT = (
+    ": not all bytes have come. If none ever do, see whether both hosts reach each other on what "
+    "data_interfaces names, with packets of full size (MTU); kvbus doctor --peer looks"
+)
+"""Requests get through, by another way or as they are small."""
+
 
 def resolve(fetch: FetchEntry, at: Context) -> Commands:
     """A new fetch, whose peer is to be found."""
-    timeout_s, requested = fetch.request_timeout_s(at), fetch.requested
+    requested, left_s = fetch.requested, fetch.deadline - at.now
+    timeout_s = min(fetch.request_timeout_s(at), REASON_SHARE * left_s)
     reply = ev.SendReply(requested.reply_to, Empty())
     return [reply, ev.ResolvePeer(fetch.fetch_id, timeout_s, requested)]
 
@@ -171,6 +181,8 @@ def check_time(fetch: FetchEntry, _event: ev.DeadlinePassed, at: Context) -> Com
 
 def _overdue(fetch: FetchEntry) -> RemoteError:
     message = f"the fetch did not end within its deadline, it was {fetch.state}"
+    if fetch.state is READING:
+        message += READ_HINT
     return RemoteError(message, code=ErrorCode.TIMEOUT)
 
 

@@ -66,10 +66,19 @@ async def _ask(
 
 
 def _unreachable(client: RequestClient) -> RemoteError:
+    """Says what is known of the way there, and where to look."""
+    where, missing = client.endpoint, client.missing
+    look = (
+        f"{missing}. Is it up, is its advertise_host an address that this machine reaches, is the "
+        "port open on the way?"
+        if missing
+        else "there is a connection, but nothing comes by it. Is the agent stopped (kvbus status "
+        f"{where}), or are packets of full size lost on the way (MTU)?"
+    )
     return RemoteError(
-        f"no prefill agent answers at {client.endpoint}",
+        f"no prefill agent answers at {where}: {look}",
         code=ErrorCode.PEER_UNREACHABLE,
-        endpoint=client.endpoint,
+        endpoint=where,
     )
 
 

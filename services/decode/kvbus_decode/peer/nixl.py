@@ -107,7 +107,10 @@ class NixlPeers:
                     f"metadata of NIXL agent '{name}' came as that of '{memory.agent}'",
                     code=ErrorCode.INVALID,
                 )
-            await asyncio.wrap_future(self._transport.add_peer(blob))
+            try:
+                await asyncio.wrap_future(self._transport.add_peer(blob))
+            except TransferFailed as error:
+                raise _unconnected(peer, error) from error
         peer.nixl_agents.setdefault(memory.agent, set()).update(memory.extents)
 
     async def _remove(self, peer: Peer, name: str, deadline: float) -> None:
@@ -121,6 +124,16 @@ class NixlPeers:
                     raise
             await anyio.sleep(RETRY_S)
         _drop(peer, name)
+
+
+def _unconnected(peer: Peer, error: TransferFailed) -> TransferFailed:
+    """UCX says no more than that it knows no way."""
+    return TransferFailed(
+        f"NIXL does not connect to the agent at {peer.endpoint}: {error.message}. Is what its "
+        "data_interfaces (UCX_NET_DEVICES) names on a network that this machine reaches? kvbus "
+        "doctor --peer looks",
+        endpoint=peer.endpoint,
+    )
 
 
 def _drop(peer: Peer, name: str) -> None:
