@@ -69,8 +69,11 @@ class Real:
         moved = {name: address + self.moved for name, address in placed.addresses.items()}
         return PlacedRank(placed.engine, placed.rank, moved)
 
-    def digests(self, digest: Digest, rank: int, box: Box) -> list[int]:
-        pieces, found = np.arange(num_pieces(box)), np.zeros(num_pieces(box), np.uint64)
+    def digests(
+        self, digest: Digest, rank: int, box: Box, pieces: Numbers | None = None
+    ) -> list[int]:
+        pieces = np.arange(num_pieces(box)) if pieces is None else pieces
+        found = np.zeros(pieces.size, np.uint64)
         lattices = self.maps[rank].lattices(box, self.side.tables[box.group])
         for lattice, which, numbers in by_lattice(lattices, pieces):
             found[which] = digest(lattice, numbers)
@@ -109,6 +112,23 @@ def test_both_sides_digest_what_loops_over_every_element_say(digest: Digest, cas
         should_be = [wanted(case, box, piece) for piece in pieces]
         assert prefill.digests(digest, holder, box) == should_be
         assert decode.digests(digest, reader, box) == should_be
+
+
+@EXAMPLES
+@given(cases(), st.data())
+def test_some_pieces_have_the_digests_that_they_have_among_all(
+    digest: Digest, case: Case, data: st.DataObject
+) -> None:
+    """Those that lie side by side are gathered together, if both are wanted."""
+    prefill = Real(case.prefill, case.prefill.memory)
+
+    for holder, _, box in boxes_of(case):
+        numbers = st.integers(0, num_pieces(box) - 1)
+        chosen = np.array(sorted(data.draw(st.sets(numbers, min_size=1))))
+        among_all = prefill.digests(digest, holder, box)
+
+        found = prefill.digests(digest, holder, box, chosen)
+        assert found == [among_all[number] for number in chosen.tolist()]
 
 
 @EXAMPLES

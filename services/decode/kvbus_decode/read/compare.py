@@ -14,7 +14,7 @@ from kvbus.agent.engines.local_engine import LocalEngine
 from kvbus.agent.engines.rank_memory import RankMemory
 from kvbus.agent.process.service import Agent
 from kvbus.agent.staging.copiers import Copiers
-from kvbus.agent.staging.digests import Digester, Digesting, Wanted
+from kvbus.agent.staging.digests import Digester, Digesting, Places, Wanted
 from kvbus.errors import ErrorCode, KVBusError, LocalError, RemoteError
 from kvbus.geometry import Box
 from kvbus.memory.digest_pieces import Digests
@@ -25,16 +25,23 @@ from kvbus_decode.metrics import DecodeMetrics
 from kvbus_decode.peer.route import Source
 from kvbus_decode.read import events as ev
 from kvbus_decode.read.chunk import Chunk
+from kvbus_decode.read.leg import LegState
 
 log = structlog.get_logger()
 
 MAX_LOGGED = 16
 """Pieces that differ and are named in the log."""
 
+LONG_BYTES = 8 << 20
+ASK_LONG_AFTER_S = 1e-3
+"""A read of so many bytes takes longer than this."""
+
 
 @dataclass(slots=True, eq=False)
 class CompareJob:
     """One box of a share: the holder's digests, once they are here, and ours, while we make them.
+
+    ``places`` are those of the pieces in our memory, if they were found before all has landed.
 
     Refuses a source that makes none, with `LocalError` (``incompatible``).
     """
@@ -44,6 +51,7 @@ class CompareJob:
     share: Share
     box: Box
     expected: Digests | None = None
+    places: Mapping[RankMemory, Places] | None = None
     copying: Digesting | None = None
 
     def __post_init__(self) -> None:
@@ -64,11 +72,15 @@ class CompareJob:
 
 # The prefill engine does not write to the blocks between the first question and the confirm, so
 # the holder's digests may be made before, while or after the bytes are read. They are asked for
-# first, and cost no time of their own where cores are free.
+# while these move, and cost no time of their own where cores are free.
 #
-#     holder    digests ────▶┤
-#     read      READ, copy ────────▶┤ all has landed
-#     ours                          └─ digests ─▶ equal? ─▶ chunk ended ─▶ confirm, or take
+#     holder             digests ──▶┤
+#     read      READ, copy ────────────▶┤ all has landed
+#     ours       └ask ─▶ places?        └─ digests ─▶ equal? ─▶ chunk ended ─▶ confirm, or take
+#
+# To ask takes Python, and so would keep a thread from beginning to copy: of a long read it comes
+# a little later, when threads copy and this one waits. So does the search for the few pieces that
+# are digested here.
 #
 # The yes to that says that the offer was live all along: so the digests were of its bytes, too.
 class Comparison:
@@ -90,7 +102,23 @@ class Comparison:
         self._digester.forget(engine)
 
     def ask(self, command: ev.AskDigests) -> None:
-        """Ask the holder."""
+        """Ask the holder, as soon as that holds up nothing."""
+        chunk: Chunk = command.leg.work.chunk
+        if chunk.route.num_bytes(chunk.spans) < LONG_BYTES:
+            self._ask(command)
+        else:
+            self._agent.loop.call_later(ASK_LONG_AFTER_S, self._ask_late, command)
+
+    def _ask_late(self, command: ev.AskDigests) -> None:
+        """Unless nobody wants to know any more."""
+        work: CompareJob = command.leg.work
+        if command.leg.state is not LegState.ASKING:
+            return
+        self._ask(command)
+        engine, ranks = work.chunk.route.engine, tuple(work.ranks)
+        work.places = self._digester.places(work.wanted(), engine=engine, ranks=ranks)
+
+    def _ask(self, command: ev.AskDigests) -> None:
         work: CompareJob = command.leg.work
         chunk, source = work.chunk, work.source
         message = wire.Digest(
@@ -116,6 +144,7 @@ class Comparison:
             partial(self._on_digested, command, work),
             engine=work.chunk.route.engine,
             ranks=tuple(work.ranks),
+            places=work.places,
         )
 
     def _on_reply(self, command: ev.AskDigests, reply: wire.Digests | KVBusError) -> None:
