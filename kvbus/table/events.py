@@ -4,45 +4,42 @@ Refuses behaviour: these are values. ``reply_to`` is whatever the agent uses to 
 that caused an event.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 from kvbus.errors import KVBusError
-from kvbus.protocol.message import Message
+from kvbus.protocol.message import Discreet, Message
 
 
-@dataclass(frozen=True, slots=True)
-class EngineLost:
+class Value(Discreet, frozen=True):
+    """An event or a command."""
+
+
+class EngineLost(Value, frozen=True):
     """A local engine is gone: what it asked for ends, and nobody is there to be told."""
 
     engine_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class DrainStarted:
+class DrainStarted(Value, frozen=True):
     """Nothing new from now on."""
 
 
-@dataclass(frozen=True, slots=True)
-class Stopped:
+class Stopped(Value, frozen=True):
     """The agent ends now, and everything with it."""
 
 
-@dataclass(frozen=True, slots=True)
-class DeadlinePassed:
+class DeadlinePassed(Value, frozen=True):
     """Time went by; what was due is due."""
 
 
-@dataclass(frozen=True, slots=True)
-class SendReply:
+class SendReply(Value, frozen=True):
     """Answer the request with ``ok`` and this body."""
 
     reply_to: Any
     body: Message
 
 
-@dataclass(frozen=True, slots=True)
-class Refuse:
+class Refuse(Value, frozen=True):
     """Answer the request with this error."""
 
     reply_to: Any

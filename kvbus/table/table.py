@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
+import msgspec
+
 from kvbus.table.events import DeadlinePassed
 
 K = TypeVar("K", bound=Hashable)
@@ -30,8 +32,7 @@ class Transition(Generic[S]):
     to: tuple[S, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Context(Generic[L]):
+class Context(msgspec.Struct, Generic[L], frozen=True):
     """What a handler may know of the world: the time in seconds, and the bounds of its table."""
 
     now: float

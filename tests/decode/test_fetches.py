@@ -1,9 +1,9 @@
 """The fetch table, one behaviour at a time."""
 
 import math
-from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace
 
 from kvbus.errors import ErrorCode, KVBusError, RemoteError, RequestRefused
 from kvbus.geometry import BlockTable

@@ -1,8 +1,7 @@
 """The fetch table with reads by the ticket's own blocks, one behaviour at a time."""
 
-from dataclasses import replace
-
 import pytest
+from msgspec.structs import replace
 
 from kvbus.errors import ErrorCode
 from kvbus.geometry import BlockTable

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from msgspec.structs import replace as altered
 
 from kvbus.errors import ErrorCode, KVBusError
 from kvbus.geometry import BlockTable
@@ -159,7 +160,7 @@ def test_a_take_whose_reply_was_lost_is_answered_ok_again_and_reports_nothing() 
 
 
 @pytest.mark.parametrize(
-    "other", [taken(token="another"), replace(taken(), holder="other")], ids=["token", "key"]
+    "other", [taken(token="another"), altered(taken(), holder="other")], ids=["token", "key"]
 )
 def test_a_second_take_is_told_that_the_offer_is_completed(other: ev.Taken) -> None:
     table = table_after(opened(), taken())
@@ -213,7 +214,7 @@ def test_a_take_by_who_has_the_lease_ends_it_before_the_blocks_are_reported_rele
 def test_a_take_with_the_readers_name_and_another_key_does_not_end_its_lease() -> None:
     table = table_after(opened(), claimed())
 
-    assert code_of(table.handle(replace(taken(), holder="other"), 1.0)) is ErrorCode.BUSY
+    assert code_of(table.handle(altered(taken(), holder="other"), 1.0)) is ErrorCode.BUSY
     assert table.num_leases() == 1
 
 
@@ -336,13 +337,13 @@ NEXT = ev.ReaderProcess("decode-0", "second boot")
 def lease_of(agent_id: str, boot: str = "first boot") -> OfferTable:
     """An offer whose lease another process has, of some agent."""
     process = ev.ReaderProcess(agent_id, boot)
-    return table_after(opened(), replace(claimed("before"), process=process))
+    return table_after(opened(), altered(claimed("before"), process=process))
 
 
 def test_the_next_process_of_a_reader_gets_the_lease_of_the_one_before_at_once() -> None:
     table = lease_of("decode-0")
 
-    commands = table.handle(replace(claimed("after"), process=NEXT), 1.0)
+    commands = table.handle(altered(claimed("after"), process=NEXT), 1.0)
     confirmed = table.handle(ev.Confirmed("o1", 1, TOKEN, "confirm"), 1.0)
 
     assert ev.EndLease("o1", 1, "revoked", ErrorCode.STALE) in commands
@@ -351,7 +352,7 @@ def test_the_next_process_of_a_reader_gets_the_lease_of_the_one_before_at_once()
 
 
 def test_the_next_process_of_a_reader_may_take_what_the_one_before_had_a_lease_of() -> None:
-    commands = lease_of("decode-0").handle(replace(taken("after"), process=NEXT), 1.0)
+    commands = lease_of("decode-0").handle(altered(taken("after"), process=NEXT), 1.0)
 
     assert outcomes(commands) == [Outcome.COMPLETED]
     assert ev.EndLease("o1", 1, "revoked", ErrorCode.OFFER_COMPLETED) not in commands
@@ -360,11 +361,11 @@ def test_the_next_process_of_a_reader_may_take_what_the_one_before_had_a_lease_o
 @pytest.mark.parametrize(
     ("table", "event"),
     [
-        (lease_of("decode-1"), replace(claimed("after"), process=NEXT)),
-        (lease_of("decode-0", NEXT.boot), replace(claimed("after"), process=NEXT)),
-        (lease_of("decode-0"), replace(claimed("after"), process=NEXT, holder="other key")),
-        (lease_of("decode-0"), replace(taken("after"), process=NEXT, holder="other key")),
-        (lease_of(""), replace(claimed("after"), process=ev.ReaderProcess("", "second boot"))),
+        (lease_of("decode-1"), altered(claimed("after"), process=NEXT)),
+        (lease_of("decode-0", NEXT.boot), altered(claimed("after"), process=NEXT)),
+        (lease_of("decode-0"), altered(claimed("after"), process=NEXT, holder="other key")),
+        (lease_of("decode-0"), altered(taken("after"), process=NEXT, holder="other key")),
+        (lease_of(""), altered(claimed("after"), process=ev.ReaderProcess("", "second boot"))),
     ],
     ids=["another agent", "the same process", "another key", "a take by another key", "no names"],
 )
@@ -466,7 +467,7 @@ def test_a_box_of_what_the_offer_has_not_is_refused(pack: OfferedBox) -> None:
 
 
 def test_a_box_from_before_the_first_block_of_the_offer_is_refused() -> None:
-    late = replace(opened(), tables={"full": BlockTable.of([3, 4], first_block=2)}, num_tokens=64)
+    late = altered(opened(), tables={"full": BlockTable.of([3, 4], first_block=2)}, num_tokens=64)
     table = table_after(late, claimed())
 
     box = offered_box(blocks=(3,), first_block=0, stop=16)
@@ -542,13 +543,13 @@ def test_a_claim_that_comes_too_late_is_told_what_became_of_the_offer(
 
 WRONG_RIGHTS = {
     "claim": ev.Claimed("o1", "wrong", "reader", 2.0, "new", "claim"),
-    "take": replace(taken(), secret="wrong"),
+    "take": altered(taken(), secret="wrong"),
     "withdraw": ev.Withdrawn("o1", "wrong", "withdraw"),
     "renew": ev.Renewed("o1", 1, "wrong", 2.0, {}, "renew"),
     "confirm": ev.Confirmed("o1", 1, "wrong", "confirm"),
     "return": ev.Returned("o1", 1, "wrong", "return"),
     "an empty token": ev.Confirmed("o1", 1, "", "confirm"),
-    "renew by another key": replace(renewed(1), holder="other"),
+    "renew by another key": altered(renewed(1), holder="other"),
     "confirm by another key": ev.Confirmed("o1", 1, TOKEN, "confirm", "other"),
     "return by another key": ev.Returned("o1", 1, TOKEN, "return", "other"),
     "no ascii": ev.Confirmed("o1", 1, "t\u00f6ken", "confirm"),
@@ -595,7 +596,7 @@ def test_an_offer_without_a_lease_has_no_token_that_fits() -> None:
 
 def hand_over(table: OfferTable, offer_id: str, now: float) -> None:
     table.handle(opened(offer_id), now)
-    table.handle(replace(claimed(), offer_id=offer_id), now)
+    table.handle(altered(claimed(), offer_id=offer_id), now)
     table.handle(ev.Confirmed(offer_id, 1, TOKEN, "confirm"), now)
 
 

@@ -4,9 +4,10 @@ What it does with commands and answers follows `kvbus_decode.agent` and
 `kvbus_decode.peer.lease_client`.
 """
 
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
+
+from msgspec.structs import replace
 
 from kvbus.errors import KVBusError, LocalError, PeerLost
 from kvbus.geometry import BlockTable

@@ -1,9 +1,9 @@
 """Tables with one mistake each: what the simulator must find."""
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 
 from kvbus.errors import ErrorCode
@@ -67,7 +67,7 @@ def a_dead_lease_is_confirmed(patch: Patch) -> None:
 
 def tables_are_not_compared_at_a_take(patch: Patch) -> None:
     def take(offer: Any, event: Any, at: Any) -> list[Any]:
-        return offering.take(offer, replace(event, tables=offer.tables), at)
+        return offering.take(offer, msgspec.structs.replace(event, tables=offer.tables), at)
 
     _change(patch, offering.TRANSITIONS, [SEALED], pre.Taken, take)
 

@@ -1,9 +1,8 @@
 """The decode agent: requests become events of the fetch table, its commands become work."""
 
-from dataclasses import replace
-
 import anyio
 import structlog
+from msgspec.structs import replace
 
 from kvbus.agent.engines.local_engine import LocalEngine
 from kvbus.agent.process.service import Agent

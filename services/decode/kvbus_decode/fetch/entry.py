@@ -1,8 +1,8 @@
 """One fetch: what was asked for, how far it is, and how it ends."""
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
-import msgspec
+from msgspec.structs import replace
 
 from kvbus.errors import ErrorCode, KVBusError, LocalError, RemoteError
 from kvbus.geometry import BlockTable
@@ -168,7 +168,7 @@ class FetchEntry:
     def retire(self) -> None:
         """Keep no tables, and not the request that is answered."""
         self.tables = {}
-        ticket = msgspec.structs.replace(self.requested.ticket, blocks="")
+        ticket = replace(self.requested.ticket, blocks="")
         self.requested = replace(
             self.requested, ticket=ticket, tables={}, reply_to=None, route=None, ahead=None
         )

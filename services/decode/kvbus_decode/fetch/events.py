@@ -5,7 +5,6 @@ to which command. ``reply_to`` is what the agent uses to answer the request that
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 
 from kvbus.errors import ErrorCode, KVBusError
 from kvbus.geometry import BlockTable
@@ -19,6 +18,7 @@ from kvbus.table.events import (
     Refuse,
     SendReply,
     Stopped,
+    Value,
 )
 from kvbus_decode.fetch.ahead import Ahead
 
@@ -60,8 +60,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Requested:
+class Requested(Value, frozen=True):
     """The engine asks for tokens [first_token, num_tokens) of the ticket's request.
 
     ``has_state`` when the engine has groups of opaque state: theirs is that of the last token, so
@@ -87,22 +86,19 @@ class Requested:
     ahead: Ahead | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class PeerReady:
+class PeerReady(Value, frozen=True):
     """The prefill agent is connected and its engine fits ours."""
 
     fetch_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class TurnCame:
+class TurnCame(Value, frozen=True):
     """A place came free for a queued fetch; the table says so to itself."""
 
     fetch_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseGranted:
+class LeaseGranted(Value, frozen=True):
     """The reply to a claim or renewal that was sent at ``sent_at``: the lease counts from there.
 
     The reply to a claim brings the ticket: its lease is given back though its fetch be forgotten.
@@ -114,8 +110,7 @@ class LeaseGranted:
     claimed: Ticket | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class StepFailed:
+class StepFailed(Value, frozen=True):
     """A command of this fetch ended with an error: resolve, claim, confirm or take.
 
     ``luck``, drawn from 0 to 1, lengthens the pause after ``busy``, so that agents that wait for
@@ -127,23 +122,20 @@ class StepFailed:
     luck: float = 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class RenewFailed:
+class RenewFailed(Value, frozen=True):
     """A renewal ended with an error; a confirm of the same fetch may be under way by then."""
 
     fetch_id: str
     error: KVBusError
 
 
-@dataclass(frozen=True, slots=True)
-class OfferAdvanced:
+class OfferAdvanced(Value, frozen=True):
     """A hint that the offer has more tokens, or is sealed, or that its lease was revoked."""
 
     fetch_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkRead:
+class ChunkRead(Value, frozen=True):
     """Nothing of the chunk is in flight any more; ``error`` is None when all bytes have landed.
 
     ``path`` names how they were read, empty when nothing was.
@@ -155,15 +147,13 @@ class ChunkRead:
     path: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseConfirmed:
+class LeaseConfirmed(Value, frozen=True):
     """The prefill agent says that what was read is good, after the last byte had landed."""
 
     fetch_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class CancelRequested:
+class CancelRequested(Value, frozen=True):
     """The engine does not want the KV any more; with ``release_offer`` nobody does."""
 
     fetch_id: str
@@ -171,8 +161,7 @@ class CancelRequested:
     release_offer: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class PeerGone:
+class PeerGone(Value, frozen=True):
     """The process that the fetch reads from is gone, or has come back as another."""
 
     agent_boot: str
@@ -193,8 +182,7 @@ TableEvent = PeerGone | EngineLost | DrainStarted | Stopped | DeadlinePassed
 Event = Requested | FetchEvent | TableEvent
 
 
-@dataclass(frozen=True, slots=True)
-class ResolvePeer:
+class ResolvePeer(Value, frozen=True):
     """Connect to the ticket's agent and shake hands; answer `PeerReady` or `StepFailed`."""
 
     fetch_id: str
@@ -202,16 +190,14 @@ class ResolvePeer:
     requested: Requested
 
 
-@dataclass(frozen=True, slots=True)
-class HoldPeer:
+class HoldPeer(Value, frozen=True):
     """Keep what a fetch needs whose route is known; `StepFailed` if that is gone."""
 
     fetch_id: str
     requested: Requested
 
 
-@dataclass(frozen=True, slots=True)
-class SendClaim:
+class SendClaim(Value, frozen=True):
     """Ask for the lease, by the route that it came with; answer `LeaseGranted` or `StepFailed`."""
 
     fetch_id: str
@@ -219,19 +205,17 @@ class SendClaim:
     requested: Requested
 
 
-@dataclass(frozen=True, slots=True)
-class SendRenew:
+class SendRenew(Value, frozen=True):
     """Ask for more time and for news; answer `LeaseGranted` or `RenewFailed`."""
 
     fetch_id: str
     epoch: int
-    token: str = field(repr=False)
+    token: str
     timeout_s: float
     known_blocks: Mapping[str, int]
 
 
-@dataclass(frozen=True, slots=True)
-class ReadChunk:
+class ReadChunk(Value, frozen=True):
     """Read a chunk, tokens [start, stop), out of ``tables``; answer `ChunkRead`, once.
 
     Chunks of a fetch follow each other, one at a time. Groups of state are read with the ``last``
@@ -240,32 +224,29 @@ class ReadChunk:
 
     fetch_id: str
     epoch: int
-    token: str = field(repr=False)
+    token: str
     tables: Mapping[str, BlockTable]
     start: int
     stop: int
     last: bool
 
 
-@dataclass(frozen=True, slots=True)
-class StopRead:
+class StopRead(Value, frozen=True):
     """Post nothing more of the chunk; `ChunkRead` follows when what was posted is terminal."""
 
     fetch_id: str
 
 
-@dataclass(frozen=True, slots=True)
-class SendConfirm:
+class SendConfirm(Value, frozen=True):
     """Ask whether the lease is live; answer `LeaseConfirmed` or `StepFailed`."""
 
     fetch_id: str
     epoch: int
-    token: str = field(repr=False)
+    token: str
     timeout_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class SendTake:
+class SendTake(Value, frozen=True):
     """Ask whether what was read of ``tables`` is good; answer `LeaseConfirmed` or `StepFailed`."""
 
     fetch_id: str
@@ -273,33 +254,29 @@ class SendTake:
     timeout_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class SendRelease:
+class SendRelease(Value, frozen=True):
     """Give a lease back; the answer does not matter, the lease ends by itself as well."""
 
     ticket: Ticket
     epoch: int
-    token: str = field(repr=False)
+    token: str
     code: ErrorCode
 
 
-@dataclass(frozen=True, slots=True)
-class SendWithdraw:
+class SendWithdraw(Value, frozen=True):
     """End an offer that nobody will read; the answer does not matter, it ends by itself as well."""
 
     ticket: Ticket
 
 
-@dataclass(frozen=True, slots=True)
-class ReportLanded:
+class ReportLanded(Value, frozen=True):
     """Tell the engine that tokens up to here are in its blocks; not yet that they are valid."""
 
     fetch_id: str
     num_tokens: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReportFetched:
+class ReportFetched(Value, frozen=True):
     """Tell the engine how the fetch ended; ``stage`` is the state that it ended in.
 
     ``num_bytes`` are those that have landed by then, ``path`` how the last of them were read.
@@ -322,8 +299,7 @@ class ReportFetched:
     undecided: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class ReportBlocksFreed:
+class ReportBlocksFreed(Value, frozen=True):
     """Tell the engine that nothing writes into the blocks of an ended fetch any more."""
 
     fetch_id: str

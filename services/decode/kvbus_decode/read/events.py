@@ -5,10 +5,9 @@ one, whatever became of the read meanwhile.
 """
 
 from collections.abc import Hashable
-from dataclasses import dataclass
 
 from kvbus.errors import KVBusError
-from kvbus.table.events import DeadlinePassed, Stopped
+from kvbus.table.events import DeadlinePassed, Stopped, Value
 from kvbus_decode.read.leg import Leg
 
 __all__ = [
@@ -46,8 +45,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkWanted:
+class ChunkWanted(Value, frozen=True):
     """Read a chunk by these legs, into the blocks of ``engine``; then ``last_legs``, which zero.
 
     ``deadline`` is absolute, None without; ``path`` is only passed on to `ChunkEnded`.
@@ -61,8 +59,7 @@ class ChunkWanted:
     deadline: float | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class SlotPacked:
+class SlotPacked(Value, frozen=True):
     """The box of a leg lies in slot ``slot_id`` at its holder, for ``slot_lease_s`` since asked."""
 
     key: Hashable
@@ -71,8 +68,7 @@ class SlotPacked:
     slot_lease_s: float
 
 
-@dataclass(frozen=True, slots=True)
-class PackFailed:
+class PackFailed(Value, frozen=True):
     """The box of a leg was not gathered."""
 
     key: Hashable
@@ -80,25 +76,21 @@ class PackFailed:
     error: KVBusError
 
 
-@dataclass(frozen=True, slots=True)
-class LegDue:
+class LegDue(Value, frozen=True):
     """The leg may start; the table itself says when."""
 
 
-@dataclass(frozen=True, slots=True)
-class SlotGranted:
+class SlotGranted(Value, frozen=True):
     """A slot of ours is the leg's from now on; the table itself says when."""
 
     slot: int
 
 
-@dataclass(frozen=True, slots=True)
-class LegStopped:
+class LegStopped(Value, frozen=True):
     """The read of the leg has failed or was stopped; the table itself says so."""
 
 
-@dataclass(frozen=True, slots=True)
-class ReadEnded:
+class ReadEnded(Value, frozen=True):
     """Nothing of the READ is in flight any more; ``error`` is None when all bytes have landed."""
 
     key: Hashable
@@ -107,8 +99,7 @@ class ReadEnded:
     error: KVBusError | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class CopyEnded:
+class CopyEnded(Value, frozen=True):
     """Nothing copies for the leg any more; ``error`` is None when all of it was copied.
 
     ``num_bytes`` were read by copying alone, out of memory of this machine.
@@ -120,8 +111,7 @@ class CopyEnded:
     error: KVBusError | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class DelegateEnded:
+class DelegateEnded(Value, frozen=True):
     """The other agent writes no more, or is gone."""
 
     key: Hashable
@@ -131,21 +121,18 @@ class DelegateEnded:
     error: KVBusError | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class DigestsCame:
+class DigestsCame(Value, frozen=True):
     """The digests of the leg's holder are here."""
 
     key: Hashable
     leg: Leg
 
 
-@dataclass(frozen=True, slots=True)
-class OthersOver:
+class OthersOver(Value, frozen=True):
     """All bytes of the read are in the blocks; the table itself says so to what compares them."""
 
 
-@dataclass(frozen=True, slots=True)
-class CompareEnded:
+class CompareEnded(Value, frozen=True):
     """Nothing of the comparison runs, or no digests came; without ``error`` all are equal."""
 
     key: Hashable
@@ -153,16 +140,14 @@ class CompareEnded:
     error: KVBusError | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class ReadStopped:
+class ReadStopped(Value, frozen=True):
     """Nobody wants the chunk any more, because of ``error``."""
 
     key: Hashable
     error: KVBusError
 
 
-@dataclass(frozen=True, slots=True)
-class EngineGone:
+class EngineGone(Value, frozen=True):
     """The engine whose blocks are written is lost: what it has elsewhere is no reason to wait."""
 
     engine: Hashable
@@ -175,8 +160,7 @@ LegEvent = (
 Event = ChunkWanted | LegEvent | ReadStopped | EngineGone | Stopped | DeadlinePassed
 
 
-@dataclass(frozen=True, slots=True)
-class AskPack:
+class AskPack(Value, frozen=True):
     """Ask the holder to gather the leg's box; answer `SlotPacked` or `PackFailed`.
 
     ``done`` are slots there that are read, and come back with this request.
@@ -187,24 +171,21 @@ class AskPack:
     done: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class ReleaseSlots:
+class ReleaseSlots(Value, frozen=True):
     """Give slots back to their holder; when that fails their lease ends by itself."""
 
     source: Hashable
     slot_ids: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class PostRead:
+class PostRead(Value, frozen=True):
     """READ into the engine's blocks, or into the leg's slot of ours; answer `ReadEnded`."""
 
     key: Hashable
     leg: Leg
 
 
-@dataclass(frozen=True, slots=True)
-class StartCopy:
+class StartCopy(Value, frozen=True):
     """Copy into the engine's blocks: out of the leg's slot of ours, out of memory that is mapped
     here, or zeros; answer `CopyEnded`.
     """
@@ -213,58 +194,50 @@ class StartCopy:
     leg: Leg
 
 
-@dataclass(frozen=True, slots=True)
-class AskDelegate:
+class AskDelegate(Value, frozen=True):
     """Have another agent of the engine read the chunk for its ranks; answer `DelegateEnded`."""
 
     key: Hashable
     leg: Leg
 
 
-@dataclass(frozen=True, slots=True)
-class AskDigests:
+class AskDigests(Value, frozen=True):
     """Ask the holder for digests of the leg's box; answer `DigestsCame` or `CompareEnded`."""
 
     key: Hashable
     leg: Leg
 
 
-@dataclass(frozen=True, slots=True)
-class StartCompare:
+class StartCompare(Value, frozen=True):
     """Make digests of the engine's blocks, and compare; answer `CompareEnded`."""
 
     key: Hashable
     leg: Leg
 
 
-@dataclass(frozen=True, slots=True)
-class AbortRead:
+class AbortRead(Value, frozen=True):
     """Post nothing more; `ReadEnded` follows when what was posted is terminal."""
 
     leg: Leg
 
 
-@dataclass(frozen=True, slots=True)
-class RecycleTransport:
+class RecycleTransport(Value, frozen=True):
     """Aborted READs do not end: end them from outside; `ReadEnded` follows for each."""
 
 
-@dataclass(frozen=True, slots=True)
-class AbortCopy:
+class AbortCopy(Value, frozen=True):
     """Begin no further part of a copy or a comparison; its end follows when none runs."""
 
     leg: Leg
 
 
-@dataclass(frozen=True, slots=True)
-class StopDelegate:
+class StopDelegate(Value, frozen=True):
     """Ask the other agent to stop; `DelegateEnded` follows when it has."""
 
     leg: Leg
 
 
-@dataclass(frozen=True, slots=True)
-class ChunkEnded:
+class ChunkEnded(Value, frozen=True):
     """Nothing can write into the engine's blocks for this read any more; said once.
 
     ``error`` is None when all bytes are there, which took ``seconds``; zeroing and comparing are

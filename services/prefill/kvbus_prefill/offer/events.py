@@ -7,7 +7,6 @@ CURVE key of who asks, empty without keys.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from kvbus.errors import ErrorCode
@@ -21,6 +20,7 @@ from kvbus.table.events import (
     Refuse,
     SendReply,
     Stopped,
+    Value,
 )
 
 __all__ = [
@@ -50,8 +50,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class Opened:
+class Opened(Value, frozen=True):
     """The engine offers the KV of a request; ``ttl_s`` runs while nobody holds a lease.
 
     Whoever claims the offer, or withdraws it from outside, shows its ``secret``. The engine itself
@@ -65,14 +64,13 @@ class Opened:
     tables: Mapping[str, BlockTable]
     sealed: bool
     ttl_s: float
-    secret: str = field(repr=False)
-    ticket: Mapping[str, Any] = field(repr=False)
+    secret: str
+    ticket: Mapping[str, Any]
     reply_to: object
     ticket_blocks: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Extended:
+class Extended(Value, frozen=True):
     """The engine has computed more; ``tables`` hold only what is new, ``num_tokens`` the sum."""
 
     offer_id: str
@@ -81,20 +79,18 @@ class Extended:
     reply_to: object
 
 
-@dataclass(frozen=True, slots=True)
-class Sealed:
+class Sealed(Value, frozen=True):
     """The engine will add no more."""
 
     offer_id: str
     reply_to: object
 
 
-@dataclass(frozen=True, slots=True)
-class Withdrawn:
+class Withdrawn(Value, frozen=True):
     """The engine ends the offer, with None for the ``secret``; or a router, which shows it."""
 
     offer_id: str
-    secret: str | None = field(repr=False)
+    secret: str | None
     reply_to: object
 
 
@@ -112,68 +108,63 @@ class ReaderProcess(NamedTuple):
 NAMELESS = ReaderProcess()
 
 
-@dataclass(frozen=True, slots=True)
-class Claimed:
+class Claimed(Value, frozen=True):
     """A reader that shows the offer's ``secret`` asks for the lease, which gets the ``token``."""
 
     offer_id: str
-    secret: str = field(repr=False)
+    secret: str
     reader_id: str
     lease_s: float
-    token: str = field(repr=False)
+    token: str
     reply_to: object
     holder: str = ""
     process: ReaderProcess = NAMELESS
 
 
-@dataclass(frozen=True, slots=True)
-class Renewed:
+class Renewed(Value, frozen=True):
     """A reader asks for more time, and for the blocks that it does not know yet."""
 
     offer_id: str
     epoch: int
-    token: str = field(repr=False)
+    token: str
     lease_s: float
     known_blocks: Mapping[str, int]
     reply_to: object
     holder: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Confirmed:
+class Confirmed(Value, frozen=True):
     """A reader has all bytes and asks whether its lease was live all along."""
 
     offer_id: str
     epoch: int
-    token: str = field(repr=False)
+    token: str
     reply_to: object
     holder: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class Taken:
+class Taken(Value, frozen=True):
     """A reader without a lease has all bytes of ``tables``, and asks whether they were good.
 
     It shows the offer's ``secret``; with the ``token``, its own, it can ask again.
     """
 
     offer_id: str
-    secret: str = field(repr=False)
+    secret: str
     reader_id: str
-    token: str = field(repr=False)
+    token: str
     tables: Mapping[str, BlockTable]
     reply_to: object
     holder: str = ""
     process: ReaderProcess = NAMELESS
 
 
-@dataclass(frozen=True, slots=True)
-class Returned:
+class Returned(Value, frozen=True):
     """A reader gives its lease back without having used it."""
 
     offer_id: str
     epoch: int
-    token: str = field(repr=False)
+    token: str
     reply_to: object
     holder: str = ""
 
@@ -185,8 +176,7 @@ TableEvent = EngineLost | DrainStarted | Stopped | DeadlinePassed
 Event = RequestEvent | TableEvent
 
 
-@dataclass(frozen=True, slots=True)
-class ReportReleased:
+class ReportReleased(Value, frozen=True):
     """Tell the engine that the offer's blocks are its own again."""
 
     engine_id: str
@@ -197,24 +187,21 @@ class ReportReleased:
     opened_at: float
 
 
-@dataclass(frozen=True, slots=True)
-class Publish:
+class Publish(Value, frozen=True):
     """Tell subscribers; ``op`` is the event's name on the wire."""
 
     op: str
     body: Message
 
 
-@dataclass(frozen=True, slots=True)
-class BeginLease:
+class BeginLease(Value, frozen=True):
     """A reader may read from now on: its connection set-up and its READs need progress."""
 
     offer_id: str
     epoch: int
 
 
-@dataclass(frozen=True, slots=True)
-class EndLease:
+class EndLease(Value, frozen=True):
     """The lease is over, for whatever ``reason``: confirmed, returned, expired or revoked.
 
     ``code`` says it to a reader that still uses it.

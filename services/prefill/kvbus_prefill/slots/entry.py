@@ -1,8 +1,10 @@
 """One box that a reader wants in a staging slot: where it is, and which event does what to it."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from enum import StrEnum
+
+from msgspec.structs import replace
 
 from kvbus.errors import ErrorCode, KVBusError, LocalError
 from kvbus.table import Context as AnyContext

@@ -6,10 +6,9 @@ A ``lease`` is any key: (offer id, epoch) of an offer here, the reader's own key
 """
 
 from collections.abc import Hashable
-from dataclasses import dataclass
 
 from kvbus.errors import ErrorCode, KVBusError
-from kvbus.table.events import DeadlinePassed, EngineLost, Refuse, Stopped
+from kvbus.table.events import DeadlinePassed, EngineLost, Refuse, Stopped, Value
 
 __all__ = [
     "Command",
@@ -30,8 +29,7 @@ __all__ = [
 ]
 
 
-@dataclass(frozen=True, slots=True)
-class SlotWanted:
+class SlotWanted(Value, frozen=True):
     """A reader wants ``num_bytes`` gathered into a slot; ``work`` is what the agent needs for it.
 
     ``reader`` is the name of the session that asked: only it can give the slot back.
@@ -46,38 +44,33 @@ class SlotWanted:
     reply_to: object
 
 
-@dataclass(frozen=True, slots=True)
-class TurnCame:
+class TurnCame(Value, frozen=True):
     """A slot and a thread are free, and no other lease comes first."""
 
     slot: int
 
 
-@dataclass(frozen=True, slots=True)
-class GatherEnded:
+class GatherEnded(Value, frozen=True):
     """The copy into a slot ended, with ``error`` if it failed."""
 
     slot_id: int
     error: KVBusError | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class WipeEnded:
+class WipeEnded(Value, frozen=True):
     """Zeros are written over what was gathered."""
 
     slot_id: int
 
 
-@dataclass(frozen=True, slots=True)
-class GivenBack:
+class GivenBack(Value, frozen=True):
     """A reader has read slots, or does not want them any more; ids that it has not do nothing."""
 
     slot_ids: tuple[int, ...]
     reader: str
 
 
-@dataclass(frozen=True, slots=True)
-class LeaseEnded:
+class LeaseEnded(Value, frozen=True):
     """The lease of an offer is over: what was gathered under it is not valid any more.
 
     ``code`` says how it ended.
@@ -100,8 +93,7 @@ Event = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class StartGather:
+class StartGather(Value, frozen=True):
     """Copy the box of ``work`` into slot number ``slot``, and tell when that has ended."""
 
     slot_id: int
@@ -109,16 +101,14 @@ class StartGather:
     work: object
 
 
-@dataclass(frozen=True, slots=True)
-class StartWipe:
+class StartWipe(Value, frozen=True):
     """Write zeros over slot number ``slot``, and tell when that has ended."""
 
     slot_id: int
     slot: int
 
 
-@dataclass(frozen=True, slots=True)
-class ReplyPacked:
+class ReplyPacked(Value, frozen=True):
     """Tell the reader that its box lies in slot number ``slot``."""
 
     reply_to: object
