@@ -4,7 +4,7 @@ Bytes land in parts, each at a time of its own and as they are in memory by then
 while its process is stopped; one over TCP waits until the process that it reads is driven.
 """
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvbus.errors import ErrorCode, KVBusError, LocalError, RemoteError
 from kvbus_decode.read.leg import Leg, Stage
@@ -24,15 +24,17 @@ LONGEST_WAIT_S = 30.0
 class Box:
     """The work of one leg: blocks of the offer, and the blocks of the fetch that they go to.
 
-    ``slot`` is where the box lies at its holder, once it was packed.
+    ``slot`` is where the box lies at its holder, once it was packed; ``expected`` is what a leg
+    that compares was told.
     """
 
-    __slots__ = ("fetch", "group", "job", "pairs", "slot", "start")
+    __slots__ = ("expected", "fetch", "group", "job", "pairs", "slot", "start")
 
     def __init__(self, fetch: Fetch, group: str, start: int, pairs: list[tuple[int, int]]) -> None:
         self.fetch, self.group, self.start, self.pairs = fetch, group, start, pairs
         self.slot: int | None = None
-        self.job: Job | None = None
+        self.expected: list[int] = []
+        self.job: Any = None
 
 
 class Job:
@@ -74,6 +76,21 @@ class Job:
         """Whether the process that began it is still there."""
         process = self.reading.agent.process
         return process.up and process.life == self.life
+
+    def _write_blocks(self, start: int, stop: int, found: list[int]) -> None:
+        box, fetch = self.box, self.box.fetch
+        if fetch.compares:
+            found = [self._on_the_way(content) for content in found]
+        for (_, target), content in zip(box.pairs[start:stop], found, strict=True):
+            fetch.memory.land(target, content, fetch)
+
+    def _on_the_way(self, content: int) -> int:
+        """A bit may flip; who does not compare would never know."""
+        world = self.reading.agent.world
+        if world.random.random() >= world.settings.faults.flipped_bits:
+            return content
+        world.counts["bits flipped"] += 1
+        return ~content
 
 
 class Read(Job):
@@ -144,8 +161,7 @@ class Read(Job):
             slot = box.fetch.offer.agent.gathering.slots[box.slot]
             found = [*slot, *[NOTHING] * len(box.pairs)][start:stop]
         if self.writes_blocks:
-            for (_, target), content in zip(box.pairs[start:stop], found, strict=True):
-                box.fetch.memory.land(target, content, box.fetch)
+            self._write_blocks(start, stop, found)
         else:
             reading.fill_slot(self.leg, start, found)
 
@@ -177,8 +193,7 @@ class Copy(Job):
         else:
             cells = box.fetch.offer.memory.cells
             found = [cells[source] for source, _ in box.pairs[start:stop]]
-        for (_, target), content in zip(box.pairs[start:stop], found, strict=True):
-            box.fetch.memory.land(target, content, box.fetch)
+        self._write_blocks(start, stop, found)
         if stop < len(box.pairs):
             self.reading.agent.process.after(2e-4, self.land)
         else:

@@ -223,6 +223,7 @@ class Load:
             deadline=0.0,
             kind=self._random.choice(KINDS),
             asked_at=clock.now,
+            compares=random() < settings.compared,
         )
         fetch.blocks = fetch.memory.take(num_blocks - skipped, fetch)
         if offer.state_block is not None:

@@ -121,7 +121,8 @@ class Offer:
 class Fetch:
     """One fetch of a decode engine; ``blocks`` are what it is read into.
 
-    ``kind`` names the path, ``in_flight`` counts what can still write into the blocks.
+    ``kind`` names the path, ``in_flight`` counts what can still write into the blocks. One that
+    ``compares`` has its bytes proved by digests.
     """
 
     agent: "DecodeAgent"
@@ -134,6 +135,7 @@ class Fetch:
     deadline: float
     kind: str
     asked_at: float
+    compares: bool = False
     in_flight: int = 0
     num_claims: int = 0
     outcome: Outcome | str = ""

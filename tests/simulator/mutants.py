@@ -118,6 +118,19 @@ def a_new_fetch_has_the_turn_of_one_that_waits(patch: Patch) -> None:
     patch.setattr(FetchTable, "_expire", Table._expire)
 
 
+def bytes_that_differ_are_taken_for_good(patch: Patch) -> None:
+    def end(read: Any, leg: Any, event: Any, now: float) -> list[Any]:
+        return reading.end_compare(read, leg, msgspec.structs.replace(event, error=None), now)
+
+    states = [LegState.COMPARING]
+    _change(patch, reading.TRANSITIONS, states, red.CompareEnded, end)
+
+
+def digests_are_made_before_all_has_landed(patch: Patch) -> None:
+    states = [LegState.ASKING]
+    _change(patch, reading.TRANSITIONS, states, red.DigestsCame, reading.compare)
+
+
 MUTANTS = {
     a_refused_confirm_is_taken_for_a_yes: {2},
     blocks_are_released_at_the_grant: {1},
@@ -131,5 +144,7 @@ MUTANTS = {
     a_slot_is_read_after_its_lease: {2},
     a_slot_is_free_while_it_is_gathered_into: {2, 4, 6},
     a_new_fetch_has_the_turn_of_one_that_waits: {4},
+    bytes_that_differ_are_taken_for_good: {2},
+    digests_are_made_before_all_has_landed: {2},
 }
 """Each mistake, and the numbers of the invariants that it breaks."""

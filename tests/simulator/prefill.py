@@ -15,6 +15,7 @@ from kvbus_prefill.offer import events as ev
 from kvbus_prefill.offer.table import OfferTable
 from kvbus_prefill.slots.events import EngineLost as SlotEngineLost
 from tests.simulator.checker import check
+from tests.simulator.comparing import Digest, digest
 from tests.simulator.gathering import Gathering, Pack, Unpack
 from tests.simulator.leases import CheckedOfferTable
 from tests.simulator.memory import Memory, Offer
@@ -179,6 +180,8 @@ class PrefillAgent:
                     self.gathering.pack(event)
                 case Unpack():
                     self.gathering.unpack(event)
+                case Digest():
+                    digest(self, event)
                 case _:
                     self.tell(event)
         except KVBusError as error:

@@ -3,7 +3,7 @@
 What it does follows `kvbus_decode.read.reader` and `kvbus_decode.read.pack_client`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -16,6 +16,7 @@ from kvbus_decode.read.leg import Leg, Stage
 from kvbus_decode.read.table import ReadTable
 from kvbus_prefill.offer.entry import OfferedBox
 from tests.simulator.checker import check
+from tests.simulator.comparing import Comparing
 from tests.simulator.fabric import Box, Copy, Job, Read, aborted
 from tests.simulator.gathering import NOTHING, Pack, Packed, Unpack
 from tests.simulator.memory import BLOCK_SIZE, Fetch
@@ -49,11 +50,14 @@ class Reading:
         self._users: list[Leg | None] = [None] * limits.num_slots
         self._chunks: dict[str, ReadChunk] = {}
         self._running: dict[Read, None] = {}
+        comparing = Comparing(self)
         self._driver.commands |= {
             ev.AskPack: self._ask_pack,
             ev.ReleaseSlots: self._release,
             ev.PostRead: self._post,
             ev.StartCopy: self._start_copy,
+            ev.AskDigests: comparing.ask,
+            ev.StartCompare: comparing.start,
             ev.AbortRead: self._abort,
             ev.RecycleTransport: self._recycle,
             ev.AbortCopy: self._abort,
@@ -65,9 +69,12 @@ class Reading:
         stages = STAGES[fetch.kind]
         check(command.epoch or Stage.PACK not in stages, 2, "packed without a lease", fetch)
         boxes = list(self._boxes(fetch, command, 2 if Stage.PACK in stages else 4))
-        legs = tuple(Leg(stages, box, fetch.offer.agent, "cpu") for box in boxes)
+        legs = [Leg(stages, box, fetch.offer.agent, "cpu") for box in boxes]
+        if fetch.compares:
+            compared = self._boxes(fetch, command, 4)
+            legs[:0] = [Leg((Stage.COMPARE,), box, fetch.offer.agent) for box in compared]
         self._chunks[fetch.fetch_id] = command
-        self.tell(ev.ChunkWanted(fetch.fetch_id, fetch.memory, legs, path=fetch.kind))
+        self.tell(ev.ChunkWanted(fetch.fetch_id, fetch.memory, tuple(legs), path=fetch.kind))
         limits = self.table.limits
         check(len(self.table.retired) <= limits.max_retired, 6, "too many reads are remembered")
 
@@ -117,20 +124,25 @@ class Reading:
         if chunk.last and fetch.state_block is not None:
             yield Box(fetch, "state", 0, [(chunk.tables["state"].block(0), fetch.state_block)])
 
-    def _ask_pack(self, command: ev.AskPack) -> None:
-        box: Box = command.leg.work
-        fetch, chunk = box.fetch, self._chunks[str(command.key)]
-        sources = tuple(source for source, _ in box.pairs)
+    def offered(self, key: Hashable, box: Box) -> OfferedBox:
+        """The box as the offer has it, with all that gives a right to it."""
+        chunk, sources = self._chunks[str(key)], [source for source, _ in box.pairs]
         ids = b"".join(block.to_bytes(4, "little") for block in sources)
-        offered = OfferedBox(
-            offer_id=fetch.offer.offer_id,
+        return OfferedBox(
+            offer_id=box.fetch.offer.offer_id,
             epoch=chunk.epoch,
             token=chunk.token,
             group=box.group,
             table=BlockTable(ids, first_block=box.start),
             stop=min(chunk.stop, BLOCK_SIZE * (box.start + len(sources))),
             opaque=box.group == "state",
+            secret="secret",
         )
+
+    def _ask_pack(self, command: ev.AskPack) -> None:
+        box: Box = command.leg.work
+        fetch, offered = box.fetch, self.offered(command.key, box)
+        sources = tuple(source for source, _ in box.pairs)
         timeout_s = max(1e-3, fetch.deadline - self.agent.process.time())
         lease_s = self.agent.table.limits.lease_s
         on_reply = partial(self._on_packed, command)

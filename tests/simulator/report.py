@@ -9,6 +9,7 @@ ASKED = {
     "claims": "Claimed",
     "renewals": "Renewed",
     "packs": "Pack",
+    "digests": "Digest",
     "confirms": "Confirmed",
     "takes": "Taken",
     "releases": "Returned",

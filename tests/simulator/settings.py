@@ -26,7 +26,8 @@ class NetworkSettings:
 class FaultSettings:
     """How often one process meets a fault, in seconds of its life; 0 for never.
 
-    ``clock_drift`` is the most by which the clock of a process is fast or slow.
+    ``clock_drift`` is the most by which the clock of a process is fast or slow. Bits flip in a
+    share of the blocks that are read by a fetch which compares.
     """
 
     stop_every_s: float = 60.0
@@ -36,6 +37,7 @@ class FaultSettings:
     clock_drift: float = 1e-4
     failed_reads: float = 0.002
     stalled_reads: float = 0.002
+    flipped_bits: float = 0.002
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +56,7 @@ class LoadSettings:
     cancelled: float = 0.02
     impatient: float = 0.02
     altered: float = 0.002
+    compared: float = 0.1
     offer_ttl_s: float = 30.0
     fetch_timeout_s: float = 60.0
 
@@ -84,14 +87,14 @@ class Settings:
 CALM = Settings(
     agents=2,
     network=NetworkSettings(duplicates=0.0, slow=0.0),
-    faults=FaultSettings(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0),
+    faults=FaultSettings(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0),
 )
 """Nothing goes wrong but what the engines themselves do."""
 
 CROWDED = Settings(
     agents=2,
     network=NetworkSettings(loss=0.02, duplicates=0.02, slow=0.05, slow_s=0.5),
-    faults=FaultSettings(3.0, 4.0, 20.0, 30.0, 1e-3, 0.02, 0.02),
+    faults=FaultSettings(3.0, 4.0, 20.0, 30.0, 1e-3, 0.02, 0.02, 0.01),
     load=LoadSettings(
         offers_per_s=40.0,
         blocks=48,
@@ -100,6 +103,7 @@ CROWDED = Settings(
         cancelled=0.1,
         impatient=0.2,
         altered=0.02,
+        compared=0.3,
         offer_ttl_s=3.0,
         fetch_timeout_s=10.0,
     ),
@@ -122,7 +126,7 @@ CROWDED = Settings(
 SLUGGISH = replace(
     CROWDED,
     network=NetworkSettings(loss=0.2, duplicates=0.1, delay_s=0.05, slow=0.3, slow_s=1.5),
-    faults=FaultSettings(4.0, 8.0, 30.0, 60.0, 1e-3, 0.05, 0.1),
+    faults=FaultSettings(4.0, 8.0, 30.0, 60.0, 1e-3, 0.05, 0.1, 0.01),
     load=replace(CROWDED.load, offers_per_s=6.0),
 )
 """Messages take as long as leases last, a fifth is lost, processes stop for longer than that."""

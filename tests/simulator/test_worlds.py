@@ -45,6 +45,8 @@ def test_a_world_has_every_fault_and_every_path_in_it() -> None:
         "timeouts",
         "repeats",
         "recycled",
+        "bits flipped",
+        "differences",
     )
     paths = ("mapped", "direct", "tcp", "mapped ahead", "direct ahead", "packed", "reordered")
     ends = ("leases expired", "leases revoked", "offers expired", "fetches cancelled")
