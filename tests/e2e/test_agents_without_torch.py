@@ -10,7 +10,7 @@ import anyio
 import pytest
 
 from kvbus.engine import DecodeSession, PrefillSession
-from tests.agents import AgentProcess, Agents, agents_ended, wait_until
+from tests.agents import AgentProcess, Agents, agents_ended, until, wait_until
 from tests.engines import Engine, engine, story_of, works
 from tests.memories import Memory
 
@@ -91,6 +91,15 @@ async def fetched(source: Engine, target: Engine, *, zero_tail: bool) -> list[st
 
 def claims_at_once(story: list[str]) -> bool:
     return not any("PeerReady" in line for line in story)
+
+
+async def test_torch_is_there_before_the_first_fetch_of_an_engine_that_needs_it(measured):
+    agents = [measured.all[0], measured.all[2]]
+    before = [imported_torch(agent) for agent in agents]
+    async with two_engines(agents, UNREGISTERED):
+        await until(lambda: all(imported_torch(agent) for agent in agents))
+
+    assert before == [False, False]
 
 
 async def test_what_passes_through_slots_brings_torch_and_then_the_rates_of_copies(measured):

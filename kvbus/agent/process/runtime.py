@@ -292,6 +292,7 @@ class Runtime:
 
     def _on_engine_ready(self, engine: LocalEngine) -> None:
         self._publish_engine("engine.ready", engine)
+        self.service.on_engine_ready(engine)
 
     def _on_engine_lost(self, engine: LocalEngine) -> None:
         self._publish_engine("engine.lost", engine)

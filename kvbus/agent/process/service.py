@@ -61,6 +61,10 @@ class Service(Protocol):
         """For requests on the peer socket."""
         ...
 
+    def on_engine_ready(self, engine: LocalEngine) -> None:
+        """All of the engine is there; offers and fetches of it follow."""
+        ...
+
     def on_engine_lost(self, engine: LocalEngine) -> None:
         """The engine is gone; what it asked for ends."""
         ...

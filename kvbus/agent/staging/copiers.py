@@ -11,6 +11,8 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import anyio
@@ -21,6 +23,7 @@ from kvbus.agent.engines.rank_memory import RankMemory
 from kvbus.agent.staging.turns import FairThreads, Job, Work
 from kvbus.errors import KVBusError
 from kvbus.geometry import GroupSpec
+from kvbus.memory.libc import load_library
 
 if TYPE_CHECKING:
     from kvbus.memory.paged import PagedMemory
@@ -28,6 +31,8 @@ if TYPE_CHECKING:
 log = structlog.get_logger()
 
 OnEnd = Callable[[KVBusError | None], None]
+
+LARGEST_LIBRARY = "libtorch_cpu.so"
 
 
 class Copiers:
@@ -54,6 +59,11 @@ class Copiers:
     def num_running(self) -> int:
         """Copies of engines' memory that have not ended."""
         return sum(map(len, self._running.values()))
+
+    def prepare_for(self, engine: LocalEngine) -> None:
+        """Begin with `prepare` for an engine of which all KV passes through slots."""
+        if not all(rank.direct for rank in engine.ranks.values()):
+            self.prepare()
 
     def prepare(self) -> Future[None]:
         """Have torch imported in a thread of its own, once; done when it is."""
@@ -167,12 +177,16 @@ class Copiers:
         self._paged = {key: paged for key, paged in self._paged.items() if key[0] not in lost}
 
 
-# Torch is imported for the first copy with tensors, not at the agent's start: most agents make no
-# such copy, as their engines have equal shapes, and it takes 1 to 2 s and 190 MB. Its import stops
-# the event loop for as long as its largest library takes to load (a third of a second on a quiet
-# machine). So whatever counts seconds of a lease must not start before `ready`. It has a thread of
-# its own: copies without torch go on meanwhile.
+# Torch is imported for the first copy with tensors, or once an engine is there that needs such
+# copies, not at the agent's start: most agents make none, as their engines have equal shapes, and
+# it takes 1 to 2 s and 190 MB. An import holds the interpreter while it loads a library: a third of
+# a second for the largest one, on a quiet machine. So that one is loaded before, without: the event
+# loop stops for some 0.08 s then. Whatever counts seconds of a lease must not start before `ready`.
+# It has a thread of its own: copies without torch go on meanwhile.
 def _import_torch() -> None:
+    torch = find_spec("torch")
+    if torch is not None and torch.origin is not None:
+        load_library(str(Path(torch.origin).parent / "lib" / LARGEST_LIBRARY))
     from kvbus.memory.copying import copy_on_one_thread  # noqa: PLC0415  # imports torch
 
     copy_on_one_thread()

@@ -77,6 +77,10 @@ class DecodeService:
         """Another decode agent, with the control session of an engine of ours, asks for help."""
         return {Delegate: self._delegates.delegate, AbortDelegate: self._delegates.abort}
 
+    def on_engine_ready(self, engine: LocalEngine) -> None:
+        """What its copies need is made ready."""
+        self._reader.expect(engine)
+
     def on_engine_lost(self, engine: LocalEngine) -> None:
         """Its fetches end; nobody is there to be told."""
         self._dispatch(ev.EngineLost(engine.engine_id))

@@ -94,6 +94,10 @@ class PrefillService:
             Digest: self._digests.digest,
         }
 
+    def on_engine_ready(self, engine: LocalEngine) -> None:
+        """What its copies need is made ready."""
+        self._packing.copiers.prepare_for(engine)
+
     def on_engine_lost(self, engine: LocalEngine) -> None:
         """Its offers end; nobody is there to be told."""
         self._packing.end_engine(engine)

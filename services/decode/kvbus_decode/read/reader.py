@@ -123,6 +123,10 @@ class Reader:
         except KVBusError:
             return None
 
+    def expect(self, engine: LocalEngine) -> None:
+        """Fetches of a new engine will come: its copies shall not wait for torch."""
+        self._copiers.prepare_for(engine)
+
     async def prepare(self, route: Route, requested: Requested) -> None:
         """Return when `is_ready` is true of the fetch."""
         if not self.is_ready(route, requested):
