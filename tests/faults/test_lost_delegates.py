@@ -87,7 +87,7 @@ async def test_a_delegate_that_was_lost_is_asked_again_and_done_once(fresh, lost
         assert await works(pair.source, pair.target)
 
 
-async def test_a_delegate_that_is_sent_again_while_it_is_under_way_is_done_once(fresh):
+async def test_a_delegate_whose_answer_is_slow_is_sent_again_and_done_once(fresh):
     async with lossy_pair(fresh) as pair:
         pair.link.delay(DELAY_S)
         offer, fetch, wanted = await pair.start()

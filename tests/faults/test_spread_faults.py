@@ -21,6 +21,7 @@ from tests.engines import (
     start_long_read,
     works,
 )
+from tests.expected import expected_after
 from tests.faults.conftest import DECODE, PREFILL, SLOW_READS
 
 pytestmark = pytest.mark.anyio
@@ -314,3 +315,19 @@ async def test_an_offer_withdrawn_while_siblings_read_it_fails_the_fetch(sites, 
 
         assert failure.code is ErrorCode.OFFER_WITHDRAWN
         assert await works(source, target)
+
+
+async def test_a_delegate_that_is_sent_again_while_it_is_read_is_read_once(sites, readers):
+    num_tokens = NUM_LARGE_BLOCKS * LARGE.block_size
+    async with spread_pair(sites, readers) as (source, target):
+        theirs, ours = source.some_blocks(5, num_tokens), target.some_blocks(6, num_tokens)
+        blocks = source, theirs, target, ours
+        wanted = expected_after(target.snapshot(), *blocks, num_tokens=num_tokens)
+        before = readers[1].metric("bus_repeats")
+
+        offer, fetch = await start_long_read(source, target)
+        await until(lambda: readers[1].metric("bus_repeats") > before)
+        await fetch.completed()
+
+        assert same(target.snapshot(), wanted)
+        assert await offer.released() is Outcome.COMPLETED
