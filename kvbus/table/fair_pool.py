@@ -50,7 +50,9 @@ class FairPool(Generic[K, T]):
     def acquire(self) -> tuple[T, int] | None:
         """The item whose turn it is, and its slot; None when no slot is free for any that waits."""
         num_free = len(self._free)
-        for key in self._waiting if num_free else ():
+        if not self._waiting or not num_free:
+            return None
+        for key in self._waiting:
             if self._may_have(self._num_held.get(key, 0), num_free):
                 break
         else:

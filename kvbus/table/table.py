@@ -62,7 +62,8 @@ class Story:
     @property
     def num_bytes(self) -> int:
         """About what it takes."""
-        return sum(STEP_BYTES + len(about) + len(text) for _, about, *_, text in self._steps)
+        texts = [len(step[1]) + len(step[-1]) for step in self._steps]
+        return STEP_BYTES * len(texts) + sum(texts)
 
     def note(
         self, now: float, event: object, state: str, commands: Sequence[object], about: str = ""

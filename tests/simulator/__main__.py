@@ -36,7 +36,8 @@ def simulate(
     settings = WORLDS[world]
     settings = settings if loss < 0 else settings.lossy(loss)
     settings = replace(settings, agents=agents) if agents else settings
-    gc.set_threshold(100_000, 20, 100)  # little is garbage that needs a collector: look less often
+    gc.freeze()
+    gc.set_threshold(1_000_000)  # hardly anything is garbage that needs a collector
     began = time.process_time()
     simulated = World(settings, seed=seed, num_handoffs=handoffs)
     try:
