@@ -61,7 +61,7 @@ def page() -> str:
         "A fetch, at the decode agent",
         FetchState,
         decode.TRANSITIONS,
-        {FetchState.RESOLVING: "Requested"},
+        {FetchState.MEETING: "Requested, no ticket yet", FetchState.RESOLVING: "Requested"},
     )
     leg = section(
         "A leg of a read, at the decode agent",

@@ -144,6 +144,7 @@ class PrefillSession(ControlSession):
         first_blocks: Mapping[str, int] | None = None,
         audience: str = "",
         prompt_digest: str = "",
+        transfer_id: str | None = None,
     ) -> Offer:
         """Offer ``num_tokens`` tokens that lie in ``block_ids`` (by group, in order of position).
 
@@ -155,6 +156,11 @@ class PrefillSession(ControlSession):
 
         Only the decode engine or agent of the name ``audience`` may use the ticket, only for the
         prompt that its engine knows by the same ``prompt_digest``: where the site signs tickets.
+
+        Whoever shows ``transfer_id`` is given the ticket, and may ask for it before the offer is
+        made: a router makes it, and has both engines told, see `kvbus.protocol.rendezvous`. Refused
+        with ``offer_exists`` when there was an offer of that name, with ``cancelled`` when its
+        reader has given it up.
         """
         first_blocks = first_blocks or {}
         if without := sorted(first_blocks.keys() - block_ids.keys()):
@@ -170,6 +176,7 @@ class PrefillSession(ControlSession):
             ttl_s=ttl_s,
             audience=audience,
             prompt_digest=prompt_digest,
+            transfer_id=transfer_id,
         )
 
         def keep(made: OfferMade) -> Offer:

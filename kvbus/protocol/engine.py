@@ -105,6 +105,7 @@ class MakeOffer(Request[OfferMade], frozen=True):
     The blocks stay untouched until the notice `Released`. ``ttl_s`` is how long the offer waits
     for a reader; a live lease outlasts it. ``audience`` is the one decode engine or agent that may
     use the ticket, ``prompt_digest`` what the prompt is known by; empty when it does not matter.
+    Whoever shows ``transfer_id``, a secret that a router has made, is given the ticket.
     """
 
     op: ClassVar[str] = "offer"
@@ -116,6 +117,7 @@ class MakeOffer(Request[OfferMade], frozen=True):
     ttl_s: Seconds | None = None
     audience: Text = ""
     prompt_digest: Text = ""
+    transfer_id: Secret | None = None
 
 
 class ExtendOffer(Request[Empty], frozen=True):
@@ -156,6 +158,8 @@ class Released(Message, frozen=True):
 
 class StartFetch(Request[Empty], frozen=True):
     """Asks for tokens [first_token, num_tokens) of a ticket's request, into ``tables``.
+
+    The ``ticket`` may be a `Rendezvous` instead: then the fetch waits until there is one.
 
     ``tables`` hold exactly the blocks of these tokens: of a group with a window those of its last
     ``window`` tokens, of a state the one block. With ``zero_tail`` the unused slots of the last
@@ -200,6 +204,7 @@ class StageTimes(msgspec.Struct, frozen=True):
     reading: float = 0.0
     confirming: float = 0.0
     queued: float = 0.0
+    meeting: float = 0.0
 
     @property
     def total(self) -> float:

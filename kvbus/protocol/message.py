@@ -32,7 +32,9 @@ Secret = Annotated[str, msgspec.Meta(min_length=16, max_length=128)]
 Address = Annotated[int, msgspec.Meta(ge=0, le=2**62 - 1)]
 
 
-UNSPOKEN = frozenset({"secret", "token", "access", "signature", "ticket", "body", "ok"})
+UNSPOKEN = frozenset(
+    {"secret", "token", "access", "transfer_id", "signature", "ticket", "body", "ok"}
+)
 """Fields that are a right, or may hold one: no repr shows them."""
 
 

@@ -27,6 +27,7 @@ from kvbus.protocol.message import (
     Tokens,
 )
 from kvbus.protocol.remote_ranks import AbortDelegate, CheckMemory, Delegate
+from kvbus.protocol.rendezvous import Forgo, Meet
 from kvbus.protocol.staging import Pack, Unpack
 
 
@@ -277,6 +278,8 @@ PREFILL_PEER_REQUESTS: tuple[type[Request[Any]], ...] = (
     Take,
     Release,
     PeerWithdraw,
+    Meet,
+    Forgo,
     Pack,
     Unpack,
     Digest,

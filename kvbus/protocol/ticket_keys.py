@@ -6,15 +6,19 @@ times are seconds since 1970 and come from outside.
 
 import hmac
 from collections.abc import Sequence
+from typing import TypeVar
 
 import msgspec
 
 from kvbus.errors import ErrorCode, LocalError
+from kvbus.protocol.rendezvous import Rendezvous
 from kvbus.protocol.ticket import Ticket
+
+T = TypeVar("T", Ticket, Rendezvous)
 
 CLOCK_TOLERANCE_S = 30
 """How far the clocks of two agents may be apart."""
-_CONTEXT = b"kvbus ticket\n"
+_CONTEXT = {Ticket: b"kvbus ticket\n", Rendezvous: b"kvbus rendezvous\n"}
 
 
 class TicketKeys:
@@ -25,7 +29,7 @@ class TicketKeys:
             raise LocalError("tickets are signed with one key at least")
         self._keys = tuple(keys)
 
-    def sign(self, ticket: Ticket, *, now_s: float, lifetime_s: float) -> Ticket:
+    def sign(self, ticket: T, *, now_s: float, lifetime_s: float) -> T:
         """``ticket`` with its times and its signature."""
         issued_at_s = int(now_s)
         dated = msgspec.structs.replace(
@@ -34,7 +38,7 @@ class TicketKeys:
         signature = _signature(self._keys[0], dated)
         return msgspec.structs.replace(dated, signature=signature)
 
-    def check_signature(self, ticket: Ticket) -> None:
+    def check_signature(self, ticket: Ticket | Rendezvous) -> None:
         """Raise `LocalError` (``forbidden``) unless one of our keys signed exactly this ticket."""
         shown = ticket.signature.encode()
         ours = (_signature(key, ticket).encode() for key in self._keys)
@@ -46,32 +50,33 @@ class TicketKeys:
                 code=ErrorCode.FORBIDDEN,
             )
 
-    def check_times(self, ticket: Ticket, *, now_s: float) -> None:
+    def check_times(self, ticket: Ticket | Rendezvous, *, now_s: float) -> None:
         """Raise `LocalError` when the ticket is over, or from a time that has not come."""
+        maker = f"agent '{ticket.agent_id}'" if isinstance(ticket, Ticket) else "the router"
         early_s, late_s = ticket.issued_at_s - now_s, now_s - ticket.expires_at_s
         if late_s > CLOCK_TOLERANCE_S:
             raise LocalError(
                 f"the ticket expired {late_s:.0f} s ago, by the clock of this machine; if it is "
-                f"fresh, that clock or the one of agent '{ticket.agent_id}' is wrong",
+                f"fresh, that clock or the one of {maker} is wrong",
                 code=ErrorCode.OFFER_EXPIRED,
                 late_s=round(late_s),
             )
         if early_s > CLOCK_TOLERANCE_S:
             raise LocalError(
                 f"the ticket was issued {early_s:.0f} s in the future, by the clock of this "
-                f"machine: that clock or the one of agent '{ticket.agent_id}' is wrong",
+                f"machine: that clock or the one of {maker} is wrong",
                 code=ErrorCode.FORBIDDEN,
                 early_s=round(early_s),
             )
 
 
-def _signature(key: bytes, ticket: Ticket) -> str:
+def _signature(key: bytes, ticket: Ticket | Rendezvous) -> str:
     """HMAC-SHA256 of all other fields: compact JSON, in the order in which the page has them.
 
     Without ``blocks`` when there are none: agents that do not know the field sign without it.
     """
     fields = msgspec.structs.replace(ticket, signature="").to_json()
-    if not ticket.blocks:
+    if not fields.get("blocks", True):
         del fields["blocks"]
     unsigned = msgspec.json.encode(fields)
-    return hmac.digest(key, _CONTEXT + unsigned, "sha256").hex()
+    return hmac.digest(key, _CONTEXT[type(ticket)] + unsigned, "sha256").hex()

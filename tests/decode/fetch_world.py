@@ -28,7 +28,15 @@ LIMITS = FetchLimits(
     claim_after_s=0.25,
     confirm_grace_s=0.5,
 )
-Asked = ev.ResolvePeer | ev.SendClaim | ev.SendRenew | ev.ReadChunk | ev.SendConfirm | ev.SendTake
+Asked = (
+    ev.SendMeet
+    | ev.ResolvePeer
+    | ev.SendClaim
+    | ev.SendRenew
+    | ev.ReadChunk
+    | ev.SendConfirm
+    | ev.SendTake
+)
 YES = {ev.SendConfirm, ev.SendTake}
 
 
@@ -212,7 +220,7 @@ class FetchWorld(StoryMachine):
                 watched.num_aborts += 1
                 assert watched.in_flight
                 assert watched.num_aborts == 1
-            case ev.SendReply() | ev.Refuse():
+            case ev.SendReply() | ev.Refuse() | ev.SendWithdraw() | ev.SendForgo():
                 pass
             case ev.HoldPeer(fetch_id):
                 assert self.turns.waits(fetch_id)

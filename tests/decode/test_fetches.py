@@ -9,6 +9,7 @@ from kvbus.errors import ErrorCode, KVBusError, RemoteError, RequestRefused
 from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import Outcome
 from kvbus.protocol.peer import Granted
+from kvbus.protocol.rendezvous import Rendezvous
 from kvbus.protocol.ticket import Ticket
 from kvbus_decode.fetch import events as ev
 from kvbus_decode.fetch.state import ENDS, FetchLimits, FetchState
@@ -17,7 +18,9 @@ from kvbus_decode.fetch.transitions import TRANSITIONS
 
 LIMITS = FetchLimits(max_fetches=2, max_retired=2, request_timeout_s=5.0, busy_retry_s=0.25)
 TICKET = Ticket("p", "boot", "tcp://p", "engine-p", "engine-boot", "o1", "r1", 32, "secret")
+MEETS = Rendezvous("transfer-id-of-32-characters-here", "tcp://p:1", request_id="r1")
 PER_FETCH = (
+    ev.OfferMet,
     ev.PeerReady,
     ev.TurnCame,
     ev.LeaseGranted,
@@ -40,6 +43,13 @@ CANCEL = ev.CancelRequested("f1", "cancel")
 
 def requested(fetch_id: str = "f1", *, first_token: int = 0, timeout_s: float = 60.0) -> ev.Event:
     return ev.Requested(fetch_id, "engine-d", TICKET, first_token, 32, {}, timeout_s, "fetch")
+
+
+def meeting(**fields: float) -> ev.Requested:
+    """A fetch of an offer that has not been made."""
+    event = requested(**fields)
+    assert isinstance(event, ev.Requested)
+    return replace(event, ticket=MEETS.unknown_ticket(), meets=MEETS)
 
 
 def lease(
@@ -96,6 +106,43 @@ def test_a_fetch_goes_from_resolve_to_claim_to_read_to_confirm_to_completed() ->
         [ev.ReportFetched],
     ]
     assert report(steps[-1]).outcome is Outcome.COMPLETED
+
+
+def test_a_fetch_of_an_offer_that_is_not_made_asks_for_its_ticket_first() -> None:
+    table = table_after()
+
+    steps = [table.handle(e, 0.0) for e in (meeting(), ev.OfferMet("f1", TICKET), READY, lease())]
+
+    assert [kinds(commands) for commands in steps] == [
+        [ev.SendReply, ev.SendMeet],
+        [ev.ResolvePeer],
+        [ev.SendClaim],
+        [ev.ReadChunk],
+    ]
+    assert steps[2][0].requested.ticket is TICKET
+
+
+@pytest.mark.parametrize("code", [ErrorCode.BUSY, ErrorCode.TIMEOUT])
+def test_the_ticket_is_asked_for_until_the_deadline(code: ErrorCode) -> None:
+    table = table_after(meeting(timeout_s=1.0))
+    num_asked, now = 1, 0.0
+    while (due := table.next_deadline()) is not None:
+        table.handle(failed(code), now)
+        now = table.next_deadline() or due
+        num_asked += kinds(table.handle(ev.DeadlinePassed(), now)).count(ev.SendMeet)
+
+    assert num_asked == 4
+    assert now == 1.0
+    assert table.retired["f1"].error.code is ErrorCode.TIMEOUT
+
+
+def test_who_gives_up_before_the_offer_is_made_has_it_forgone_also_later() -> None:
+    table = table_after(meeting())
+
+    (*_, forgo) = table.handle(ev.CancelRequested("f1", "a", release_offer=True), 0.0)
+    (*_, again) = table.handle(ev.CancelRequested("f1", "b", release_offer=True), 0.0)
+
+    assert forgo == again == ev.SendForgo(MEETS)
 
 
 def test_a_fetch_whose_route_is_known_claims_before_it_answers() -> None:

@@ -5,6 +5,7 @@ an answer gets exactly one. What the table says is checked where it comes out.
 """
 
 from collections.abc import Callable
+from msgspec.structs import replace
 from typing import Any
 
 import msgspec
@@ -17,7 +18,15 @@ from kvbus_decode.fetch import events as ev
 from kvbus_decode.fetch.ahead import Ahead
 from kvbus_decode.fetch.state import FetchState
 from tests.decode.fetch_world import LIMITS, FetchWorld, Pending
-from tests.decode.watched import NUM_TOKENS, Offered, Watched, blocks, num_blocks, ticket_of
+from tests.decode.watched import (
+    NUM_TOKENS,
+    Offered,
+    Watched,
+    blocks,
+    num_blocks,
+    rendezvous_of,
+    ticket_of,
+)
 from tests.examples import num_examples
 
 ENGINES = st.sampled_from(["engine-a", "engine-b"])
@@ -58,6 +67,7 @@ class FetchInterleavings(FetchWorld):
         again=st.sampled_from([None, None, None, 0, 1, 3]),
         route=st.sampled_from([None, "known"]),
         ahead=AHEAD,
+        meets=st.sampled_from([False, False, True]),
     )
     def request(
         self,
@@ -73,9 +83,12 @@ class FetchInterleavings(FetchWorld):
         again: int | None,
         route: str | None,
         ahead: Ahead | None,
+        meets: bool,
     ) -> None:
         """One that reads ahead has a route and no wish for chunks; its seal may be late."""
         self.tell(ev.DeadlinePassed())
+        if meets:
+            route = ahead = None
         if ahead is not None:
             route, chunk_tokens = "known", 0
             num_ready, sealed = (NUM_TOKENS, True) if sealed else (0, False)
@@ -96,12 +109,17 @@ class FetchInterleavings(FetchWorld):
             route=route,
             ahead=ahead,
         )
+        if meets:
+            shown = rendezvous_of(fetch_id)
+            event = replace(event, ticket=shown.unknown_ticket(), meets=shown)
         must_refuse = fetch_id in self.seen or self.is_full()
         if not must_refuse:
             offer = Offered(num_ready, sealed and num_ready == NUM_TOKENS)
-            self.seen[fetch_id] = Watched(event, self.now, boot, offer)
+            self.seen[fetch_id] = Watched(event, self.now, boot, offer, met=not meets)
 
         first: set[type[ev.Command]] = {ev.ResolvePeer if route is None else ev.SendClaim}
+        if meets:
+            first = {ev.SendMeet}
         if ahead is not None:
             reads = first_token < NUM_TOKENS
             first = {ev.SendClaim if reads and ahead.claims else ev.HoldPeer}
@@ -188,7 +206,15 @@ class FetchInterleavings(FetchWorld):
                 early = {ErrorCode.BUSY, ErrorCode.OFFER_OPEN}
                 can_come = isinstance(asked, ev.SendTake) and code in early
                 self.seen[fetch_id].confirm_lost = can_come or code is ErrorCode.TIMEOUT
+                waits = isinstance(asked, ev.SendMeet) and self.seen[fetch_id].report is None
+                waits &= self.now < self.seen[fetch_id].deadline
                 self.tell(ev.StepFailed(fetch_id, error))
+                if waits and code in (ErrorCode.BUSY, ErrorCode.TIMEOUT):
+                    assert self.seen[fetch_id].report is None, "it does not wait for the offer"
+            case ev.SendMeet():
+                self.seen[fetch_id].met |= self.seen[fetch_id].report is None
+                ticket = ticket_of(fetch_id, self.seen[fetch_id].agent_boot)
+                self.tell(ev.OfferMet(fetch_id, ticket))
             case ev.ResolvePeer():
                 self.tell(ev.PeerReady(fetch_id))
             case ev.SendConfirm() | ev.SendTake():
@@ -223,17 +249,25 @@ class FetchInterleavings(FetchWorld):
         self.tell_hint(self.pick(back))
 
     @rarely(5)
-    @rule(back=ANY_FETCH)
-    def cancel(self, back: int) -> None:
+    @rule(back=ANY_FETCH, release_offer=st.booleans())
+    def cancel(self, back: int, release_offer: bool) -> None:
         self.tell(ev.DeadlinePassed())
         fetch_id = self.pick(back)
         kept = self.is_kept(fetch_id)
         if kept and self.seen[fetch_id].report is None:
             self.seen[fetch_id].cancelled = True
 
-        (answer, *_) = self.tell(ev.CancelRequested(fetch_id, self.reply_to()))
+        event = ev.CancelRequested(fetch_id, self.reply_to(), release_offer)
+        (answer, *more) = self.tell(event)
 
         assert isinstance(answer, ev.SendReply) == kept
+        ends = [c for c in more if isinstance(c, ev.SendWithdraw | ev.SendForgo)]
+        if not (kept and release_offer) or self.seen[fetch_id].confirmed:
+            assert not ends
+        elif self.seen[fetch_id].met:
+            assert ends == [ev.SendWithdraw(ticket_of(fetch_id, self.seen[fetch_id].agent_boot))]
+        else:
+            assert ends == [ev.SendForgo(rendezvous_of(fetch_id))]
 
     @precondition(lambda self: self.turns.queues)
     @rarely(3)
@@ -250,7 +284,7 @@ class FetchInterleavings(FetchWorld):
     @rule(boot=BOOTS)
     def lose_peer(self, boot: str) -> None:
         self.tell(ev.PeerGone(boot))
-        assert all(w.report for w in self.seen.values() if w.agent_boot == boot)
+        assert all(w.report for w in self.seen.values() if w.agent_boot == boot and w.met)
 
     @rarely(13)
     @rule(engine_id=ENGINES)

@@ -11,6 +11,7 @@ import pytest
 from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import Outcome
 from kvbus.protocol.peer import Granted
+from kvbus.protocol.rendezvous import Rendezvous
 from kvbus.protocol.ticket import Ticket
 from kvbus_decode.fetch import events as ev
 
@@ -40,6 +41,11 @@ def ticket_of(fetch_id: str, boot: str) -> Ticket:
     )
 
 
+def rendezvous_of(fetch_id: str) -> Rendezvous:
+    """The same, before there is an offer."""
+    return Rendezvous(f"transfer-id-of-{fetch_id}", "tcp://p:1", request_id="request")
+
+
 @dataclass
 class Offered:
     """The offer that a fetch reads: tokens become ready in order, until the seal."""
@@ -66,12 +72,14 @@ class Watched:
     ``hinted`` is True from a hint until the next question about the offer is asked; ``superseded``
     are epochs that the prefill agent itself took back. ``confirm_lost`` when no reply came to the
     last confirm. ``in_doubt`` while nobody but the ticket has told that the offer is sealed.
+    ``met`` once it has a ticket.
     """
 
     requested: ev.Requested
     asked_at: float
     agent_boot: str
     offer: Offered = field(default_factory=Offered)
+    met: bool = True
     queued_at: float | None = None
     begun_at: float | None = None
     told_ready: int = 0

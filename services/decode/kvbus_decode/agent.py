@@ -13,6 +13,7 @@ from kvbus.protocol.engine import AgentRanks, BlocksFreed, CancelFetch, Fetched,
 from kvbus.protocol.mapped import Sharing
 from kvbus.protocol.peer import FetchEvent, Status
 from kvbus.protocol.remote_ranks import AbortDelegate, Delegate
+from kvbus.protocol.rendezvous import Rendezvous
 from kvbus.table import Driver
 from kvbus_decode.active import ActiveFetch
 from kvbus_decode.config import DecodeConfig
@@ -22,6 +23,7 @@ from kvbus_decode.fetch.table import FetchTable
 from kvbus_decode.metrics import READINGS, DecodeMetrics
 from kvbus_decode.peer.directory import PeerAddress
 from kvbus_decode.peer.lease_client import LeaseClient
+from kvbus_decode.peer.meeting_client import MeetingClient
 from kvbus_decode.peer.route import Route
 from kvbus_decode.read.chunk import check_tables, make_chunk
 from kvbus_decode.read.delegate import DelegateServer
@@ -48,7 +50,10 @@ class DecodeService:
         self._reader = Reader(agent, config, leases.peers, self._metrics)
         self._tickets = TicketGate(agent.identity.agent_id, load_ticket_keys(config.ticket_keys))
         self._delegates = DelegateServer(agent, self._tickets, leases, self._reader)
+        meetings = MeetingClient(leases, self._tickets, self._dispatch)
         self._driver.commands |= {
+            ev.SendMeet: meetings.meet,
+            ev.SendForgo: meetings.forgo,
             ev.ResolvePeer: leases.resolve,
             ev.HoldPeer: leases.hold_peer,
             ev.SendClaim: leases.claim,
@@ -139,7 +144,9 @@ class DecodeService:
 
     def _start_fetch(self, fetch: StartFetch, call: Call) -> None:
         engine = self._agent.engines.engine_of(call)
-        ticket = self._tickets.admit(fetch, engine.engine_id)
+        shown = self._tickets.admit(fetch, engine.engine_id)
+        meets = shown if isinstance(shown, Rendezvous) else None
+        ticket = shown.unknown_ticket() if isinstance(shown, Rendezvous) else shown
         if fetch.first_token > fetch.num_tokens:
             raise LocalError(
                 f"first_token {fetch.first_token} is behind num_tokens {fetch.num_tokens}",
@@ -159,8 +166,9 @@ class DecodeService:
             zero_tail=fetch.zero_tail,
             chunk_tokens=fetch.chunk_tokens,
             reply_to=call,
+            meets=meets,
         )
-        route = self._leases.routes.find(ticket, engine)
+        route = self._leases.routes.find(ticket, engine) if meets is None else None
         if route is not None and self._reader.is_ready(route, requested):
             may_read = self._config.optimistic and answers  # else READs would stall, and blocks
             ahead = ahead_of(requested, route, self._reader) if may_read else None
@@ -301,6 +309,7 @@ class DecodeService:
             leased=fetched.leased,
             blocks_free=fetched.blocks_free,
             total_ms=round(total_s * 1e3, 3),
+            meeting_ms=round(stages.meeting * 1e3, 3),
             resolving_ms=round(stages.resolving * 1e3, 3),
             queued_ms=round(stages.queued * 1e3, 3),
             claiming_ms=round(stages.claiming * 1e3, 3),

@@ -9,8 +9,11 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
+import msgspec
+
 from kvbus.errors import ErrorCode, LocalError
 from kvbus.protocol.engine import StartFetch
+from kvbus.protocol.rendezvous import Rendezvous
 from kvbus.protocol.ticket import Ticket
 from kvbus.protocol.ticket_keys import TicketKeys
 
@@ -24,19 +27,31 @@ class TicketGate:
         self._agent_id, self._keys = agent_id, keys
         self._completed: OrderedDict[tuple[str, str], None] = OrderedDict()
 
-    def admit(self, fetch: StartFetch, engine_id: str) -> Ticket:
-        """The ticket of a fetch for ``engine_id``; raises `LocalError` or `ProtocolError`."""
-        ticket, keys = self.read(fetch.ticket), self._keys
-        self._check_prompt(ticket, fetch.prompt_digest)
+    def admit(self, fetch: StartFetch, engine_id: str) -> Ticket | Rendezvous:
+        """What a fetch for ``engine_id`` shows; raises `LocalError` or `ProtocolError`.
+
+        A rendezvous has the digest that the ticket is to have.
+        """
+        if not Rendezvous.is_one(fetch.ticket):
+            return self._admit_ticket(fetch.ticket, engine_id, fetch.prompt_digest)
+        meets = Rendezvous.from_json(fetch.ticket)
+        if self._keys is not None:
+            self._keys.check_signature(meets)
+            self._keys.check_times(meets, now_s=time.time())
+        self._check_audience(meets.audience, engine_id)
+        return msgspec.structs.replace(meets, prompt_digest=fetch.prompt_digest)
+
+    def admit_met(self, fields: Mapping[str, Any], engine_id: str, meets: Rendezvous) -> Ticket:
+        """The ticket that an agent has given for a rendezvous; raises as `admit` does."""
+        return self._admit_ticket(fields, engine_id, meets.prompt_digest)
+
+    def _admit_ticket(self, fields: Mapping[str, Any], engine_id: str, digest: str) -> Ticket:
+        ticket, keys = self.read(fields), self._keys
+        self._check_prompt(ticket, digest)
         if keys is None:
             return ticket
         keys.check_times(ticket, now_s=time.time())
-        if ticket.audience not in ("", self._agent_id, engine_id):
-            raise LocalError(
-                f"the ticket is for '{ticket.audience}', not for '{engine_id}' at "
-                f"'{self._agent_id}'",
-                code=ErrorCode.FORBIDDEN,
-            )
+        self._check_audience(ticket.audience, engine_id)
         if (ticket.agent_boot, ticket.offer_id) in self._completed:
             raise LocalError("the offer was read here already", code=ErrorCode.OFFER_COMPLETED)
         return ticket
@@ -54,6 +69,14 @@ class TicketGate:
             self._completed[ticket.agent_boot, ticket.offer_id] = None
             if len(self._completed) > MAX_COMPLETED:
                 self._completed.popitem(last=False)
+
+    def _check_audience(self, audience: str, engine_id: str) -> None:
+        """It is for whom it names, where it is known who made it."""
+        if self._keys is not None and audience not in ("", self._agent_id, engine_id):
+            raise LocalError(
+                f"the ticket is for '{audience}', not for '{engine_id}' at '{self._agent_id}'",
+                code=ErrorCode.FORBIDDEN,
+            )
 
     def _check_prompt(self, ticket: Ticket, expected: str) -> None:
         """A ticket without a digest is of any prompt, unless it is known who made it."""

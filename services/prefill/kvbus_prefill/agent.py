@@ -28,6 +28,7 @@ from kvbus.protocol.peer import (
     Status,
     Take,
 )
+from kvbus.protocol.rendezvous import Forgo, Meet
 from kvbus.protocol.ticket import Ticket, packed_tables
 from kvbus.table import Driver
 from kvbus.transport import ProgressToken
@@ -36,6 +37,8 @@ from kvbus_prefill.digests import DigestServer
 from kvbus_prefill.gather import Packing
 from kvbus_prefill.handshake import answer_handshake
 from kvbus_prefill.lending import MemoryLender
+from kvbus_prefill.meeting import events as meeting
+from kvbus_prefill.meeting.table import MeetingTable
 from kvbus_prefill.metrics import READINGS, PrefillMetrics
 from kvbus_prefill.offer import events as ev
 from kvbus_prefill.offer.entry import OfferEntry
@@ -58,6 +61,9 @@ class PrefillService:
             ev.ReportReleased: self._report_released,
             ev.Publish: self._publish,
         }
+        self._meetings = MeetingTable(config.meeting_limits)
+        self._meeting_driver: Driver[meeting.Event] = Driver(self._meetings, agent.loop)
+        self._meeting_driver.commands |= {meeting.Withdraw: self._withdraw_forgone}
         self._idle = anyio.Event()
         self._ticket_keys = load_ticket_keys(config.ticket_keys)
         self._tokens: dict[tuple[str, int], ProgressToken] = {}
@@ -90,6 +96,8 @@ class PrefillService:
             Take: self._take,
             Release: self._release,
             PeerWithdraw: self._withdraw_for_router,
+            Meet: self._meet,
+            Forgo: self._forgo,
             **self._packing.handlers(),
             Digest: self._digests.digest,
         }
@@ -118,6 +126,7 @@ class PrefillService:
     def start_draining(self) -> None:
         """No new offers; those that are live wait for their readers."""
         self._driver.on_settled = self._check_idle
+        self._meeting_driver.dispatch(meeting.DrainStarted())
         self._driver.dispatch(ev.DrainStarted())
 
     async def drained(self) -> None:
@@ -127,6 +136,8 @@ class PrefillService:
     def stop(self) -> None:
         """Withdraw what is left."""
         self._packing.stop()
+        self._meeting_driver.dispatch(meeting.DrainStarted())
+        self._meeting_driver.stop()
         self._driver.dispatch(ev.Stopped())
         self._driver.stop()
 
@@ -206,9 +217,20 @@ class PrefillService:
     def _withdraw_for_router(self, withdraw: PeerWithdraw, call: Call) -> None:
         self._driver.dispatch(ev.Withdrawn(withdraw.offer_id, withdraw.secret, call))
 
+    def _withdraw_forgone(self, command: meeting.Withdraw) -> None:
+        self._driver.dispatch(ev.Withdrawn(command.offer_id, command.secret, command.reply_to))
+
+    def _meet(self, meet: Meet, call: Call) -> None:
+        self._meeting_driver.dispatch(meeting.Awaited(meet.transfer_id, meet.wait_s, call))
+
+    def _forgo(self, forgo: Forgo, call: Call) -> None:
+        self._meeting_driver.dispatch(meeting.Forgone(forgo.transfer_id, call))
+
     def _open(self, offer: MakeOffer, call: Call) -> None:
         engine = self._agent.engines.engine_of(call)
         check_tables(engine, offer.tables, offer.num_tokens, sealed=offer.sealed)
+        if offer.transfer_id is not None:
+            self._meetings.check_free(offer.transfer_id)
         identity, offer_id, secret = self._agent.identity, uuid.uuid4().hex, new_secret()
         max_blocks = self._config.ticket_blocks
         ticket = Ticket(
@@ -244,6 +266,9 @@ class PrefillService:
                 ticket_blocks=max_blocks if self._may_name_blocks(offer) else 0,
             )
         )
+        if offer.transfer_id is not None and offer_id in self._table.live:
+            fields = ticket.to_json()
+            self._meeting_driver.dispatch(meeting.Made(offer.transfer_id, offer_id, fields))
 
     def _may_name_blocks(self, offer: MakeOffer) -> bool:
         """Whether the engine may do so, at the end: not in what the site signs."""
@@ -310,6 +335,8 @@ class PrefillService:
                     outcome=released.outcome,
                 )
             )
+        over = LocalError("the offer is over", code=ErrorCode(f"offer_{released.outcome}"))
+        self._meeting_driver.dispatch(meeting.Ended(released.offer_id, over))
         lived_s = self._driver.now - released.opened_at
         self._metrics.offers.labels(released.outcome).inc()
         self._metrics.offer_life_s.observe(lived_s)
@@ -331,6 +358,7 @@ class PrefillService:
         stats = self._agent.transport.stats()
         return {
             **self.counts(),
+            "awaited_offers": self._meetings.num_waiting,
             "ended_bytes": self._table.retired_bytes,
             "engines": len(self._agent.engines.engines),
             "progress_tokens": stats.progress_tokens,

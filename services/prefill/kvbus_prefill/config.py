@@ -9,6 +9,7 @@ from msgspec import Meta
 
 from kvbus.agent.process.config import AgentConfig, Bound, Duration
 from kvbus.protocol.ticket import MAX_TICKET_BLOCKS
+from kvbus_prefill.meeting.entry import MeetingLimits
 from kvbus_prefill.offer.entry import OfferLimits
 from kvbus_prefill.slots.entry import SlotLimits
 
@@ -62,6 +63,11 @@ class PrefillConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_field
             max_hold_s=self.max_hold_s,
             max_retired_bytes=self.max_ended_bytes,
         )
+
+    @property
+    def meeting_limits(self) -> MeetingLimits:
+        """The bounds of the table of offers that are known by a name."""
+        return MeetingLimits(max_names=self.max_offers, max_retired_bytes=self.max_ended_bytes)
 
     def slot_limits(self, *, num_slots: int) -> SlotLimits:
         """The bounds of the slot table; a slot is leased like an offer, and no longer."""

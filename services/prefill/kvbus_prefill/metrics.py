@@ -10,6 +10,7 @@ from kvbus.agent.process.metrics import STAGE_BUCKETS_S, AgentMetrics
 READINGS = {
     "offers": "Offers that are live.",
     "leases": "Leases that are live.",
+    "awaited_offers": "Requests for tickets of offers that have not been made yet.",
     "packs": "Boxes that wait for a staging slot.",
     "slots": "Staging slots in use.",
     "ended_bytes": "What is known of offers that have ended.",

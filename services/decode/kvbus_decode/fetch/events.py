@@ -10,6 +10,7 @@ from kvbus.errors import ErrorCode, KVBusError
 from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import Outcome, StageTimes
 from kvbus.protocol.peer import Granted
+from kvbus.protocol.rendezvous import Rendezvous
 from kvbus.protocol.ticket import Ticket
 from kvbus.table.events import (
     DeadlinePassed,
@@ -35,6 +36,7 @@ __all__ = [
     "LeaseConfirmed",
     "LeaseGranted",
     "OfferAdvanced",
+    "OfferMet",
     "PeerGone",
     "PeerReady",
     "ReadChunk",
@@ -47,6 +49,8 @@ __all__ = [
     "ResolvePeer",
     "SendClaim",
     "SendConfirm",
+    "SendForgo",
+    "SendMeet",
     "SendRelease",
     "SendRenew",
     "SendReply",
@@ -68,7 +72,8 @@ class Requested(Value, frozen=True):
     blocks zeroed. With ``chunk_tokens`` it wants chunks that end at multiples of it, and to be told
     of each that has landed; 0 without. ``route`` is how the prefill engine is read, None when that
     is not known yet and the peer has to be resolved, or when this agent is not ready to read.
-    ``ahead`` when the route is known and the ticket's own blocks can be read at once.
+    ``ahead`` when the route is known and the ticket's own blocks can be read at once. While it
+    ``meets``, there is no ticket yet, and ``ticket`` says what is known of it.
     """
 
     fetch_id: str
@@ -84,6 +89,14 @@ class Requested(Value, frozen=True):
     chunk_tokens: int = 0
     route: object = None
     ahead: Ahead | None = None
+    meets: Rendezvous | None = None
+
+
+class OfferMet(Value, frozen=True):
+    """The offer was made: this is its ticket."""
+
+    fetch_id: str
+    ticket: Ticket
 
 
 class PeerReady(Value, frozen=True):
@@ -111,7 +124,7 @@ class LeaseGranted(Value, frozen=True):
 
 
 class StepFailed(Value, frozen=True):
-    """A command of this fetch ended with an error: resolve, claim, confirm or take.
+    """A command of this fetch ended with an error: meet, resolve, claim, confirm or take.
 
     ``luck``, drawn from 0 to 1, lengthens the pause after ``busy``, so that agents that wait for
     the same thing do not ask in step.
@@ -168,7 +181,8 @@ class PeerGone(Value, frozen=True):
 
 
 FetchEvent = (
-    PeerReady
+    OfferMet
+    | PeerReady
     | TurnCame
     | LeaseGranted
     | StepFailed
@@ -180,6 +194,20 @@ FetchEvent = (
 )
 TableEvent = PeerGone | EngineLost | DrainStarted | Stopped | DeadlinePassed
 Event = Requested | FetchEvent | TableEvent
+
+
+class SendMeet(Value, frozen=True):
+    """Ask for the ticket for so long; answer `OfferMet` or `StepFailed`."""
+
+    fetch_id: str
+    timeout_s: float
+    requested: Requested
+
+
+class SendForgo(Value, frozen=True):
+    """Say that nobody will read the offer; the answer does not matter, as it ends by itself."""
+
+    meets: Rendezvous
 
 
 class ResolvePeer(Value, frozen=True):
@@ -309,6 +337,8 @@ class ReportBlocksFreed(Value, frozen=True):
 Command = (
     SendReply
     | Refuse
+    | SendMeet
+    | SendForgo
     | ResolvePeer
     | HoldPeer
     | SendClaim

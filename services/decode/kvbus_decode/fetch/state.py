@@ -9,6 +9,9 @@ from kvbus.table import Context as AnyContext
 class FetchState(StrEnum):
     """Where a fetch is. The last three are ends; draining is one as well, but for its blocks."""
 
+    MEETING = "meeting"
+    """There is no ticket yet: the prefill agent is asked for it."""
+
     RESOLVING = "resolving"
     """The prefill agent is being connected to, and asked whether its engine fits ours."""
 
@@ -41,6 +44,7 @@ class FetchState(StrEnum):
 
 
 STAGES = (
+    FetchState.MEETING,
     FetchState.RESOLVING,
     FetchState.QUEUED,
     FetchState.CLAIMING,

@@ -34,6 +34,11 @@ def go_on(fetch: FetchEntry, at: Context) -> Commands:
     return [ask_for_yes(fetch, at)]
 
 
+def meet(fetch: FetchEntry, at: Context) -> ev.SendMeet:
+    """Ask for the ticket of an offer that may not have been made yet."""
+    return ev.SendMeet(fetch.fetch_id, fetch.request_timeout_s(at), fetch.requested)
+
+
 def claim(fetch: FetchEntry, at: Context) -> ev.SendClaim:
     """Ask for the lease; news that came before are in its reply."""
     fetch.claiming, fetch.hinted = True, False
@@ -102,4 +107,6 @@ def withdraw(fetch: FetchEntry, event: ev.CancelRequested) -> Commands:
     """A completed fetch has ended its offer by its confirm."""
     if not event.release_offer or fetch.state is COMPLETED:
         return []
+    if fetch.requested.meets is not None:
+        return [ev.SendForgo(fetch.requested.meets)]
     return [ev.SendWithdraw(fetch.requested.ticket)]

@@ -7,7 +7,13 @@ from kvbus_decode.fetch import events as ev
 from kvbus_decode.fetch.entry import FetchEntry
 from kvbus_decode.fetch.state import FetchLimits, FetchState
 from kvbus_decode.fetch.steps import Commands
-from kvbus_decode.fetch.transitions import TRANSITIONS, begin, resolve, wait_for_turn
+from kvbus_decode.fetch.transitions import (
+    TRANSITIONS,
+    begin,
+    meet_first,
+    resolve,
+    wait_for_turn,
+)
 
 
 class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
@@ -32,7 +38,7 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
     # Depth first: of many fetches the first ones end early, and no lease waits for its read.
     #
     #   requested ─▶ resolving ─▶ queued ─ place ─▶ claiming ─▶ reading ─▶ confirming ─▶ end
-    #                             agent by agent        └─▶ waiting ─▶ ┘  (no place from here on)
+    #   └▶ meeting ─▶ ┘           agent by agent        └─▶ waiting ─▶ ┘  (no place from here on)
     #
     # The bound is on what begins. A fetch lets the next one begin when it ends, though its blocks
     # may still drain; when it cannot go on by itself, as its offer grows or has another reader;
@@ -83,7 +89,9 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
         answer_until = deadline + self.limits.confirm_grace_s
         fetch = FetchEntry(event, deadline, answer_until, entered_at=now)
         at = Context(now, self.limits)
-        if event.route is None:
+        if event.meets is not None:
+            commands = meet_first(fetch, at)
+        elif event.route is None:
             commands = resolve(fetch, at)
         elif self._take_place(fetch, now):
             commands = begin(fetch, at)

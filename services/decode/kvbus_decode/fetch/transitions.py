@@ -11,6 +11,8 @@ claims, or reads ahead, when the table says that it has its turn.
 
 from collections.abc import Mapping
 
+from msgspec.structs import replace
+
 from kvbus.errors import ErrorCode, KVBusError, LocalError, RemoteError
 from kvbus.protocol.engine import Outcome
 from kvbus.protocol.message import Empty
@@ -25,13 +27,14 @@ from kvbus_decode.fetch.steps import (
     claim,
     fail,
     go_on,
+    meet,
     pause_s,
     release_lease,
     renew,
     withdraw,
 )
 
-RESOLVING, QUEUED = FetchState.RESOLVING, FetchState.QUEUED
+MEETING, RESOLVING, QUEUED = FetchState.MEETING, FetchState.RESOLVING, FetchState.QUEUED
 CLAIMING, WAITING = FetchState.CLAIMING, FetchState.WAITING
 READING, CONFIRMING, DRAINING = FetchState.READING, FetchState.CONFIRMING, FetchState.DRAINING
 COMPLETED, FAILED, CANCELLED = ENDS
@@ -44,6 +47,27 @@ READ_HINT = (
     "data_interfaces names, with packets of full size (MTU); kvbus doctor --peer looks"
 )
 """Requests get through, by another way or as they are small."""
+
+
+def meet_first(fetch: FetchEntry, at: Context) -> Commands:
+    """A new fetch of an offer that may not have been made yet."""
+    fetch.state = MEETING
+    return [ev.SendReply(fetch.requested.reply_to, Empty()), meet(fetch, at)]
+
+
+def take_ticket(fetch: FetchEntry, event: ev.OfferMet, at: Context) -> Commands:
+    """The offer was made: from here on it is a fetch like any other."""
+    fetch.requested = replace(fetch.requested, ticket=event.ticket, meets=None)
+    fetch.enter(RESOLVING, at.now)
+    return [ev.ResolvePeer(fetch.fetch_id, fetch.request_timeout_s(at), fetch.requested)]
+
+
+def meet_again_or_fail(fetch: FetchEntry, event: ev.StepFailed, at: Context) -> Commands:
+    """There is no offer yet, or no answer: the engine may still compute. Ask until the deadline."""
+    if event.error.code not in (ErrorCode.BUSY, ErrorCode.TIMEOUT):
+        return fail(fetch, event.error, at)
+    fetch.ask_again_at = at.now + pause_s(event, at)
+    return []
 
 
 def resolve(fetch: FetchEntry, at: Context) -> Commands:
@@ -170,6 +194,8 @@ def check_time(fetch: FetchEntry, _event: ev.DeadlinePassed, at: Context) -> Com
         return fail(fetch, _overdue(fetch), at)
     if fetch.ask_again_at is not None and fetch.ask_again_at <= at.now:
         fetch.ask_again_at = None
+        if fetch.state is MEETING:
+            return [meet(fetch, at)]
         return [ask_for_yes(fetch, at) if fetch.state is CONFIRMING else claim(fetch, at)]
     if fetch.held is None or fetch.state is CONFIRMING:
         return []
@@ -304,6 +330,7 @@ def _table() -> Mapping[tuple[FetchState, type[ev.Event]], Transition[FetchState
 
 
 IGNORED_BY_DEFAULT: tuple[type[ev.Event], ...] = (
+    ev.OfferMet,
     ev.PeerReady,
     ev.TurnCame,
     ev.LeaseGranted,
@@ -321,6 +348,8 @@ IGNORED_BY_DEFAULT: tuple[type[ev.Event], ...] = (
 AFTER_A_GRANT = (WAITING, READING, CONFIRMING, FAILED)
 
 SPECIFIC: Mapping[tuple[FetchState, type[ev.Event]], Transition[FetchState]] = {
+    (MEETING, ev.OfferMet): Transition(take_ticket, (RESOLVING,)),
+    (MEETING, ev.StepFailed): Transition(meet_again_or_fail, (MEETING, FAILED)),
     (RESOLVING, ev.PeerReady): Transition(queue, (QUEUED,)),
     (QUEUED, ev.TurnCame): Transition(start, (CLAIMING, READING, CONFIRMING)),
     (CLAIMING, ev.LeaseGranted): Transition(take_grant, AFTER_A_GRANT),

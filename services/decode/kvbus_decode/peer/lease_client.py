@@ -87,7 +87,7 @@ class LeaseClient(EventListener):
     def resolve(self, command: ev.ResolvePeer) -> None:
         """Find the route, by a handshake."""
         try:
-            fetch = self._begin(command.requested)
+            fetch = self.begin(command.requested)
         except KVBusError as error:
             self._dispatch(ev.StepFailed(command.fetch_id, error))
         else:
@@ -243,7 +243,7 @@ class LeaseClient(EventListener):
         log.info("peer.alive", endpoint=endpoint, peer_boot=boot)
         self.on_gap(endpoint, boot, "")
 
-    def _begin(self, requested: ev.Requested) -> ActiveFetch:
+    def begin(self, requested: ev.Requested) -> ActiveFetch:
         """The fetch is under way, so its engine will be told; hold its home.
 
         Raises `LocalError`, and `PeerLost` when that is gone. What was not held is held by the next
@@ -255,15 +255,32 @@ class LeaseClient(EventListener):
             fetch = ActiveFetch(requested, engine, self._agent.loop.time() + requested.timeout_s)
             self.active[fetch.fetch_id] = fetch
             self._by_offer[requested.ticket.offer_id].add(fetch.fetch_id)
+        elif fetch.requested.ticket is not requested.ticket:
+            self._replace_ticket(fetch, requested)
         if not fetch.peers:
             fetch.peers.append(self.peers.acquire(PeerAddress.of(requested.ticket)))
         fetch.home.check_alive(requested.ticket.agent_boot)
         return fetch
 
+    def _replace_ticket(self, fetch: ActiveFetch, requested: ev.Requested) -> None:
+        """The fetch was for an offer that had not been made; the agent names where it is."""
+        self._forget_offer(fetch)
+        fetch.requested = requested
+        self._by_offer[requested.ticket.offer_id].add(fetch.fetch_id)
+        if fetch.peers and fetch.home.address != PeerAddress.of(requested.ticket):
+            self.peers.release(fetch.peers.pop())
+
+    def _forget_offer(self, fetch: ActiveFetch) -> None:
+        """No events of its offer are for it any more."""
+        offer_id = fetch.requested.ticket.offer_id
+        self._by_offer[offer_id].discard(fetch.fetch_id)
+        if not self._by_offer[offer_id]:
+            del self._by_offer[offer_id]
+
     def _begin_on_route(self, requested: ev.Requested) -> ActiveFetch | None:
         """The fetch, whose route is known, is under way; None when it cannot be."""
         try:
-            fetch = self._begin(requested)
+            fetch = self.begin(requested)
             if fetch.route is None:
                 self._hold_route(fetch, requested.route)
         except KVBusError as error:

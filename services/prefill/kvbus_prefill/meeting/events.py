@@ -1,0 +1,69 @@
+"""What can happen to a named offer, and what the agent is told to do about it.
+
+Refuses behaviour: these are values. ``reply_to`` is whatever the agent uses to answer the request
+that caused an event.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from kvbus.errors import KVBusError
+from kvbus.table.events import DeadlinePassed, DrainStarted, Refuse, SendReply, Value
+
+__all__ = [
+    "Awaited",
+    "Command",
+    "DeadlinePassed",
+    "DrainStarted",
+    "Ended",
+    "Event",
+    "Forgone",
+    "Made",
+    "Refuse",
+    "SendReply",
+    "Withdraw",
+]
+
+
+class Awaited(Value, frozen=True):
+    """A reader asks for the ticket, and waits ``wait_s`` for it."""
+
+    transfer_id: str
+    wait_s: float
+    reply_to: object
+
+
+class Made(Value, frozen=True):
+    """The engine has made the offer."""
+
+    transfer_id: str
+    offer_id: str
+    ticket: Mapping[str, Any]
+
+
+class Ended(Value, frozen=True):
+    """The offer was released; ``error`` is what its ticket opens from now on."""
+
+    offer_id: str
+    error: KVBusError
+
+
+class Forgone(Value, frozen=True):
+    """Nobody will read the offer."""
+
+    transfer_id: str
+    reply_to: object
+
+
+Event = Awaited | Made | Ended | Forgone | DeadlinePassed | DrainStarted
+
+
+class Withdraw(Value, frozen=True):
+    """End the offer, and answer the request with how that went."""
+
+    offer_id: str
+    secret: str
+    reply_to: object
+
+
+Command = SendReply | Refuse | Withdraw
