@@ -16,6 +16,7 @@ from kvbus_decode.fetch import transitions as decode
 from kvbus_decode.fetch.state import FetchState
 from kvbus_decode.read import transitions as read
 from kvbus_decode.read.leg import LegState
+from kvbus_prefill.meeting import entry as meeting
 from kvbus_prefill.offer import transitions as prefill
 from kvbus_prefill.offer.entry import OfferState
 from kvbus_prefill.slots import entry as pack
@@ -57,6 +58,12 @@ def page() -> str:
         pack.TRANSITIONS,
         {pack.SlotState.WAITING: "Asked"},
     )
+    name = section(
+        "An offer's name, at the prefill agent",
+        meeting.MeetingState,
+        meeting.TRANSITIONS,
+        {meeting.MeetingState.AWAITED: "Awaited, or Made, or Forgone"},
+    )
     fetch = section(
         "A fetch, at the decode agent",
         FetchState,
@@ -69,7 +76,7 @@ def page() -> str:
         read.TRANSITIONS,
         {LegState.WANTED: "ChunkWanted"},
     )
-    return HEAD + offer + box + fetch + leg
+    return HEAD + offer + name + box + fetch + leg
 
 
 def state_diagram(table: Transitions[S], starts: Mapping[S, str]) -> str:

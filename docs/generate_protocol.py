@@ -27,6 +27,7 @@ from kvbus.geometry import (
 )
 from kvbus.protocol import attach, engine, handover, mapped, peer
 from kvbus.protocol.message import Empty, ErrorBody, Message, Request
+from kvbus.protocol.rendezvous import Rendezvous
 from kvbus.protocol.ticket import Ticket
 
 FOLDER = Path(__file__).parent
@@ -84,6 +85,7 @@ def _sections() -> Iterator[tuple[str, list[str]]]:
     yield "events", [line for kind in EVENT_KINDS for line in _event(kind)]
     yield "types", [line for kind in SHARED for line in _struct(kind)]
     yield "ticket", list(_table(Ticket))
+    yield "rendezvous", list(_table(Rendezvous))
     yield "error", list(_table(ErrorBody))
     yield "codes", list(_codes())
 
@@ -216,7 +218,7 @@ def documented() -> Iterable[str]:
     """The names of all structs that the page describes."""
     requests = [kind for kinds in ROOMS.values() for kind in kinds]
     kinds: list[type[msgspec.Struct]] = [*requests, *engine.NOTICES, *EVENT_KINDS, *SHARED]
-    kinds += [Ticket, ErrorBody]
+    kinds += [Ticket, Rendezvous, ErrorBody]
     replies = [kind.reply for kind in requests]
     return {kind.__name__ for kind in [*kinds, *replies]}
 

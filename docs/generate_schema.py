@@ -12,6 +12,7 @@ import msgspec
 from kvbus.protocol import attach, engine, handover, mapped, peer
 from kvbus.protocol.envelope import Notice, Reply, RequestFrame
 from kvbus.protocol.message import ErrorBody, Message, Request
+from kvbus.protocol.rendezvous import Rendezvous
 from kvbus.protocol.ticket import Ticket
 
 PAGE = Path(__file__).with_name("protocol.schema.json")
@@ -32,7 +33,7 @@ def schema() -> str:
     kinds = [kind for kinds in REQUESTS.values() for kind in kinds]
     replies = [kind.reply for kind in kinds]
     others: list[Any] = [*engine.NOTICES, *peer.EVENTS.values(), RequestFrame, Reply, Notice]
-    named = list(dict.fromkeys([*kinds, *replies, *others, ErrorBody, Ticket]))
+    named = list(dict.fromkeys([*kinds, *replies, *others, ErrorBody, Ticket, Rendezvous]))
     _, components = msgspec.json.schema_components(named, ref_template="#/$defs/{name}")
     page = {
         "$schema": "https://json-schema.org/draft/2020-12/schema",

@@ -49,6 +49,7 @@ PURE_FOLDERS = (
     "kvbus/protocol",
     "kvbus/table",
     "kvbus/doctor/finding",
+    "services/prefill/kvbus_prefill/meeting",
     "services/prefill/kvbus_prefill/offer",
     "services/decode/kvbus_decode/fetch",
 )

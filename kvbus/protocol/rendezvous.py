@@ -39,7 +39,6 @@ class Rendezvous(Discreet, frozen=True):
     server_key: Text = ""
     request_id: Annotated[str, msgspec.Meta(max_length=MAX_REQUEST_ID)] = ""
     audience: Text = ""
-    prompt_digest: Text = ""
     issued_at_s: Size = 0
     expires_at_s: Size = 0
     kvbus: int = RENDEZVOUS_VERSION

@@ -5,13 +5,13 @@ an answer gets exactly one. What the table says is checked where it comes out.
 """
 
 from collections.abc import Callable
-from msgspec.structs import replace
 from typing import Any
 
 import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import invariant, precondition, rule
+from msgspec.structs import replace
 
 from kvbus.errors import ErrorCode, RemoteError
 from kvbus_decode.fetch import events as ev

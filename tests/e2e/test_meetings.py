@@ -51,9 +51,13 @@ async def arrives(prefill, source, target, meets: dict[str, Any], *, fetch_first
 
 
 @pytest.mark.parametrize("fetch_first", [True, False])
-async def test_either_may_come_first(prefill, decode, fetch_first):
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+async def test_either_may_come_first(prefill, decode, fetch_first, host):
+    """Also when the router has another name for the agent than its tickets."""
     async with pair(prefill.attach, decode.attach) as (source, target):
-        assert await arrives(prefill, source, target, rendezvous(prefill), fetch_first=fetch_first)
+        meets = rendezvous(prefill)
+        meets["endpoint"] = meets["endpoint"].replace("127.0.0.1", host)
+        assert await arrives(prefill, source, target, meets, fetch_first=fetch_first)
 
 
 @pytest.fixture

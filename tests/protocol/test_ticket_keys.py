@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from kvbus.errors import ErrorCode, LocalError
+from kvbus.protocol.rendezvous import Rendezvous
 from kvbus.protocol.ticket import Ticket
 from kvbus.protocol.ticket_keys import CLOCK_TOLERANCE_S, TicketKeys
 
@@ -33,7 +34,7 @@ OTHER_VALUES: dict[type, Any] = {str: "tcp://10.0.0.2:7501", int: 1_760_000_001}
 NUM_FORGED = 100_000
 
 
-def is_taken(keys: TicketKeys, ticket: Ticket, now_s: float = NOW_S) -> bool:
+def is_taken(keys: TicketKeys, ticket: Ticket | Rendezvous, now_s: float = NOW_S) -> bool:
     try:
         keys.check_signature(ticket)
         keys.check_times(ticket, now_s=now_s)
@@ -132,3 +133,18 @@ def test_none_of_many_forged_tickets_is_taken() -> None:
         num_taken += is_taken(OLD, forged)
 
     assert num_taken == 0
+
+
+def test_a_rendezvous_is_signed_as_well_and_neither_stands_for_the_other() -> None:
+    unsigned = Rendezvous(32 * "1", "tcp://10.0.0.1:7501", audience="decode")
+    signed = OLD.sign(unsigned, now_s=NOW_S, lifetime_s=LIFETIME_S)
+    carried = Rendezvous.from_json(msgspec.json.decode(msgspec.json.encode(signed.to_json())))
+
+    assert is_taken(BOTH, carried)
+    assert not is_taken(WRONG, carried)
+    assert not is_taken(BOTH, unsigned)
+    assert not is_taken(BOTH, carried, NOW_S + LIFETIME_S + CLOCK_TOLERANCE_S + 1)
+    for field in Rendezvous.__struct_fields__:
+        value = OTHER_VALUES[type(getattr(signed, field))]
+        altered = msgspec.structs.replace(signed, **{field: value})
+        assert not is_taken(BOTH, altered), field

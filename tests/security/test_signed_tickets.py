@@ -2,6 +2,7 @@
 
 import socket
 import time
+import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack, contextmanager
 from pathlib import Path
@@ -14,6 +15,7 @@ from kvbus.agent.process.ticket_keys import load_ticket_keys
 from kvbus.engine import Fetch, MemorySession, PrefillSession
 from kvbus.errors import ConfigError, ErrorCode, FetchFailed
 from kvbus.geometry import BlockTable
+from kvbus.protocol.rendezvous import Rendezvous
 from kvbus.protocol.ticket import Ticket, packed_tables
 from kvbus.protocol.ticket_keys import TicketKeys
 from tests.agents import AgentProcess, Agents, agents_ended
@@ -268,3 +270,32 @@ def test_an_agent_without_its_key_file_does_not_start_and_says_why(fresh, role):
 
     assert status == 1
     assert "error: key 'ticket_keys': cannot read" in log
+
+
+async def test_a_rendezvous_that_the_site_has_not_signed_leads_nowhere(site, engines):
+    source, target = engines
+    keys = TicketKeys([KEY])
+    with listener() as (endpoint, num_connections):
+        forged = Rendezvous(uuid.uuid4().hex, endpoint)
+        ours = target.some_blocks(3, 40)
+        for meets in (
+            forged,
+            TicketKeys([b"f" * 32]).sign(forged, now_s=time.time(), lifetime_s=9),
+        ):
+            fetch = target.decode.fetch(meets.to_json(), num_tokens=40, block_ids=ours)
+            failure = await failure_of(fetch)
+            assert (failure.stage, failure.code) == ("requested", ErrorCode.FORBIDDEN)
+        assert not num_connections()
+
+    meets = keys.sign(
+        Rendezvous(uuid.uuid4().hex, site.all[0].peer), now_s=time.time(), lifetime_s=60
+    )
+    fetch = target.decode.fetch(meets.to_json(), num_tokens=40, block_ids=ours)
+    offer = await source.prefill.offer(
+        "r",
+        num_tokens=40,
+        block_ids=source.some_blocks(3, 40),
+        transfer_id=meets.transfer_id,
+    )
+    await fetch.completed()
+    await offer.released()

@@ -27,6 +27,7 @@ from kvbus.protocol import handover as h
 from kvbus.protocol import mapped as m
 from kvbus.protocol import peer as p
 from kvbus.protocol import remote_ranks as s
+from kvbus.protocol import rendezvous as r
 from kvbus.protocol import staging as g
 from kvbus.protocol.message import Empty, Message
 from kvbus.protocol.ticket import Ticket, packed_tables
@@ -38,6 +39,7 @@ ENGINE_BOOT = "16fd2706e8baf433b821a2a3d6a4c1d5"
 INSTANCE = "4f9d2f1c7b6e4a0f9a3c5e8d7b1a2c3d"
 SECRET = "b1946ac92492d2347c6235b4d2611184"
 TOKEN = "591785b794601e212b260e25925636fd"
+TRANSFER_ID = "e1671797c52e15f763380b45e841ec32"
 ACCESS = "d41d8cd98f00b204e9800998ecf8427e"
 SERVER_KEY = "rq:rM>}U?@Lns47E1%kR.o@n%FcmmsL/@{H8]yf7"
 MEMORY_ID = "5d41402abc4b2a76b9719d911017c592"
@@ -315,6 +317,11 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
             ),
             Empty(),
         ),
+        r.Meet: (
+            r.Meet(transfer_id=TRANSFER_ID, wait_s=4.0),
+            r.Met(ticket=TICKET),
+        ),
+        r.Forgo: (r.Forgo(transfer_id=TRANSFER_ID), Empty()),
         p.PeerWithdraw: (
             p.PeerWithdraw(agent_boot=PREFILL_BOOT, offer_id="offer-1", secret=SECRET),
             Empty(),

@@ -167,6 +167,7 @@ class DecodeService:
             chunk_tokens=fetch.chunk_tokens,
             reply_to=call,
             meets=meets,
+            prompt_digest=fetch.prompt_digest,
         )
         route = self._leases.routes.find(ticket, engine) if meets is None else None
         if route is not None and self._reader.is_ready(route, requested):

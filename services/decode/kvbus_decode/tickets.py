@@ -9,8 +9,6 @@ from collections import OrderedDict
 from collections.abc import Mapping
 from typing import Any
 
-import msgspec
-
 from kvbus.errors import ErrorCode, LocalError
 from kvbus.protocol.engine import StartFetch
 from kvbus.protocol.rendezvous import Rendezvous
@@ -28,24 +26,18 @@ class TicketGate:
         self._completed: OrderedDict[tuple[str, str], None] = OrderedDict()
 
     def admit(self, fetch: StartFetch, engine_id: str) -> Ticket | Rendezvous:
-        """What a fetch for ``engine_id`` shows; raises `LocalError` or `ProtocolError`.
-
-        A rendezvous has the digest that the ticket is to have.
-        """
+        """What a fetch for ``engine_id`` shows; raises `LocalError` or `ProtocolError`."""
         if not Rendezvous.is_one(fetch.ticket):
-            return self._admit_ticket(fetch.ticket, engine_id, fetch.prompt_digest)
+            return self.admit_ticket(fetch.ticket, engine_id, fetch.prompt_digest)
         meets = Rendezvous.from_json(fetch.ticket)
         if self._keys is not None:
             self._keys.check_signature(meets)
             self._keys.check_times(meets, now_s=time.time())
         self._check_audience(meets.audience, engine_id)
-        return msgspec.structs.replace(meets, prompt_digest=fetch.prompt_digest)
+        return meets
 
-    def admit_met(self, fields: Mapping[str, Any], engine_id: str, meets: Rendezvous) -> Ticket:
-        """The ticket that an agent has given for a rendezvous; raises as `admit` does."""
-        return self._admit_ticket(fields, engine_id, meets.prompt_digest)
-
-    def _admit_ticket(self, fields: Mapping[str, Any], engine_id: str, digest: str) -> Ticket:
+    def admit_ticket(self, fields: Mapping[str, Any], engine_id: str, digest: str) -> Ticket:
+        """A ticket of the prompt with this digest; raises as `admit` does."""
         ticket, keys = self.read(fields), self._keys
         self._check_prompt(ticket, digest)
         if keys is None:

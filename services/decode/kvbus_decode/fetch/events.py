@@ -73,7 +73,8 @@ class Requested(Value, frozen=True):
     of each that has landed; 0 without. ``route`` is how the prefill engine is read, None when that
     is not known yet and the peer has to be resolved, or when this agent is not ready to read.
     ``ahead`` when the route is known and the ticket's own blocks can be read at once. While it
-    ``meets``, there is no ticket yet, and ``ticket`` says what is known of it.
+    ``meets``, there is no ticket yet, and ``ticket`` says what is known of it; it is to be of the
+    prompt with ``prompt_digest``.
     """
 
     fetch_id: str
@@ -90,6 +91,7 @@ class Requested(Value, frozen=True):
     route: object = None
     ahead: Ahead | None = None
     meets: Rendezvous | None = None
+    prompt_digest: str = ""
 
 
 class OfferMet(Value, frozen=True):

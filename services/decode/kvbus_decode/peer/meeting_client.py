@@ -6,7 +6,7 @@ from functools import partial
 import structlog
 
 from kvbus.errors import KVBusError
-from kvbus.protocol.rendezvous import Forgo, Meet, Met, Rendezvous
+from kvbus.protocol.rendezvous import Forgo, Meet, Met
 from kvbus_decode.fetch import events as ev
 from kvbus_decode.peer.directory import PeerAddress
 from kvbus_decode.peer.lease_client import RELEASE_TIMEOUT_S, LeaseClient, luck
@@ -38,7 +38,7 @@ class MeetingClient:
             self._dispatch(ev.StepFailed(command.fetch_id, error))
             return
         message = Meet(transfer_id=meets.transfer_id, wait_s=WAIT * timeout_s)
-        fetch.home.ask(message, timeout_s, partial(self._on_met, requested, meets))
+        fetch.home.ask(message, timeout_s, partial(self._on_met, requested))
 
     def forgo(self, command: ev.SendForgo) -> None:
         """Have the offer withdrawn; when that fails, it ends by itself."""
@@ -51,12 +51,14 @@ class MeetingClient:
         message = Forgo(transfer_id=meets.transfer_id)
         peer.ask(message, RELEASE_TIMEOUT_S, lambda _: self._leases.peers.release(peer))
 
-    def _on_met(self, requested: ev.Requested, meets: Rendezvous, reply: Met | KVBusError) -> None:
+    def _on_met(self, requested: ev.Requested, reply: Met | KVBusError) -> None:
         fetch_id = requested.fetch_id
         try:
             if isinstance(reply, KVBusError):
                 raise reply
-            ticket = self._tickets.admit_met(reply.ticket, requested.engine_id, meets)
+            ticket = self._tickets.admit_ticket(
+                reply.ticket, requested.engine_id, requested.prompt_digest
+            )
         except KVBusError as error:
             self._dispatch(ev.StepFailed(fetch_id, error, luck()))
         else:
