@@ -83,3 +83,33 @@ async def test_nobody_asks_about_a_long_read_that_was_stopped(shapes, folder, mo
 
         assert failed.code is ErrorCode.CANCELLED
         assert asked == []
+
+
+async def test_bytes_that_differ_as_the_offer_has_ended_are_no_mismatch(
+    shapes, folder, monkeypatch
+):
+    """Its engine has other uses for the blocks then; nobody is told that KV arrives wrong."""
+    async with (
+        reader_at(folder, "direct") as runtime,
+        two_engines_at(shapes.prefill, runtime, "direct", "blocks") as (source, target),
+    ):
+        commands = runtime.service._reader._driver.commands
+        compare_now = commands[ev.StartCompare]
+        landed = []
+        monkeypatch.setitem(commands, ev.StartCompare, landed.append)
+        monkeypatch.setattr(runtime.service._leases, "on_event", lambda *_: None)
+        offer = await source.prefill.offer(
+            uuid.uuid4().hex, num_tokens=16, block_ids=source.whole_blocks(5, 16)
+        )
+        ours = target.some_blocks(6, 16)
+        fetch = target.decode.fetch(offer.ticket, num_tokens=16, block_ids=ours)
+        await until(lambda: landed)
+        await offer.withdraw()
+        await offer.released()
+        Flip(0, GROUP.layers[0], GROUP.parts[0], 0, 3, 1, 4).apply(target, ours, 0, 16)
+        for command in landed:
+            compare_now(command)
+        failed = await failure_of(fetch)
+
+        assert failed.code is ErrorCode.OFFER_WITHDRAWN
+        assert compared(runtime, "different") == 0

@@ -4,8 +4,9 @@ Refuses to say that the holder's bytes are the offer's: that is the confirm's, w
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import numpy as np
 import structlog
@@ -15,7 +16,7 @@ from kvbus.agent.engines.rank_memory import RankMemory
 from kvbus.agent.process.service import Agent
 from kvbus.agent.staging.copiers import Copiers
 from kvbus.agent.staging.digests import Digester, Digesting, Places, Wanted
-from kvbus.errors import ErrorCode, KVBusError, LocalError, RemoteError
+from kvbus.errors import ErrorCode, KVBusError, LocalError, RemoteError, RequestRefused
 from kvbus.geometry import Box
 from kvbus.memory.digest_pieces import Digests
 from kvbus.planning import Share
@@ -41,7 +42,8 @@ ASK_LONG_AFTER_S = 1e-3
 class CompareJob:
     """One box of a share: the holder's digests, once they are here, and ours, while we make them.
 
-    ``places`` are those of the pieces in our memory, if they were found before all has landed.
+    ``places`` are those of the pieces in our memory, if they were found before all has landed,
+    ``different`` the first of those that differ.
 
     Refuses a source that makes none, with `LocalError` (``incompatible``).
     """
@@ -53,6 +55,7 @@ class CompareJob:
     expected: Digests | None = None
     places: Mapping[RankMemory, Places] | None = None
     copying: Digesting | None = None
+    different: list[dict[str, Any]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         if not self.source.digests:
@@ -83,6 +86,7 @@ class CompareJob:
 # are digested here.
 #
 # The yes to that says that the offer was live all along: so the digests were of its bytes, too.
+# Where they differ no confirm follows, so the holder is asked once more whether the offer lives.
 class Comparison:
     """The legs that compare, of all reads; ``dispatch`` takes what comes of them."""
 
@@ -119,7 +123,11 @@ class Comparison:
         work.places = self._digester.places(work.wanted(), engine=engine, ranks=ranks)
 
     def _ask(self, command: ev.AskDigests) -> None:
-        work: CompareJob = command.leg.work
+        self._request(command.leg.work, partial(self._on_reply, command))
+
+    def _request(
+        self, work: CompareJob, on_reply: Callable[[wire.Digests | KVBusError], None]
+    ) -> None:
         chunk, source = work.chunk, work.source
         message = wire.Digest(
             agent_boot=source.agent_boot,
@@ -134,7 +142,7 @@ class Comparison:
             access=source.access,
         )
         timeout_s = max(1e-3, chunk.deadline - self._agent.loop.time())
-        source.peer.ask(message, timeout_s, partial(self._on_reply, command))
+        source.peer.ask(message, timeout_s, on_reply)
 
     def start(self, command: ev.StartCompare) -> None:
         """Digest what has landed."""
@@ -164,12 +172,30 @@ class Comparison:
     ) -> None:
         work.copying = None
         for rank, found in digesting.found.items() if error is None else ():
-            error = error or self._compare(command, work, work.ranks[rank], found)
-        self._dispatch(ev.CompareEnded(command.key, command.leg, error))
+            error = error or self._compare(work, work.ranks[rank], found)
+        if error is None or error.code is not ErrorCode.DIGEST_MISMATCH:
+            self._dispatch(ev.CompareEnded(command.key, command.leg, error))
+        else:
+            self._request(work, partial(self._on_asked_again, command, error))
 
-    def _compare(
-        self, command: ev.StartCompare, work: CompareJob, rank: int, found: Digests
-    ) -> KVBusError | None:
+    def _on_asked_again(
+        self, command: ev.StartCompare, mismatch: KVBusError, reply: wire.Digests | KVBusError
+    ) -> None:
+        """Bytes differ. If the offer has ended meanwhile they may, and that is why it failed."""
+        if isinstance(reply, RequestRefused):
+            self._dispatch(ev.CompareEnded(command.key, command.leg, reply))
+            return
+        self._different.inc(float(mismatch.detail["num_different"]))
+        log.error(
+            "digest.failed",
+            read=str(command.key),
+            reason=mismatch.message,
+            pieces=command.leg.work.different,
+            **mismatch.detail,
+        )
+        self._dispatch(ev.CompareEnded(command.key, command.leg, mismatch))
+
+    def _compare(self, work: CompareJob, rank: int, found: Digests) -> KVBusError | None:
         """Why the read has failed, if one of its pieces differs."""
         expected = work.expected
         if expected is None or expected.size != found.size:
@@ -182,17 +208,10 @@ class Comparison:
         self._equal.inc(found.size - wrong.size)
         if not wrong.size:
             return None
-        self._different.inc(wrong.size)
         numbers = work.wanted().pieces()[wrong]
-        error = _mismatch(work, rank, numbers, found.size)
-        log.error(
-            "digest.failed",
-            read=str(command.key),
-            reason=error.message,
-            pieces=[piece_of(work.box, one)._asdict() for one in numbers[:MAX_LOGGED].tolist()],
-            **error.detail,
-        )
-        return error
+        some = numbers[:MAX_LOGGED].tolist()
+        work.different = [piece_of(work.box, number)._asdict() for number in some]
+        return _mismatch(work, rank, numbers, found.size)
 
 
 def cannot_compare(agent: str) -> LocalError:
