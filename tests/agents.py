@@ -193,9 +193,9 @@ class AgentProcess:
         assert samples or labels, f"no metric {name}"
         return sum(s.value for s in samples if labels.items() <= s.labels.items())
 
-    def status(self) -> dict[str, Any]:
+    def status(self, **asked: str) -> dict[str, Any]:
         """The answer to a status request on the peer socket."""
-        answer: dict[str, Any] = ask(self.peer, "status", {}, curve=self.curve)["ok"]
+        answer: dict[str, Any] = ask(self.peer, "status", asked, curve=self.curve)["ok"]
         return answer
 
     def memory_maps(self, name: str) -> int:

@@ -102,6 +102,11 @@ class Offer:
             raise self._session.lost or KVBusError("the offer ended without an outcome")
         return self._outcome
 
+    @property
+    def outcome(self) -> Outcome | None:
+        """How it ended; None while it has not, and when its agent went."""
+        return self._outcome
+
     def when_released(self, call: Callable[[], None]) -> None:
         """Have ``call`` called once when the offer has ended; at once when it has by now."""
         self.ended.when_set(call)

@@ -4,11 +4,13 @@ import signal
 from typing import Any
 
 import pytest
+import torch
 
 from kvbus.geometry import EngineSpec
 from kvbus.integrations.vllm import offers
 from kvbus.integrations.vllm.block_tables import Tables, tables_of
-from kvbus.integrations.vllm.offers import Offers
+from kvbus.integrations.vllm.growing import Ready
+from kvbus.integrations.vllm.offers import Offers, State
 from kvbus.integrations.vllm.request_ids import agents_id
 from kvbus.integrations.vllm.sessions import control_link
 from kvbus.integrations.vllm.stats import StatsRecorder
@@ -17,6 +19,7 @@ from tests.agents import Agents, wait_until
 from tests.integrations.vllm_sides import (
     BLOCKS,
     GROUP,
+    LOADED_BLOCKS,
     PROMPT_TOKENS,
     both_sides,
     memory_of,
@@ -98,6 +101,84 @@ def test_a_request_is_offered_however_long_its_id_is(agents: Agents) -> None:
         assert not loading.failed
         assert offering.sent == [request_id]
         agents.all[0].says("offer.released", request_id=agents_id(request_id))
+
+
+def grown(num_tokens: int) -> Ready:
+    return Ready("r", num_tokens, BLOCKS)
+
+
+def test_who_knows_the_name_of_an_offer_reads_it_while_it_grows(agents: Agents) -> None:
+    with both_sides(*agents.all) as (offering, loading):
+        name = loading.meet("r", agents.all[0])
+        reservation = offering.offers.reserve("r", transfer_id=name)
+        offering.until(lambda: ticket_of(offering.offers, "r"), "the ticket is there")
+        for num_tokens in (5, 16, 17, 39):
+            offering.offers.grow(grown(num_tokens))
+        offering.until(lambda: reservation.told == {GROUP.name: 3}, "it has grown")
+        assert offering.offers.publish("r", BLOCKS, PROMPT_TOKENS) is not None
+        loading.until(lambda: loading.over, "the load is over")
+        offering.until(lambda: offering.sent, "the blocks came back")
+
+        assert not loading.failed
+        ours, theirs = loading.blocks(LOADED_BLOCKS[0]), offering.blocks(BLOCKS[0])
+        in_last = PROMPT_TOKENS % GROUP.block_size
+        assert torch.equal(ours[:, :-1], theirs[:, :-1])
+        assert torch.equal(ours[:, -1, :in_last], theirs[:, -1, :in_last])
+        (ended,) = agents.all[0].says("offer.released", outcome="completed")
+        story = agents.all[0].status(offer_id=ended["offer_id"])["story"]
+        assert sum("Extended" in step for step in story) == 5
+
+
+def test_what_the_reader_gives_up_is_not_offered(agents: Agents) -> None:
+    with both_sides(*agents.all) as (offering, loading):
+        name = loading.meet("r", agents.all[0])
+        offering.offers.reserve("r", transfer_id=name)
+        offering.until(lambda: ticket_of(offering.offers, "r"), "the ticket is there")
+        offering.offers.grow(grown(16))
+        loading.loads.give_up("r")
+        loading.until(lambda: loading.over, "the load is over")
+        agents.all[0].says("offer.released", outcome="withdrawn")
+        offering.until(
+            lambda: offering.offers.reserve("r").state is State.UNWANTED, "the engine knows"
+        )
+
+        assert offering.offers.publish("r", BLOCKS, PROMPT_TOKENS) is None
+        offering.step()
+        assert offering.sent == []
+
+
+def test_what_the_reader_has_given_up_before_is_not_offered(
+    agents: Agents, caplog: pytest.LogCaptureFixture
+) -> None:
+    with both_sides(*agents.all) as (offering, loading):
+        name = loading.meet("r", agents.all[0])
+        wait_until(lambda: agents.all[0].metric("awaited_offers") == 1, "it is waited for")
+        loading.loads.give_up("r")
+        loading.until(lambda: loading.over, "the load is over")
+        wait_until(lambda: agents.all[0].metric("awaited_offers") == 0, "it is forgone")
+        agents.check()
+        reservation = offering.offers.reserve("r", transfer_id=name)
+        offering.until(lambda: reservation.state is State.UNWANTED, "the engine knows")
+
+        assert offering.offers.publish("r", BLOCKS, PROMPT_TOKENS) is None
+        assert "not offered" not in caplog.text
+
+
+def test_a_request_that_is_preempted_is_not_read_any_more(
+    agents: Agents, caplog: pytest.LogCaptureFixture
+) -> None:
+    with both_sides(*agents.all) as (offering, loading):
+        name = loading.meet("r", agents.all[0])
+        reservation = offering.offers.reserve("r", transfer_id=name)
+        offering.until(lambda: ticket_of(offering.offers, "r"), "the ticket is there")
+        offering.offers.grow(grown(16))
+        offering.offers.take_back("r")
+        loading.until(lambda: loading.over, "the load is over")
+
+        assert loading.failed == ["r"]
+        assert "[offer_withdrawn, stage " in caplog.text
+        assert reservation.state is State.UNWANTED
+        assert offering.offers.publish("r", BLOCKS, PROMPT_TOKENS) is None
 
 
 def test_blocks_come_back_when_the_prefill_agent_is_gone(agents: Agents) -> None:

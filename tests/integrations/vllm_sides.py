@@ -17,6 +17,7 @@ from kvbus.integrations.vllm.offers import Offers
 from kvbus.integrations.vllm.sessions import ControlLink, MemoryLink, control_link, memory_link
 from kvbus.integrations.vllm.stats import StatsRecorder
 from kvbus.integrations.vllm.transfer_params import HandoffParams
+from kvbus.protocol.rendezvous import Rendezvous
 from tests.agents import AgentProcess, wait_until
 from tests.engines import bits
 
@@ -90,6 +91,12 @@ class Side:
         ticket = self.offers.publish(request_id, block_ids, num_tokens)
         assert ticket is not None
         return HandoffParams(ticket, num_tokens, "")
+
+    def meet(self, request_id: str, reads_from: AgentProcess) -> str:
+        """Begin to load a request that nobody has offered; the name that its offer is to have."""
+        meets = Rendezvous(uuid.uuid4().hex, reads_from.peer)
+        self.load(request_id, HandoffParams(meets.to_json(), PROMPT_TOKENS, ""))
+        return meets.transfer_id
 
     def load(
         self,

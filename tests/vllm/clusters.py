@@ -7,6 +7,7 @@ import base64
 import random
 import secrets
 import signal
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -16,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbus.keys.roles import Role
+from kvbus.protocol.rendezvous import Rendezvous
 from tests.agents import AgentProcess, Agents, agents_ended, wait_until
 from tests.keyring import KeyRing
 from tests.vllm.calls import Call, Completion
@@ -86,6 +88,20 @@ class Cluster:
     def handoff(self, prompt: Sequence[int], **fields: Any) -> list[int]:
         """The tokens that decode says after prefill has read ``prompt``."""
         return self.redeem(prompt, self.ticket(prompt), **fields)
+
+    def meeting(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """The ``kv_transfer_params`` for decode and for prefill of a request that both get."""
+        meets = Rendezvous(uuid.uuid4().hex, self.prefill_agent.peer, request_id="met").to_json()
+        to_decode = {"do_remote_prefill": True, "do_remote_decode": False, "rendezvous": meets}
+        return to_decode, {**FOR_DECODE, "transfer_id": meets["transfer_id"]}
+
+    def meet(self, prompt: Sequence[int], **fields: Any) -> tuple[Call, Call]:
+        """Send both servers a prompt at the same time; the decode side's request, and prefill's."""
+        to_decode, to_prefill = self.meeting()
+        return (
+            self.begin(prompt, to_decode, **fields),
+            self.prefill.begin(prompt, 1, kv_transfer_params=to_prefill),
+        )
 
     def alone(self, prompt: Sequence[int]) -> list[int]:
         """The tokens that decode says after reading ``prompt`` itself, whatever it has cached."""

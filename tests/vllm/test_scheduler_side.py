@@ -13,6 +13,7 @@ pytest.importorskip("vllm.v1.request", reason="needs vLLM: make test-vllm")
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvbus.geometry import EngineSpec
@@ -26,6 +27,7 @@ from tests.integrations.vllm_sides import BLOCKS, GROUP, PROMPT_TOKENS, memory_o
 ACCESS = 16 * "a"
 PROMPT = list(range(100, 100 + PROMPT_TOKENS))
 WITHIN_S = 30.0
+EMPTY = SchedulerOutput.make_empty()
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +96,7 @@ def loaded(side: SchedulerSide, request: Request) -> bool:
     over: list[str] = []
 
     def is_over() -> list[str]:
-        results = side.step()
+        results = side.step(EMPTY)
         failed.extend(results.failed)
         over.extend(results.received)
         return over
@@ -130,7 +132,10 @@ def test_the_same_request_is_loaded(agents: Agents, kind: str) -> None:
         params = prefilled(agents.all[0], prefill, **SAME[kind]())
 
         assert loaded(decode, request_of(params, **SAME[kind]()))
-        wait_until(lambda: prefill.step().sent == ("r",), "the blocks came back")
+        wait_until(
+            lambda: prefill.step(EMPTY).sent == ("r",),
+            "the blocks came back",
+        )
 
 
 @pytest.mark.parametrize("kind", OTHER)

@@ -2,6 +2,8 @@
 
     client ──▶ prefill server: one token, and a ticket ──▶ decode server with the ticket ──▶ client
 
+    With ``overlap`` both get it at once, and a name for the offer.
+
 Refuses requests past the limit and bodies that it cannot read, to read the ticket, and to ask a
 second decode server once one may have used the ticket. Notices a client that leaves.
 """
@@ -31,10 +33,12 @@ from kvbus.integrations.proxy.bodies import (
     request_id_of,
     why_alone,
 )
+from kvbus.integrations.proxy.meetings import PrefillAgents, params_of
 from kvbus.integrations.proxy.options import IfPrefillFails, ProxyOptions
 from kvbus.integrations.proxy.releases import TicketReleases
 from kvbus.integrations.proxy.servers import Server
 from kvbus.integrations.proxy.upstream import Upstream, translated
+from kvbus.protocol.rendezvous import Rendezvous
 
 ASK_FOR_TICKET: TransferParams = {"do_remote_decode": True}
 
@@ -52,6 +56,7 @@ class Forwarding:
     def __init__(self, options: ProxyOptions, upstream: Upstream) -> None:
         self._options, self._upstream = options, upstream
         self.access_log, self.releases = AccessLog(), TicketReleases(options, upstream)
+        self._agents = PrefillAgents()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -94,6 +99,11 @@ class Forwarding:
 
     async def _serve(self, request: ClientRequest, send: Send) -> None:
         """Both steps; cancelled at any point, the server's connection is closed."""
+        if self._options.overlap and not why_alone(request.body):
+            server = next(self._upstream.prefill.in_turn(), None)
+            meets = server and self._agents.meet(server, request.record.request_id)
+            if server and meets and await self._served_at_once(request, server, meets, send):
+                return
         params = None
         if reason := why_alone(request.body):
             request.record.handover = reason
@@ -110,6 +120,30 @@ class Forwarding:
             if params is not None and not to_decode.sent:
                 self.releases.start(request, params)
 
+    async def _served_at_once(
+        self, request: ClientRequest, server: Server, meets: Rendezvous, send: Send
+    ) -> bool:
+        """Ask both servers; False when prefill failed and the client has heard nothing yet."""
+        record, (to_prefill, to_decode) = request.record, params_of(meets)
+        record.prefill, record.handover = server.url, "met"
+        with anyio.CancelScope() as decoding:
+
+            async def prefill() -> None:
+                try:
+                    await self._ask_for_ticket(server, request, to_prefill)
+                except PrefillFailed as error:
+                    record.prefill_failures.append(error.message)
+                    if record.status is None:
+                        decoding.cancel()
+                else:
+                    record.prefill_s = record.so_far_s
+
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(prefill)
+                await self._decoded(record, request.for_decode(to_decode), send)
+                tasks.cancel_scope.cancel()
+        return record.status is not None
+
     async def _prefilled(self, request: ClientRequest) -> TransferParams | Response | None:
         """The ticket, None to decode without one, or what the client is told at once."""
         record = request.record
@@ -118,7 +152,7 @@ class Forwarding:
         for server in self._upstream.prefill.in_turn():
             record.prefill = server.url
             try:
-                prefilled = await self._ask_for_ticket(server, request)
+                prefilled = await self._ask_for_ticket(server, request, ASK_FOR_TICKET)
             except PrefillFailed as error:
                 record.handover = "prefill_failed"
                 record.prefill_failures.append(error.message)
@@ -129,11 +163,11 @@ class Forwarding:
         return failure if self._options.if_prefill_fails is IfPrefillFails.REFUSE else None
 
     async def _ask_for_ticket(
-        self, server: Server, request: ClientRequest
+        self, server: Server, request: ClientRequest, params: TransferParams
     ) -> TransferParams | Response | None:
         """The ticket, or the client's mistake; raises `PrefillFailed`."""
         try:
-            response = await self._upstream.whole(server, request.for_one_token(ASK_FOR_TICKET))
+            response = await self._upstream.whole(server, request.for_one_token(params))
         except PeerLost as error:
             told = refusal(502, "prefill_lost", error.message, server)
             raise PrefillFailed(told, error.message) from error
@@ -147,10 +181,13 @@ class Forwarding:
         if completion is None:
             trouble = f"{server} answered {status} with what is no completion"
             raise PrefillFailed(refusal(502, "prefill_unreadable", trouble, server), trouble)
-        params = completion.get(TRANSFER_PARAMS)
-        is_usable = isinstance(params, dict) and bool(params)
-        request.record.handover = "handed_over" if is_usable else "not_offered"
-        return params if is_usable else None
+        ticket = completion.get(TRANSFER_PARAMS)
+        usable = ticket if isinstance(ticket, dict) and ticket else None
+        if usable is not None:
+            self._agents.learn(server, usable)
+        if request.record.handover != "met":
+            request.record.handover = "not_offered" if usable is None else "handed_over"
+        return usable
 
     async def _decoded(self, record: RequestRecord, request: ServerRequest, send: Send) -> None:
         refused = None

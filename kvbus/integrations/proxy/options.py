@@ -65,6 +65,13 @@ class ProxyOptions:
             " itself, or the client gets the error."
         ),
     ] = IfPrefillFails.DECODE
+    overlap: Annotated[
+        bool,
+        Option(
+            help="Send a request to both servers at once, so that KV moves while it is computed."
+            " Not before a prefill server's first ticket, nor where the site signs tickets."
+        ),
+    ] = False
     grace_s: Annotated[
         int,
         Option(

@@ -8,6 +8,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 
@@ -15,7 +16,7 @@ from kvbus.integrations.vllm.description import describe_engine
 from kvbus.integrations.vllm.metrics import KvbusPromMetrics, KvbusStats
 from kvbus.integrations.vllm.options import read_options
 from kvbus.integrations.vllm.scheduler_side import SchedulerSide
-from kvbus.integrations.vllm.step_results import NOTHING, StepResults, WorkerPlace
+from kvbus.integrations.vllm.step_results import NOTHING, StepDone, StepResults, WorkerPlace
 from kvbus.integrations.vllm.worker_side import WorkerSide
 
 if TYPE_CHECKING:
@@ -31,10 +32,12 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
 KVConnectorMetadata.register(StepResults)
 KVConnectorHandshakeMetadata.register(WorkerPlace)
+KVConnectorWorkerMetadata.register(StepDone)
 
 
 class KvbusConnector(KVConnectorBase_V1, SupportsHMA):
@@ -54,7 +57,8 @@ class KvbusConnector(KVConnectorBase_V1, SupportsHMA):
             engine_id=self._kv_transfer_config.engine_id,
             model=options.model_id or None,
         )
-        self._scheduler = SchedulerSide(options, engine)
+        select = kv_cache_config.select_transfer_block_ids
+        self._scheduler = SchedulerSide(options, engine, select)
         self._worker = WorkerSide(options, engine)
 
     # Scheduler's process
@@ -91,8 +95,13 @@ class KvbusConnector(KVConnectorBase_V1, SupportsHMA):
         self._scheduler.allocated(request, block_ids, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> KVConnectorMetadata:
-        """What ended since the last step."""
-        return self._scheduler.step()
+        """What ended since the last step, and what this one is going to compute."""
+        return self._scheduler.step(scheduler_output)
+
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        """A step is done: what it has computed may be read."""
+        if isinstance(done := connector_output.kv_connector_worker_meta, StepDone):
+            self._scheduler.done(done.step)
 
     def request_finished(
         self, request: "Request", block_ids: list[int]
@@ -112,6 +121,12 @@ class KvbusConnector(KVConnectorBase_V1, SupportsHMA):
         return 1
 
     # Worker's process
+
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """The step is done, if the scheduler's side wants to hear of it."""
+        results = self._get_connector_metadata()
+        step = results.step if isinstance(results, StepResults) else 0
+        return StepDone(step) if step else None
 
     def register_kv_caches(self, kv_caches: dict[str, "torch.Tensor"]) -> None:
         """Share the KV cache with the agent."""

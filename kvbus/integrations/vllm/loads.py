@@ -20,6 +20,7 @@ from kvbus.integrations.vllm.sessions import ControlLink
 from kvbus.integrations.vllm.stats import LOADS_FAILED, StatsRecorder
 from kvbus.integrations.vllm.transfer_params import HandoffParams
 from kvbus.protocol.engine import Outcome
+from kvbus.protocol.rendezvous import Rendezvous
 
 logger = logging.getLogger("vllm.kvbus")
 
@@ -225,6 +226,8 @@ class UnwantedOffers:
             except KVBusError:  # it has no room for a request: with the next release
                 self._waiting.append((request_id, handoff))
                 return
+            if Rendezvous.is_one(handoff.ticket):  # its offer may never be made: do not wait
+                self._link.spawn(partial(fetch.cancel, release_offer=True))
             self._num_under_way += 1
             fetch.when_ended(partial(self._on_ended, request_id, handoff, session, fetch))
 
@@ -239,7 +242,7 @@ class UnwantedOffers:
             if self._link.session is not session:
                 self._begin(self._link.session)
             return
-        if notice.outcome is not Outcome.COMPLETED:
+        if notice.outcome is Outcome.FAILED:
             logger.info(
                 "kvbus: request %s: its offer, which is not needed, was not released: %s [%s]",
                 request_id,

@@ -1,13 +1,14 @@
 """The offers of a prefill engine: a ticket is reserved while it computes, and published at its end.
 
-The ticket is asked for when a request is first scheduled, so it is there when its last token is.
+The ticket is asked for when a request is first scheduled, so it is there when its last token is. An
+offer with a name of the router's grows with each step, as its reader need not wait for the ticket.
 The public methods are for the scheduler's thread; offers live in the link's.
 """
 
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from functools import partial
@@ -16,12 +17,14 @@ from typing import Any
 
 from kvbus.engine import Offer, PrefillSession
 from kvbus.engine.control import ControlSession
-from kvbus.errors import KVBusError, LocalError
+from kvbus.errors import ErrorCode, KVBusError, LocalError, RequestRefused
 from kvbus.geometry import EngineSpec
 from kvbus.integrations.vllm.block_tables import Tables, tables_of
+from kvbus.integrations.vllm.growing import Ready
 from kvbus.integrations.vllm.request_ids import agents_id
 from kvbus.integrations.vllm.sessions import ControlLink
 from kvbus.integrations.vllm.stats import OFFERED_TOKENS, OFFERS_FAILED, StatsRecorder
+from kvbus.protocol.engine import Outcome
 
 logger = logging.getLogger("vllm.kvbus")
 
@@ -35,6 +38,8 @@ class State(Enum):
     OPEN = auto()
     PUBLISHED = auto()
     ABANDONED = auto()
+    UNWANTED = auto()
+    """Its reader has given it up."""
 
 
 @dataclass(slots=True, eq=False)
@@ -42,14 +47,25 @@ class Reservation:
     """An open offer without blocks, for the ticket of a request that is being computed.
 
     ``asked`` is the session whose agent has made the offer, or is making it: one of each session.
+    ``told`` are the blocks of each group that the offer has by now; extensions have turns. An offer
+    with ``transfer_id`` is made once.
     """
 
     request_id: str
     prompt_digest: str = ""
+    transfer_id: str | None = None
+    told: dict[str, int] = field(default_factory=dict)
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     state: State = State.OPEN
     asked: PrefillSession | None = None
     offer: Offer | None = None
     is_made: Event = field(default_factory=Event)
+
+    def untold(self, block_ids: Mapping[str, list[int]]) -> dict[str, list[int]]:
+        """What of each table the offer has not yet; from here on it has."""
+        more = {group: ids[self.told.get(group, 0) :] for group, ids in block_ids.items()}
+        self.told = {group: len(ids) for group, ids in block_ids.items()}
+        return {group: ids for group, ids in more.items() if ids}
 
 
 class Offers:
@@ -69,16 +85,36 @@ class Offers:
         self._answers = True
         link.when_open(self._renew)
 
-    def reserve(self, request_id: str, digest: Callable[[], str] = str) -> Reservation:
+    def reserve(
+        self, request_id: str, digest: Callable[[], str] = str, transfer_id: str | None = None
+    ) -> Reservation:
         """Ask for the ticket of a request that is going to be computed; again is no more.
 
-        ``digest`` is asked once for what the ticket says of the prompt.
+        ``digest`` is asked once for what the ticket says of the prompt. Who knows ``transfer_id``
+        needs no ticket.
         """
         reservation = self._reserved.get(request_id)
         if reservation is None:
-            reservation = self._reserved[request_id] = Reservation(request_id, digest())
+            reservation = Reservation(request_id, digest(), transfer_id)
+            self._reserved[request_id] = reservation
             self._link.post(partial(self._make, reservation))
         return reservation
+
+    def grow(self, ready: Ready) -> None:
+        """More of a request is computed: it may be read."""
+        reservation = self._reserved.get(ready.request_id)
+        if reservation is not None:
+            grow = partial(self._grow, reservation, ready)
+            self._link.post(lambda _: self._link.spawn(grow))
+
+    def take_back(self, request_id: str) -> None:
+        """The request was preempted: nobody may read what has been told of it.
+
+        Its reader computes it, so it is not offered again.
+        """
+        reservation = self._reserved.get(request_id)
+        if reservation is not None and reservation.transfer_id is not None:
+            self._link.post(lambda _: self._abandon(reservation, State.UNWANTED))
 
     def publish(
         self, request_id: str, block_ids: Sequence[Sequence[int]], num_tokens: int
@@ -92,6 +128,8 @@ class Offers:
         if reservation is None:
             return None
         self._wait_for_ticket(reservation)
+        if reservation.state is State.UNWANTED:
+            return None
         offer = reservation.offer
         try:
             tables = tables_of(self._engine, block_ids, 0, num_tokens)
@@ -138,7 +176,7 @@ class Offers:
         if not isinstance(session, PrefillSession):
             reservation.is_made.set()
         elif reservation.asked is not session:
-            reservation.asked, reservation.offer = session, None
+            reservation.asked, reservation.offer, reservation.told = session, None, {}
             reservation.is_made.clear()
             self._link.spawn(partial(self._ask, reservation, session))
 
@@ -158,6 +196,7 @@ class Offers:
                 sealed=False,
                 ttl_s=self._ttl_s,
                 prompt_digest=reservation.prompt_digest,
+                transfer_id=reservation.transfer_id,
             )
             self._answers = True
             if reservation.state is not State.OPEN or reservation.asked is not session:
@@ -165,6 +204,10 @@ class Offers:
                 return
             reservation.offer = offer
             offer.when_released(lambda: self._on_released(reservation, offer))
+        except RequestRefused as error:
+            if reservation.transfer_id is None or error.code is not ErrorCode.CANCELLED:
+                raise
+            reservation.state = State.UNWANTED
         finally:
             reservation.is_made.set()
 
@@ -173,10 +216,30 @@ class Offers:
             return
         if reservation.state is State.PUBLISHED:
             self._sent.append(reservation.request_id)
+        elif offer.outcome is Outcome.WITHDRAWN and reservation.transfer_id is not None:
+            reservation.state = State.UNWANTED
         elif reservation.state is State.OPEN:
-            reservation.asked = reservation.offer = None
+            reservation.asked = reservation.offer = reservation.transfer_id = None
             if (latest := self._link.session) is not None:
                 self._make(reservation, latest)
+
+    async def _grow(self, reservation: Reservation, ready: Ready) -> None:
+        """What is not told now, as there is no offer yet, is told with the next step."""
+        num_tokens = ready.num_tokens
+        try:
+            async with reservation.turn:
+                offer = reservation.offer
+                if offer is not None and reservation.state is State.OPEN:
+                    tables = tables_of(self._engine, ready.block_ids, 0, num_tokens)
+                    await offer.extend(num_tokens, reservation.untold(tables.block_ids))
+        except KVBusError as error:  # it matters when the request is computed: then it is told
+            logger.info(
+                "kvbus: request %s: its first %s tokens cannot be read yet: %s [%s]",
+                reservation.request_id,
+                num_tokens,
+                error.message,
+                error.code,
+            )
 
     def _publish(
         self, reservation: Reservation, offer: Offer, num_tokens: int, tables: Tables
@@ -184,26 +247,30 @@ class Offers:
         if reservation.offer is offer:
             reservation.state = State.PUBLISHED
             self._link.spawn(partial(self._fill, reservation, offer, num_tokens, tables))
-        else:
+            return
+        if reservation.state is not State.UNWANTED:
             self._abandon(reservation)
             self._say_not_offered(reservation.request_id, "its ticket expired in that moment")
-            self._sent.append(reservation.request_id)
+        self._sent.append(reservation.request_id)
 
     async def _fill(
         self, reservation: Reservation, offer: Offer, num_tokens: int, tables: Tables
     ) -> None:
         """The seal follows the blocks at once: a reader whose ticket names them may wait for it."""
-        blocks = offer.extend(num_tokens, tables.block_ids, first_blocks=tables.first_blocks)
         try:
-            await asyncio.gather(blocks, offer.seal())
+            async with reservation.turn:
+                first_blocks = {} if reservation.told else tables.first_blocks
+                more = reservation.untold(tables.block_ids)
+                blocks = offer.extend(num_tokens, more, first_blocks=first_blocks)
+                await asyncio.gather(blocks, offer.seal())
         except KVBusError as error:
             self._say_not_offered(reservation.request_id, f"{error.message} [{error.code}]")
             await offer.withdraw()
         else:
             self._stats.add(OFFERED_TOKENS, num_tokens)
 
-    def _abandon(self, reservation: Reservation) -> None:
-        reservation.state = State.ABANDONED
+    def _abandon(self, reservation: Reservation, state: State = State.ABANDONED) -> None:
+        reservation.state = state
         if reservation.offer is not None:
             self._link.spawn(reservation.offer.withdraw)
 

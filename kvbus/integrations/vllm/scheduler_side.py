@@ -1,7 +1,7 @@
 """The connector in the scheduler's process: which requests load and offer, and how that ends."""
 
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -9,6 +9,7 @@ from vllm.v1.request import RequestStatus
 
 from kvbus.errors import ProtocolError
 from kvbus.geometry import EngineSpec
+from kvbus.integrations.vllm.growing import BlockIds, Growing
 from kvbus.integrations.vllm.loads import Load, Loads
 from kvbus.integrations.vllm.offers import Offers
 from kvbus.integrations.vllm.options import ConnectorOptions
@@ -18,13 +19,17 @@ from kvbus.integrations.vllm.step_results import NOTHING, StepResults, WorkerPla
 from kvbus.integrations.vllm.transfer_params import (
     ASKS_TO_FETCH,
     ASKS_TO_OFFER,
+    RENDEZVOUS,
     HandoffParams,
     prompt_digest,
     read_params,
+    read_transfer_id,
 )
 from kvbus.protocol.engine import AgentRanks
+from kvbus.protocol.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
+    from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.request import Request
 
 logger = logging.getLogger("vllm.kvbus")
@@ -35,13 +40,19 @@ HANDS_OFF_AFTER = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_
 class SchedulerSide:
     """What vLLM's scheduler asks of the connector; every call returns at once."""
 
-    def __init__(self, options: ConnectorOptions, engine: EngineSpec) -> None:
+    def __init__(
+        self,
+        options: ConnectorOptions,
+        engine: EngineSpec,
+        select: Callable[[BlockIds], BlockIds] = tuple,
+    ) -> None:
         self._options, self._engine = options, engine
         self._stats = StatsRecorder()
         self._backs_off = any(group.window is not None for group in engine.groups)
         self._link: ControlLink | None = None
         self._loads: Loads | None = None
         self._offers: Offers | None = None
+        self._growing = Growing(select)
 
     def meet_workers(self, workers: Iterable[WorkerPlace]) -> None:
         """The workers have shared their memory: open the engine's control session."""
@@ -77,7 +88,7 @@ class SchedulerSide:
             self._loads.start(request.request_id, block_ids, num_external_tokens)
         params = request.kv_transfer_params or {}
         if params.get(ASKS_TO_OFFER) and self._offers is not None:
-            self._offers.reserve(request.request_id, partial(_digest_of_prompt, request))
+            self._reserve(request, params, self._offers)
 
     def finished(
         self, request: "Request", block_ids: Sequence[Sequence[int]]
@@ -89,6 +100,7 @@ class SchedulerSide:
         if not params.get(ASKS_TO_OFFER) or self._offers is None:
             return False, None
         num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
+        self._growing.end(request.request_id)
         if request.status not in HANDS_OFF_AFTER or num_tokens == 0 or not _has_tokens(request):
             self._offers.abandon(request.request_id)
             return False, None
@@ -98,16 +110,26 @@ class SchedulerSide:
         digest = _digest(request, num_tokens)
         return True, HandoffParams(ticket, num_tokens, digest).to_params()
 
-    def step(self) -> StepResults:
-        """What the workers shall report to vLLM in this step."""
+    def step(self, output: "SchedulerOutput") -> StepResults:
+        """What the workers shall report to vLLM in this step, which will compute ``output``."""
         if self._loads is None or self._offers is None:
             return NOTHING
+        for request_id in output.preempted_req_ids or ():  # its blocks are another's from now on
+            self._growing.end(request_id)
+            self._offers.take_back(request_id)
+        step = self._growing.schedule(output)
         started = self._loads.take_started()
         failed, received = self._loads.take_ended()
         sent = self._offers.take_sent()
-        if not (started or failed or received or sent):
+        if not (started or failed or received or sent or step):
             return NOTHING
-        return StepResults(started, sent, received, failed)
+        return StepResults(started, sent, received, failed, step)
+
+    def done(self, step: int) -> None:
+        """The workers have computed a step."""
+        if self._offers is not None:
+            for ready in self._growing.done(step):
+                self._offers.grow(ready)
 
     def take_figures(self) -> Figures | None:
         """What happened since the last call, for vLLM's statistics."""
@@ -118,14 +140,37 @@ class SchedulerSide:
         if self._link is not None:
             self._link.close(CLOSE_WITHIN_S)
 
+    def _reserve(self, request: "Request", params: Mapping[str, Any], offers: Offers) -> None:
+        """With a name of the router's it may be read while it is computed, if no block goes back.
+
+        The blocks that a window leaves behind do.
+        """
+        request_id = request.request_id
+        try:
+            transfer_id = read_transfer_id(params)
+        except ProtocolError as error:
+            logger.error("kvbus: request %s: %s", request_id, error.message)
+            transfer_id = None
+        offers.reserve(request_id, partial(_digest_of_prompt, request), transfer_id)
+        if transfer_id is not None and not self._backs_off:
+            self._growing.begin(request_id)
+
     def _load_of(self, request: "Request", params: Mapping[str, Any]) -> Load:
         num_wanted = request.num_prompt_tokens - self._backs_off
         try:
-            handoff = read_params(params)
+            handoff = self._handoff_of(request, params)
             _check_prompt(request, handoff)
         except ProtocolError as error:
             return Load(request.request_id, num_wanted, None, error.message)
         return Load(request.request_id, min(num_wanted, handoff.remote_num_tokens), handoff)
+
+    def _handoff_of(self, request: "Request", params: Mapping[str, Any]) -> HandoffParams:
+        """What the router carries; by a rendezvous, all of the prompt is going to be there."""
+        if RENDEZVOUS not in params:
+            return read_params(params)
+        meets = Rendezvous.from_json(params[RENDEZVOUS])
+        num_tokens = request.num_prompt_tokens - self._backs_off
+        return HandoffParams(meets.to_json(), num_tokens, _digest(request, num_tokens))
 
 
 def leave_last_token(request: "Request") -> None:

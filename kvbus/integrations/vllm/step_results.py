@@ -16,13 +16,26 @@ MOST_UNMATCHED = 1024
 class StepResults:
     """Ids of requests: whose blocks were read, whose load is over, whose load has failed.
 
-    ``started`` are the loads that began in this step, by request, and their fetch ids.
+    ``started`` are the loads that began in this step, by request, and their fetch ids. A worker
+    says so when it has done a ``step`` that is not 0.
     """
 
     started: tuple[tuple[str, str], ...] = ()
     sent: tuple[str, ...] = ()
     received: tuple[str, ...] = ()
     failed: tuple[str, ...] = ()
+    step: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """What a worker tells the scheduler's side: it has computed this step, and all before it."""
+
+    step: int
+
+    def aggregate(self, other: "StepDone") -> "StepDone":
+        """Of all workers: what each has done."""
+        return StepDone(min(self.step, other.step))
 
 
 NOTHING = StepResults()

@@ -12,10 +12,13 @@ from typing import Annotated, Any
 import msgspec
 
 from kvbus.errors import ProtocolError
+from kvbus.protocol.message import Secret
 from kvbus.protocol.ticket import Ticket
 
 ASKS_TO_OFFER = "do_remote_decode"
 ASKS_TO_FETCH = "do_remote_prefill"
+TRANSFER_ID = "transfer_id"
+RENDEZVOUS = "rendezvous"
 
 
 class HandoffParams(msgspec.Struct, frozen=True):
@@ -44,6 +47,14 @@ def read_params(params: Mapping[str, Any]) -> HandoffParams:
         ) from error
     Ticket.from_json(handoff.ticket)
     return handoff
+
+
+def read_transfer_id(params: Mapping[str, Any]) -> str | None:
+    """The name that the router gives the offer, if it does; raises `ProtocolError`."""
+    try:
+        return msgspec.convert(params.get(TRANSFER_ID), Secret | None)
+    except msgspec.ValidationError as error:
+        raise ProtocolError(f"kv_transfer_params: {TRANSFER_ID}: {error}") from error
 
 
 def prompt_digest(token_ids: Sequence[int], conditions: Iterable[str]) -> str:
