@@ -57,9 +57,13 @@ class Client:
         self._connection.request("GET", path)
         return self._answer().read().decode()
 
-    def prefill(self, prompt: str, *, offer: bool) -> Prefilled:
-        """Have a JSON list of token ids computed, and one token; ``offer`` its KV to a reader."""
-        extra = {"kv_transfer_params": OFFER} if offer else {}
+    def prefill(self, prompt: str, *, offer: bool, transfer_id: str | None = None) -> Prefilled:
+        """Have a JSON list of token ids computed, and one token; ``offer`` its KV to a reader.
+
+        Who knows ``transfer_id`` may read it while it is computed.
+        """
+        params = OFFER if transfer_id is None else OFFER | {"transfer_id": transfer_id}
+        extra: dict[str, Any] = {"kv_transfer_params": params} if offer else {}
         body = self._body(prompt, extra | {"max_tokens": 1})
         sent_s = time.perf_counter()
         self._post(body)

@@ -62,7 +62,8 @@ async def test_kv_of_one_machine_is_copied_on_cold_and_on_warm_routes_and_withou
         fetched = [await hand_over(*pair, num_tokens) for num_tokens in (71, 100, 3)]
 
     assert [one.path for one in fetched] == ["mapped"] * 3
-    assert decode.memory_maps("libtorch") == 0
+    if name != "unregistered":  # such an engine has it imported when it attaches, for its slots
+        assert decode.memory_maps("libtorch") == 0
     assert decode.metric("outstanding_handles") == 0
 
 

@@ -28,8 +28,8 @@ ENGINE_REQUESTS = {
     "prefill": (*STAYING, *requests.PREFILL_REQUESTS),
     "decode": (*STAYING, *requests.DECODE_REQUESTS),
 }
-HARMLESS = {"status", "ping", "unpack", "abort_delegate"}
-"""What anybody with the role may ask; slots and reads that are not there are given back."""
+HARMLESS = {"status", "ping", "unpack", "abort_delegate", "forgo"}
+"""What anybody with the role may ask; slots, reads and names that are not there are given back."""
 NUM_HANDOFFS = 12
 SIDES = ("prefill", "decode")
 
