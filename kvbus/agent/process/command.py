@@ -16,6 +16,7 @@ import structlog
 from kvbus.agent.process.addresses import BINDS, check_room_beside
 from kvbus.agent.process.config import AgentConfig, commented_default, load_config
 from kvbus.agent.process.logs import configure_logs
+from kvbus.agent.process.loop import AgentLoop
 from kvbus.agent.process.run import run_agent
 from kvbus.agent.process.service import Agent, Service
 from kvbus.bus import new_boot_id
@@ -92,7 +93,14 @@ def _run(
     failures: list[KVBusError] = []
     try:
         run = partial(run_agent, replaces=replaces)
-        anyio.run(run, role, config, boot, lambda agent: make_service(agent, config))
+        anyio.run(
+            run,
+            role,
+            config,
+            boot,
+            lambda agent: make_service(agent, config),
+            backend_options={"loop_factory": AgentLoop},
+        )
     except* KVBusError as errors:
         failures = leaves(errors)
     for failure in failures:
