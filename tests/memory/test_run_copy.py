@@ -1,5 +1,7 @@
 """Runs are copied to the byte, by the kernel in C and by numpy, wherever they lie."""
 
+import os
+import shlex
 import shutil
 import subprocess
 from collections.abc import Callable, Iterable
@@ -22,7 +24,7 @@ from tests.planning.test_direct import SLOW, copied_by_loops, plan_of, spans_of
 EXAMPLES = settings(max_examples=num_examples(200), deadline=None, suppress_health_check=SLOW)
 Copy = Callable[[Iterable[Copies]], None]
 
-HAS_COMPILER = shutil.which("cc") is not None
+HAS_COMPILER = shutil.which(shlex.split(os.environ.get("CC") or "cc")[0]) is not None
 
 
 @pytest.fixture(scope="session")
