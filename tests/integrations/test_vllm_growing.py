@@ -59,6 +59,17 @@ def test_what_the_prefix_cache_has_is_ready_with_the_first_step() -> None:
     assert list(growing.done(number)) == [Ready("r", 11, [[1, 2, 3]])]
 
 
+def test_one_that_was_preempted_comes_back_with_all_its_blocks() -> None:
+    growing = Growing(of_one_group)
+    growing.begin("r")
+    growing.schedule(step(new={"r": (0, [1, 2])}, tokens={"r": 8}))
+    growing.end("r")
+    growing.begin("r")
+    number = growing.schedule(step(running={"r": (4, [7, 8, 9])}, tokens={"r": 5}))
+
+    assert list(growing.done(number)) == [Ready("r", 9, [[7, 8, 9]])]
+
+
 def test_nobody_is_told_of_steps_while_no_request_is_followed() -> None:
     growing = Growing(of_one_group)
 

@@ -61,8 +61,12 @@ class Growing:
         for index, request_id in enumerate(cached.req_ids):
             if (progress := self._requests.get(request_id)) is not None:
                 if (more := cached.new_block_ids[index]) is not None:
-                    for ids, added in zip(progress.block_ids, self._select(more), strict=True):
-                        ids.extend(added)
+                    added = self._select(more)
+                    # One that was preempted and is back has no blocks here, and brings all of them.
+                    known = progress.block_ids or [[] for _ in added]
+                    progress.block_ids = [
+                        [*ids, *new] for ids, new in zip(known, added, strict=True)
+                    ]
                 self._plan(progress, cached.num_computed_tokens[index], output, request_id)
         return self._step
 
