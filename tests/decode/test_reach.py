@@ -56,6 +56,18 @@ def test_an_answer_between_two_timeouts_counts_from_the_start() -> None:
     assert reach.state is ReachState.ANSWERING
 
 
+def test_a_process_is_new_when_another_was_asked_before_it() -> None:
+    reach = Reach(boot="a")
+
+    assert (reach.is_new("a"), reach.is_new("b")) == (False, True)
+
+
+def test_the_first_process_that_is_heard_of_is_the_one_that_was_asked() -> None:
+    reach, _ = silent()
+
+    assert (reach.is_new("a"), reach.is_new("a"), reach.is_new("b")) == (False, False, True)
+
+
 def test_a_request_during_which_the_peer_was_heard_is_no_sign_of_silence() -> None:
     reach = Reach()
     reach.hear(3.0)

@@ -153,7 +153,8 @@ class DecodeService:
                 field="first_token",
             )
         check_tables(engine, fetch.tables, fetch.first_token, fetch.num_tokens)
-        answers = self._leases.peers.answers(PeerAddress.of(ticket))
+        boot = ticket.agent_boot if meets is None else None
+        answers = self._leases.peers.answers(PeerAddress.of(ticket), boot)
         requested = ev.Requested(
             fetch_id=fetch.fetch_id,
             engine_id=engine.engine_id,

@@ -170,12 +170,13 @@ class PeerDirectory:
         """The peer at ``address``, if it is known."""
         return self._peers.get(address)
 
-    def answers(self, address: PeerAddress) -> bool:
+    def answers(self, address: PeerAddress, boot: str | None) -> bool:
         """False for the one that tries whether an agent that was silent answers again.
 
-        Raises `RemoteError` (``peer_unreachable``) when it is not the time to try.
+        ``boot`` is its process by the ticket, None when it is not told. Raises `RemoteError`
+        (``peer_unreachable``) when it is not the time to try.
         """
-        return self._reach.admit(address, self._client(address), address.endpoint)
+        return self._reach.admit(address, self._client(address), address.endpoint, boot)
 
     def silent(self) -> dict[str, float]:
         """The agents that do not answer, and in how many seconds each is tried again."""

@@ -33,13 +33,22 @@ class ReachState(StrEnum):
 
 @dataclass(slots=True)
 class Reach:
-    """One peer; ``next_at`` is when it is tried, or the next may try."""
+    """One peer; ``next_at`` is when it is tried, or the next may try.
+
+    ``boot`` is the process that is asked; None while none was heard of.
+    """
 
     state: ReachState = ReachState.ANSWERING
     num_timeouts: int = 0
     pause_s: float = FIRST_PAUSE_S
     next_at: float = 0.0
     heard_at: float = float("-inf")
+    boot: str | None = None
+
+    def is_new(self, boot: str) -> bool:
+        """Whether ``boot`` is another process than the one asked, of which nothing is known yet."""
+        self.boot = self.boot or boot
+        return self.boot != boot
 
     def hear(self, at: float) -> None:
         """Something came from the peer at ``at``; what is older than the last is no news."""

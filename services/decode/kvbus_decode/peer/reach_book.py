@@ -39,15 +39,18 @@ class ReachBook:
         self._loop, self._max_known = loop, max_known
         self._known: OrderedDict[Hashable, Reach] = OrderedDict()
 
-    def admit(self, who: Hashable, client: Heard | None, endpoint: str) -> bool:
+    def admit(self, who: Hashable, client: Heard | None, endpoint: str, boot: str | None) -> bool:
         """Whether it answers; False for the one fetch that may try whether it does again.
 
-        Whatever came since, a heartbeat or the answer to a ping, makes it good. Raises
-        `RemoteError` (``peer_unreachable``) while it is not the time to try.
+        Whatever came since, a heartbeat or the answer to a ping, makes it good; so does a ticket
+        of a new process there, whose ``boot`` id is another (None: not told). Raises `RemoteError`
+        (``peer_unreachable``) while it is not the time to try.
         """
         reach = self._heard(who, client)
         if reach is None:
             return True
+        if boot is not None and reach.is_new(boot):
+            reach = self._known[who] = Reach(boot=boot)
         wait_s = reach.admit(self._loop.time())
         if wait_s:
             raise RemoteError(
@@ -64,7 +67,7 @@ class ReachBook:
         now = self._loop.time()
         if now - asked_at < LEAST_S:
             return
-        self._known.setdefault(who, Reach())
+        self._known.setdefault(who, Reach(boot=client.peer_boot))
         self._known.move_to_end(who)
         while len(self._known) > self._max_known:
             self._known.popitem(last=False)
