@@ -21,6 +21,7 @@ import typer
 from kvbus.bench.engines import READERS, Bench
 from kvbus.bench.processes import agent, answering
 from kvbus.errors import KVBusError, leaves
+from kvbus.keys.roles import Role
 from tests.soak.load import STREAMS, load
 from tests.soak.look import look
 from tests.soak.verdict import Sample, judge
@@ -37,7 +38,10 @@ SETTINGS: Mapping[Caps, dict[str, int]] = {
     Caps.SMALL: {"max_ended_bytes": 1 << 20, "max_reply_bytes": 17 << 20},
     Caps.DEFAULT: {},
 }
-PATIENT: dict[str, Any] = {"request_timeout_s": 60.0, "fetch_timeout_s": 300.0}
+PATIENT: Mapping[Role, dict[str, Any]] = {
+    Role.PREFILL: {"max_lease_s": 300.0},
+    Role.DECODE: {"request_timeout_s": 60.0, "fetch_timeout_s": 300.0, "lease_s": 300.0},
+}
 """A machine that is busy with other things is no leak."""
 LONGEST_PERIOD_S = 60.0
 NUM_PERIODS = 10
@@ -69,9 +73,11 @@ async def soak(seconds: float, settings: dict[str, Any], seed: int) -> History:
     settings = {**settings, "log_level": "error"}  # a line for each handoff would fill a disk
     with tempfile.TemporaryDirectory(prefix="kvs-") as name, ExitStack() as stack:
         folder = Path(name)
-        agents = {"prefill": stack.enter_context(agent("prefill", folder, settings=settings))}
+        sources = PATIENT[Role.PREFILL] | settings
+        agents = {"prefill": stack.enter_context(agent("prefill", folder, settings=sources))}
         for label in dict.fromkeys(stream.reader for stream in STREAMS):
-            one = agent("decode", folder, label=label, settings=PATIENT | settings | READERS[label])
+            readers = PATIENT[Role.DECODE] | settings | READERS[label]
+            one = agent("decode", folder, label=label, settings=readers)
             agents[label] = stack.enter_context(one)
         path = str(agents["prefill"].attach_path)
         module = "kvbus.bench.prefill_engine"
