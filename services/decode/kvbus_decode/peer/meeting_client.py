@@ -29,15 +29,13 @@ class MeetingClient:
     def meet(self, command: ev.SendMeet) -> None:
         """Ask for the ticket."""
         requested, timeout_s = command.requested, command.timeout_s
-        meets = requested.meets
-        if meets is None:
-            return
         try:
             fetch = self._leases.begin(requested)
         except KVBusError as error:
             self._dispatch(ev.StepFailed(command.fetch_id, error))
             return
-        message = Meet(transfer_id=meets.transfer_id, wait_s=WAIT * timeout_s)
+        name = requested.ticket.secret  # the rendezvous says no more of the ticket
+        message = Meet(transfer_id=name, wait_s=WAIT * timeout_s)
         fetch.home.ask(message, timeout_s, partial(self._on_met, requested))
 
     def forgo(self, command: ev.SendForgo) -> None:
