@@ -1,5 +1,6 @@
 """The engines in examples/c keep to the page, and hand KV to each other through real agents."""
 
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -32,7 +33,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def can_compile() -> bool:
-    if not (compiler := shutil.which("cc")):
+    if not (compiler := shutil.which(os.environ.get("CC", "cc"))):
         return False
     command = [compiler, "-fsyntax-only", "-x", "c", "-"]
     tried = subprocess.run(command, input=PROBE.encode(), capture_output=True, check=False)

@@ -262,7 +262,7 @@ class FetchInterleavings(FetchWorld):
 
         assert isinstance(answer, ev.SendReply) == kept
         ends = [c for c in more if isinstance(c, ev.SendWithdraw | ev.SendForgo)]
-        if not (kept and release_offer) or self.seen[fetch_id].confirmed:
+        if not (kept and release_offer) or self.seen[fetch_id].is_completed:
             assert not ends
         elif self.seen[fetch_id].met:
             assert ends == [ev.SendWithdraw(ticket_of(fetch_id, self.seen[fetch_id].agent_boot))]

@@ -218,6 +218,11 @@ class Watched:
         assert self.nothing_is_left, "confirmed before everything was read"
         self.confirm_asked, self.confirm_lost = True, False
 
+    @property
+    def is_completed(self) -> bool:
+        """The engine was told that it has the KV; a yes that comes after another end is no news."""
+        return self.report is not None and self.report.outcome is Outcome.COMPLETED
+
     def end(self, report: ev.ReportFetched, now: float) -> None:
         """Check what the engine is told."""
         assert self.report is None, "reported twice"

@@ -53,7 +53,9 @@ def test_a_bind_that_others_reach_wants_the_interfaces_named(bind, environment, 
 
 
 def test_the_config_names_them_before_the_environment(monkeypatch):
-    here = next(name for name in psutil.net_if_addrs() if name != "lo")
+    here = next((name for name in psutil.net_if_addrs() if name != "lo"), "")
+    if not here:
+        pytest.skip("this machine has no interface but loopback")
     monkeypatch.setenv("UCX_NET_DEVICES", f"lo,{here}")
     exposed = config(peer_bind=WILDCARD, advertise_host="host")
 

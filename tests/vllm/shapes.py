@@ -67,3 +67,19 @@ FAILING = Shape(
 SPLIT = Shape(Side("0"), Side("0|1", tp=2), keys=True)
 JOINED = Shape(Side("0|1", tp=2), Side("1"))
 OTHERS = Shape(Side("0", settings={"offer_ttl_s": OFFER_TTL_S}), Side("1", "other"))
+
+CROWDED_TOKENS = 704
+CROWDED = Shape(
+    Side(
+        "0",
+        block_size=SMALLER,
+        flags=(
+            *("--max-num-batched-tokens", "64"),
+            *("--max-model-len", str(CROWDED_TOKENS)),
+            *("--num-gpu-blocks-override", str(1 + CROWDED_TOKENS // SMALLER)),
+        ),
+        settings={"offer_ttl_s": OFFER_TTL_S},
+    ),
+    Side("1", settings={"fetch_timeout_s": FETCH_TIMEOUT_S}),
+)
+"""Prefill has room for 704 tokens, fewer than two requests may come to have."""
