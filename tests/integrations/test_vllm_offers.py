@@ -99,7 +99,7 @@ def test_a_request_is_offered_however_long_its_id_is(agents: Agents) -> None:
         offering.until(lambda: offering.sent, "the blocks came back")
 
         assert not loading.failed
-        assert offering.sent == [request_id]
+        assert offering.sent == [agents_id(request_id)]
         agents.all[0].says("offer.released", request_id=agents_id(request_id))
 
 
@@ -145,6 +145,27 @@ def test_what_the_reader_gives_up_is_not_offered(agents: Agents) -> None:
         assert offering.offers.publish("r", BLOCKS, PROMPT_TOKENS) is None
         offering.step()
         assert offering.sent == []
+
+
+def test_what_the_reader_gives_up_while_it_is_published_comes_back(
+    agents: Agents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with both_sides(*agents.all) as (offering, loading):
+        name = loading.meet("r", agents.all[0])
+        reservation = offering.offers.reserve("r", transfer_id=name)
+        offering.until(lambda: ticket_of(offering.offers, "r"), "the ticket is there")
+
+        def tables_once_given_up(*args: Any) -> Tables:
+            loading.loads.give_up("r")
+            loading.until(lambda: loading.over, "the load is over")
+            wait_until(lambda: reservation.state is State.UNWANTED, "the engine knows")
+            return tables_of(*args)
+
+        monkeypatch.setattr(offers, "tables_of", tables_once_given_up)
+        assert offering.offers.publish("r", BLOCKS, PROMPT_TOKENS) is not None
+        offering.until(lambda: offering.sent, "the blocks came back")
+
+        assert offering.sent == ["r"]
 
 
 def test_what_the_reader_has_given_up_before_is_not_offered(

@@ -90,7 +90,3 @@ def test_notices_that_nobody_asks_for_are_forgotten_at_last() -> None:
 
     assert first == NOTHING
     assert second.received == ("s",)
-
-
-def test_what_was_sent_is_passed_on() -> None:
-    assert EarlyCompletions().take(StepResults(sent=("r",))).sent == ("r",)

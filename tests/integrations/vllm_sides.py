@@ -56,7 +56,7 @@ class Side:
         failed, over = self.loads.take_ended()
         self.failed += failed
         self.over += over
-        self.sent += self.offers.take_sent()
+        self.sent += [offer.request_id for offer in self.offers.take_released()]
 
     def until(self, condition: Callable[[], Any], what: str) -> None:
         """Step until ``condition`` holds."""

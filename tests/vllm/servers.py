@@ -149,6 +149,14 @@ class VllmServer:
                 found.append(int(process.name))
         return found
 
+    def cpu_s(self, title: str) -> float:
+        """The processor time that these `pids` have taken so far."""
+        ticks = 0
+        for pid in self.pids(title):
+            stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+            ticks += int(stat[11]) + int(stat[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
+
     def _environment(self) -> dict[str, str]:
         return {
             **os.environ,

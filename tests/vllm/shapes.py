@@ -64,6 +64,9 @@ FAILING = Shape(
 )
 """Large blocks to small ones; a request whose KV cannot be loaded fails."""
 
+PATIENT = both("gqa")
+"""Offers wait for long, as agents do by themselves."""
+
 SPLIT = Shape(Side("0"), Side("0|1", tp=2), keys=True)
 JOINED = Shape(Side("0|1", tp=2), Side("1"))
 OTHERS = Shape(Side("0", settings={"offer_ttl_s": OFFER_TTL_S}), Side("1", "other"))

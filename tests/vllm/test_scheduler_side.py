@@ -1,5 +1,6 @@
 """The scheduler's side with vLLM's own requests and real agents, but no engine around it."""
 
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -13,16 +14,19 @@ pytest.importorskip("vllm.v1.request", reason="needs vLLM: make test-vllm")
 from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvbus.geometry import EngineSpec
+from kvbus.integrations.vllm import held_blocks
+from kvbus.integrations.vllm.held_blocks import HeldBlocks
 from kvbus.integrations.vllm.options import ConnectorOptions
 from kvbus.integrations.vllm.scheduler_side import SchedulerSide, ranks_elsewhere
 from kvbus.integrations.vllm.step_results import WorkerPlace
 from kvbus.protocol.engine import AgentRanks
 from tests.agents import AgentProcess, Agents, agents_ended, wait_until
-from tests.integrations.vllm_sides import BLOCKS, GROUP, PROMPT_TOKENS, memory_of
+from tests.integrations.vllm_sides import BLOCKS, GROUP, NUM_BLOCKS, PROMPT_TOKENS, memory_of
 
 ACCESS = 16 * "a"
 PROMPT = list(range(100, 100 + PROMPT_TOKENS))
@@ -44,12 +48,22 @@ def agents(shared_agents: Agents) -> Iterator[Agents]:
     shared_agents.check()
 
 
+def pool_of_requests() -> BlockPool:
+    """vLLM's own, in which `BLOCKS` are those of a request."""
+    pool = BlockPool(NUM_BLOCKS, enable_caching=True, hash_block_size=GROUP.block_size)
+    pool.touch([pool.blocks[one] for one in BLOCKS[0]])
+    return pool
+
+
 @contextmanager
-def scheduler_side(agent: AgentProcess, **group: Any) -> Iterator[SchedulerSide]:
+def scheduler_side(
+    agent: AgentProcess, pool: BlockPool | None = None, **group: Any
+) -> Iterator[SchedulerSide]:
     """The scheduler's side of an engine that the agent knows; ``group`` replaces its fields."""
     spec = EngineSpec(agent.role, "model", 1, (structs.replace(GROUP, **group),))
     with memory_of(agent.attach, spec):
         side = SchedulerSide(ConnectorOptions(str(agent.attach)), spec)
+        side.hold_in(HeldBlocks(pool or pool_of_requests(), drains=False))
         side.meet_workers([WorkerPlace(0, agent.peer, ACCESS)])
         try:
             assert side.wait_up(WITHIN_S)
@@ -80,7 +94,7 @@ def prefilled(agent: AgentProcess, side: SchedulerSide, **fields: Any) -> dict[s
     """The params of a decode request for what was offered."""
     request = request_of({"do_remote_decode": True}, **fields)
     keeps, params = finish(agent, side, request, RequestStatus.FINISHED_LENGTH_CAPPED)
-    assert keeps
+    assert not keeps
     assert params
     result: dict[str, Any] = params
     return result
@@ -132,10 +146,84 @@ def test_the_same_request_is_loaded(agents: Agents, kind: str) -> None:
         params = prefilled(agents.all[0], prefill, **SAME[kind]())
 
         assert loaded(decode, request_of(params, **SAME[kind]()))
-        wait_until(
-            lambda: prefill.step(EMPTY).sent == ("r",),
-            "the blocks came back",
-        )
+
+
+def test_blocks_are_held_until_they_are_read_and_their_request_is_over(agents: Agents) -> None:
+    pool = pool_of_requests()
+    blocks = [pool.blocks[one] for one in BLOCKS[0]]
+    with scheduler_side(agents.all[0], pool) as prefill, scheduler_side(agents.all[1]) as decode:
+        params = prefilled(agents.all[0], prefill)
+        pool.free_blocks(reversed(blocks))  # as vLLM does when a request is over
+        num_taken = len(pool.get_new_blocks(pool.get_num_free_blocks()))
+
+        assert num_taken == NUM_BLOCKS - 1 - len(blocks)
+        assert loaded(decode, request_of(params))
+
+        def come_back() -> bool:
+            prefill.step(EMPTY)
+            return pool.get_num_free_blocks() == len(blocks)
+
+        wait_until(come_back, "the blocks are free")
+
+
+def test_blocks_that_were_read_are_there_for_the_next_request_though_no_step_was(
+    agents: Agents,
+) -> None:
+    pool = pool_of_requests()
+    with scheduler_side(agents.all[0], pool) as prefill, scheduler_side(agents.all[1]) as decode:
+        params = prefilled(agents.all[0], prefill)
+        pool.free_blocks(pool.blocks[one] for one in reversed(BLOCKS[0]))
+        assert loaded(decode, request_of(params))
+        wait_until(agents.all[0].idle, "the offer is over")
+
+        def come_back() -> bool:
+            prefill.expect(request_of({}))
+            return pool.get_num_free_blocks() == NUM_BLOCKS - 1
+
+        wait_until(come_back, "the blocks are free")
+
+
+def test_blocks_are_free_when_both_vllm_and_their_readers_have_done_with_them(
+    agents: Agents,
+) -> None:
+    """vLLM frees late what a step that was begun may still write to."""
+    pool = pool_of_requests()
+    with scheduler_side(agents.all[0], pool) as prefill, scheduler_side(agents.all[1]) as decode:
+        params = prefilled(agents.all[0], prefill)
+        assert loaded(decode, request_of(params))
+        wait_until(agents.all[0].idle, "the offer is over")
+        wait_until(lambda: prefill.step(EMPTY) and pool.blocks[7].ref_cnt == 1, "one is left")
+
+        assert pool.get_num_free_blocks() == NUM_BLOCKS - 1 - len(BLOCKS[0])
+        pool.free_blocks(pool.blocks[one] for one in reversed(BLOCKS[0]))
+        assert pool.get_num_free_blocks() == NUM_BLOCKS - 1
+
+
+@pytest.mark.parametrize("drains", [False, True])
+def test_vllm_steps_on_for_a_while_after_an_offer_and_to_the_last_one_where_it_drains(
+    monkeypatch: pytest.MonkeyPatch, drains: bool
+) -> None:
+    now_s = 1000.0
+    monkeypatch.setattr(time, "monotonic", lambda: now_s)
+    held = HeldBlocks(pool_of_requests(), drains=drains)
+    assert not held.needs_steps
+    held.hold("one", BLOCKS)
+    assert held.needs_steps
+    now_s += held_blocks.STEPS_ON_S
+
+    assert held.needs_steps == drains
+    held.free(["one"])
+    assert not held.needs_steps
+
+
+def test_a_window_has_left_nothing_to_hold_behind() -> None:
+    pool = pool_of_requests()
+    held = HeldBlocks(pool, drains=False)
+    held.hold("one", [[0, 0, 9]])
+    held.free(["one"])
+
+    assert pool.null_block.ref_cnt == 0
+    assert pool.blocks[9].ref_cnt == 1
 
 
 @pytest.mark.parametrize("kind", OTHER)

@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 from kvbus.integrations.vllm.description import describe_engine
+from kvbus.integrations.vllm.held_blocks import HeldBlocks
 from kvbus.integrations.vllm.metrics import KvbusPromMetrics, KvbusStats
 from kvbus.integrations.vllm.options import read_options
 from kvbus.integrations.vllm.scheduler_side import SchedulerSide
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
         PromMetricT,
     )
     from vllm.forward_context import ForwardContext
+    from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -71,6 +73,15 @@ class KvbusConnector(KVConnectorBase_V1, SupportsHMA):
             one for one in metadata.values() if isinstance(one, WorkerPlace)
         )
 
+    def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
+        """Where blocks are held that are offered."""
+        drains = self._vllm_config.shutdown_timeout > 0
+        self._scheduler.hold_in(HeldBlocks(gpu_block_pool, drains=drains))
+
+    def has_pending_push_work(self) -> bool:
+        """Whether vLLM is to go on with steps, to hear soon of offers that were read."""
+        return self._scheduler.needs_steps
+
     def on_new_request(self, request: "Request") -> None:
         """A request has come."""
         self._scheduler.expect(request)
@@ -112,7 +123,7 @@ class KvbusConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Offer what was computed for others; the blocks stay until the agent releases them."""
+        """Offer what was computed for others; the blocks are held beyond the request's end."""
         transferred = self._kv_cache_config.select_transfer_block_ids(block_ids)
         return self._scheduler.finished(request, transferred)
 
@@ -141,7 +152,6 @@ class KvbusConnector(KVConnectorBase_V1, SupportsHMA):
         results = self._get_connector_metadata()
         ended = self._worker.ended(results if isinstance(results, StepResults) else NOTHING)
         return KVConnectorTransferResults(
-            finished_sending=set(ended.sent),
             finished_recving=set(ended.received),
             failed_recving=set(ended.failed),
         )

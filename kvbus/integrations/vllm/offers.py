@@ -81,7 +81,7 @@ class Offers:
     ) -> None:
         self._engine, self._link, self._stats, self._ttl_s = engine, link, stats, ttl_s
         self._reserved: dict[str, Reservation] = {}
-        self._sent: deque[str] = deque()
+        self._released: deque[Offer] = deque()
         self._answers = True
         link.when_open(self._renew)
 
@@ -121,8 +121,9 @@ class Offers:
     ) -> dict[str, Any] | None:
         """The ticket of ``num_tokens`` tokens in ``block_ids`` (by group).
 
-        The blocks are the agent's until `take_sent` has the request, and from here on they may be
-        read. None, with a line in the log, when there is no agent to offer them.
+        The blocks are the agent's until `take_released` has the offer that the ticket names, and
+        from here on they may be read. None, with a line in the log, when there is no agent to offer
+        them.
         """
         reservation = self._reserved.pop(request_id, None)
         if reservation is None:
@@ -150,9 +151,9 @@ class Offers:
         if reservation is not None:
             self._link.post(lambda _: self._abandon(reservation))
 
-    def take_sent(self) -> tuple[str, ...]:
-        """The published requests whose blocks are the engine's again, since the last call."""
-        return tuple(self._sent.popleft() for _ in range(len(self._sent)))
+    def take_released(self) -> tuple[Offer, ...]:
+        """The published offers whose blocks are the engine's again, since the last call."""
+        return tuple(self._released.popleft() for _ in range(len(self._released)))
 
     def _wait_for_ticket(self, reservation: Reservation) -> None:
         """It is there, as a rule. An agent that hangs makes the engine wait once, until it answers.
@@ -215,7 +216,7 @@ class Offers:
         if reservation.offer is not offer:
             return
         if reservation.state is State.PUBLISHED:
-            self._sent.append(reservation.request_id)
+            self._released.append(offer)
         elif offer.outcome is Outcome.WITHDRAWN and reservation.transfer_id is not None:
             reservation.state = State.UNWANTED
         elif reservation.state is State.OPEN:
@@ -244,14 +245,14 @@ class Offers:
     def _publish(
         self, reservation: Reservation, offer: Offer, num_tokens: int, tables: Tables
     ) -> None:
-        if reservation.offer is offer:
+        if reservation.offer is offer and reservation.state is State.OPEN:
             reservation.state = State.PUBLISHED
             self._link.spawn(partial(self._fill, reservation, offer, num_tokens, tables))
             return
         if reservation.state is not State.UNWANTED:
             self._abandon(reservation)
             self._say_not_offered(reservation.request_id, "its ticket expired in that moment")
-        self._sent.append(reservation.request_id)
+        self._released.append(offer)
 
     async def _fill(
         self, reservation: Reservation, offer: Offer, num_tokens: int, tables: Tables

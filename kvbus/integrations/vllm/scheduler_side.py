@@ -10,6 +10,7 @@ from vllm.v1.request import RequestStatus
 from kvbus.errors import ProtocolError
 from kvbus.geometry import EngineSpec
 from kvbus.integrations.vllm.growing import BlockIds, Growing
+from kvbus.integrations.vllm.held_blocks import HeldBlocks
 from kvbus.integrations.vllm.loads import Load, Loads
 from kvbus.integrations.vllm.offers import Offers
 from kvbus.integrations.vllm.options import ConnectorOptions
@@ -53,6 +54,11 @@ class SchedulerSide:
         self._loads: Loads | None = None
         self._offers: Offers | None = None
         self._growing = Growing(select)
+        self._held: HeldBlocks | None = None
+
+    def hold_in(self, held: HeldBlocks) -> None:
+        """Where the blocks of offers are held; without it nothing is offered."""
+        self._held = held
 
     def meet_workers(self, workers: Iterable[WorkerPlace]) -> None:
         """The workers have shared their memory: open the engine's control session."""
@@ -67,7 +73,8 @@ class SchedulerSide:
         return self._link is not None and self._link.wait_open(timeout_s)
 
     def expect(self, request: "Request") -> None:
-        """A request has come."""
+        """A request has come; blocks that are free by now are there for it."""
+        self._free_released()
         params = request.kv_transfer_params or {}
         if params.get(ASKS_TO_FETCH) and self._loads is not None:
             self._loads.expect(self._load_of(request, params))
@@ -93,11 +100,14 @@ class SchedulerSide:
     def finished(
         self, request: "Request", block_ids: Sequence[Sequence[int]]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Whether its blocks are still needed, and what the router shall carry."""
+        """Whether vLLM shall keep its blocks, and what the router shall carry.
+
+        The blocks of an offer are held here, so vLLM need not keep those of any request.
+        """
         if self._loads is not None:
             self._loads.give_up(request.request_id)
         params = request.kv_transfer_params or {}
-        if not params.get(ASKS_TO_OFFER) or self._offers is None:
+        if not params.get(ASKS_TO_OFFER) or self._offers is None or self._held is None:
             return False, None
         num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         self._growing.end(request.request_id)
@@ -107,8 +117,9 @@ class SchedulerSide:
         ticket = self._offers.publish(request.request_id, block_ids, num_tokens)
         if ticket is None:
             return False, None
+        self._held.hold(ticket["offer_id"], block_ids)
         digest = _digest(request, num_tokens)
-        return True, HandoffParams(ticket, num_tokens, digest).to_params()
+        return False, HandoffParams(ticket, num_tokens, digest).to_params()
 
     def step(self, output: "SchedulerOutput") -> StepResults:
         """What the workers shall report to vLLM in this step, which will compute ``output``."""
@@ -117,13 +128,18 @@ class SchedulerSide:
         for request_id in output.preempted_req_ids or ():  # its blocks are another's from now on
             self._growing.end(request_id)
             self._offers.take_back(request_id)
+        self._free_released()
         step = self._growing.schedule(output)
         started = self._loads.take_started()
         failed, received = self._loads.take_ended()
-        sent = self._offers.take_sent()
-        if not (started or failed or received or sent or step):
+        if not (started or failed or received or step):
             return NOTHING
-        return StepResults(started, sent, received, failed, step)
+        return StepResults(started, received, failed, step)
+
+    @property
+    def needs_steps(self) -> bool:
+        """Whether vLLM is to go on with steps, though it has nothing to compute."""
+        return self._held is not None and self._held.needs_steps
 
     def done(self, step: int) -> None:
         """The workers have computed a step."""
@@ -139,6 +155,10 @@ class SchedulerSide:
         """End the control session, and with it every load and offer."""
         if self._link is not None:
             self._link.close(CLOSE_WITHIN_S)
+
+    def _free_released(self) -> None:
+        if self._offers is not None and self._held is not None:
+            self._held.free(offer.offer_id for offer in self._offers.take_released())
 
     def _reserve(self, request: "Request", params: Mapping[str, Any], offers: Offers) -> None:
         """With a name of the router's it may be read while it is computed, if no block goes back.

@@ -14,14 +14,13 @@ MOST_UNMATCHED = 1024
 
 @dataclass(frozen=True, slots=True)
 class StepResults:
-    """Ids of requests: whose blocks were read, whose load is over, whose load has failed.
+    """Ids of requests: whose load is over, whose load has failed.
 
     ``started`` are the loads that began in this step, by request, and their fetch ids. A worker
     says so when it has done a ``step`` that is not 0.
     """
 
     started: tuple[tuple[str, str], ...] = ()
-    sent: tuple[str, ...] = ()
     received: tuple[str, ...] = ()
     failed: tuple[str, ...] = ()
     step: int = 0
@@ -81,7 +80,7 @@ class EarlyCompletions:
         for request_id in results.received:
             self._reported.discard(request_id)
             self._fetch_ids.pop(request_id, None)
-        return StepResults(sent=results.sent, received=(*received, *early), failed=failed)
+        return StepResults(received=(*received, *early), failed=failed)
 
     def _take_early(self) -> list[str]:
         """The requests whose fetch was completed; the scheduler's side will say so again."""
