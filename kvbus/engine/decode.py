@@ -87,6 +87,7 @@ class DecodeSession(ControlSession):
         on_landed: OnLanded | None = None,
         fetch_id: str | None = None,
         prompt_digest: str = "",
+        priority: int = 0,
     ) -> Fetch:
         """Ask for tokens [first_token, num_tokens) into ``block_ids`` (by group, by position).
 
@@ -97,7 +98,8 @@ class DecodeSession(ControlSession):
         that end at multiples of it, and ``on_landed`` is called with the end of each when it is in
         the blocks, though valid only with the completion. ``fetch_id`` is one that the engine has
         never used before; one is made when there is none. With ``prompt_digest`` the ticket must be
-        of a prompt with that digest.
+        of a prompt with that digest. Of fetches that wait for each other, those of a greater
+        ``priority`` come first, though never alone: the others go on more slowly.
 
         Returns at once; `Fetch.completed` says how it ends, a refusal by the agent included (its
         stage is ``requested``). An agent without room is asked again until ``timeout_s`` or
@@ -120,6 +122,7 @@ class DecodeSession(ControlSession):
             zero_tail=zero_tail,
             chunk_tokens=piece_tokens,
             prompt_digest=prompt_digest,
+            priority=priority,
         )
         asked = _Asked(message, fetch, BusyPauses(overdue_at))
         self.send(message, lambda reply: self._on_taken(asked, reply))

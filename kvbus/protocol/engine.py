@@ -13,6 +13,7 @@ from kvbus.protocol.message import (
     Endpoint,
     Id,
     Message,
+    Priority,
     Request,
     Seconds,
     Secret,
@@ -166,7 +167,8 @@ class StartFetch(Request[Empty], frozen=True):
     block are zeroed, else they stay as they were. The reply says that the fetch was taken; the
     notice `Fetched` says how it ended, within ``timeout_s``. With ``chunk_tokens`` the tokens are
     read in chunks that end at multiples of it, and a notice `Landed` tells of each. With
-    ``prompt_digest`` the ticket has to be of that prompt.
+    ``prompt_digest`` the ticket has to be of that prompt. Fetches of a greater ``priority`` come
+    first.
     """
 
     op: ClassVar[str] = "fetch"
@@ -180,6 +182,7 @@ class StartFetch(Request[Empty], frozen=True):
     zero_tail: bool = False
     chunk_tokens: Tokens = 0
     prompt_digest: Text = ""
+    priority: Priority = 0
 
 
 class CancelFetch(Request[Empty], frozen=True):

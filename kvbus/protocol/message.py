@@ -26,6 +26,9 @@ Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Epoch = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
 Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
+Priority = Annotated[int, msgspec.Meta(ge=MIN_PRIORITY, le=MAX_PRIORITY)]
+"""How urgent something is: more, the greater it is; 0 as a rule."""
 Secret = Annotated[str, msgspec.Meta(min_length=16, max_length=128)]
 """The right to something: random, of 128 bits or more; never in an event, a log line or a repr."""
 # An address plus an offset in a segment fits into a signed 64-bit integer.

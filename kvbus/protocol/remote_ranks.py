@@ -14,6 +14,7 @@ from kvbus.protocol.message import (
     Epoch,
     Id,
     Message,
+    Priority,
     Request,
     Seconds,
     Secret,
@@ -84,6 +85,7 @@ class Delegate(Request[Delegated], frozen=True):
     zero_tail: bool
     timeout_s: Seconds
     one_in: OneInOrNone = 0
+    priority: Priority = 0
 
 
 class AbortDelegate(Request[Empty], frozen=True):

@@ -12,6 +12,7 @@ from kvbus.protocol.message import (
     Epoch,
     Id,
     Message,
+    Priority,
     Request,
     Seconds,
     Secret,
@@ -42,7 +43,8 @@ class Pack(Request[Packed], frozen=True):
     """Asks for a box of what one rank holds, gathered into a staging slot.
 
     ``table`` has the blocks of the box's positions, as the offer names them; ``done`` are slots
-    that the reader has read. Answered when the box is gathered, which may wait for a free slot.
+    that the reader has read. Answered when the box is gathered, which may wait for a free slot;
+    boxes of a greater ``priority`` wait for less.
     """
 
     op: ClassVar[str] = "pack"
@@ -60,6 +62,7 @@ class Pack(Request[Packed], frozen=True):
     token: Secret
     access: Secret
     done: SlotIds = ()
+    priority: Priority = 0
 
 
 class Unpack(Request[Empty], frozen=True):

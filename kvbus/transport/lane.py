@@ -1,10 +1,10 @@
 """Owns the reads of one peer: those that wait for their turn, and the slices that are posted."""
 
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from kvbus.errors import RemoteError
+from kvbus.table import Turns, UrgentFirst
 from kvbus.transport.nixl_agent import Handle
 from kvbus.transport.slicing import Rows, Slices
 from kvbus.transport.types import MemoryKind, ReadOutcome, ReadStatus
@@ -18,6 +18,7 @@ class ReadJob:
     slices: Slices
     kinds: tuple[MemoryKind, MemoryKind]
     on_end: Callable[[ReadOutcome], None]
+    priority: int = 0
     outstanding: int = 0
     queued: bool = False
     aborted: bool = False
@@ -75,31 +76,38 @@ class Slice:
 
 
 class _FairQueue:
-    """Two queues that are served alternately, so a short read waits for one long slice at most."""
+    """Two queues that are served alternately, so a short read waits for one long slice at most.
 
-    __slots__ = ("_long", "_short", "_short_is_next")
+    While one has a more urgent read than the other, it comes first in all but the fair turns.
+    """
+
+    __slots__ = ("_long", "_short", "_short_is_next", "_turns")
 
     def __init__(self) -> None:
-        self._short: deque[ReadJob] = deque()
-        self._long: deque[ReadJob] = deque()
+        self._short: UrgentFirst[ReadJob] = UrgentFirst()
+        self._long: UrgentFirst[ReadJob] = UrgentFirst()
         self._short_is_next = True
+        self._turns = Turns()
 
     def __bool__(self) -> bool:
         return bool(self._short or self._long)
 
     def add(self, item: ReadJob, *, short: bool) -> None:
         """Put ``item`` at the end of its queue."""
-        (self._short if short else self._long).append(item)
+        (self._short if short else self._long).add(item, item.priority)
 
     def take(self) -> ReadJob | None:
         """The next one, or None when nobody waits."""
-        chosen = self._short if self._short_is_next else self._long
-        if not chosen:
-            chosen = self._long if self._short_is_next else self._short
-        if not chosen:
+        first, second = self._short, self._long
+        if not self._short_is_next:
+            first, second = second, first
+        if not first and not second:
             return None
-        self._short_is_next = chosen is self._long
-        return chosen.popleft()
+        is_fair = self._turns.next_is_fair()
+        if not first or (second and not is_fair and second.priority > first.priority):
+            first = second
+        self._short_is_next = first is self._long
+        return first.take(fair=is_fair)
 
 
 @dataclass(slots=True, eq=False)

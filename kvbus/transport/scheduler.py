@@ -136,7 +136,8 @@ class ReadScheduler:
     # A lane is held up when its peer has enough outstanding, so a peer that is stopped holds up
     # nobody else. A read waits in its lane once at a time and has few slices posted: after a slice
     # it goes to the end of its queue, so long reads share the wire, and a short one waits for a
-    # slice of one long read, not of each.
+    # slice of one long read, not of each. More urgent reads of a lane come first, but not in each
+    # turn, so that none waits for ever.
     def _post_next(self, lane: Lane) -> bool:
         limits = self._limits
         if self.held:

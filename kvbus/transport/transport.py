@@ -135,12 +135,14 @@ class Transport:
         on_end: OnEnd,
         local_memory: MemoryKind = "DRAM",
         remote_memory: MemoryKind = "DRAM",
+        priority: int = 0,
     ) -> Read:
         """Start a READ of descriptors, uint64 [n, 3] columns (address, length in bytes, device).
 
         A short one may be done when this returns, where the limits have `here_bytes`.
         `on_end` is called exactly once, when nothing of it is in flight any more: never, should a
-        peer stay stopped. The arrays must not change before. Raises `LocalError`: wrong arrays, or
+        peer stay stopped. Of one peer's reads those of a greater `priority` are more urgent. The
+        arrays must not change before. Raises `LocalError`: wrong arrays, or
         `busy` at `max_reads`.
         """
         check_rows(local, remote)
@@ -151,6 +153,7 @@ class Transport:
             slices=self._slices(local, remote),
             kinds=(local_memory, remote_memory),
             on_end=on_end,
+            priority=priority,
         )
         self._started()
         self._num_started += 1

@@ -222,3 +222,29 @@ async def test_a_copy_for_an_engine_that_is_lost_already_fails_at_once() -> None
     assert work is None
     assert copies.errors[0] is not None
     assert copies.errors[0].code is ErrorCode.ENGINE_LOST
+
+
+async def test_an_urgent_work_has_its_jobs_done_before_those_that_waited() -> None:
+    log, threads = Log(), fair_threads()
+    threads.start([log.held_job("first")], log.end("first"))
+    await until(log.begun.is_set)
+    threads.start_planned(lambda: [log.job("slow")] * 20, log.end("slow"))
+    threads.start([log.job("urgent")] * 8, log.end("urgent"), priority=1)
+    log.gate.set()
+    await until(lambda: len(log.ends) == 3)
+
+    assert log.ends == [("first", None), ("urgent", None), ("slow", None)]
+    before = log.done[: len(log.done) - log.done[::-1].index("urgent")]
+    assert before.count("slow") <= 2
+
+
+async def test_a_work_is_not_starved_by_those_that_are_more_urgent() -> None:
+    log, threads = Log(), fair_threads()
+    threads.start([log.held_job("first")], log.end("first"))
+    await until(log.begun.is_set)
+    threads.start([log.job("urgent")] * 80, log.end("urgent"), priority=2)
+    threads.start_planned(lambda: [log.job("slow")] * 3, log.end("slow"), priority=-1)
+    log.gate.set()
+    await until(lambda: len(log.ends) == 3)
+
+    assert log.ends == [("first", None), ("slow", None), ("urgent", None)]

@@ -15,9 +15,12 @@ PATIENCE_S = 1.0
 TICKET = Ticket("p", "boot-a", "tcp://p", "engine-p", "engine-boot", "o1", "r1", 32, "secret")
 
 
-def requested(fetch_id: str, *, boot: str = "boot-a", timeout_s: float = 60.0) -> ev.Requested:
+def requested(
+    fetch_id: str, *, boot: str = "boot-a", timeout_s: float = 60.0, priority: int = 0
+) -> ev.Requested:
     ticket = msgspec.structs.replace(TICKET, agent_boot=boot, offer_id=fetch_id)
-    return ev.Requested(fetch_id, "engine-d", ticket, 0, 32, {}, timeout_s, "fetch", route="known")
+    asked = ev.Requested(fetch_id, "engine-d", ticket, 0, 32, {}, timeout_s, "fetch", route="known")
+    return msgspec.structs.replace(asked, priority=priority)
 
 
 def granted(fetch_id: str, *, num_tokens: int = 32) -> ev.LeaseGranted:
@@ -131,3 +134,25 @@ def test_a_new_fetch_that_comes_late_does_not_have_the_turn_of_one_that_waits():
     assert begun == ["f2"]
     assert state(table, "f3") is FetchState.QUEUED
     assert claims(table.handle(ev.DeadlinePassed(), 2 * PATIENCE_S)) == ["f3"]
+
+
+def test_the_urgent_one_begins_first_of_those_that_wait():
+    table = table_of(requested("f1"), requested("f2"), requested("f3", priority=1))
+    table.handle(granted("f1"), 0.0)
+    table.handle(ev.ChunkRead("f1", 10), 0.0)
+
+    commands = table.handle(ev.LeaseConfirmed("f1"), 0.0)
+
+    assert claims(commands) == ["f3"]
+    assert state(table, "f2") is FetchState.QUEUED
+
+
+def test_one_whose_agent_had_to_be_found_is_as_urgent():
+    table = table_of(requested("f1"), requested("f2"))
+    unknown = msgspec.structs.replace(requested("f3", priority=1), route=None)
+    table.handle(unknown, 0.0)
+    table.handle(ev.PeerReady("f3"), 0.0)
+    table.handle(granted("f1"), 0.0)
+    table.handle(ev.ChunkRead("f1", 10), 0.0)
+
+    assert claims(table.handle(ev.LeaseConfirmed("f1"), 0.0)) == ["f3"]

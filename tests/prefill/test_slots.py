@@ -16,10 +16,15 @@ ENDS = (ev.LeaseEnded, ev.EngineLost, ev.Stopped)
 
 
 def asked(
-    name: str, lease: Hashable = "lease", *, num_bytes: int = 80, slot_lease_s: float = 2.0
+    name: str,
+    lease: Hashable = "lease",
+    *,
+    num_bytes: int = 80,
+    slot_lease_s: float = 2.0,
+    priority: int = 0,
 ) -> ev.SlotWanted:
     """The name is what is gathered, and who waits for the answer."""
-    return ev.SlotWanted(lease, "reader", "engine", num_bytes, slot_lease_s, name, name)
+    return ev.SlotWanted(lease, "reader", "engine", num_bytes, slot_lease_s, name, name, priority)
 
 
 def table_after(*events: ev.Event, limits: SlotLimits = LIMITS, now: float = 0.0) -> SlotTable:
@@ -211,3 +216,9 @@ def test_an_agent_that_stops_packs_no_more() -> None:
     commands = table.handle(asked("a"), 0.0)
 
     assert refused(commands) == {"a": ErrorCode.CLOSED}
+
+
+def test_an_urgent_box_is_gathered_before_those_that_wait() -> None:
+    table = table_after(asked("a"), asked("b"), asked("c", "other", priority=1))
+
+    assert started(table.handle(ev.GatherEnded(1), 1.0)) == ["c"]

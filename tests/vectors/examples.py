@@ -231,6 +231,7 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
                 zero_tail=True,
                 chunk_tokens=16,
                 prompt_digest=DIGEST,
+                priority=-1,
             ),
             Empty(),
         ),
@@ -341,6 +342,7 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
                 token=TOKEN,
                 access=ACCESS,
                 done=(16, 17),
+                priority=2,
             ),
             g.Packed(
                 slot_id=18,
@@ -393,6 +395,7 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
                 zero_tail=True,
                 timeout_s=2.5,
                 one_in=64,
+                priority=2,
             ),
             s.Delegated(num_bytes=6_144, path="direct", one_in=64),
         ),

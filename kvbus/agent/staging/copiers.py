@@ -86,6 +86,7 @@ class Copiers:
         engine: LocalEngine,
         memories: Collection[RankMemory],
         group: GroupSpec,
+        priority: int = 0,
     ) -> Work | None:
         """Have ``copy`` called in threads, once for each of ``memories``.
 
@@ -109,7 +110,8 @@ class Copiers:
             on_end(error)
 
         jobs = [partial(in_thread, memory) for memory in memories]
-        return self._start(engine, end, lambda ended: self._threads.start(jobs, ended))
+        start = partial(self._threads.start, jobs, priority=priority)
+        return self._start(engine, end, start)
 
     def start_jobs(
         self,
@@ -118,6 +120,7 @@ class Copiers:
         *,
         engine: LocalEngine,
         at_once: bool = False,
+        priority: int = 0,
     ) -> Work | None:
         """Have the jobs of ``plan`` done in threads, and ``plan`` called there; else as `start`.
 
@@ -127,7 +130,8 @@ class Copiers:
         if at_once and not engine.lost:
             on_end(_done_at_once(plan))
             return None
-        return self._start(engine, on_end, lambda ended: self._threads.start_planned(plan, ended))
+        start = partial(self._threads.start_planned, plan, priority=priority)
+        return self._start(engine, on_end, start)
 
     def start_alone(self, job: Callable[[], None], on_end: Callable[[], None]) -> None:
         """Have ``job``, which touches no engine's memory, called in a thread, then ``on_end``.

@@ -10,6 +10,10 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
+from threading import Lock
+
+from kvbus.table import Turns, UrgentFirst
 
 Job = Callable[[], None]
 
@@ -20,6 +24,7 @@ class Work:
 
     on_end: Callable[[Exception | None], None]
     jobs: deque[Job] = field(default_factory=deque)
+    priority: int = 0
     num_threads: int = 1
     error: Exception | None = None
 
@@ -49,29 +54,46 @@ class Work:
 #                │                       however many more these have
 #                └─ one job ─▶ to the end, or out when nothing is left
 #
-# What each thread does next it finds by itself: the event loop hears of the end alone.
+# A more urgent work is taken first, but not in each turn, so none waits for ever. What each thread
+# does next it finds by itself: the event loop hears of the end alone.
 class FairThreads:
-    """At most ``num_threads`` jobs at once; a work that comes waits for one job of each other."""
+    """At most ``num_threads`` jobs at once; a work that comes waits for one job of each other.
+
+    Of those with a greater ``priority`` it may wait for more, see `kvbus.table.urgent_first`.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, *, num_threads: int) -> None:
         self._loop, self._num_threads = loop, num_threads
         self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="kvbus-copy")
+        self._lock = Lock()
+        self._waiting: UrgentFirst[Callable[[], None]] = UrgentFirst()
+        self._turns = Turns()
 
-    def start(self, jobs: Iterable[Job], on_end: Callable[[Exception | None], None]) -> Work:
+    def start(
+        self,
+        jobs: Iterable[Job],
+        on_end: Callable[[Exception | None], None],
+        *,
+        priority: int = 0,
+    ) -> Work:
         """Have the jobs done; ``on_end`` is called in the event loop, once, with why they failed.
 
         That is when none of them runs any more.
         """
-        work = Work(on_end, deque(jobs))
+        work = Work(on_end, deque(jobs), priority)
         self._serve(work)
         return work
 
     def start_planned(
-        self, plan: Callable[[], Iterable[Job]], on_end: Callable[[Exception | None], None]
+        self,
+        plan: Callable[[], Iterable[Job]],
+        on_end: Callable[[Exception | None], None],
+        *,
+        priority: int = 0,
     ) -> Work:
         """Have the jobs of ``plan`` done, which is called in a thread itself; else as `start`."""
-        work = Work(on_end)
-        self._threads.submit(self._plan, work, plan)
+        work = Work(on_end, priority=priority)
+        self._queue(work, partial(self._plan, work, plan))
         return work
 
     def _plan(self, work: Work, plan: Callable[[], Iterable[Job]]) -> None:
@@ -84,11 +106,22 @@ class FairThreads:
         """By as many threads as it has jobs for."""
         work.num_threads = max(1, min(self._num_threads, len(work.jobs)))
         for _ in range(work.num_threads):
-            self._threads.submit(self._turn, work)
+            self._queue(work, partial(self._turn, work))
+
+    def _queue(self, work: Work, turn: Callable[[], None]) -> None:
+        """A thread for each turn, but not each for its own."""
+        with self._lock:
+            self._waiting.add(turn, work.priority)
+        self._threads.submit(self._take_turn)
+
+    def _take_turn(self) -> None:
+        with self._lock:
+            turn = self._waiting.take(fair=self._turns.next_is_fair())
+        turn()
 
     def _turn(self, work: Work) -> None:
         if work.do_next():
-            self._threads.submit(self._turn, work)
+            self._queue(work, partial(self._turn, work))
         else:
             self._loop.call_soon_threadsafe(self._leave, work)
 

@@ -86,6 +86,7 @@ class HostDecode:
         timeout_s: float | None = None,
         zero_tail: bool = False,
         fetch_id: str | None = None,
+        priority: int = 0,
     ) -> "HostFetch":
         """Ask for tokens as `DecodeSession.fetch` does, into the engine's own blocks.
 
@@ -118,6 +119,7 @@ class HostDecode:
                 piece_tokens=self._piece_tokens,
                 on_landed=on_landed,
                 fetch_id=fetch_id,
+                priority=priority,
             )
 
         fetch = HostFetch(self, start, loaded, tables)

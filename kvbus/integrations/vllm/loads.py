@@ -34,13 +34,14 @@ class Load:
     """One load of the first ``num_tokens`` tokens of a prompt.
 
     With a ``problem`` the load is to fail as loads do; ``handoff`` is None if its params were
-    refused.
+    refused. Loads of a greater ``priority`` are more urgent.
     """
 
     request_id: str
     num_tokens: int
     handoff: HandoffParams | None
     problem: str = ""
+    priority: int = 0
     first_token: int = 0
     fetch_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     fetch: Fetch | None = None
@@ -158,6 +159,7 @@ class Loads:
             timeout_s=self._timeout_s,
             fetch_id=load.fetch_id,
             prompt_digest=load.handoff.prompt_digest,
+            priority=load.priority,
         )
 
     def _on_ended(self, load: Load, fetch: Fetch) -> None:

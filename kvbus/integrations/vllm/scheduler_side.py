@@ -27,6 +27,7 @@ from kvbus.integrations.vllm.transfer_params import (
     read_transfer_id,
 )
 from kvbus.protocol.engine import AgentRanks
+from kvbus.protocol.message import MAX_PRIORITY, MIN_PRIORITY
 from kvbus.protocol.rendezvous import Rendezvous
 
 if TYPE_CHECKING:
@@ -182,7 +183,8 @@ class SchedulerSide:
             _check_prompt(request, handoff)
         except ProtocolError as error:
             return Load(request.request_id, num_wanted, None, error.message)
-        return Load(request.request_id, min(num_wanted, handoff.remote_num_tokens), handoff)
+        num_tokens, priority = min(num_wanted, handoff.remote_num_tokens), urgency_of(request)
+        return Load(request.request_id, num_tokens, handoff, priority=priority)
 
     def _handoff_of(self, request: "Request", params: Mapping[str, Any]) -> HandoffParams:
         """What the router carries; by a rendezvous, all of the prompt is going to be there."""
@@ -191,6 +193,12 @@ class SchedulerSide:
         meets = Rendezvous.from_json(params[RENDEZVOUS])
         num_tokens = request.num_prompt_tokens - self._backs_off
         return HandoffParams(meets.to_json(), num_tokens, _digest(request, num_tokens))
+
+
+def urgency_of(request: "Request") -> int:
+    """The priority of its load: vLLM's own counts the other way, and may be any number."""
+    vllms: int = request.priority
+    return max(MIN_PRIORITY, min(MAX_PRIORITY, -vllms))
 
 
 def leave_last_token(request: "Request") -> None:

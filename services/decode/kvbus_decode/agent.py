@@ -169,6 +169,7 @@ class DecodeService:
             reply_to=call,
             meets=meets,
             prompt_digest=fetch.prompt_digest,
+            priority=fetch.priority,
         )
         route = self._leases.routes.find(ticket, engine) if meets is None else None
         if route is not None and self._reader.is_ready(route, requested):
@@ -206,6 +207,7 @@ class DecodeService:
                 deadline=fetch.deadline,
                 secret=requested.ticket.secret,
                 one_in=self._config.digest_one_in,
+                priority=requested.priority,
             )
         except KVBusError as error:
             self._dispatch(ev.ChunkRead(command.fetch_id, 0, error))
@@ -234,6 +236,7 @@ class DecodeService:
             zero_tail=requested.zero_tail,
             timeout_s=max(1e-3, fetch.deadline - self._agent.loop.time()),
             one_in=self._config.digest_one_in,
+            priority=requested.priority,
         )
         return Leg((Stage.DELEGATE,), DelegateJob(other, question))
 

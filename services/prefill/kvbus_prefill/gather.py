@@ -147,6 +147,7 @@ class Packing:
             slot_lease_s=pack.slot_lease_s,
             work=gather,
             reply_to=call,
+            priority=pack.priority,
         )
         if offered_here:
             offered = OfferedBox(

@@ -92,6 +92,7 @@ class Requested(Value, frozen=True):
     ahead: Ahead | None = None
     meets: Rendezvous | None = None
     prompt_digest: str = ""
+    priority: int = 0
 
 
 class OfferMet(Value, frozen=True):

@@ -43,7 +43,8 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
     # The bound is on what begins. A fetch lets the next one begin when it ends, though its blocks
     # may still drain; when it cannot go on by itself, as its offer grows or has another reader;
     # and after `patience_s`, as its agent may have stopped. It goes on without a place. Places are
-    # given agent by agent in turn, so one that has stopped has few of them, and not for long.
+    # given agent by agent in turn, so one that has stopped has few of them, and not for long; more
+    # urgent fetches come first, but not in each turn.
     def _handle(self, event: ev.Event, now: float) -> Commands:
         commands = self._handle_one(event, now)
         return commands + self._take_turns(now)
@@ -102,7 +103,7 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
 
     def _take_place(self, fetch: FetchEntry, now: float) -> bool:
         """Whether a new fetch may begin; it waits for its turn otherwise."""
-        self._places.wait(fetch.agent_boot, fetch.key)
+        self._places.wait(fetch.agent_boot, fetch.key, fetch.requested.priority)
         granted = self._places.acquire()  # nobody else waits while a place is free
         if granted is not None:
             fetch.place, fetch.place_until = granted[1], now + self.limits.patience_s
@@ -123,7 +124,7 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
         commands = super()._apply(entry, event, now)
         is_queued = entry.state is FetchState.QUEUED
         if is_queued and not was_queued:
-            self._places.wait(entry.agent_boot, entry.key)
+            self._places.wait(entry.agent_boot, entry.key, entry.requested.priority)
         elif was_queued and not is_queued and entry.place is None:
             self._places.leave(entry.agent_boot, entry.key)
         if entry.place is not None and not entry.makes_progress(now):

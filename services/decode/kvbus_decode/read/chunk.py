@@ -51,6 +51,7 @@ class Chunk:
     deadline: float
     secret: str = field(repr=False)
     one_in: int
+    priority: int
 
     def blocks_of(self, box: Box) -> BlockTable:
         """The prefill engine's blocks that hold a box."""
@@ -77,6 +78,7 @@ def make_chunk(
     deadline: float,
     secret: str,
     one_in: int,
+    priority: int,
 ) -> Chunk:
     """Tokens [part) of a fetch of tokens [whole); with the ``last`` chunk comes the state, and the
     tail if it is zeroed. Raises `GeometryError` when the offer's tables do not hold them.
@@ -88,4 +90,4 @@ def make_chunk(
         groups = route.engine.spec.groups
         tail = tail_spans(groups, whole_spans(groups, *whole))
     lease, tables, place = (offer_id, epoch, token), (source, target), (replica_index, deadline)
-    return Chunk(route, *lease, *tables, spans, tail, *place, secret, one_in)
+    return Chunk(route, *lease, *tables, spans, tail, *place, secret, one_in, priority)

@@ -137,6 +137,7 @@ class DelegateServer:
             deadline=work.deadline,
             secret=ticket.secret,
             one_in=asked.one_in,
+            priority=asked.priority,
         )
 
     async def _route(self, work: _Delegated, ticket: Ticket, engine: LocalEngine) -> Route:

@@ -48,7 +48,8 @@ __all__ = [
 class ChunkWanted(Value, frozen=True):
     """Read a chunk by these legs, into the blocks of ``engine``; then ``last_legs``, which zero.
 
-    ``deadline`` is absolute, None without; ``path`` is only passed on to `ChunkEnded`.
+    ``deadline`` is absolute, None without; ``path`` is only passed on to `ChunkEnded`. Legs of a
+    greater ``priority`` are given slots of ours first.
     """
 
     key: Hashable
@@ -57,6 +58,7 @@ class ChunkWanted(Value, frozen=True):
     last_legs: tuple[Leg, ...] = ()
     path: str = ""
     deadline: float | None = None
+    priority: int = 0
 
 
 class SlotPacked(Value, frozen=True):

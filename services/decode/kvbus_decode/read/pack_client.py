@@ -40,6 +40,7 @@ class PackClient:
             token=chunk.token,
             access=source.access,
             done=command.done,
+            priority=chunk.priority,
         )
         timeout_s = max(1e-3, chunk.deadline - self._agent.loop.time())
         source.peer.ask(message, timeout_s, partial(self._on_reply, command))

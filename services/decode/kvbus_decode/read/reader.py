@@ -165,9 +165,9 @@ class Reader:
         self._reads[key] = chunk, choice, on_end
         self._overlaps.begin(key)
         last_legs = tuple(zero_legs(chunk)) if chunk.tail else ()
-        engine, path = chunk.route.engine, choice.path.value
+        engine, path, legs = chunk.route.engine, choice.path.value, [*remote_legs, *legs]
         self._dispatch(
-            ev.ChunkWanted(key, engine, (*remote_legs, *legs), last_legs, path, deadline)
+            ev.ChunkWanted(key, engine, tuple(legs), last_legs, path, deadline, chunk.priority)
         )
 
     def stop_read(self, key: Hashable, error: KVBusError) -> None:
@@ -229,6 +229,7 @@ class Reader:
                 on_end=partial(self._on_read, command, self._agent.loop.time()),
                 local_memory=here,
                 remote_memory=there,
+                priority=work.chunk.priority,
             )
         except KVBusError as error:
             self._dispatch(ev.ReadEnded(command.key, leg, 0, error))
@@ -270,6 +271,7 @@ class Reader:
                 partial(self._on_mapped_copied, command, work),
                 engine=work.chunk.route.engine,
                 at_once=work.is_short,
+                priority=work.chunk.priority,
             )
             return
         work.copying = self._copiers.start(
@@ -278,6 +280,7 @@ class Reader:
             engine=work.chunk.route.engine,
             memories=work.ranks,
             group=work.group,
+            priority=work.chunk.priority,
         )
 
     def _abort_copy(self, command: ev.AbortCopy) -> None:

@@ -136,7 +136,7 @@ class ReadTable(Table[Hashable, ReadEntry, ReadLimits, ev.Command]):
             read.live[leg] = None
             self._read_of[leg] = read
         if state is LegState.PACKED:
-            self._pools[leg.device].wait(leg.source, leg)
+            self._pools[leg.device].wait(leg.source, leg, read.wanted.priority)
         elif before is LegState.PACKED and leg.slot is None:
             self._pools[leg.device].leave(leg.source, leg)
         if leg.slot_id is not None and state in (LegState.COPYING, LegState.OVER):

@@ -42,6 +42,7 @@ class SlotWanted(Value, frozen=True):
     slot_lease_s: float
     work: object
     reply_to: object
+    priority: int = 0
 
 
 class TurnCame(Value, frozen=True):

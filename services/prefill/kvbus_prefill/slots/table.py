@@ -92,7 +92,7 @@ class SlotTable(Table[int, SlotEntry, SlotLimits, ev.Command]):
         slot_lease_s = min(asked.slot_lease_s, self.limits.max_slot_lease_s)
         box = SlotEntry(next(self._ids), asked, slot_lease_s, expires_at=now + slot_lease_s)
         self._leases[asked.lease][box.slot_id] = box
-        self._pool.wait(asked.lease, box.slot_id)
+        self._pool.wait(asked.lease, box.slot_id, asked.priority)
         self._add(box, asked, now, ())
 
     def _take_turns(self, now: float) -> Commands:
