@@ -1,92 +1,35 @@
-"""The handoffs of a chaos run: what is offered and fetched, by whom, and what becomes of it.
-
-Each is drawn: plain ones, large ones that are withdrawn or cancelled under the read, second
-readers, offers that grow, that live for milliseconds only, tickets that were altered.
-"""
+"""The handoffs of a chaos run: what is offered and fetched, by whom, and what becomes of it."""
 
 import asyncio
 import base64
 import re
 import time
 import uuid
+from collections.abc import Awaitable, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from random import Random
-from typing import Any
 
 import msgpack
 
+from kvbus.protocol.rendezvous import Rendezvous
+from tests.chaos.draws import Draw, draw_handoff
 from tests.chaos.engines import Asked, Engine, Told
 from tests.chaos.ledger import Ledger
-from tests.chaos.shapes import LARGE_TOKENS
 from tests.chaos.world import World
 from tests.security.listening import FORGED
 
-KINDS = {
-    "plain": 30,
-    "large": 8,
-    "withdrawn": 16,
-    "cancelled": 14,
-    "second_reader": 6,
-    "short_lived": 5,
-    "growing": 9,
-    "altered": 12,
-    "forged": 2,
-    "partial": 5,
-}
-SMALL_TOKENS, LARGE = (2, 300), (LARGE_TOKENS // 2, LARGE_TOKENS)
-TOKENS = {"large": LARGE, "withdrawn": LARGE, "cancelled": LARGE, "altered": (33, 80)}
-"""Altered tickets have more than one block, and so few that they are read without a claim."""
 OVERDUE_S = 5.0
 ROOM_S = 2.0
 HOLD_S = 20.0
 """The longest that one reader may keep an offer (`max_hold_s`)."""
 REPLY_S, FREE_S = 40.0, 60.0
 LOOK_S = 0.5
-SOONEST_S, LATEST_S = 0.002, 1.0
-"""After so long a handoff is withdrawn or cancelled: a read is met on slow machines and fast."""
 NEVER = ("invalid", "internal")
 """Codes that say that somebody made a mistake."""
 EXCUSED = ("lost", "silent")
 LIVE = re.compile(" -> (open|sealed): ")
 """The state of an offer in a line of its story."""
-
-
-@dataclass(frozen=True)
-class Draw:
-    """What one handoff is to be."""
-
-    kind: str
-    num_tokens: int
-    first_token: int
-    ttl_s: float
-    timeout_s: float
-    act_after_s: float
-    releases: bool
-    zero_tail: bool
-    piece_tokens: int
-    steps: tuple[int, ...]
-
-
-def draw_handoff(random: Random) -> Draw:
-    """By weight, then by the ranges of its kind."""
-    (kind,) = random.choices(list(KINDS), list(KINDS.values()))
-    tokens = random.randint(*TOKENS.get(kind, SMALL_TOKENS))
-    steps = (tokens,)
-    if kind == "growing":
-        steps = (*sorted(random.sample(range(1, tokens), min(3, tokens - 1))), tokens)
-    return Draw(
-        kind=kind,
-        num_tokens=tokens,
-        first_token=random.randrange(tokens) if kind == "partial" else 0,
-        ttl_s=random.uniform(0.001, 0.2) if kind == "short_lived" else random.uniform(4.0, 10.0),
-        timeout_s=random.choice([3.0, 6.0, 10.0]),
-        act_after_s=SOONEST_S * (LATEST_S / SOONEST_S) ** random.random(),
-        releases=random.random() < 0.5,
-        zero_tail=random.random() < 0.3,
-        piece_tokens=random.choice([0, 0, 128]),
-        steps=steps,
-    )
 
 
 @dataclass(frozen=True)
@@ -100,11 +43,24 @@ class Wait:
     about: dict[str, str] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class Made:
+    """An offer that there is."""
+
+    key: int
+    source: Engine
+    asked: Asked
+    offer_id: str
+    ticket: Told
+
+
 class Handoffs:
     """Makes handoffs in a world, and judges how they end."""
 
     def __init__(self, world: World, ledger: Ledger) -> None:
         self._world, self._ledger = world, ledger
+        self._tickets: dict[str, Told] = {}
+        """The latest from each prefill agent: they say where it is."""
 
     keys = count(1)
 
@@ -114,41 +70,64 @@ class Handoffs:
         if source is None:
             await asyncio.sleep(0.1)
             return
-        key = next(self.keys)
         self._ledger.count("handoffs")
-        order = {"do": "offer", "steps": draw.steps, "ttl_s": draw.ttl_s}
-        offer = await self._made(source, source.ask(key, order), draw)
-        if offer is None:
+        await (self._meet if draw.is_met else self._hand_off)(draw, source, random)
+
+    async def _hand_off(self, draw: Draw, source: Engine, random: Random) -> None:
+        """The ticket comes with the offer, and the fetches after it."""
+        key = next(self.keys)
+        made = await self._made(key, source, source.ask(key, draw.order()), draw)
+        if made is None:
             return
         readers = 2 if draw.kind == "second_reader" else 1
-        fetches = [
-            asyncio.create_task(self._fetch(key, draw, offer["made"]["ticket"], source, random))
-            for _ in range(readers)
-        ]
-        if draw.kind == "withdrawn":
+        fetches = [self._fetch(key, draw, made.ticket, source, random) for _ in range(readers)]
+        await self._end(made, draw, fetches)
+
+    async def _meet(self, draw: Draw, source: Engine, random: Random) -> None:
+        """The fetch is given a name, and the offer the same; either may be the first."""
+        key, ticket = next(self.keys), self._tickets.get(self._world.agent_of(source))
+        if ticket is None:  # none has come from there, which would say where it is
+            return
+        meets = Rendezvous(uuid.uuid4().hex, ticket["endpoint"], ticket["server_key"])
+        fetch = asyncio.create_task(self._fetch(key, draw, meets.to_json(), source, random))
+        await asyncio.sleep(draw.act_after_s if draw.zero_tail else 0)
+        asked = source.ask(key, {**draw.order(), "transfer_id": meets.transfer_id})
+        made = await self._made(key, source, asked, draw)
+        if made is None:
+            await fetch
+        else:
+            await self._end(made, draw, [fetch])
+
+    async def _end(self, made: Made, draw: Draw, fetching: Sequence[Awaitable[Told]]) -> None:
+        """All that follows on an offer."""
+        source, key, about = made.source, made.key, {"offer_id": made.offer_id}
+        fetches = [asyncio.ensure_future(one) for one in fetching]
+        if draw.is_withdrawn:
             await asyncio.sleep(draw.act_after_s)
             source.tell({"do": "withdraw", "offer": key})
         ends = await asyncio.gather(*fetches)
         if "completed" not in [end["outcome"] for end in ends]:
             source.tell({"do": "withdraw", "offer": key})
-        offer_id = offer["made"]["offer_id"]
-        about = {"offer_id": offer_id}
         wait = Wait(source, f"offer {key}", draw.ttl_s + 2 * HOLD_S, "offer", about)
-        over = await self._in_time(offer["asked"].ended, wait)
-        await self._judge(key, draw, over, ends, source=source, offer_id=offer_id)
+        over = await self._in_time(made.asked.ended, wait)
+        await self._judge(key, draw, over, ends, source=source, offer_id=made.offer_id)
 
-    async def _made(self, source: Engine, asked: Asked, draw: Draw) -> dict[str, Any] | None:
+    async def _made(self, key: int, source: Engine, asked: Asked, draw: Draw) -> Made | None:
         wait = Wait(source, "an offer's reply", REPLY_S, "reply")
         made = await self._in_time(asked.made, wait)
         if "ticket" not in made:
-            self._ledger.codes[f"offer {made.get('code') or 'gone'}"] += 1
+            code = made.get("code") or "gone"
+            self._ledger.codes[f"offer {code}"] += 1
+            if code in NEVER:
+                self._ledger.violate("odd_end", f"{draw.kind} offer: {made}")
             return None
         self._ledger.count("offers")
+        ticket = self._tickets[self._world.agent_of(source)] = made["ticket"]
         if draw.kind == "altered":
-            made = {**made, "ticket": _altered(made["ticket"])}
+            ticket = _altered(ticket)
         elif draw.kind == "forged":
-            made = {**made, "ticket": {**made["ticket"], "secret": FORGED}}
-        return {"made": made, "asked": asked}
+            ticket = {**ticket, "secret": FORGED}
+        return Made(key, source, asked, made["offer_id"], ticket)
 
     async def _fetch(
         self, offer: int, draw: Draw, ticket: Told, source: Engine, random: Random
@@ -172,7 +151,7 @@ class Handoffs:
         }
         asked = target.ask(key, order)
         self._ledger.count("fetches")
-        if draw.kind == "cancelled":
+        if draw.is_cancelled:
             await asyncio.sleep(draw.act_after_s)
             cancel = {"do": "cancel", "fetch": key, "release_offer": draw.releases}
             target.tell(cancel)
@@ -180,7 +159,7 @@ class Handoffs:
         wait = Wait(target, what, draw.timeout_s + ROOM_S, "fetch", about)
         end = await self._in_time(asked.ended, wait)
         self._note_fetch(end, draw)
-        if end.get("code") == "digest_mismatch":
+        if end.get("code") == "digest_mismatch" and "offer_id" in ticket:
             await self._judge_mismatch(what, ticket["offer_id"], source)
         ended = time.monotonic()
         wait = Wait(target, f"the blocks of {what}", FREE_S, "blocks", about)
@@ -215,7 +194,7 @@ class Handoffs:
         num_completed = [end["outcome"] for end in ends].count("completed")
         if num_completed > 1:
             self._ledger.violate("read_twice", f"offer {key} was completed by {ends}")
-        if over["outcome"] != "completed" or num_completed or draw.kind == "cancelled":
+        if over["outcome"] != "completed" or num_completed or draw.is_cancelled:
             return
         if any(end["outcome"] == "gone" or end.get("stage") in EXCUSED for end in ends):
             self._ledger.count("consumed_by_the_dead")

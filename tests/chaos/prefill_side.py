@@ -91,6 +91,7 @@ class PrefillSide:
                 block_ids=self._between(blocks, 0, steps[0]),
                 sealed=len(steps) == 1,
                 ttl_s=order["ttl_s"],
+                transfer_id=order.get("transfer_id"),
             )
         except KVBusError as error:
             self._tell("refused", key=key, code=error.code.value)
