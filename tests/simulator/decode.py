@@ -20,6 +20,7 @@ from kvbus_decode.fetch.ahead import Ahead
 from kvbus_decode.fetch.table import FetchTable
 from kvbus_decode.read.events import EngineGone
 from kvbus_decode.read.events import Stopped as ReadsStopped
+from kvbus_prefill.meeting import events as meeting
 from kvbus_prefill.offer import events as pre
 from tests.simulator.checker import check
 from tests.simulator.memory import Fetch, Memory
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
 
 RELEASE_TIMEOUT_S = 5.0
 DRAIN_PERIOD_S = 1.0
+MEETING_WAIT = 0.8
+"""As `kvbus_decode.peer.meeting_client`: the part of a request's time that the other side waits."""
 SLACK_S = 1e-3
 
 
@@ -61,6 +64,8 @@ class DecodeAgent:
         self.driver: Driver[ev.Event] = Driver(self.table, self.process)
         self.reading = Reading(self)
         self.driver.commands |= {
+            ev.SendMeet: self._meet,
+            ev.SendForgo: self._forgo,
             ev.ResolvePeer: self._resolve,
             ev.HoldPeer: lambda _: None,
             ev.SendClaim: self._claim,
@@ -183,6 +188,29 @@ class DecodeAgent:
                 self.tell(ev.PeerReady(fetch.fetch_id))
 
         self.client(fetch.offer.agent).ask(boot, command.timeout_s, on_reply, Handshake)
+
+    def _meet(self, command: ev.SendMeet) -> None:
+        """Whoever is at the address is asked: it may be a later process, to which it is new."""
+        fetch = self.fetches[command.fetch_id]
+        source = fetch.offer.agent
+        asked = fetch.offer.transfer_id, MEETING_WAIT * command.timeout_s
+        on_reply = partial(self._on_met, fetch)
+        self.client(source).ask(source.boot, command.timeout_s, on_reply, meeting.Awaited, *asked)
+
+    def _on_met(self, fetch: Fetch, answer: Answer) -> None:
+        if isinstance(answer, KVBusError):
+            self.tell(ev.StepFailed(fetch.fetch_id, answer, self.world.random.random()))
+        else:
+            ticket = answer.ticket["ticket"]
+            check(ticket.offer_id == fetch.offer.offer_id, 5, "another offer's ticket", fetch)
+            self.world.counts["offers met"] += 1
+            self.tell(ev.OfferMet(fetch.fetch_id, ticket))
+
+    def _forgo(self, command: ev.SendForgo) -> None:
+        source = self.world.source(command.meets.endpoint)
+        name = command.meets.transfer_id
+        client = self.client(source)
+        client.ask(source.boot, RELEASE_TIMEOUT_S, lambda _: None, meeting.Forgone, name)
 
     def _claim(self, command: ev.SendClaim) -> None:
         fetch = self.fetches[command.fetch_id]

@@ -73,6 +73,7 @@ class Faults:
     def _shut_down(self, agent: Agent) -> None:
         if isinstance(agent, PrefillAgent):
             agent.tell(DrainStarted())
+            agent.meeting.dispatch(DrainStarted())
             agent.gathering.tell(SlotsStopped())
             agent.tell(Stopped())
         else:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from kvbus.errors import KVBusError
 from kvbus.protocol.engine import Outcome
 from kvbus.protocol.message import Message
+from kvbus.protocol.rendezvous import Rendezvous
 from kvbus.protocol.ticket import Ticket
 from kvbus_decode.fetch import events as dec
 from kvbus_prefill.offer import events as pre
@@ -102,7 +103,13 @@ class Load:
         offer.sealed = not is_open
         if offer.sealed:
             offer.ticket_tables = offer.tables()
-        agent.process.after(IPC_S, self._open, offer)
+        late_s = IPC_S
+        if random() < self.settings.met:
+            offer.transfer_id = f"name of {offer_id}"
+            meets = Rendezvous(offer.transfer_id, agent.name, request_id=offer_id)
+            self._send(offer, meets)
+            late_s += 1e-2 * random()
+        agent.process.after(late_s, self._open, offer)
 
     def _open(self, offer: Offer) -> None:
         """The agent has the request; its engine may be gone by now."""
@@ -124,20 +131,19 @@ class Load:
         answered = Answered(partial(self._route, offer, ticket), partial(self._refused, offer))
         offer.told = True
         self._wait_for_reader(offer)
-        agent.tell(
-            pre.Opened(
-                offer.offer_id,
-                agent.engine_id,
-                offer.offer_id,
-                offer.num_ready,
-                offer.tables(),
-                offer.sealed,
-                offer.ttl_s,
-                "secret",
-                {},
-                answered,
-            )
+        opened = pre.Opened(
+            offer.offer_id,
+            agent.engine_id,
+            offer.offer_id,
+            offer.num_ready,
+            offer.tables(),
+            offer.sealed,
+            offer.ttl_s,
+            "secret",
+            {},
+            answered,
         )
+        agent.open(offer, opened, ticket)
 
     def _refused(self, offer: Offer) -> None:
         offer.agent.free(offer, "refused")
@@ -168,9 +174,13 @@ class Load:
             clock.at(clock.now + 0.05 * random(), self._compute, offer)
         if random() < settings.withdrawn:
             clock.at(clock.now + 0.05 * random(), self._withdraw, offer)
-        if random() < settings.unread:
-            return
-        for _ in range(2 if random() < settings.second_readers else 1):
+        if not offer.transfer_id and random() >= settings.unread:
+            self._send(offer, ticket)
+
+    def _send(self, offer: Offer, ticket: Ticket | Rendezvous) -> None:
+        """To one reader, or two."""
+        random, clock = self._random.random, self.world.clock
+        for _ in range(2 if random() < self.settings.second_readers else 1):
             agent = self._random.choice(self.world.decode)
             clock.at(clock.now + 1e-3 + 4e-3 * random(), self._fetch, offer, ticket, agent)
 
@@ -202,7 +212,7 @@ class Load:
             withdrawn = pre.Withdrawn(offer.offer_id, None, UNHEARD)
             offer.agent.process.after(IPC_S, offer.agent.tell, withdrawn)
 
-    def _fetch(self, offer: Offer, ticket: Ticket, agent: DecodeAgent) -> None:
+    def _fetch(self, offer: Offer, ticket: Ticket | Rendezvous, agent: DecodeAgent) -> None:
         """The decode engine has the ticket; it waits for room, as long as the offer does."""
         random, settings, clock = self._random.random, self.settings, self.world.clock
         num_blocks = len(offer.reserved)
@@ -236,8 +246,10 @@ class Load:
             cancel = dec.CancelRequested(fetch.fetch_id, UNHEARD, release_offer=random() < 0.5)
             agent.process.after(0.02 * random(), self._cancel, fetch, cancel)
 
-    def _request(self, fetch: Fetch, ticket: Ticket, timeout_s: float) -> None:
+    def _request(self, fetch: Fetch, shown: Ticket | Rendezvous, timeout_s: float) -> None:
         agent = fetch.agent
+        meets = shown if isinstance(shown, Rendezvous) else None
+        ticket = shown.unknown_ticket() if isinstance(shown, Rendezvous) else shown
         requested = dec.Requested(
             fetch_id=fetch.fetch_id,
             engine_id=agent.engine_id,
@@ -249,6 +261,7 @@ class Load:
             reply_to=Answered(lambda: None, partial(agent.refused, fetch)),
             has_state=fetch.state_block is not None,
             chunk_tokens=2 * BLOCK_SIZE if self._random.random() < 0.1 else 0,
+            meets=meets,
         )
         agent.fetches[fetch.fetch_id] = fetch
         agent.process.after(IPC_S, self._ask, fetch, requested)

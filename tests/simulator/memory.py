@@ -73,6 +73,7 @@ class Offer:
     state_block: int | None
     ttl_s: float
     boot: str
+    transfer_id: str = ""
     sealed: bool = False
     ticket_tables: dict[str, BlockTable] = field(default_factory=dict)
     told: bool = False

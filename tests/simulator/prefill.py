@@ -7,10 +7,13 @@ from collections import deque
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from kvbus.errors import KVBusError
+from kvbus.errors import ErrorCode, KVBusError, LocalError
 from kvbus.protocol.engine import Outcome
 from kvbus.protocol.message import Empty, Message
+from kvbus.protocol.ticket import Ticket
 from kvbus.table import Driver
+from kvbus_prefill.meeting import events as meeting
+from kvbus_prefill.meeting.table import MeetingTable
 from kvbus_prefill.offer import events as ev
 from kvbus_prefill.offer.table import OfferTable
 from kvbus_prefill.slots.events import EngineLost as SlotEngineLost
@@ -94,14 +97,32 @@ class PrefillAgent:
             ev.ReportReleased: self._report_released,
             ev.Publish: self._publish,
         }
+        self.meetings = MeetingTable(self.world.settings.meetings)
+        self.meeting: Driver[meeting.Event] = Driver(self.meetings, self.process)
+        self.meeting.commands |= {meeting.Withdraw: self._withdraw_forgone}
         self.gathering = Gathering(self)
         self.num_progress = 0
+
+    def open(self, offer: Offer, opened: ev.Opened, ticket: Ticket) -> None:
+        """The engine makes an offer, which may have a name that somebody waits for."""
+        try:
+            if offer.transfer_id:
+                self.meetings.check_free(offer.transfer_id)
+        except KVBusError as error:
+            opened.reply_to.refuse(error)
+            return
+        self.tell(opened)
+        if offer.transfer_id and offer.offer_id in self.table.live:
+            fields = {"ticket": ticket, "secret": ticket.secret}
+            self.meeting.dispatch(meeting.Made(offer.transfer_id, offer.offer_id, fields))
 
     def tell(self, event: ev.Event) -> None:
         """Something happens to an offer."""
         self.driver.dispatch(event)
         limits = self.table.limits
         is_bounded = len(self.table.live) <= limits.max_offers
+        num_awaited = sum(not one.offer_id for one in self.meetings.live.values())
+        is_bounded &= num_awaited <= self.meetings.limits.max_names
         check(is_bounded and len(self.table.retired) <= limits.max_retired, 6, "too many offers")
 
     def end(self) -> None:
@@ -180,12 +201,17 @@ class PrefillAgent:
                     self.gathering.pack(event)
                 case Unpack():
                     self.gathering.unpack(event)
+                case meeting.Awaited() | meeting.Forgone():
+                    self.meeting.dispatch(event)
                 case Digest():
                     digest(self, event)
                 case _:
                     self.tell(event)
         except KVBusError as error:
             request.refuse(error)
+
+    def _withdraw_forgone(self, command: meeting.Withdraw) -> None:
+        self.tell(ev.Withdrawn(command.offer_id, command.secret, command.reply_to))
 
     def _begin_lease(self, _command: ev.BeginLease) -> None:
         self.hold_progress()
@@ -201,6 +227,8 @@ class PrefillAgent:
     def _report_released(self, command: ev.ReportReleased) -> None:
         """What is over is remembered for a while: late messages are still about it."""
         self.free(self.offers[command.offer_id], command.outcome)
+        over = LocalError("the offer is over", code=ErrorCode(f"offer_{command.outcome}"))
+        self.meeting.dispatch(meeting.Ended(command.offer_id, over))
         self._over.append(command.offer_id)
         if len(self._over) > REMEMBERED:
             del self.offers[self._over.popleft()]

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field, replace
 
 from kvbus_decode.fetch.state import FetchLimits
 from kvbus_decode.read.table import ReadLimits
+from kvbus_prefill.meeting.entry import MeetingLimits
 from kvbus_prefill.offer.entry import OfferLimits
 from kvbus_prefill.slots.entry import SlotLimits
 
@@ -42,12 +43,16 @@ class FaultSettings:
 
 @dataclass(frozen=True, slots=True)
 class LoadSettings:
-    """What the engines do; shares are of the offers, rates of one prefill engine."""
+    """What the engines do; shares are of the offers, rates of one prefill engine.
+
+    A share is ``met``: both sides are told at once, by a name, and either may be the first.
+    """
 
     offers_per_s: float = 10.0
     blocks: int = 256
     largest_offer: int = 8
     open_offers: float = 0.25
+    met: float = 0.15
     with_state: float = 0.15
     unread: float = 0.005
     second_readers: float = 0.02
@@ -74,6 +79,7 @@ class Settings:
     load: LoadSettings = field(default_factory=LoadSettings)
     offers: OfferLimits = field(default_factory=lambda: OfferLimits(max_retired=32))
     fetches: FetchLimits = field(default_factory=lambda: FetchLimits(max_retired=32))
+    meetings: MeetingLimits = field(default_factory=lambda: MeetingLimits(max_retired=32))
     slots: SlotLimits = field(default_factory=lambda: SlotLimits(max_gathers=2, max_retired=32))
     reads: ReadLimits = field(default_factory=lambda: ReadLimits(legs_in_flight=3, max_retired=32))
     max_replies: int = 4096
@@ -116,6 +122,7 @@ CROWDED = Settings(
         lease_s=1.0,
         request_timeout_s=1.0,
     ),
+    meetings=MeetingLimits(max_names=6, max_waiting=2, max_wait_s=0.5, max_retired=4),
     slots=SlotLimits(num_slots=2, max_waiting=4, max_slot_lease_s=0.5, max_retired=2, wipe=True),
     reads=ReadLimits(legs_in_flight=2, num_slots=2, quarantine_s=1.5, max_retired=2),
     max_replies=64,

@@ -50,8 +50,9 @@ def test_a_world_has_every_fault_and_every_path_in_it() -> None:
     )
     paths = ("mapped", "direct", "tcp", "mapped ahead", "direct ahead", "packed", "reordered")
     ends = ("leases expired", "leases revoked", "offers expired", "fetches cancelled")
+    meetings = ("Awaited", "Forgone", "offers met")
     seen = {name for name, number in counts.items() if number}
-    assert not {*faults, *(f"read {path}" for path in paths), *ends} - seen
+    assert not {*faults, *(f"read {path}" for path in paths), *ends, *meetings} - seen
 
 
 def test_a_seed_replays_its_world() -> None:

@@ -46,7 +46,11 @@ class World:
 
     def source_of(self, ticket: Ticket) -> PrefillAgent:
         """The prefill agent that made a ticket."""
-        return self._sources[ticket.agent_id]
+        return self.source(ticket.agent_id)
+
+    def source(self, name: str) -> PrefillAgent:
+        """The prefill agent of this name."""
+        return self._sources[name]
 
     def note_end(self, fetch: Fetch, report: ReportFetched) -> None:
         """Count how a fetch ended."""
@@ -82,6 +86,7 @@ class World:
         self.clock.run(self.clock.now + ENDS_WITHIN_S, is_over=lambda: False)
         for source in self.prefill:
             check(not source.table.live, 4, f"offers are left at {source.name}")
+            check(not source.meetings.live, 6, f"names are left at {source.name}")
             check(not source.gathering.table.live, 6, f"boxes are left at {source.name}")
             check(not source.gathering.table.num_slots_in_use, 6, f"slots at {source.name}")
             check(not source.num_progress, 10, f"{source.name} drives without end")
