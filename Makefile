@@ -42,7 +42,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@touch $@
 
 # vLLM's wheel asks for packages that have no build for this torch: what else it requires comes first, and
-# then the wheel alone. What it requires does not take the numpy of constraints.txt.
+# then the wheel alone. What it requires does not take the numpy of constraints.txt. The routers find there
+# what they import; smg requires a package for health checks by gRPC, too, which its launcher does not use.
 $(INSTALLED_VLLM): pyproject.toml constraints.txt constraints-vllm.txt tests/vllm/requirements.py
 	@$(NEW_ENOUGH)
 	$(PYTHON) -m venv --clear $(VENV_VLLM)
@@ -54,6 +55,7 @@ $(INSTALLED_VLLM): pyproject.toml constraints.txt constraints-vllm.txt tests/vll
 	$(PIP_VLLM) --requirement $(VENV_VLLM)/requirements.txt
 	$(PIP_VLLM) --no-deps $(VENV_VLLM)/wheel/*.whl
 	rm -r $(VENV_VLLM)/wheel
+	$(PIP_VLLM) --no-deps vllm-router smg orjson
 	$(PIP_VLLM) --editable '.[dev]'
 	@touch $@
 

@@ -4,12 +4,13 @@ Refuses to take an error for an answer, in whichever of its shapes it comes.
 """
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPResponse
 from typing import Any
 
 ANSWERS_WITHIN_S = 180.0
+COMMON = {"model": "model", "temperature": 0, "ignore_eos": True, "return_token_ids": True}
 
 
 class RefusedError(Exception):
@@ -51,6 +52,14 @@ class Call:
         params = answer.get("kv_transfer_params")
         return Completion(choice["token_ids"], choice["finish_reason"], params, cached or 0)
 
+    def sequences(self) -> list[list[int]]:
+        """The tokens of each choice of the whole answer, in order; raises `RefusedError`."""
+        try:
+            choices = json.loads(self._answer().read())["choices"]
+        finally:
+            self.connection.close()
+        return [choice["token_ids"] for choice in sorted(choices, key=lambda one: one["index"])]
+
     def stream(self) -> Iterator[int]:
         """The tokens of a request with ``stream``, as they come; raises `RefusedError`."""
         try:
@@ -60,7 +69,7 @@ class Call:
                     if "error" in event:
                         raise RefusedError(200, json.dumps(event))
                     for choice in event["choices"]:
-                        yield from choice["token_ids"]
+                        yield from choice.get("token_ids") or ()
         finally:
             self.connection.close()
 
@@ -80,17 +89,34 @@ def ask(port: int, prompt: Sequence[int], num_tokens: int, **fields: Any) -> Cal
 
     ``fields`` are vLLM's own.
     """
-    body = {
-        "model": "model",
-        "prompt": list(prompt),
-        "max_tokens": num_tokens,
-        "temperature": 0,
-        "ignore_eos": True,
-        "return_token_ids": True,
-        "detokenize": False,
-        **fields,
-    }
+    asked = {"prompt": list(prompt), "detokenize": False}
+    return _send(port, "/v1/completions", {**COMMON, "max_tokens": num_tokens, **asked, **fields})
+
+
+def ask_in_words(
+    port: int, prompts: Sequence[Sequence[int]], num_tokens: int, **fields: Any
+) -> Call:
+    """As `ask`, by the words of the models' tokenizer: of one prompt, or of several."""
+    words = [words_of(prompt) for prompt in prompts]
+    asked = {"prompt": words if len(words) > 1 else words[0], "max_tokens": num_tokens}
+    return _send(port, "/v1/completions", {**COMMON, **asked, **fields})
+
+
+def chat(port: int, prompt: Sequence[int], num_tokens: int, **fields: Any) -> Call:
+    """As `ask`, as a chat whose only message is ``prompt``."""
+    asked = {"messages": [{"role": "user", "content": words_of(prompt)}]}
+    return _send(
+        port, "/v1/chat/completions", {**COMMON, "max_tokens": num_tokens, **asked, **fields}
+    )
+
+
+def words_of(prompt: Sequence[int]) -> str:
+    """A prompt as the tokenizer of the models reads it."""
+    return " ".join(f"t{token}" for token in prompt)
+
+
+def _send(port: int, path: str, body: Mapping[str, Any]) -> Call:
     connection = HTTPConnection("127.0.0.1", port, timeout=ANSWERS_WITHIN_S)
     headers = {"Content-Type": "application/json", "Connection": "close"}
-    connection.request("POST", "/v1/completions", json.dumps(body), headers)
+    connection.request("POST", path, json.dumps(body), headers)
     return Call(connection)

@@ -230,7 +230,7 @@ def _agents_of(shape: Shape, agents: Agents) -> list[AgentProcess]:
 
 
 def _server(agent: AgentProcess, side: Side, shape: Shape, models: Path, wire: Wire) -> VllmServer:
-    wiring = wire.wiring(agent)
+    wiring = wire.wiring(agent, shape.alias)
     flags = (*side.all_flags(), *wiring.flags(shape.policy))
     folder = agent.folder / "vllm"
     return VllmServer(models / side.model, folder, cores=side.cores, flags=flags, env=wiring.env)

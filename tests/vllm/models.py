@@ -88,6 +88,22 @@ CONFIGS: dict[str, Callable[[], Any]] = {
 SEEDS = {"other": 1}
 
 
+def tokenizer() -> Any:
+    """Words "t3" to "t511" are the tokens of these numbers; of a chat the contents count alone."""
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+    from transformers import PreTrainedTokenizerFast
+
+    words = {f"t{number}": number for number in range(3, VOCABULARY)}
+    special = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    words |= {word: number for number, word in enumerate(special.values())}
+    splits = Tokenizer(WordLevel(words, unk_token="<unk>"))
+    splits.pre_tokenizer = WhitespaceSplit()
+    template = "{% for message in messages %}{{ message['content'] + ' ' }}{% endfor %}"
+    return PreTrainedTokenizerFast(tokenizer_object=splits, chat_template=template, **special)
+
+
 def written(folder: Path) -> Path:
     """Write all models into ``folder``, each in a folder with its name in `CONFIGS`."""
     subprocess.run(
@@ -104,6 +120,7 @@ def write(name: str, folder: Path) -> None:
     torch.manual_seed(SEEDS.get(name, 0))
     model = AutoModelForCausalLM.from_config(CONFIGS[name](), dtype=torch.float32)
     model.save_pretrained(folder / name)
+    tokenizer().save_pretrained(folder / name)
 
 
 if __name__ == "__main__":

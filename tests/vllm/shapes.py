@@ -37,13 +37,15 @@ class Side:
 class Shape:
     """Both sides, and what vLLM does with a request whose KV could not be loaded.
 
-    With ``keys`` the agents have CURVE keys, and sign their tickets.
+    With ``keys`` the agents have CURVE keys, and sign their tickets. With ``alias`` the servers
+    call kvbus' connector `NixlConnector`.
     """
 
     prefill: Side
     decode: Side
     policy: str = "recompute"
     keys: bool = False
+    alias: bool = False
 
 
 def both(model: str) -> Shape:
@@ -86,3 +88,12 @@ CROWDED = Shape(
     Side("1", settings={"fetch_timeout_s": FETCH_TIMEOUT_S}),
 )
 """Prefill has room for 704 tokens, fewer than two requests may come to have."""
+
+IN_WORDS = ("--no-skip-tokenizer-init",)
+ROUTED = Shape(
+    Side("0", block_size=SMALLER, flags=(*CHUNKED, *IN_WORDS)),
+    Side("1", block_size=LARGER, flags=(*CHUNKED, *IN_WORDS)),
+    policy="fail",
+    alias=True,
+)
+"""Behind routers, of which one looks at the connector's name; clients send words."""

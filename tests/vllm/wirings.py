@@ -29,31 +29,32 @@ class Wiring:
 
 @dataclass(frozen=True)
 class Wire:
-    """One way: how a server beside an agent is wired, and what tells how far it is.
+    """One way: how a server beside an agent is wired, maybe by an alias, and how far it is.
 
     ``ready`` says whether the two of a started side know each other, ``reading`` how many prompts
     a prefill server has begun; ``moved`` grows with each handoff.
     """
 
-    wiring: Callable[[AgentProcess], Wiring]
+    wiring: Callable[[AgentProcess, bool], Wiring]
     ready: Callable[[AgentProcess], bool]
     reading: Callable[[AgentProcess, VllmServer], float]
     moved: Callable[[AgentProcess, VllmServer], float]
 
 
-def by_kvbus(agent: AgentProcess) -> Wiring:
+def by_kvbus(agent: AgentProcess, alias: bool) -> Wiring:
     """A server beside ``agent``, which need not run yet."""
     endpoint = f"{agent.settings['runtime_dir']}/attach.sock"
+    module = "kvbus.integrations.vllm"
     return Wiring(
         {
-            "kv_connector": "KvbusConnector",
-            "kv_connector_module_path": "kvbus.integrations.vllm",
+            "kv_connector": "NixlConnector" if alias else "KvbusConnector",
+            "kv_connector_module_path": f"{module}.nixl" if alias else module,
             "kv_connector_extra_config": {"endpoint": endpoint},
         }
     )
 
 
-def by_nixl_connector(_: AgentProcess) -> Wiring:
+def by_nixl_connector(_: AgentProcess, __: bool) -> Wiring:
     """A server with vLLM's own connector; the agent is not used."""
     return Wiring(
         {"kv_connector": "NixlConnector", "kv_buffer_device": "cpu"},

@@ -1,0 +1,94 @@
+"""Clients of routers that know nothing of kvbus get what decode says alone, and leave nothing."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.agents import wait_until
+from tests.vllm.calls import RefusedError, ask_in_words, chat
+from tests.vllm.clusters import NUM_TOKENS, Cluster, prompt_of
+from tests.vllm.halting import halted
+from tests.vllm.routers import ROUTERS, is_there, router_before
+from tests.vllm.shapes import CHUNK_TOKENS, ROUTED
+
+SHAPE = ROUTED
+LONG = 3000
+
+
+@pytest.fixture(params=sorted(ROUTERS))
+def port(pair: Cluster, request: pytest.FixtureRequest) -> Iterator[int]:
+    """That of each router in turn, before the servers of the pair."""
+    if not is_there(request.param):
+        pytest.skip(f"{request.param} is not installed here: make test-vllm runs this")
+    with router_before(pair, request.param) as running:
+        yield running
+
+
+def test_clients_at_the_same_time_get_what_decode_says_alone(pair: Cluster, port: int) -> None:
+    prompts = [prompt_of(40 + 50 * number, seed=port + number) for number in range(8)]
+    before = pair.fetched_tokens()
+
+    calls = [ask_in_words(port, [prompt], NUM_TOKENS) for prompt in prompts]
+    said = [call.completion().tokens for call in calls]
+
+    assert said == [pair.alone(prompt) for prompt in prompts]
+    assert pair.fetched_tokens() - before == sum(len(prompt) for prompt in prompts)
+
+
+def test_a_chat_that_streams_says_the_same(pair: Cluster, port: int) -> None:
+    prompt = prompt_of(CHUNK_TOKENS + 50, seed=port)
+    before = pair.fetched_tokens()
+
+    streamed = list(chat(port, prompt, NUM_TOKENS, stream=True).stream())
+
+    assert streamed == pair.alone(prompt)
+    assert pair.fetched_tokens() - before == len(prompt)
+
+
+def test_a_client_that_hangs_up_during_the_prefill_leaves_nothing(pair: Cluster, port: int) -> None:
+    call = ask_in_words(port, [prompt_of(LONG, seed=port)], NUM_TOKENS)
+    wait_until(pair.reading, "prefill has begun")
+
+    call.abort()
+
+    pair.check()
+
+
+def test_a_client_that_hangs_up_during_the_fetch_leaves_nothing(pair: Cluster, port: int) -> None:
+    ended_before = pair.prefill.metric("request_success_total")
+    with halted([pair.decode_agent.pid]):
+        call = ask_in_words(port, [prompt_of(LONG, seed=port)], NUM_TOKENS)
+        wait_until(
+            lambda: pair.prefill.metric("request_success_total") > ended_before,
+            "the prompt is prefilled",
+        )
+        wait_until(lambda: pair.decode.metric("num_requests_waiting"), "decode has it")
+
+        call.abort()
+
+    pair.check()
+
+
+def test_a_client_that_hangs_up_during_the_stream_leaves_nothing(pair: Cluster, port: int) -> None:
+    call = chat(port, prompt_of(300, seed=port), LONG, stream=True, min_tokens=LONG)
+    stream = call.stream()
+    next(stream)
+
+    stream.close()
+
+    pair.check()
+
+
+def test_without_a_prefill_server_a_request_is_an_error_that_leaves_nothing(
+    pair: Cluster, port: int
+) -> None:
+    pair.prefill.stop()
+    try:
+        with pytest.raises(RefusedError) as refused:
+            ask_in_words(port, [prompt_of(300, seed=port)], NUM_TOKENS).completion()
+    finally:
+        pair.prefill.launch()
+        pair.prefill.wait_started()
+
+    assert refused.value.status >= 500
+    assert pair.decode.blocks_in_use() == 0
