@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvbus.geometry import EngineSpec
-from kvbus.integrations.vllm import offers
+from kvbus.integrations.vllm import offers, stats
 from kvbus.integrations.vllm.block_tables import Tables, tables_of
 from kvbus.integrations.vllm.growing import Ready
 from kvbus.integrations.vllm.offers import Offers, State
@@ -314,3 +314,24 @@ def test_a_ticket_that_expires_while_it_is_published_leaves_no_offer(
 
         assert offering.sent == ["r"]
         agents.all[0].says("offer.released", outcome="withdrawn")
+
+
+def test_of_the_sequences_of_a_prompt_only_the_one_that_ended_last_is_offered(
+    agents: Agents,
+) -> None:
+    with both_sides(*agents.all) as (offering, loading):
+        sequences = [f"{number}_chatcmpl-a" for number in range(3)]
+        for number, sequence in enumerate(sequences):
+            last = offering.offered(sequence, block_ids=[[3 * number + at for at in (1, 2, 3)]])
+        other = offering.offered("0_chatcmpl-b", block_ids=[[20, 21, 22]])
+
+        offering.until(lambda: len(offering.sent) >= 2, "the first ones came back")
+        loading.load("r", last)
+        loading.load("s", other)
+        loading.until(lambda: len(loading.over) == 2, "both loads are over")
+        offering.until(lambda: len(offering.sent) == 4, "all came back")
+
+        assert offering.sent[:2] == sequences[:2]
+        assert not loading.failed
+        assert offering.stats.take()[stats.OFFERS_FAILED] == []
+        agents.check()

@@ -108,6 +108,7 @@ class Side:
         """Expect, match and start a load."""
         self.loads.expect(Load(request_id, handoff.remote_num_tokens, handoff))
         num_tokens = self.loads.matched(request_id, num_local_tokens)
+        assert num_tokens is not None, "no other request loads by this ticket"
         self.loads.start(request_id, block_ids, num_tokens)
 
 

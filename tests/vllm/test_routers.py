@@ -13,6 +13,8 @@ from tests.vllm.shapes import CHUNK_TOKENS, ROUTED
 
 SHAPE = ROUTED
 LONG = 3000
+ALMOST_GREEDY = 1e-4
+"""A temperature at which several sequences may be asked for, and are all the same."""
 
 
 @pytest.fixture(params=sorted(ROUTERS))
@@ -43,6 +45,26 @@ def test_a_chat_that_streams_says_the_same(pair: Cluster, port: int) -> None:
 
     assert streamed == pair.alone(prompt)
     assert pair.fetched_tokens() - before == len(prompt)
+
+
+def test_several_sequences_of_a_prompt_are_handed_off_once(pair: Cluster, port: int) -> None:
+    prompt = prompt_of(CHUNK_TOKENS + 50, seed=port)
+    before = pair.fetched_tokens()
+
+    call = ask_in_words(port, [prompt], NUM_TOKENS, n=3, temperature=ALMOST_GREEDY)
+
+    assert call.sequences() == 3 * [pair.alone(prompt)]
+    assert pair.fetched_tokens() - before == len(prompt)
+
+
+def test_of_several_prompts_the_first_is_handed_off(pair: Cluster, port: int) -> None:
+    prompts = [prompt_of(200 + number, seed=port + number) for number in range(3)]
+    before = pair.fetched_tokens()
+
+    said = ask_in_words(port, prompts, NUM_TOKENS).sequences()
+
+    assert said == [pair.alone(prompt) for prompt in prompts]
+    assert pair.fetched_tokens() - before == len(prompts[0])
 
 
 def test_a_client_that_hangs_up_during_the_prefill_leaves_nothing(pair: Cluster, port: int) -> None:

@@ -89,9 +89,9 @@ class KvbusConnector(KVConnectorBase_V1, SupportsHMA):
     def get_num_new_matched_tokens(
         self, request: "Request", num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """How many tokens can be loaded; they are loaded between steps."""
+        """How many tokens can be loaded, None if that is not known yet; it is between steps."""
         num_tokens = self._scheduler.matched(request, num_computed_tokens)
-        return num_tokens, num_tokens > 0
+        return num_tokens, bool(num_tokens)
 
     def get_loaded_kv_cache_group_ids(self, request: "Request") -> tuple[int, ...]:
         """All that is handed off."""

@@ -7,7 +7,7 @@ methods are for the scheduler's thread; fetches live in the thread of the link.
 import logging
 import uuid
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -17,6 +17,7 @@ from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError
 from kvbus.geometry import EngineSpec
 from kvbus.integrations.vllm.block_tables import Tables, tables_of
 from kvbus.integrations.vllm.sessions import ControlLink
+from kvbus.integrations.vllm.shared_tickets import SharedTickets
 from kvbus.integrations.vllm.stats import LOADS_FAILED, StatsRecorder
 from kvbus.integrations.vllm.transfer_params import HandoffParams
 from kvbus.protocol.engine import Outcome
@@ -68,6 +69,7 @@ class Loads:
         self._engine, self._link, self._stats = engine, link, stats
         self._timeout_s = timeout_s
         self._unwanted = UnwantedOffers(link)
+        self._tickets = SharedTickets()
         self._expected: dict[str, Load] = {}
         self._running: dict[str, Load] = {}
         self._started: list[tuple[str, str]] = []
@@ -78,11 +80,21 @@ class Loads:
         """A request has come whose KV is elsewhere."""
         self._expected[load.request_id] = load
 
-    def matched(self, request_id: str, num_computed_tokens: int) -> int:
-        """How many tokens can be loaded behind those that the engine has."""
+    def matched(self, request_id: str, num_computed_tokens: int) -> int | None:
+        """How many tokens can be loaded behind those that the engine has.
+
+        None while another request loads by the same ticket: when that has, none need be.
+        """
         load = self._expected.get(request_id)
         if load is None:
             return 0
+        if load.handoff is not None:
+            reader = self._tickets.reader(load.handoff.ticket, request_id)
+            if reader != request_id:
+                if self._tickets.is_reading(reader):
+                    return None
+                del self._expected[request_id]
+                return 0
         load.first_token = num_computed_tokens
         return max(0, load.num_tokens - num_computed_tokens)
 
@@ -108,10 +120,15 @@ class Loads:
         """The request has ended, by whatever reason; a load that runs is cancelled."""
         expected = self._expected.pop(request_id, None)
         if expected is not None:
-            self._unwanted.release(expected)
+            self._pass_on(expected)
+        self._tickets.end(request_id)
         running = self._running.get(request_id)
         if running is not None:
             self._link.post(lambda _: self._cancel(running))
+
+    def note_computed(self, request_ids: Container[str]) -> None:
+        """vLLM computes on these requests in the next step: what they loaded is in its cache."""
+        self._tickets.note_computed(request_ids)
 
     def take_started(self) -> tuple[tuple[str, str], ...]:
         """The loads that began since the last call, by request, and their fetch ids."""
@@ -130,6 +147,19 @@ class Loads:
         for request_id in over:
             self._running.pop(request_id, None)
         return failed, over
+
+    def _pass_on(self, load: Load) -> None:
+        """A load will not begin: another request with its ticket may need what that names."""
+        if load.handoff is None:
+            return
+        ticket = load.handoff.ticket
+        if self._tickets.reader(ticket, load.request_id) != load.request_id:
+            return
+        for other in self._expected.values():
+            if other.handoff is not None and other.handoff.ticket == ticket:
+                self._tickets.take_over(ticket, other.request_id)
+                return
+        self._unwanted.release(load)
 
     def _begin(self, load: Load, stop: int, tables: Tables, session: ControlSession | None) -> None:
         try:

@@ -22,6 +22,7 @@ from kvbus.geometry import EngineSpec
 from kvbus.integrations.vllm.block_tables import Tables, tables_of
 from kvbus.integrations.vllm.growing import Ready
 from kvbus.integrations.vllm.request_ids import agents_id
+from kvbus.integrations.vllm.sequences import Sequences
 from kvbus.integrations.vllm.sessions import ControlLink
 from kvbus.integrations.vllm.stats import OFFERED_TOKENS, OFFERS_FAILED, StatsRecorder
 from kvbus.protocol.engine import Outcome
@@ -81,6 +82,7 @@ class Offers:
     ) -> None:
         self._engine, self._link, self._stats, self._ttl_s = engine, link, stats, ttl_s
         self._reserved: dict[str, Reservation] = {}
+        self._sequences = Sequences(link)
         self._released: deque[Offer] = deque()
         self._answers = True
         link.when_open(self._renew)
@@ -141,6 +143,7 @@ class Offers:
             self._link.post(lambda _: self._abandon(reservation))
             return None
         self._link.post(lambda _: self._publish(reservation, offer, num_tokens, tables))
+        self._sequences.publish(reservation, offer)
         # vLLM has written these tokens for the last time, so their blocks can be named: who was
         # preempted has none or was computed again, and steps scheduled ahead write behind them.
         return offer.ticket_naming(num_tokens, tables.block_ids, first_blocks=tables.first_blocks)

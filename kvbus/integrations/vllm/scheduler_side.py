@@ -14,6 +14,7 @@ from kvbus.integrations.vllm.held_blocks import HeldBlocks
 from kvbus.integrations.vllm.loads import Load, Loads
 from kvbus.integrations.vllm.offers import Offers
 from kvbus.integrations.vllm.options import ConnectorOptions
+from kvbus.integrations.vllm.request_ids import is_of_later_prompt
 from kvbus.integrations.vllm.sessions import CLOSE_WITHIN_S, ControlLink, control_link
 from kvbus.integrations.vllm.stats import Figures, StatsRecorder
 from kvbus.integrations.vllm.step_results import NOTHING, StepResults, WorkerPlace
@@ -78,12 +79,14 @@ class SchedulerSide:
         self._free_released()
         params = request.kv_transfer_params or {}
         if params.get(ASKS_TO_FETCH) and self._loads is not None:
-            self._loads.expect(self._load_of(request, params))
+            load = self._load_of(request, params)
+            if load.handoff is not None or not is_of_later_prompt(request.request_id):
+                self._loads.expect(load)
         if params.get(ASKS_TO_OFFER) and self._backs_off:
             leave_last_token(request)
 
-    def matched(self, request: "Request", num_computed_tokens: int) -> int:
-        """How many tokens can be loaded behind those that vLLM has."""
+    def matched(self, request: "Request", num_computed_tokens: int) -> int | None:
+        """How many tokens can be loaded behind those that vLLM has; None: ask again."""
         if self._loads is None:
             return 0
         return self._loads.matched(request.request_id, num_computed_tokens)
@@ -95,7 +98,9 @@ class SchedulerSide:
         if self._loads is not None:
             self._loads.start(request.request_id, block_ids, num_external_tokens)
         params = request.kv_transfer_params or {}
-        if params.get(ASKS_TO_OFFER) and self._offers is not None:
+        if self._offers is None or is_of_later_prompt(request.request_id):
+            return
+        if params.get(ASKS_TO_OFFER):
             self._reserve(request, params, self._offers)
 
     def finished(
@@ -130,6 +135,7 @@ class SchedulerSide:
             self._growing.end(request_id)
             self._offers.take_back(request_id)
         self._free_released()
+        self._loads.note_computed(output.num_scheduled_tokens)
         step = self._growing.schedule(output)
         started = self._loads.take_started()
         failed, received = self._loads.take_ended()
