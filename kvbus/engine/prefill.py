@@ -150,6 +150,7 @@ class PrefillSession(ControlSession):
         audience: str = "",
         prompt_digest: str = "",
         transfer_id: str | None = None,
+        readers: int = 1,
     ) -> Offer:
         """Offer ``num_tokens`` tokens that lie in ``block_ids`` (by group, in order of position).
 
@@ -166,6 +167,9 @@ class PrefillSession(ControlSession):
         made: a router makes it, and has both engines told, see `kvbus.protocol.rendezvous`. Refused
         with ``offer_exists`` when there was an offer of that name, with ``cancelled`` when its
         reader has given it up.
+
+        The ticket may be used by so many ``readers``, each of which gets all of it; the blocks come
+        back when the last one has it, or after ``ttl_s`` when fewer come.
         """
         first_blocks = first_blocks or {}
         if without := sorted(first_blocks.keys() - block_ids.keys()):
@@ -182,6 +186,7 @@ class PrefillSession(ControlSession):
             audience=audience,
             prompt_digest=prompt_digest,
             transfer_id=transfer_id,
+            readers=readers,
         )
 
         def keep(made: OfferMade) -> Offer:

@@ -14,6 +14,7 @@ from kvbus.protocol.message import (
     Id,
     Message,
     Priority,
+    Readers,
     Request,
     Seconds,
     Secret,
@@ -106,7 +107,8 @@ class MakeOffer(Request[OfferMade], frozen=True):
     The blocks stay untouched until the notice `Released`. ``ttl_s`` is how long the offer waits
     for a reader; a live lease outlasts it. ``audience`` is the one decode engine or agent that may
     use the ticket, ``prompt_digest`` what the prompt is known by; empty when it does not matter.
-    Whoever shows ``transfer_id``, a secret that a router has made, is given the ticket.
+    Whoever shows ``transfer_id``, a secret that a router has made, is given the ticket. The blocks
+    are released when so many ``readers`` have read them, or at the end of ``ttl_s`` when fewer did.
     """
 
     op: ClassVar[str] = "offer"
@@ -119,6 +121,7 @@ class MakeOffer(Request[OfferMade], frozen=True):
     audience: Text = ""
     prompt_digest: Text = ""
     transfer_id: Secret | None = None
+    readers: Readers = 1
 
 
 class ExtendOffer(Request[Empty], frozen=True):

@@ -25,6 +25,7 @@ Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT_CHARS)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Epoch = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+Readers = Annotated[int, msgspec.Meta(ge=1, le=256)]
 Size = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
 MIN_PRIORITY, MAX_PRIORITY = -(2**31), 2**31 - 1
 Priority = Annotated[int, msgspec.Meta(ge=MIN_PRIORITY, le=MAX_PRIORITY)]

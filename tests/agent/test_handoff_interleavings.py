@@ -39,14 +39,16 @@ class HandoffInterleavings(HandoffWorld):
         num_tokens=st.sampled_from([0, 5, 16, NUM_TOKENS, NUM_TOKENS, NUM_TOKENS]),
         sealed=st.sampled_from([True, True, False]),
         ttl_s=st.sampled_from([8.0, 8.0, 1.0]),
+        readers=st.sampled_from([1, 1, 2]),
     )
-    def offer(self, num_tokens: int, sealed: bool, ttl_s: float) -> None:
+    def offer(self, num_tokens: int, *, sealed: bool, ttl_s: float, readers: int = 1) -> None:
         number = len(self.sources)
         offer_id = f"offer-{number}"
         ticket = Ticket(
             "p", self.boot, "tcp://p", "engine-p", "e", offer_id, f"r-{number}", 32, "secret"
         )
-        source = Source(number, ticket, num_tokens, sealed and num_tokens == NUM_TOKENS)
+        is_whole = num_tokens == NUM_TOKENS
+        source = Source(number, ticket, num_tokens, sealed and is_whole, readers=readers)
         self.sources[offer_id] = source
         self.memory |= dict.fromkeys(source.slots(), "not written yet")
         for token in range(num_tokens):
@@ -64,6 +66,7 @@ class HandoffInterleavings(HandoffWorld):
                 secret=ticket.secret,
                 ticket={},
                 reply_to=None,
+                readers=readers,
             )
         )
 

@@ -31,7 +31,9 @@ REQUESTS = (
 OWNERS_AND_TIME = (ev.EngineLost, ev.Stopped, ev.DeadlinePassed)
 
 
-def opened(offer_id: str = "o1", *, sealed: bool = True, ttl_s: float = 8.0) -> ev.Opened:
+def opened(
+    offer_id: str = "o1", *, sealed: bool = True, ttl_s: float = 8.0, readers: int = 1
+) -> ev.Opened:
     return ev.Opened(
         offer_id=offer_id,
         engine_id="engine",
@@ -43,6 +45,7 @@ def opened(offer_id: str = "o1", *, sealed: bool = True, ttl_s: float = 8.0) -> 
         secret=SECRET,
         ticket={"offer_id": offer_id},
         reply_to="open",
+        readers=readers,
     )
 
 
@@ -444,7 +447,7 @@ def test_a_box_of_the_offer_may_be_packed_under_a_live_lease() -> None:
 
 def test_a_box_is_refused_as_soon_as_the_lease_is_over_though_nobody_said_so() -> None:
     table = table_after(opened(), claimed())
-    ends_at = table.live["o1"].lease.expires_at
+    ends_at = table.live["o1"].leases[1].expires_at
 
     assert refusal_of(table, offered_box(), ends_at - 0.001) is None
     assert refusal_of(table, offered_box(), ends_at) is ErrorCode.LEASE_EXPIRED
@@ -562,7 +565,8 @@ def test_who_does_not_show_the_right_is_refused_without_detail_and_changes_nothi
     wrong: ev.Event, sealed: bool
 ) -> None:
     table = table_after(opened(sealed=sealed), claimed())
-    before = replace(table.live["o1"], lease=replace(table.live["o1"].lease))
+    leases = {epoch: replace(lease) for epoch, lease in table.live["o1"].leases.items()}
+    before = replace(table.live["o1"], leases=leases)
 
     (refusal,) = table.handle(wrong, 1.0)
 

@@ -4,9 +4,9 @@ The oracle knows states, epochs and times as numbers; it knows no table of trans
 """
 
 import copy
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hypothesis import settings
@@ -42,8 +42,20 @@ def rarely(one_in: int) -> Callable[[Any], Any]:
 
 
 @dataclass
+class ExpectedLease:
+    """One lease as the oracle knows it; ``end`` when it is over, ``token`` what it was given."""
+
+    reader_id: str
+    ends_at: float
+    held_until: float
+    token: str = TOKEN
+    end: ErrorCode | None = None
+    is_done: bool = False
+
+
+@dataclass
 class Expected:
-    """What the oracle knows of one offer; ``lease`` is (epoch, reader, ends at, held until)."""
+    """What the oracle knows of one offer; it forgets no lease."""
 
     engine_id: str
     request_id: str
@@ -51,34 +63,54 @@ class Expected:
     num_tokens: int
     ttl_s: float
     expires_at: float
+    readers: int = 1
     epoch: int = 0
-    lease: tuple[int, str, float, float] | None = None
-    lease_end: ErrorCode = ErrorCode.STALE
-    taken_with: str = ""
+    leases: dict[int, ExpectedLease] = field(default_factory=dict)
     blocks: tuple[int, ...] = (1,)
     outcome: Outcome | None = None
     ended_by: ErrorCode | None = None
 
+    @property
+    def live(self) -> dict[int, ExpectedLease]:
+        return {epoch: lease for epoch, lease in self.leases.items() if lease.end is None}
+
+    @property
+    def num_done(self) -> int:
+        return sum(lease.is_done for lease in self.leases.values())
+
+    def of(self, reader_id: str) -> int | None:
+        """The live lease of a reader."""
+        return next((e for e, lease in self.live.items() if lease.reader_id == reader_id), None)
+
+    def is_full(self, reader_id: str) -> bool:
+        """Whether other readers have all that may be had."""
+        others = [lease for lease in self.live.values() if lease.reader_id != reader_id]
+        return len(others) + self.num_done >= self.readers
+
     def age(self, now: float) -> None:
         """What time alone does."""
-        if self.lease is not None and self.lease[2] <= now:
-            self.end_lease(ErrorCode.LEASE_EXPIRED)
-        if self.lease is None and self.expires_at <= now and self.outcome is None:
-            self.end(Outcome.EXPIRED, ErrorCode.OFFER_EXPIRED)
-
-    def end_lease(self, code: ErrorCode) -> None:
-        if self.lease is not None:
-            self.lease, self.lease_end = None, code
+        for lease in self.live.values():
+            if lease.ends_at <= now:
+                lease.end = ErrorCode.LEASE_EXPIRED
+        if not self.live and self.expires_at <= now and self.outcome is None:
+            outcome = Outcome.COMPLETED if self.num_done else Outcome.EXPIRED
+            self.end(outcome, ErrorCode.OFFER_EXPIRED)
 
     def end(self, outcome: Outcome, code: ErrorCode) -> None:
-        self.end_lease(code)
+        for lease in self.live.values():
+            lease.end = code
         self.outcome, self.ended_by = outcome, code
 
-    def grant(self, reader_id: str, lease_s: float, now: float, held_until: float) -> None:
-        until = min(now + min(lease_s, LIMITS.max_lease_s), held_until)
-        if self.lease is not None and self.lease[0] == self.epoch:
-            until = max(until, self.lease[2])
-        self.lease = (self.epoch, reader_id, until, held_until)
+    def grant(self, epoch: int, lease_s: float, now: float) -> None:
+        lease = self.leases[epoch]
+        until = min(now + min(lease_s, LIMITS.max_lease_s), lease.held_until)
+        lease.ends_at = max(lease.ends_at, until)
+
+    def done(self, lease: ExpectedLease) -> None:
+        """Its reader has everything."""
+        lease.end, lease.is_done = ErrorCode.OFFER_COMPLETED, True
+        if self.num_done == self.readers:
+            self.end(Outcome.COMPLETED, ErrorCode.OFFER_COMPLETED)
 
 
 def copy_of(table: OfferTable) -> OfferTable:
@@ -90,7 +122,7 @@ def copy_of(table: OfferTable) -> OfferTable:
         offer_id: replace(
             offer,
             tables=dict(offer.tables),
-            lease=None if offer.lease is None else replace(offer.lease),
+            leases={epoch: replace(lease) for epoch, lease in offer.leases.items()},
             story=Story(),
         )
         for offer_id, offer in table.live.items()
@@ -109,7 +141,7 @@ class OfferInterleavings(StoryMachine):
         self.table = OfferTable(LIMITS)
         self.now = 0.0
         self.expected: dict[str, Expected] = {}
-        self.live_leases: dict[str, int] = {}
+        self.live_leases: dict[str, set[int]] = defaultdict(set)
         self.last_epoch: dict[str, int] = {}
         self.reported: dict[str, Outcome] = {}
         self.draining = False
@@ -127,8 +159,11 @@ class OfferInterleavings(StoryMachine):
         request=st.integers(0, 3),
         sealed=st.booleans(),
         ttl_s=st.sampled_from([8.0, 8.0, 1.0, 2.0]),
+        readers=st.sampled_from([1, 1, 2, 3]),
     )
-    def open(self, engine_id: str, request: int, sealed: bool, ttl_s: float) -> None:
+    def open(
+        self, engine_id: str, request: int, *, sealed: bool, ttl_s: float, readers: int
+    ) -> None:
         offer_id, request_id = f"offer-{len(self.expected)}", f"request-{request}"
         self.age()
         live = [o for o in self.expected.values() if o.outcome is None]
@@ -141,7 +176,7 @@ class OfferInterleavings(StoryMachine):
         else:
             code = None
             self.expected[offer_id] = Expected(
-                engine_id, request_id, sealed, 16, ttl_s, self.now + ttl_s
+                engine_id, request_id, sealed, 16, ttl_s, self.now + ttl_s, readers
             )
         tables = {"full": BlockTable.of([1])}
         self.request(
@@ -156,6 +191,7 @@ class OfferInterleavings(StoryMachine):
                 SECRET,
                 {},
                 self.reply_to(),
+                readers=readers,
             ),
             code,
         )
@@ -202,13 +238,16 @@ class OfferInterleavings(StoryMachine):
     def claim(self, back: int, reader_id: str, lease_s: float) -> None:
         offer_id, offer = self.pick(back)
         code = self.refusal(offer_id)
-        if code is None and offer.lease is not None and offer.lease[1] != reader_id:
+        if code is None and offer.is_full(reader_id):
             code = ErrorCode.BUSY
         elif code is None:
-            fresh = self.now + LIMITS.max_hold_s
-            held_until = fresh if offer.lease is None else offer.lease[3]
-            offer.epoch, offer.lease = offer.epoch + 1, None
-            offer.grant(reader_id, lease_s, self.now, held_until)
+            held_until, own = self.now + LIMITS.max_hold_s, offer.of(reader_id)
+            if own is not None:
+                held_until = offer.leases[own].held_until
+                offer.leases[own].end = ErrorCode.STALE
+            offer.epoch += 1
+            offer.leases[offer.epoch] = ExpectedLease(reader_id, self.now, held_until)
+            offer.grant(offer.epoch, lease_s, self.now)
         self.request(ev.Claimed(offer_id, SECRET, reader_id, lease_s, TOKEN, self.reply_to()), code)
 
     @rule(back=ANY_OFFER, epochs_ago=EPOCHS_AGO, lease_s=LEASES)
@@ -216,24 +255,22 @@ class OfferInterleavings(StoryMachine):
         offer_id, offer = self.pick(back)
         epoch = offer.epoch - epochs_ago
         code = self.late(offer_id, epoch)
-        if code is None and offer.lease is not None:
-            _, reader_id, _, held_until = offer.lease
-            offer.grant(reader_id, lease_s, self.now, held_until)
+        if code is None:
+            offer.grant(epoch, lease_s, self.now)
         self.request(ev.Renewed(offer_id, epoch, TOKEN, lease_s, {}, self.reply_to()), code)
 
     @rule(back=ANY_OFFER, epochs_ago=EPOCHS_AGO)
     def confirm(self, back: int, epochs_ago: int) -> None:
         offer_id, offer = self.pick(back)
         epoch = offer.epoch - epochs_ago
-        code = self.late(offer_id, epoch)
-        said_before = offer.outcome is Outcome.COMPLETED and epoch == offer.epoch
-        said_before = said_before and not offer.taken_with
+        code, lease = self.late(offer_id, epoch), offer.leases.get(epoch)
+        said_before = lease is not None and lease.is_done and lease.token == TOKEN
         if said_before and not self.forgotten(offer_id):
             code = None
         elif code is None and not offer.sealed:
             code = ErrorCode.OFFER_OPEN
-        elif code is None:
-            offer.end(Outcome.COMPLETED, ErrorCode.OFFER_COMPLETED)
+        elif code is None and lease is not None:
+            offer.done(lease)
         self.request(ev.Confirmed(offer_id, epoch, TOKEN, self.reply_to()), code)
 
     @rule(
@@ -245,18 +282,22 @@ class OfferInterleavings(StoryMachine):
     def take(self, back: int, reader_id: str, token: str, altered: bool) -> None:
         offer_id, offer = self.pick(back)
         blocks = (*offer.blocks, 7) if altered else offer.blocks
+        said_before = any(one.is_done and one.token == token for one in offer.leases.values())
         code = self.refusal(offer_id)
-        if code is ErrorCode.OFFER_COMPLETED and token == offer.taken_with:
+        if said_before and not self.forgotten(offer_id):
             code = None
         elif code is None and not offer.sealed:
             code = ErrorCode.OFFER_OPEN
-        elif code is None and offer.lease is not None and offer.lease[1] != reader_id:
+        elif code is None and offer.is_full(reader_id):
             code = ErrorCode.BUSY
         elif code is None and altered:
             code = ErrorCode.GEOMETRY
         elif code is None:
-            offer.end(Outcome.COMPLETED, ErrorCode.OFFER_COMPLETED)
-            offer.epoch, offer.taken_with = offer.epoch + 1, token
+            if (own := offer.of(reader_id)) is not None:
+                offer.leases[own].end = ErrorCode.STALE
+            offer.epoch += 1
+            lease = offer.leases[offer.epoch] = ExpectedLease(reader_id, 0.0, 0.0, token)
+            offer.done(lease)
         tables = {"full": BlockTable.of(blocks)}
         self.request(ev.Taken(offer_id, SECRET, reader_id, token, tables, self.reply_to()), code)
 
@@ -266,7 +307,7 @@ class OfferInterleavings(StoryMachine):
         epoch = offer.epoch - epochs_ago
         code = self.late(offer_id, epoch)
         if code is None:
-            offer.end_lease(ErrorCode.STALE)
+            offer.leases[epoch].end = ErrorCode.STALE
         self.request(ev.Returned(offer_id, epoch, TOKEN, self.reply_to()), code)
 
     @rule(back=ANY_OFFER, epochs_ago=EPOCHS_AGO, tokens_past=st.sampled_from([0, 0, 0, 1]))
@@ -380,15 +421,16 @@ class OfferInterleavings(StoryMachine):
         return self.expected[offer_id].ended_by
 
     def late(self, offer_id: str, epoch: int) -> ErrorCode | None:
-        """Why a lease is not live; only that of the latest epoch is told how it ended."""
+        """Why a lease is not live; only one that is remembered is told how it ended."""
         if self.forgotten(offer_id):
             return ErrorCode.OFFER_UNKNOWN
         offer = self.expected[offer_id]
-        if offer.epoch != epoch:
+        lease = offer.leases.get(epoch)
+        if lease is None:
             return ErrorCode.STALE
-        if offer.taken_with:  # the last number is that of the take, with a token of its own
-            return ErrorCode.FORBIDDEN
-        return offer.lease_end if offer.lease is None else None
+        if lease.end is not None and not lease.is_done and epoch <= offer.epoch - offer.readers:
+            return ErrorCode.STALE
+        return lease.end if lease.token == TOKEN else ErrorCode.FORBIDDEN
 
     # The checks.
 
@@ -406,9 +448,8 @@ class OfferInterleavings(StoryMachine):
         assert answer.reply_to == event.reply_to
         assert (answer.error.code if isinstance(answer, ev.Refuse) else None) == code
         if isinstance(answer, ev.SendReply) and isinstance(answer.body, Granted):
-            lease = self.expected[event.offer_id].lease
-            assert lease is not None
-            assert (answer.body.epoch, answer.body.lease_s) == (lease[0], lease[2] - self.now)
+            lease = self.expected[event.offer_id].live[answer.body.epoch]
+            assert answer.body.lease_s == lease.ends_at - self.now
         if commands == [answer] and code is not None:
             assert self.table.live == before.live
             assert self.table.retired == before.retired
@@ -447,20 +488,22 @@ class OfferInterleavings(StoryMachine):
     def obey(self, command: ev.Command) -> None:
         match command:
             case ev.BeginLease(offer_id, epoch):
-                assert offer_id not in self.live_leases, "one lease at a time"
+                num_live, offer = len(self.live_leases[offer_id]), self.expected[offer_id]
+                assert num_live + offer.num_done < offer.readers, "as many as may read"
                 assert epoch > self.last_epoch.get(offer_id, 0), "an epoch is never used again"
                 assert offer_id not in self.reported
-                self.live_leases[offer_id] = self.last_epoch[offer_id] = epoch
+                self.live_leases[offer_id].add(epoch)
+                self.last_epoch[offer_id] = epoch
             case ev.EndLease(offer_id, epoch):
-                assert self.live_leases.pop(offer_id) == epoch
+                self.live_leases[offer_id].remove(epoch)
             case ev.ReportReleased(_, offer_id, _, outcome):
-                assert offer_id not in self.live_leases, "released under a live lease"
+                assert not self.live_leases[offer_id], "released under a live lease"
                 assert offer_id not in self.reported, "reported twice"
                 self.reported[offer_id] = outcome
 
     @invariant()
     def leases_began_and_ended_in_pairs(self) -> None:
-        assert self.table.num_leases() == len(self.live_leases)
+        assert self.table.num_leases() == sum(map(len, self.live_leases.values()))
 
     @invariant()
     def the_tables_are_bounded(self) -> None:
@@ -491,11 +534,13 @@ class OfferInterleavings(StoryMachine):
         live = {offer_id for offer_id, offer in expected.items() if offer.outcome is None}
         assert set(table.live) == live
         for offer_id in live:
-            offer, lease = table.live[offer_id], expected[offer_id].lease
+            offer, leases = table.live[offer_id], expected[offer_id].live
             assert offer.state == (OfferState.SEALED if expected[offer_id].sealed else "open")
-            held = offer.lease and (offer.lease.epoch, offer.lease.reader_id)
-            assert held == (lease and lease[:2])
-            assert offer.due_at == (lease[2] if lease else expected[offer_id].expires_at)
+            held = {lease.epoch: lease.reader_id for lease in offer.live_leases}
+            assert held == {epoch: lease.reader_id for epoch, lease in leases.items()}
+            ends = [lease.ends_at for lease in leases.values()]
+            assert offer.due_at == min(ends, default=expected[offer_id].expires_at)
+            assert len(offer.leases) <= 2 * offer.opened.readers
 
     def teardown(self) -> None:
         """In the end every offer was reported once, as the oracle says."""
@@ -504,7 +549,7 @@ class OfferInterleavings(StoryMachine):
             self.tell_the_time()
 
         assert not self.table.live
-        assert not self.live_leases
+        assert not any(self.live_leases.values())
         assert self.reported == {o: offer.outcome for o, offer in self.expected.items()}
 
 

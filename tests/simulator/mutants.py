@@ -19,7 +19,7 @@ from kvbus_decode.read import transitions as reading
 from kvbus_decode.read.leg import LegState
 from kvbus_prefill.offer import events as pre
 from kvbus_prefill.offer import transitions as offering
-from kvbus_prefill.offer.entry import Lease, OfferState
+from kvbus_prefill.offer.entry import OfferState
 from kvbus_prefill.slots import entry as slots
 from kvbus_prefill.slots import events as slot
 
@@ -74,7 +74,9 @@ def tables_are_not_compared_at_a_take(patch: Patch) -> None:
 
 def an_expired_lease_is_renewed(patch: Patch) -> None:
     def renew(offer: Any, event: Any, at: Any) -> list[Any]:
-        offer.lease = offer.lease or Lease(offer.epoch, "reader", at.now, at.now + 60.0)
+        lease = offer.leases.get(event.epoch)
+        if lease is not None and lease.end is ErrorCode.LEASE_EXPIRED:
+            lease.end = None
         return offering.renew(offer, event, at)
 
     _change(patch, offering.TRANSITIONS, [OPEN, SEALED], pre.Renewed, renew)
@@ -91,8 +93,8 @@ def the_epoch_is_not_raised(patch: Patch) -> None:
 def the_end_of_a_lease_is_forgotten(patch: Patch) -> None:
     def expire(offer: Any, _event: Any, at: Any) -> list[Any]:
         offer.expires_at = at.now + 1e6
-        if offer.lease is not None:
-            offer.lease.expires_at = at.now + 1e6
+        for lease in offer.live_leases:
+            lease.expires_at = at.now + 1e6
         return []
 
     _change(patch, offering.TRANSITIONS, [OPEN, SEALED], pre.DeadlinePassed, expire)

@@ -209,6 +209,7 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
                 ttl_s=30.0,
                 audience="decode-0",
                 prompt_digest=DIGEST,
+                readers=2,
             ),
             e.OfferMade(offer_id="offer-1", ticket=TICKET),
         ),

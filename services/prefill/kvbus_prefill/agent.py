@@ -264,6 +264,7 @@ class PrefillService:
                 ticket=ticket.to_json(),
                 reply_to=call,
                 ticket_blocks=max_blocks if self._may_name_blocks(offer) else 0,
+                readers=offer.readers,
             )
         )
         if offer.transfer_id is not None and offer_id in self._table.live:

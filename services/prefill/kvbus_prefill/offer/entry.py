@@ -1,6 +1,7 @@
-"""One offer and the lease on it: what it holds, and how either ends.
+"""One offer and the leases on it: what it holds, and how either ends.
 
-A lease is not a state of its own: an offer that is open or sealed has one live lease or none.
+A lease is not a state of its own: an offer that is open or sealed has a live lease for each of its
+readers at most.
 """
 
 from dataclasses import dataclass, field
@@ -71,23 +72,30 @@ class OfferedBox:
 
 @dataclass(slots=True)
 class Lease:
-    """A reader's right to read; ``held_until`` is the end that no renewal moves."""
+    """A reader's right to read; ``held_until`` is the end that no renewal moves.
+
+    ``holder`` is the key of its reader. One that is over has an ``end``, what a late reader is
+    told, and ``is_done`` when its reader has everything: then it may say so again.
+    """
 
     epoch: int
     reader_id: str
     expires_at: float
     held_until: float
     process: ev.ReaderProcess = ev.NAMELESS
+    token: str = field(default="", repr=False)
+    holder: str = ""
+    end: ErrorCode | None = None
+    is_done: bool = False
 
 
 @dataclass(slots=True)
 class OfferEntry:
-    """One offer; ``expires_at`` counts only while there is no lease.
+    """One offer; ``expires_at`` counts only while there is no live lease.
 
-    ``token`` is that of the last lease, whose number is ``epoch``, and ``holder`` the key of its
-    reader; also once that has ended.
-    ``lease_end`` is how the latest lease ended, as a late reader is told; ``ended_by`` how the
-    offer did.
+    ``leases`` are by epoch: those that are live or done, and as many others of the last numbers as
+    it has readers. ``epoch`` is the last number, ``num_done`` how many readers have everything;
+    ``ended_by`` is how the offer ended.
     """
 
     opened: ev.Opened
@@ -97,10 +105,8 @@ class OfferEntry:
     expires_at: float
     opened_at: float = 0.0
     epoch: int = 0
-    token: str = field(default="", repr=False)
-    holder: str = ""
-    lease: Lease | None = None
-    lease_end: ErrorCode = ErrorCode.STALE
+    leases: dict[int, Lease] = field(default_factory=dict)
+    num_done: int = 0
     outcome: Outcome | None = None
     ended_by: ErrorCode = ErrorCode.OFFER_UNKNOWN
     story: Story = field(default_factory=Story, compare=False)
@@ -123,14 +129,20 @@ class OfferEntry:
     @property
     def due_at(self) -> float:
         """When somebody must look at this offer again."""
-        return self.expires_at if self.lease is None else self.lease.expires_at
+        ends = [lease.expires_at for lease in self.live_leases]
+        return min(ends) if ends else self.expires_at
+
+    @property
+    def live_leases(self) -> list[Lease]:
+        """Those that are not over, the oldest first."""
+        return [lease for lease in self.leases.values() if lease.end is None]
 
     def retire(self) -> None:
         """Keep no tables, and not the request that is answered."""
         self.opened = replace(self.opened, tables={}, ticket={}, reply_to=None)
 
     # Who asks must hold the right: the ticket's secret for the offer, the token for the lease. What
-    # is said of an earlier lease is stale whatever it shows, so its token need not be kept.
+    # is said of a lease that is not kept is stale whatever it shows.
     def check_right(self, event: ev.RequestEvent) -> None:
         """Raise `LocalError` (``forbidden``) when what ``event`` shows is not the right to ask."""
         match event:
@@ -146,29 +158,41 @@ class OfferEntry:
 
     def check_token(self, epoch: int, token: str) -> None:
         """Raise `LocalError` (``forbidden``) when ``token`` is not that of the lease ``epoch``."""
-        if self.token and epoch == self.epoch:
-            check_right(token, self.token)
+        if (lease := self.leases.get(epoch)) is not None:
+            check_right(token, lease.token)
 
     def _check_holder(self, epoch: int, holder: str) -> None:
         """A lease is of the key that claimed it: whoever is told its token may pack and no more."""
-        if self.token and epoch == self.epoch:
-            check_right(holder, self.holder)
+        if (lease := self.leases.get(epoch)) is not None:
+            check_right(holder, lease.holder)
 
     def live_lease(self, epoch: int) -> Lease:
-        """The lease, if ``epoch`` is its own; raises `LocalError` otherwise.
+        """The lease of ``epoch``, if it is live; raises `LocalError` otherwise.
 
-        It says what became of the latest lease, and ``stale`` of those before.
+        It says what became of one of the latest leases, and ``stale`` of those before.
         """
-        if self.lease is None or self.lease.epoch != epoch:
+        lease = self.leases.get(epoch)
+        if lease is None or lease.end is not None:
             raise LocalError(
                 f"lease epoch {epoch} is not live",
-                code=self.lease_end if epoch == self.epoch else ErrorCode.STALE,
+                code=ErrorCode.STALE if lease is None else lease.end,
                 offer_id=self.offer_id,
                 epoch=epoch,
                 current_epoch=self.epoch,
                 state=self.outcome or self.state,
             )
-        return self.lease
+        return lease
+
+    def add_lease(self, lease: Lease) -> None:
+        """A lease under a new number; who gave up long ago is forgotten, who is done never."""
+        self.epoch = lease.epoch
+        forgotten = lease.epoch - self.opened.readers
+        self.leases = {
+            epoch: one
+            for epoch, one in self.leases.items()
+            if one.end is None or one.is_done or epoch > forgotten
+        }
+        self.leases[lease.epoch] = lease
 
     def check_box(self, box: OfferedBox) -> None:
         """Raise `LocalError` or `GeometryError` unless the offer has ``box`` by now."""
@@ -193,22 +217,28 @@ class OfferEntry:
                 group=box.group,
             )
 
-    def end_lease(self, reason: str, code: ErrorCode = ErrorCode.STALE) -> list[ev.Command]:
-        """End the lease, if there is one, because it was confirmed, returned, revoked or late."""
-        lease, self.lease = self.lease, None
-        if lease is None:
-            return []
-        self.lease_end = code
+    def end_lease(
+        self, lease: Lease, reason: str, code: ErrorCode = ErrorCode.STALE
+    ) -> list[ev.Command]:
+        """End a live lease, because it was confirmed, returned, revoked or late."""
+        lease.end = code
         return [
             ev.EndLease(self.offer_id, lease.epoch, reason, code),
             ev.Publish(f"lease.{reason}", LeaseEvent(offer_id=self.offer_id, epoch=lease.epoch)),
         ]
 
-    def release(
-        self, outcome: Outcome, code: ErrorCode, reason: str = "revoked"
-    ) -> list[ev.Command]:
-        """End the offer, its live lease first, so that its blocks are nobody else's."""
-        commands = self.end_lease(reason, code)
+    def count_reader(self) -> list[ev.Command]:
+        """One more reader has everything; with the last one the offer is done."""
+        self.num_done += 1
+        if self.num_done < self.opened.readers:
+            return []
+        return self.release(Outcome.COMPLETED, ErrorCode.OFFER_COMPLETED)
+
+    def release(self, outcome: Outcome, code: ErrorCode) -> list[ev.Command]:
+        """End the offer, its live leases first, so that its blocks are nobody else's."""
+        commands: list[ev.Command] = []
+        for lease in self.live_leases:
+            commands += self.end_lease(lease, "revoked", code)
         self.state, self.outcome, self.tables = OfferState.RELEASED, outcome, {}
         self.ended_by = code
         opened = self.opened

@@ -54,7 +54,7 @@ class Opened(Value, frozen=True):
     """The engine offers the KV of a request; ``ttl_s`` runs while nobody holds a lease.
 
     Whoever claims the offer, or withdraws it from outside, shows its ``secret``. The engine itself
-    may name ``ticket_blocks`` of its blocks in the ticket.
+    may name ``ticket_blocks`` of its blocks in the ticket. It is done when ``readers`` have all.
     """
 
     offer_id: str
@@ -68,6 +68,7 @@ class Opened(Value, frozen=True):
     ticket: Mapping[str, Any]
     reply_to: object
     ticket_blocks: int = 0
+    readers: int = 1
 
 
 class Extended(Value, frozen=True):

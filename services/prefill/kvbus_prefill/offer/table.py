@@ -55,7 +55,7 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
 
     def num_leases(self) -> int:
         """Leases that are live now."""
-        return sum(offer.lease is not None for offer in self.live.values())
+        return sum(len(offer.live_leases) for offer in self.live.values())
 
     def check_box(self, box: OfferedBox, now: float) -> None:
         """Raise `LocalError` or `GeometryError` unless the lease is live and the offer has it.

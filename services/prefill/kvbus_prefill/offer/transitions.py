@@ -60,35 +60,38 @@ def end_with_agent(offer: OfferEntry, _event: ev.Stopped, _: Context) -> Command
 
 
 def expire(offer: OfferEntry, _event: ev.DeadlinePassed, at: Context) -> Commands:
-    """End a lease that was not renewed, then an offer that nobody has read in time."""
+    """End the leases that were not renewed, then an offer that nobody has read in time.
+
+    One that some, but not all, of its readers have read is completed: nobody else came.
+    """
     commands: Commands = []
-    if offer.lease is not None and offer.lease.expires_at <= at.now:
-        commands += offer.end_lease("expired", ErrorCode.LEASE_EXPIRED)
-    if offer.lease is None and offer.expires_at <= at.now:
-        commands += offer.release(Outcome.EXPIRED, ErrorCode.OFFER_EXPIRED)
+    for lease in offer.live_leases:
+        if lease.expires_at <= at.now:
+            commands += offer.end_lease(lease, "expired", ErrorCode.LEASE_EXPIRED)
+    if not offer.live_leases and offer.expires_at <= at.now:
+        outcome = Outcome.COMPLETED if offer.num_done else Outcome.EXPIRED
+        commands += offer.release(outcome, ErrorCode.OFFER_EXPIRED)
     return commands
 
 
 def claim(offer: OfferEntry, event: ev.Claimed, at: Context) -> Commands:
-    """Grant the lease under a new epoch; the same reader may claim again, another has to wait.
+    """Grant a lease under a new epoch; a reader may claim again, one too many has to wait.
 
-    Who claims again while it holds the lease does not hold the offer longer than by renewing. The
-    lease of an earlier process of the reader's agent ends: nobody is there any more to return it.
+    Who claims again while it holds a lease does not hold the offer longer than by renewing. The
+    leases of an earlier process of the reader's agent end: nobody is there any more to return them.
     """
+    outlived, own = _outlived(offer, event), _own(offer, event)
+    _check_room(offer, [*outlived, *own], at)
+    held_until = min([at.now + at.limits.max_hold_s, *(lease.held_until for lease in own)])
     revoked: Commands = []
-    held_until = at.now + at.limits.max_hold_s
-    if offer.lease is not None and _is_outlived(offer, event):
-        revoked = offer.end_lease("revoked")
-    elif offer.lease is not None:
-        if offer.lease.reader_id != event.reader_id:
-            raise _leased(offer.lease, at)
-        held_until = offer.lease.held_until
-        revoked = offer.end_lease("revoked")
-    offer.epoch, offer.token, offer.holder = offer.epoch + 1, event.token, event.holder
-    offer.lease = Lease(offer.epoch, event.reader_id, at.now, held_until, event.process)
+    for lease in (*outlived, *own):
+        revoked += offer.end_lease(lease, "revoked")
+    right = (event.process, event.token, event.holder)
+    lease = Lease(offer.epoch + 1, event.reader_id, at.now, held_until, *right)
+    offer.add_lease(lease)
     return [
         *revoked,
-        ev.SendReply(event.reply_to, _grant(offer, offer.lease, event.lease_s, {}, at)),
+        ev.SendReply(event.reply_to, _grant(offer, lease, event.lease_s, {}, at)),
         ev.BeginLease(offer.offer_id, offer.epoch),
         ev.Publish("lease.granted", LeaseEvent(offer_id=offer.offer_id, epoch=offer.epoch)),
     ]
@@ -96,18 +99,36 @@ def claim(offer: OfferEntry, event: ev.Claimed, at: Context) -> Commands:
 
 # Agents have names, not proofs of them. But who claims shows the ticket's secret, and with that
 # could end the offer as well: to end a lease of it by a wrong name is no more. Keys must be equal.
-def _is_outlived(offer: OfferEntry, event: ev.Claimed | ev.Taken) -> bool:
-    """Whether the lease is of an earlier process of the agent that asks."""
-    lease = offer.lease
-    return (
-        lease is not None and event.process.follows(lease.process) and event.holder == offer.holder
+def _outlived(offer: OfferEntry, event: ev.Claimed | ev.Taken) -> list[Lease]:
+    """The leases of an earlier process of the agent that asks."""
+    live = offer.live_leases
+    return [
+        one for one in live if event.process.follows(one.process) and event.holder == one.holder
+    ]
+
+
+def _own(offer: OfferEntry, event: ev.Claimed) -> list[Lease]:
+    """The lease that the reader has, if it has one."""
+    outlived = _outlived(offer, event)
+    return [
+        one for one in offer.live_leases if one.reader_id == event.reader_id and one not in outlived
+    ]
+
+
+def _check_room(offer: OfferEntry, ending: list[Lease], at: Context) -> None:
+    """Raise `LocalError` (``busy``) when as many read or have read as may, but for ``ending``.
+
+    Who has a lease may give it back at any time, or keep it to its end.
+    """
+    others = [lease for lease in offer.live_leases if lease not in ending]
+    if len(others) + offer.num_done < offer.opened.readers:
+        return
+    ends_in_s = min(lease.expires_at for lease in others) - at.now
+    raise LocalError(
+        "another reader has the lease",
+        code=ErrorCode.BUSY,
+        retry_after_s=min(ends_in_s, at.limits.busy_retry_s),
     )
-
-
-def _leased(lease: Lease, at: Context) -> LocalError:
-    """Who has the lease may give it back at any time, or keep it to its end."""
-    pause_s = min(lease.expires_at - at.now, at.limits.busy_retry_s)
-    return LocalError("another reader has the lease", code=ErrorCode.BUSY, retry_after_s=pause_s)
 
 
 def renew(offer: OfferEntry, event: ev.Renewed, at: Context) -> Commands:
@@ -118,10 +139,14 @@ def renew(offer: OfferEntry, event: ev.Renewed, at: Context) -> Commands:
 
 
 def confirm(offer: OfferEntry, event: ev.Confirmed, _: Context) -> Commands:
-    """The reader has everything, under a lease that was live all along: the offer is done."""
-    offer.live_lease(event.epoch)
-    ended = offer.release(Outcome.COMPLETED, ErrorCode.OFFER_COMPLETED, "ended")
-    return [ev.SendReply(event.reply_to, Empty()), *ended]
+    """The reader has everything, under a lease that was live all along."""
+    lease = offer.leases.get(event.epoch)
+    if lease is not None and lease.is_done:  # the reply was lost
+        return [ev.SendReply(event.reply_to, Empty())]
+    lease = offer.live_lease(event.epoch)
+    lease.is_done = True
+    ended = offer.end_lease(lease, "ended", ErrorCode.OFFER_COMPLETED)
+    return [ev.SendReply(event.reply_to, Empty()), *ended, *offer.count_reader()]
 
 
 # Taking: a reader that never had a lease asks whether what it has read is good. Why a yes is right:
@@ -138,21 +163,33 @@ def confirm(offer: OfferEntry, event: ev.Confirmed, _: Context) -> Commands:
 # from its expiry meanwhile, and other readers away; it adds nothing to the bytes. The tables are
 # compared: what else was read, out of a ticket that was altered, is no KV of this offer.
 def take(offer: OfferEntry, event: ev.Taken, at: Context) -> Commands:
-    """Claim and confirm in one step: the reader has everything, the offer is done."""
-    lease = offer.lease
-    is_ours = lease is None or (lease.reader_id, offer.holder) == (event.reader_id, event.holder)
-    if lease is not None and not is_ours and not _is_outlived(offer, event):
-        raise _leased(lease, at)
+    """Claim and confirm in one step: the reader has everything."""
+    if _has_taken(offer, event):
+        return [ev.SendReply(event.reply_to, Empty())]
+    live, who = offer.live_leases, (event.reader_id, event.holder)
+    own = [lease for lease in live if (lease.reader_id, lease.holder) == who]
+    ending = own + [lease for lease in _outlived(offer, event) if lease not in own]
+    _check_room(offer, ending, at)
     if offer.tables != event.tables:
         raise LocalError(
             "the blocks that were read are not those of the offer: was the ticket altered?",
             code=ErrorCode.GEOMETRY,
             offer_id=offer.offer_id,
         )
-    released = offer.release(Outcome.COMPLETED, ErrorCode.OFFER_COMPLETED, "ended")
+    ended: Commands = []
+    for lease in ending:
+        ended += offer.end_lease(lease, "ended")
     # A number of its own: a confirm of the lease before, maybe another reader's, is stale.
-    offer.epoch, offer.token, offer.holder = offer.epoch + 1, event.token, event.holder
-    return [ev.SendReply(event.reply_to, Empty()), *released]
+    right = (event.process, event.token, event.holder, ErrorCode.OFFER_COMPLETED)
+    done = Lease(offer.epoch + 1, event.reader_id, at.now, at.now, *right, is_done=True)
+    offer.add_lease(done)
+    return [ev.SendReply(event.reply_to, Empty()), *ended, *offer.count_reader()]
+
+
+def _has_taken(offer: OfferEntry, event: ev.Taken) -> bool:
+    """Whether it was told so already, and only the reply was lost."""
+    right = (event.token, event.holder)
+    return any(one.is_done and (one.token, one.holder) == right for one in offer.leases.values())
 
 
 def refuse_early_take(_offer: OfferEntry, _event: ev.Taken, _: Context) -> Commands:
@@ -161,9 +198,8 @@ def refuse_early_take(_offer: OfferEntry, _event: ev.Taken, _: Context) -> Comma
 
 
 def take_again(offer: OfferEntry, event: ev.Taken, _: Context) -> Commands:
-    """The reply to the take that completed the offer was lost: say it again, to nobody else."""
-    is_same = (event.token, event.holder) == (offer.token, offer.holder)
-    if offer.outcome is not Outcome.COMPLETED or not is_same:
+    """The reply to the reader's take was lost: say it again, to nobody else."""
+    if not _has_taken(offer, event):
         raise ended(offer)
     return [ev.SendReply(event.reply_to, Empty())]
 
@@ -176,8 +212,8 @@ def refuse_early_confirm(offer: OfferEntry, event: ev.Confirmed, _: Context) -> 
 
 def give_back(offer: OfferEntry, event: ev.Returned, _: Context) -> Commands:
     """The reader gave up; the offer waits for another one."""
-    offer.live_lease(event.epoch)
-    return [ev.SendReply(event.reply_to, Empty()), *offer.end_lease("ended")]
+    lease = offer.live_lease(event.epoch)
+    return [ev.SendReply(event.reply_to, Empty()), *offer.end_lease(lease, "ended")]
 
 
 def refuse_sealed(offer: OfferEntry, _event: ev.RequestEvent, _: Context) -> Commands:
@@ -200,14 +236,15 @@ def ended(offer: OfferEntry) -> LocalError:
 
 
 def refuse_late(offer: OfferEntry, event: ev.Renewed | ev.Returned, _: Context) -> Commands:
-    """No lease of an ended offer is live: say how the latest ended."""
+    """No lease of an ended offer is live: say how it ended."""
     offer.live_lease(event.epoch)
     return []
 
 
 def confirm_again(offer: OfferEntry, event: ev.Confirmed, _: Context) -> Commands:
-    """The reply to the confirm that completed the offer was lost: say it again."""
-    if offer.outcome is not Outcome.COMPLETED or event.epoch != offer.epoch:
+    """The reply to a reader's confirm was lost: say it again."""
+    lease = offer.leases.get(event.epoch)
+    if lease is None or not lease.is_done:
         offer.live_lease(event.epoch)
     return [ev.SendReply(event.reply_to, Empty())]
 
@@ -224,7 +261,7 @@ def _grant(
     lease.expires_at = max(lease.expires_at, wanted)
     return Granted(
         epoch=lease.epoch,
-        token=offer.token,
+        token=lease.token,
         lease_s=max(lease.expires_at - at.now, 1e-6),
         num_tokens=offer.num_tokens,
         sealed=offer.state is SEALED,
@@ -258,8 +295,8 @@ TRANSITIONS: Mapping[tuple[OfferState, type[ev.Event]], Transition[OfferState]] 
     (SEALED, ev.Withdrawn): Transition(withdraw, (RELEASED,)),
     (SEALED, ev.Claimed): Transition(claim, (SEALED,)),
     (SEALED, ev.Renewed): Transition(renew, (SEALED,)),
-    (SEALED, ev.Confirmed): Transition(confirm, (RELEASED,)),
-    (SEALED, ev.Taken): Transition(take, (RELEASED,)),
+    (SEALED, ev.Confirmed): Transition(confirm, (SEALED, RELEASED)),
+    (SEALED, ev.Taken): Transition(take, (SEALED, RELEASED)),
     (SEALED, ev.Returned): Transition(give_back, (SEALED,)),
     (SEALED, ev.EngineLost): Transition(end_with_engine, (RELEASED,)),
     (SEALED, ev.Stopped): Transition(end_with_agent, (RELEASED,)),
