@@ -143,12 +143,8 @@ class Link:
     ) -> None:
         while some := await source.read(READ_BYTES):
             if recorded is not None:
-                self.latest = some
-            if recorded is not None and len(recorded.said) < MAX_RECORDED_BYTES:
-                recorded.said += some
-                if len(recorded.said) > FEWEST_BYTES:
-                    self.recorded = bytes(recorded.said)
-            await self._passes.wait()
+                self._record(some, recorded)
+            await self._let(some, is_request=recorded is not None)
             if self._delay_s:
                 await asyncio.sleep(self._delay_s)
             while some:
@@ -158,3 +154,14 @@ class Link:
                 some = some[few:] if few else b""
                 if some:
                     await asyncio.sleep(TRICKLE_S)
+
+    def _record(self, some: bytes, connection: Connection) -> None:
+        self.latest = some
+        if len(connection.said) < MAX_RECORDED_BYTES:
+            connection.said += some
+            if len(connection.said) > FEWEST_BYTES:
+                self.recorded = bytes(connection.said)
+
+    async def _let(self, some: bytes, *, is_request: bool) -> None:
+        """Wait until this may pass."""
+        await self._passes.wait()

@@ -1,11 +1,10 @@
 """A link that loses what is said once, on purpose: an answer, or a request and all after it."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from tests.agents import AgentProcess
-from tests.chaos.links import READ_BYTES, Connection, Link
+from tests.chaos.links import Link
 
 
 def said(op: str) -> bytes:
@@ -25,23 +24,12 @@ class LosingLink(Link):
         self._is_losing = self._loses_requests = False
         self.num_lost = 0
 
-    async def _pass(
-        self,
-        source: asyncio.StreamReader,
-        sink: asyncio.StreamWriter,
-        recorded: Connection | None,
-    ) -> None:
-        while some := await source.read(READ_BYTES):
-            is_request = recorded is not None
-            if is_request and self._is_losing and any(word in some for word in self._words):
-                self.num_lost += 1
-                self.blacken()
-            if not is_request or self._loses_requests:
-                await self._passes.wait()
-            if self._delay_s:
-                await asyncio.sleep(self._delay_s)
-            sink.write(some)
-            await sink.drain()
+    async def _let(self, some: bytes, *, is_request: bool) -> None:
+        if is_request and self._is_losing and any(word in some for word in self._words):
+            self.num_lost += 1
+            self.blacken()
+        if not is_request or self._loses_requests:
+            await self._passes.wait()
 
     def lose(self, *, requests: bool = False) -> None:
         """The next one has no answer, or does not even come there."""
