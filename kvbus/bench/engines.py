@@ -101,17 +101,19 @@ class EnginePair:
     released_s: list[float] = field(default_factory=list)
     """From offer to release, of the same."""
 
-    async def fetch(self, ticket: Ticket, tables: PairedBlocks) -> TimedFetch:
+    async def fetch(self, ticket: Ticket, tables: PairedBlocks, priority: int = 0) -> TimedFetch:
         """Fetch an offer, and time it; raises `FetchFailed`."""
         began, block_ids = time.perf_counter(), {GROUP: tables.decode}
-        fetch = self.reader.fetch(ticket, num_tokens=tables.num_tokens, block_ids=block_ids)
+        fetch = self.reader.fetch(
+            ticket, num_tokens=tables.num_tokens, block_ids=block_ids, priority=priority
+        )
         fetched = await fetch.completed()
         return TimedFetch(time.perf_counter() - began, fetched)
 
-    async def hand_off(self, tables: PairedBlocks) -> TimedFetch:
+    async def hand_off(self, tables: PairedBlocks, priority: int = 0) -> TimedFetch:
         """Offer and fetch; only the fetch is timed."""
         (ticket,) = await self.source.offer(tables)
-        return await self.fetch(ticket, tables)
+        return await self.fetch(ticket, tables, priority)
 
     async def timed(self, tables: PairedBlocks) -> float:
         """Seconds of a handoff's fetch; the next one starts after the offer's release."""

@@ -22,6 +22,7 @@ class CaseName(StrEnum):
     SCATTERED_16K = "scattered-16k"
     FIXED = "fixed"
     LOAD = "load"
+    PRIORITY = "priority"
     IDLE = "idle"
     RATE = "rate"
     BURST = "burst"

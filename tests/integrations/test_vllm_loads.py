@@ -89,7 +89,8 @@ def test_params_that_were_refused_fail_the_load_without_a_fetch(agents: Agents) 
         loading.until(lambda: loading.over, "the load is over")
 
         assert loading.failed == loading.over == ["r"]
-        assert loading.stats.take() == {**stats.no_figures(), stats.LOADS_FAILED: ["invalid"]}
+        told = {stats.LOADS: ["failed"], stats.LOADS_FAILED: ["requested"]}
+        assert loading.stats.take() == stats.no_figures() | told
 
 
 def test_a_load_without_an_agent_fails_at_once(agents: Agents) -> None:

@@ -14,6 +14,7 @@ from kvbus.bench.cases.digests import measure_digests
 from kvbus.bench.cases.idle import measure_idle, measure_memory
 from kvbus.bench.cases.large import measure_large
 from kvbus.bench.cases.load import measure_load
+from kvbus.bench.cases.priority import measure_priority
 from kvbus.bench.cases.publishing import measure_chunked, measure_host
 from kvbus.bench.cases.rate import measure_rate
 from kvbus.bench.cases.reshapes import OF_NAIVE, PACKED_OF_NAIVE, measure_reshape
@@ -62,6 +63,7 @@ CASES: Mapping[CaseName, Case] = {
     ),
     CaseName.FIXED: measure_fixed,
     CaseName.LOAD: measure_load,
+    CaseName.PRIORITY: measure_priority,
     CaseName.IDLE: measure_idle,
     CaseName.RATE: measure_rate,
     CaseName.BURST: measure_burst,

@@ -18,7 +18,7 @@ from kvbus.geometry import EngineSpec
 from kvbus.integrations.vllm.block_tables import Tables, tables_of
 from kvbus.integrations.vllm.sessions import ControlLink
 from kvbus.integrations.vllm.shared_tickets import SharedTickets
-from kvbus.integrations.vllm.stats import LOADS_FAILED, StatsRecorder
+from kvbus.integrations.vllm.stats import StatsRecorder
 from kvbus.integrations.vllm.transfer_params import HandoffParams
 from kvbus.protocol.engine import Outcome
 from kvbus.protocol.rendezvous import Rendezvous
@@ -28,6 +28,8 @@ logger = logging.getLogger("vllm.kvbus")
 MAX_WAITING = 1024
 """Unwanted offers that wait; the first of more are left to expire."""
 MAX_UNDER_WAY = 16
+REFUSED_AT = "requested"
+"""The stage of a load that was not even asked for."""
 
 
 @dataclass(slots=True, eq=False)
@@ -165,7 +167,8 @@ class Loads:
         try:
             fetch = load.fetch = self._fetch(load, stop, tables, session)
         except KVBusError as error:
-            self._note(load, "requested", error.code, error.message)
+            self._note(load, REFUSED_AT, error.code, error.message)
+            self._stats.add_refused_load(REFUSED_AT)
             self._unwanted.release(load)
             self._over.append(load.request_id)
         else:
@@ -194,9 +197,9 @@ class Loads:
 
     def _on_ended(self, load: Load, fetch: Fetch) -> None:
         notice = fetch.notice
-        if notice is not None and notice.outcome is Outcome.COMPLETED:
-            self._stats.add_load(notice)
-        else:
+        if notice is not None:
+            self._stats.add_load(notice, given_up=load.is_given_up)
+        if notice is None or notice.outcome is not Outcome.COMPLETED:
             if not load.is_given_up and notice is not None:
                 self._note(load, notice.stage, notice.code, notice.message)
             if not load.is_given_up and not fetch.are_blocks_free:
@@ -210,7 +213,6 @@ class Loads:
         logger.error(
             "kvbus: %s: its KV was not loaded: %s [%s, stage %s]", load.name(), message, code, stage
         )
-        self._stats.add(LOADS_FAILED, str(code))
         self._failed.append(load.request_id)
 
     def _cancel(self, load: Load) -> None:

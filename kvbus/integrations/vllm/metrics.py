@@ -1,5 +1,7 @@
 """The connector's figures as vLLM logs them, and as it exports them to Prometheus."""
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, quantiles
 from typing import Any
@@ -11,22 +13,53 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     PromMetric,
     PromMetricT,
 )
-from vllm.v1.metrics.utils import create_metric_per_engine
 
 from kvbus.integrations.vllm import stats
+from kvbus.integrations.vllm.loads import REFUSED_AT
+from kvbus.protocol.engine import Outcome, StageTimes
 
 SECONDS_BUCKETS = (0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0)
 BYTES_BUCKETS = tuple(2.0**power for power in range(12, 38, 2))
-HISTOGRAMS = {
-    stats.LOAD_SECONDS: ("Seconds from asking for KV to its completion.", SECONDS_BUCKETS),
-    stats.LOAD_BYTES: ("Bytes of KV that one load moved.", BYTES_BUCKETS),
-}
-COUNTERS = {
-    stats.LOADS_FAILED: "Loads of KV that failed.",
-    stats.OFFERED_TOKENS: "Tokens whose KV was offered.",
-    stats.OFFERS_FAILED: "Requests without an offer.",
-}
 _MIB = 2**20
+
+STAGE, OUTCOME = "stage", "outcome"
+OF_LOADS = (Outcome.COMPLETED, Outcome.FAILED, Outcome.CANCELLED)
+OF_OFFERS = (Outcome.COMPLETED, Outcome.WITHDRAWN, Outcome.EXPIRED, Outcome.FAILED)
+STAGES = (REFUSED_AT, *StageTimes.__struct_fields__, "lost", "silent")
+
+
+@dataclass(frozen=True)
+class Metric:
+    """``vllm:kvbus_{key}``, with labels of its own; a histogram if it has ``buckets``.
+
+    Series of ``known`` are there from the start: a counter that appears with its first event hides
+    that event from a rate.
+    """
+
+    key: str
+    text: str
+    labels: tuple[str, ...] = ()
+    buckets: tuple[float, ...] = ()
+    known: tuple[str, ...] = ()
+
+
+METRICS = (
+    Metric(stats.LOADS, "Loads of KV that have ended.", (OUTCOME,), known=OF_LOADS),
+    Metric(
+        stats.LOAD_SECONDS, "Seconds from asking for KV to its completion.", buckets=SECONDS_BUCKETS
+    ),
+    Metric(stats.LOAD_BYTES, "Bytes of KV that one load moved.", buckets=BYTES_BUCKETS),
+    Metric(
+        stats.LOAD_STAGE_SECONDS,
+        "Seconds that a load was in one stage.",
+        (STAGE, OUTCOME),
+        SECONDS_BUCKETS,
+    ),
+    Metric(stats.LOADS_FAILED, "Loads of KV that failed, by stage.", (STAGE,), known=STAGES),
+    Metric(stats.OFFERS, "Offers of KV that were released.", (OUTCOME,), known=OF_OFFERS),
+    Metric(stats.OFFERED_TOKENS, "Tokens whose KV was offered."),
+    Metric(stats.OFFERS_FAILED, "Requests without an offer."),
+)
 
 
 @dataclass
@@ -55,9 +88,11 @@ class KvbusStats(KVConnectorStats):
         """One figure for each thing that a log line tells."""
         seconds: list[float] = self.data[stats.LOAD_SECONDS]
         num_bytes: list[float] = self.data[stats.LOAD_BYTES]
+        failed = Counter(self.data[stats.LOADS_FAILED])
         figures: dict[str, int | float] = {
             "KV loads": len(seconds),
-            "KV loads failed": len(self.data[stats.LOADS_FAILED]),
+            "KV loads failed": failed.total(),
+            **{f"KV loads failed, {stage}": num for stage, num in failed.items()},
             "KV offers": len(self.data[stats.OFFERED_TOKENS]),
             "KV offers failed": len(self.data[stats.OFFERS_FAILED]),
         }
@@ -83,30 +118,36 @@ class KvbusPromMetrics(KVConnectorPromMetrics):
         per_engine_labelvalues: dict[int, list[object]],
     ) -> None:
         super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
-        self._histograms = {
-            key: self._by_engine(self._histogram_cls, key, text, labelnames, buckets=buckets)
-            for key, (text, buckets) in HISTOGRAMS.items()
-        }
-        self._counters = {
-            key: self._by_engine(self._counter_cls, key, text, labelnames)
-            for key, text in COUNTERS.items()
-        }
+        self._metrics = {metric.key: self._make(metric) for metric in METRICS}
+        for metric in METRICS:
+            for engine_idx in per_engine_labelvalues:
+                for label in metric.known or (() if metric.labels else (None,)):
+                    self._series(metric, engine_idx, () if label is None else (label,))
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         """Add one interval's figures."""
-        for key, histogram in self._histograms.items():
-            for reading in transfer_stats_data[key]:
-                histogram[engine_idx].observe(reading)
-        for key, counter in self._counters.items():
-            readings = transfer_stats_data[key]
-            added = sum(readings) if key == stats.OFFERED_TOKENS else len(readings)
-            counter[engine_idx].inc(added)
+        for metric in METRICS:
+            for reading in transfer_stats_data[metric.key]:
+                self._add(metric, reading, engine_idx)
 
-    def _by_engine(
-        self, kind: Any, key: str, text: str, labelnames: list[str], **options: Any
-    ) -> dict[int, Any]:
-        metric = kind(
-            name=f"vllm:kvbus_{key}", documentation=text, labelnames=labelnames, **options
+    def _add(self, metric: Metric, reading: Any, engine_idx: int) -> None:
+        if metric.buckets:
+            *labels, value = reading if metric.labels else (reading,)
+            self._series(metric, engine_idx, labels).observe(value)
+            return
+        labels = [reading] if metric.labels else []
+        added = reading if metric.key == stats.OFFERED_TOKENS else 1
+        self._series(metric, engine_idx, labels).inc(added)
+
+    def _series(self, metric: Metric, engine_idx: int, labels: Sequence[str]) -> Any:
+        return self._metrics[metric.key].labels(*self.per_engine_labelvalues[engine_idx], *labels)
+
+    def _make(self, metric: Metric) -> Any:
+        options: dict[str, Any] = {"buckets": metric.buckets} if metric.buckets else {}
+        kind: Any = self._histogram_cls if metric.buckets else self._counter_cls
+        return kind(
+            name=f"vllm:kvbus_{metric.key}",
+            documentation=metric.text,
+            labelnames=[*self._labelnames, *metric.labels],
+            **options,
         )
-        by_engine: dict[int, Any] = create_metric_per_engine(metric, self.per_engine_labelvalues)
-        return by_engine

@@ -24,7 +24,7 @@ from kvbus.integrations.vllm.growing import Ready
 from kvbus.integrations.vllm.request_ids import agents_id
 from kvbus.integrations.vllm.sequences import Sequences
 from kvbus.integrations.vllm.sessions import ControlLink
-from kvbus.integrations.vllm.stats import OFFERED_TOKENS, OFFERS_FAILED, StatsRecorder
+from kvbus.integrations.vllm.stats import OFFERED_TOKENS, OFFERS, OFFERS_FAILED, StatsRecorder
 from kvbus.protocol.engine import Outcome
 
 logger = logging.getLogger("vllm.kvbus")
@@ -220,6 +220,7 @@ class Offers:
             return
         if reservation.state is State.PUBLISHED:
             self._released.append(offer)
+            self._stats.add(OFFERS, (offer.outcome or Outcome.FAILED).value)
         elif offer.outcome is Outcome.WITHDRAWN and reservation.transfer_id is not None:
             reservation.state = State.UNWANTED
         elif reservation.state is State.OPEN:
