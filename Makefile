@@ -27,7 +27,7 @@ PIP_VLLM := $(BIN_VLLM)/pip install --quiet --disable-pip-version-check --constr
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-long chaos soak mutants simulate test-vllm check format bench docs clean
+.PHONY: help venv demo test test-long chaos soak mutants simulate test-vllm vllm-contract check format bench docs clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 12
@@ -84,6 +84,9 @@ mutants: $(INSTALLED) $(KERNEL) ## Break the code in known ways: a test and a ch
 
 test-vllm: $(INSTALLED_VLLM) ## Run the tests with real vLLM servers (needs x86-64, 10 GB of memory)
 	$(BIN_VLLM)/python -m pytest tests/vllm
+
+vllm-contract: $(INSTALLED) ## Write down what the newest vLLM calls of a connector (340 MB; or VLLM=0.33.0)
+	$(BIN)/python -m tests.integrations.vllm_contract --version '$(VLLM)'
 
 simulate: $(INSTALLED) ## Simulate handoffs, no socket: SEED=1 HANDOFFS=1000000 AGENTS=100 LOSS=0.01
 	@$(BIN)/python -m tests.simulator --seed $(SEED) --handoffs $(HANDOFFS) --agents $(AGENTS) --loss $(LOSS)

@@ -1,6 +1,7 @@
 """What routers carry between two vLLMs."""
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbus.errors import ProtocolError
+from kvbus.geometry import BlockTable
 from kvbus.integrations.vllm.transfer_params import HandoffParams, prompt_digest, read_params
 from kvbus.protocol.ticket import Ticket
 
@@ -26,6 +28,18 @@ def test_params_travel_as_json_and_come_back_equal() -> None:
     carried = json.loads(json.dumps(params()))
 
     assert read_params(carried).to_params() == params()
+
+
+def test_params_that_the_connector_wrote_in_an_older_vllm_are_those_of_their_prompt() -> None:
+    """As between servers of unlike versions; they were written down in vLLM 0.32.0."""
+    written = json.loads(Path(__file__).with_name("vllm_params.json").read_text())
+
+    handoff = read_params(written["params"])
+
+    no_lora = ""
+    assert handoff.remote_num_tokens == len(written["prompt"])
+    assert handoff.prompt_digest == prompt_digest(written["prompt"], [no_lora])
+    assert Ticket.from_json(handoff.ticket).tables() == {"full": BlockTable.of([7, 3, 9])}
 
 
 def test_what_a_router_or_an_engine_adds_is_no_reason_to_refuse_params() -> None:

@@ -22,7 +22,7 @@ from kvbus.integrations.vllm.worker_side import WorkerSide
 
 if TYPE_CHECKING:
     import torch
-    from vllm.config import VllmConfig
+    from vllm.config import KVTransferConfig, VllmConfig
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorPromMetrics,
         KVConnectorStats,
@@ -171,6 +171,11 @@ class KvbusConnector(KVConnectorBase_V1, SupportsHMA):
         """Nothing: the KV is read from where it is."""
 
     # Both
+
+    @classmethod
+    def supports_sleep_mode(cls, kv_transfer_config: "KVTransferConfig") -> bool:  # noqa: ARG003 - vLLM's
+        """No: the cache that the agent has mapped would be taken from under it."""
+        return False
 
     def shutdown(self) -> None:
         """End the sessions of this process."""

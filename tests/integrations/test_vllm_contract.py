@@ -1,0 +1,56 @@
+"""The connector has what vLLM calls, as the newest vLLM does: its base class was written down."""
+
+import copy
+import json
+from typing import Any
+
+import pytest
+
+from tests.integrations.vllm_contract import RECORDED, differences, methods_of
+
+
+@pytest.fixture
+def recorded() -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(RECORDED.read_text())
+    return found
+
+
+def test_the_connector_fits_the_vllm_that_was_written_down(recorded):
+    assert len(recorded["methods"]) > 30
+    assert differences(recorded) == []
+
+
+def test_whatever_does_not_fit_is_named(recorded):
+    other = copy.deepcopy(recorded)
+    del other["methods"]["on_new_request"]
+    other["methods"]["get_finished_count"]["parameters"].append("now")
+    other["methods"]["build_prom_metrics"]["kinds"] = []
+    other["methods"]["start"] = {"parameters": ["self"], "kinds": ["abstractmethod"]}
+    other["imports"].remove("vllm.config:VllmConfig")
+
+    found = [line.partition(":")[0] for line in differences(other)]
+
+    assert sorted(found) == [
+        "build_prom_metrics",
+        "get_finished_count",
+        "on_new_request",
+        "start",
+        "vllm.config",
+    ]
+
+
+def test_parameters_of_every_kind_are_read():
+    source = """
+class A:
+    @classmethod
+    def one(cls, a, /, b, *rest, c=1, **more): ...
+    def _two(self): ...
+class B:
+    @property
+    def three(self): ...
+"""
+
+    assert methods_of(source, "A") == {
+        "one": {"parameters": ["cls", "a", "b", "*rest", "c=", "**more"], "kinds": ["classmethod"]}
+    }
+    assert methods_of(source, "B")["three"]["kinds"] == ["property"]

@@ -1,0 +1,140 @@
+"""What vLLM calls of a connector, and what the connector imports of vLLM, read from source alone.
+
+``python -m tests.integrations.vllm_contract`` downloads vLLM's wheel (some 340 MB), and writes down
+what its base class has: `RECORDED`. It is neither installed nor imported, nor is the connector.
+"""
+
+import argparse
+import ast
+import json
+import subprocess
+import sys
+import tempfile
+import zipfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+CONNECTOR = ROOT / "kvbus/integrations/vllm"
+RECORDED = Path(__file__).with_suffix(".json")
+BASE = "vllm/distributed/kv_transfer/kv_connector/v1/base.py"
+BASE_CLASSES = ("KVConnectorBase_V1", "SupportsHMA")
+KINDS = ("classmethod", "staticmethod", "property", "abstractmethod")
+
+Methods = dict[str, dict[str, list[str]]]
+"""By name, the ``parameters`` of each in order, and which of `KINDS` it is."""
+
+
+def methods_of(source: str, *classes: str) -> Methods:
+    """Those of ``classes`` that are not private."""
+    return {
+        one.name: {"parameters": _parameters(one), "kinds": _kinds(one)}
+        for node in ast.parse(source).body
+        if isinstance(node, ast.ClassDef) and node.name in classes
+        for one in node.body
+        if isinstance(one, ast.FunctionDef) and not one.name.startswith("_")
+    }
+
+
+def imports_of(source: str) -> Iterator[tuple[str, str]]:
+    """Module and name of all that is imported from vLLM."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "vllm":
+            for one in node.names:
+                yield str(node.module), one.name
+
+
+def imported() -> set[tuple[str, str]]:
+    """All that the connector imports from vLLM."""
+    return {pair for path in CONNECTOR.glob("*.py") for pair in imports_of(path.read_text())}
+
+
+def record(version: str, read: Callable[[str], str | None]) -> dict[str, Any]:
+    """What a vLLM has; ``read`` gives the source of a file in it, None if there is no such file."""
+    there = sorted(pair for pair in imported() if _has(read, *pair))
+    return {
+        "version": version,
+        "methods": methods_of(read(BASE) or "", *BASE_CLASSES),
+        "imports": [f"{module}:{name}" for module, name in there],
+    }
+
+
+def differences(recorded: dict[str, Any]) -> list[str]:
+    """Where the connector does not fit a vLLM that was recorded, a line for each."""
+    ours = methods_of((CONNECTOR / "connector.py").read_text(), "KvbusConnector")
+    theirs: Methods = recorded["methods"]
+    lines = [f"{name}: vLLM does not call it" for name in sorted(ours.keys() - theirs.keys())]
+    for name, method in theirs.items():
+        abstract = "abstractmethod" in method["kinds"]
+        kinds = [kind for kind in method["kinds"] if kind != "abstractmethod"]
+        if name not in ours:
+            lines += [f"{name}: abstract, and the connector has none"] * abstract
+        elif ours[name] != {"parameters": method["parameters"], "kinds": kinds}:
+            lines.append(f"{name}: {ours[name]}, in vLLM {method}")
+    lacking = {f"{module}:{name}" for module, name in imported()} - set(recorded["imports"])
+    unknown = f"not in vLLM {recorded['version']}, or not written down: make vllm-contract"
+    return lines + [f"{name}: {unknown}" for name in sorted(lacking)]
+
+
+def _parameters(function: ast.FunctionDef) -> list[str]:
+    given = function.args
+    names = [one.arg for one in (*given.posonlyargs, *given.args)]
+    names += [f"*{given.vararg.arg}"] if given.vararg else []
+    names += [f"{one.arg}=" for one in given.kwonlyargs]
+    return names + ([f"**{given.kwarg.arg}"] if given.kwarg else [])
+
+
+def _kinds(function: ast.FunctionDef) -> list[str]:
+    names = [one.id for one in function.decorator_list if isinstance(one, ast.Name)]
+    return sorted(name for name in names if name in KINDS)
+
+
+def _has(read: Callable[[str], str | None], module: str, name: str) -> bool:
+    """Whether the module defines the name, or has it from elsewhere, or is the folder of it."""
+    path = module.replace(".", "/")
+    if read(f"{path}/{name}.py") is not None:
+        return True
+    source = read(f"{path}.py") or read(f"{path}/__init__.py") or ""
+    return name in set(_top_level(ast.parse(source).body))
+
+
+def _top_level(body: list[ast.stmt]) -> Iterator[str]:
+    for node in body:
+        match node:
+            case ast.ClassDef() | ast.FunctionDef():
+                yield node.name
+            case ast.ImportFrom() | ast.Import():
+                yield from (one.asname or one.name for one in node.names)
+            case ast.Assign(targets=targets):
+                yield from (one.id for one in targets if isinstance(one, ast.Name))
+            case ast.AnnAssign(target=ast.Name(id=name)):
+                yield name
+            case ast.If(body=inner, orelse=other):
+                yield from _top_level([*inner, *other])
+
+
+def main() -> None:
+    """Download, read, write down."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", maxsplit=1)[0])
+    parser.add_argument("--version", default="", help="of vLLM; default: the newest")
+    parser.add_argument("--wheel", type=Path, help="one that is here already")
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        wanted = f"vllm=={options.version}" if options.version else "vllm"
+        if options.wheel is None:
+            pip = [sys.executable, "-m", "pip", "download", "--no-deps", "--dest", folder]
+            subprocess.run([*pip, "--only-binary", ":all:", wanted], check=True)
+        (wheel,) = [options.wheel] if options.wheel else Path(folder).glob("*.whl")
+        with zipfile.ZipFile(wheel) as files:
+            names = set(files.namelist())
+            found = record(
+                wheel.name.split("-")[1],
+                lambda name: files.read(name).decode() if name in names else None,
+            )
+    RECORDED.write_text(json.dumps(found, indent=1) + "\n")
+    print(*differences(found) or ["the connector fits"], sep="\n")
+
+
+if __name__ == "__main__":
+    main()
