@@ -10,8 +10,9 @@ from kvbus.geometry import EngineSpec
 from kvbus.integrations.vllm import offers, stats
 from kvbus.integrations.vllm.block_tables import Tables, tables_of
 from kvbus.integrations.vllm.growing import Ready
-from kvbus.integrations.vllm.offers import Offers, State
+from kvbus.integrations.vllm.offers import Offers
 from kvbus.integrations.vllm.request_ids import agents_id
+from kvbus.integrations.vllm.reservations import State
 from kvbus.integrations.vllm.sessions import control_link
 from kvbus.integrations.vllm.stats import StatsRecorder
 from kvbus.integrations.vllm.transfer_params import HandoffParams

@@ -7,11 +7,42 @@ import pytest
 
 from kvbus.errors import ConfigError
 from kvbus.integrations.vllm.options import read_options
+from kvbus.protocol.engine import AgentRole
+
+BOTH = {"prefill": "/run/p.sock", "decode": "unix:///run/d.sock"}
 
 
 @pytest.mark.parametrize("endpoint", ["/run/a.sock", "unix:///run/a.sock"])
 def test_the_endpoint_is_a_path_or_its_url(endpoint: str) -> None:
-    assert read_options({"endpoint": endpoint}).attach_path == Path("/run/a.sock")
+    assert read_options({"endpoint": endpoint}).agents == ((Path("/run/a.sock"), None),)
+
+
+def test_an_endpoint_for_each_kind_of_agent_offers_with_the_one_and_loads_with_the_other() -> None:
+    options = read_options({"endpoint": BOTH, "bidirectional_kv_xfer": True})
+
+    assert options.agents == (
+        (Path("/run/p.sock"), AgentRole.PREFILL),
+        (Path("/run/d.sock"), AgentRole.DECODE),
+    )
+
+
+@pytest.mark.parametrize(
+    ("extra", "kv_role", "what_to_do"),
+    [
+        ({"endpoint": "/a", "bidirectional_kv_xfer": True}, "kv_both", "give endpoint as"),
+        (
+            {"endpoint": {"prefill": "/a", "decode": "unix:///a"}},
+            "kv_both",
+            "start a kvbus-prefill",
+        ),
+        ({"endpoint": BOTH}, "kv_producer", "set it to kv_both"),
+    ],
+)
+def test_agents_that_do_not_fit_are_refused_with_what_to_do(
+    extra: dict[str, Any], kv_role: str, what_to_do: str
+) -> None:
+    with pytest.raises(ConfigError, match=what_to_do):
+        read_options(extra, kv_role)
 
 
 @pytest.mark.parametrize(
@@ -20,6 +51,9 @@ def test_the_endpoint_is_a_path_or_its_url(endpoint: str) -> None:
         ({}, "endpoint"),
         ({"endpoint": ""}, "endpoint"),
         ({"endpoint": 7}, "endpoint"),
+        ({"endpoint": {"prefill": "/a"}}, "endpoint"),
+        ({"endpoint": BOTH, "kv_recompute_threshold": -1}, "kv_recompute_threshold"),
+        ({"endpoint": BOTH, "decoder_kv_blocks_share": 1.5}, "decoder_kv_blocks_share"),
         ({"endpoint": "/a", "endpiont": "/b"}, "endpiont"),
         ({"endpoint": "/a", "fetch_timeout_s": 0}, "fetch_timeout_s"),
         ({"endpoint": "/a", "attach_timeout_s": -1}, "attach_timeout_s"),

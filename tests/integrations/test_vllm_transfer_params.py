@@ -50,7 +50,7 @@ def test_what_a_router_or_an_engine_adds_is_no_reason_to_refuse_params() -> None
 def test_params_that_lack_a_key_are_refused_by_its_name(key: str) -> None:
     incomplete = {name: value for name, value in params().items() if name != key}
 
-    with pytest.raises(ProtocolError, match=f"{key}.*pass those of the prefill response"):
+    with pytest.raises(ProtocolError, match=f"{key}.*pass those of the engine's response"):
         read_params(incomplete)
 
 

@@ -24,7 +24,7 @@ from tests.vllm.calls import Call, Completion
 from tests.vllm.models import VOCABULARY
 from tests.vllm.servers import VllmServer
 from tests.vllm.shapes import Shape, Side
-from tests.vllm.wirings import Wire, tokens_from_elsewhere
+from tests.vllm.wirings import Wire, Wiring, by_kvbus_both_ways, tokens_from_elsewhere
 
 FOR_DECODE: Mapping[str, Any] = {
     "do_remote_decode": True,
@@ -58,6 +58,11 @@ class Cluster:
     @property
     def decode_agent(self) -> AgentProcess:
         return self.agents.all[1]
+
+    @property
+    def agent_of_answers(self) -> AgentProcess:
+        """With turns, the prefill agent beside decode: it has what decode offers."""
+        return self.agents.all[3]
 
     def ticket(self, prompt: Sequence[int]) -> dict[str, Any]:
         """Have ``prompt`` prefilled; the ``kv_transfer_params`` of the answer."""
@@ -195,13 +200,18 @@ def cluster(
 ) -> Iterator[Cluster]:
     """Start both sides side by side, and end them; without ``has_agents`` only the servers."""
     with agents_ended(Agents) as agents:
-        sides = _agents_of(shape, agents)
-        for side in sides:
-            side.runs_first = True  # vLLM's workers spin while they wait, on all cores
+        every = _agents_of(shape, agents)
+        sides, others = every[:2], every[2:]
+        for each in every:
+            each.runs_first = True  # vLLM's workers spin while they wait, on all cores
         if has_agents:
-            agents.start(*sides)
-        plans = zip(sides, (shape.prefill, shape.decode), strict=True)
-        servers = [_server(agent, side, shape, models, wire) for agent, side in plans]
+            agents.start(*every)
+        wirings = [wire.wiring(agent, shape.alias) for agent in sides]
+        if shape.turns is not None:
+            pairs = zip(sides, others, strict=True)
+            wirings = [by_kvbus_both_ways(*pair, shape.turns) for pair in pairs]
+        plans = zip(sides, (shape.prefill, shape.decode), wirings, strict=True)
+        servers = [_server(agent, side, shape, models, each) for agent, side, each in plans]
         made = Cluster(agents, wire, *servers)
         try:
             for server in servers:
@@ -209,7 +219,7 @@ def cluster(
             for server in servers:
                 server.wait_started()
             if has_agents:
-                for side in sides:
+                for side in every:
                     wait_until(lambda side=side: wire.ready(side), f"{side.role} is ready")
             yield made
         finally:
@@ -217,20 +227,26 @@ def cluster(
 
 
 def _agents_of(shape: Shape, agents: Agents) -> list[AgentProcess]:
-    settings = {Role.PREFILL: shape.prefill.settings, Role.DECODE: shape.decode.settings}
+    """An agent of each side's own kind; with turns, then one of the other kind of each."""
+    wanted = [(Role.PREFILL, shape.prefill.settings), (Role.DECODE, shape.decode.settings)]
+    if shape.turns is not None:
+        wanted += [(Role.DECODE, {}), (Role.PREFILL, {})]
     if not shape.keys:
-        return [agents.prepare(role.value, **dict(more)) for role, more in settings.items()]
+        return [agents.prepare(role.value, **dict(more)) for role, more in wanted]
     ring, signing = KeyRing(agents.folder), agents.folder / "ticket.key"
     signing.touch(mode=0o600)
     signing.write_bytes(base64.b64encode(secrets.token_bytes(32)))
     return [
-        ring.prepare(agents, role, role.value, ticket_keys=[str(signing)], **dict(more))
-        for role, more in settings.items()
+        ring.prepare(
+            agents, role, f"{role.value}-{number}", ticket_keys=[str(signing)], **dict(more)
+        )
+        for number, (role, more) in enumerate(wanted)
     ]
 
 
-def _server(agent: AgentProcess, side: Side, shape: Shape, models: Path, wire: Wire) -> VllmServer:
-    wiring = wire.wiring(agent, shape.alias)
+def _server(
+    agent: AgentProcess, side: Side, shape: Shape, models: Path, wiring: Wiring
+) -> VllmServer:
     flags = (*side.all_flags(), *wiring.flags(shape.policy))
     folder = agent.folder / "vllm"
     return VllmServer(models / side.model, folder, cores=side.cores, flags=flags, env=wiring.env)

@@ -38,7 +38,8 @@ class Shape:
     """Both sides, and what vLLM does with a request whose KV could not be loaded.
 
     With ``keys`` the agents have CURVE keys, and sign their tickets. With ``alias`` the servers
-    call kvbus' connector `NixlConnector`.
+    call kvbus' connector `NixlConnector`. ``turns`` is what the options say of conversations: then
+    each server has an agent of each kind.
     """
 
     prefill: Side
@@ -46,6 +47,7 @@ class Shape:
     policy: str = "recompute"
     keys: bool = False
     alias: bool = False
+    turns: Mapping[str, Any] | None = None
 
 
 def both(model: str) -> Shape:
@@ -97,3 +99,21 @@ ROUTED = Shape(
     alias=True,
 )
 """Behind routers, of which one looks at the connector's name; clients send words."""
+
+TURN_TTL_S = 15.0
+CONVERSATIONS = {"decoder_kv_blocks_ttl": TURN_TTL_S, "fetch_timeout_s": FETCH_TIMEOUT_S}
+TURNS = Shape(
+    Side("0", block_size=SMALLER, settings={"offer_ttl_s": OFFER_TTL_S}),
+    Side("1", block_size=LARGER),
+    turns=CONVERSATIONS,
+)
+"""Conversations: each server has an agent of each kind."""
+
+TURNS_FAILING = Shape(
+    Side("0", "hybrid", settings={"offer_ttl_s": OFFER_TTL_S}),
+    Side("1", "hybrid"),
+    policy="fail",
+    keys=True,
+    turns=CONVERSATIONS,
+)
+"""Conversations by signed tickets, with windows; what cannot be loaded fails."""

@@ -22,7 +22,8 @@ from kvbus.geometry import EngineSpec
 from kvbus.integrations.vllm import held_blocks
 from kvbus.integrations.vllm.held_blocks import HeldBlocks
 from kvbus.integrations.vllm.options import ConnectorOptions
-from kvbus.integrations.vllm.scheduler_side import SchedulerSide, ranks_elsewhere
+from kvbus.integrations.vllm.scheduler_side import SchedulerSide
+from kvbus.integrations.vllm.sessions import ranks_elsewhere
 from kvbus.integrations.vllm.step_results import WorkerPlace
 from kvbus.protocol.engine import AgentRanks
 from tests.agents import AgentProcess, Agents, agents_ended, wait_until
@@ -64,7 +65,7 @@ def scheduler_side(
     with memory_of(agent.attach, spec):
         side = SchedulerSide(ConnectorOptions(str(agent.attach)), spec)
         side.hold_in(HeldBlocks(pool or pool_of_requests(), drains=False))
-        side.meet_workers([WorkerPlace(0, agent.peer, ACCESS)])
+        side.meet_workers([(WorkerPlace(0, agent.peer, ACCESS),)])
         try:
             assert side.wait_up(WITHIN_S)
             yield side
@@ -120,8 +121,8 @@ def loaded(side: SchedulerSide, request: Request) -> bool:
     return not failed
 
 
-def with_image(identifier: str) -> dict[str, Any]:
-    position = PlaceholderRange(offset=0, length=4)
+def with_image(identifier: str, offset: int = 0) -> dict[str, Any]:
+    position = PlaceholderRange(offset=offset, length=4)
     feature = MultiModalFeatureSpec(None, "image", identifier, position)
     return {"mm_features": [feature]}
 
@@ -232,6 +233,15 @@ def test_another_request_is_not_loaded(agents: Agents, kind: str) -> None:
         params = prefilled(agents.all[0], prefill)
 
         assert not loaded(decode, request_of(params, **OTHER[kind]()))
+
+
+def test_an_image_of_the_next_turn_does_not_matter(agents: Agents) -> None:
+    with scheduler_side(agents.all[0]) as prefill, scheduler_side(agents.all[1]) as decode:
+        params = prefilled(agents.all[0], prefill, **with_image("one"))
+        both = with_image("one")["mm_features"] + with_image("new", PROMPT_TOKENS)["mm_features"]
+        prompt = [*PROMPT, 1, 2, 3, 4]
+
+        assert loaded(decode, request_of(params, prompt, mm_features=both))
 
 
 def test_the_image_of_another_request_is_not_used(agents: Agents) -> None:

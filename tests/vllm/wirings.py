@@ -13,6 +13,8 @@ from kvbus.spawn import free_port
 from tests.agents import AgentProcess
 from tests.vllm.servers import VllmServer
 
+Options = Mapping[str, Any]
+
 
 @dataclass(frozen=True)
 class Wiring:
@@ -43,15 +45,28 @@ class Wire:
 
 def by_kvbus(agent: AgentProcess, alias: bool) -> Wiring:
     """A server beside ``agent``, which need not run yet."""
-    endpoint = f"{agent.settings['runtime_dir']}/attach.sock"
+    return _kvbus({"endpoint": _attach(agent)}, alias)
+
+
+def by_kvbus_both_ways(one: AgentProcess, other: AgentProcess, options: Options) -> Wiring:
+    """A server beside an agent of each kind; ``options`` are about conversations."""
+    endpoint = {agent.role: _attach(agent) for agent in (one, other)}
+    return _kvbus({"endpoint": endpoint, "bidirectional_kv_xfer": True, **options}, alias=False)
+
+
+def _kvbus(extra: Options, alias: bool) -> Wiring:
     module = "kvbus.integrations.vllm"
     return Wiring(
         {
             "kv_connector": "NixlConnector" if alias else "KvbusConnector",
             "kv_connector_module_path": f"{module}.nixl" if alias else module,
-            "kv_connector_extra_config": {"endpoint": endpoint},
+            "kv_connector_extra_config": extra,
         }
     )
+
+
+def _attach(agent: AgentProcess) -> str:
+    return f"{agent.settings['runtime_dir']}/attach.sock"
 
 
 def by_nixl_connector(_: AgentProcess, __: bool) -> Wiring:

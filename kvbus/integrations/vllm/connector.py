@@ -17,7 +17,7 @@ from kvbus.integrations.vllm.held_blocks import HeldBlocks
 from kvbus.integrations.vllm.metrics import KvbusPromMetrics, KvbusStats
 from kvbus.integrations.vllm.options import read_options
 from kvbus.integrations.vllm.scheduler_side import SchedulerSide
-from kvbus.integrations.vllm.step_results import NOTHING, StepDone, StepResults, WorkerPlace
+from kvbus.integrations.vllm.step_results import NOTHING, StepDone, StepResults, WorkerPlaces
 from kvbus.integrations.vllm.worker_side import WorkerSide
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 KVConnectorMetadata.register(StepResults)
-KVConnectorHandshakeMetadata.register(WorkerPlace)
+KVConnectorHandshakeMetadata.register(WorkerPlaces)
 KVConnectorWorkerMetadata.register(StepDone)
 
 
@@ -52,15 +52,18 @@ class KvbusConnector(KVConnectorBase_V1, SupportsHMA):
         kv_cache_config: "KVCacheConfig",
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        options = read_options(self._kv_transfer_config.kv_connector_extra_config)
+        transfer = self._kv_transfer_config
+        options = read_options(transfer.kv_connector_extra_config, transfer.kv_role)
         engine = describe_engine(
             vllm_config,
             kv_cache_config,
-            engine_id=self._kv_transfer_config.engine_id,
+            engine_id=transfer.engine_id,
             model=options.model_id or None,
         )
         select = kv_cache_config.select_transfer_block_ids
-        self._scheduler = SchedulerSide(options, engine, select)
+        self._scheduler = SchedulerSide(
+            options, engine, select, num_blocks=kv_cache_config.num_blocks
+        )
         self._worker = WorkerSide(options, engine)
 
     # Scheduler's process
@@ -70,7 +73,7 @@ class KvbusConnector(KVConnectorBase_V1, SupportsHMA):
     ) -> None:
         """The workers have registered their memory."""
         self._scheduler.meet_workers(
-            one for one in metadata.values() if isinstance(one, WorkerPlace)
+            one.places for one in metadata.values() if isinstance(one, WorkerPlaces)
         )
 
     def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
@@ -145,7 +148,7 @@ class KvbusConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_handshake_metadata(self) -> KVConnectorHandshakeMetadata | None:
         """What the scheduler's side must know of this worker."""
-        return self._worker.place
+        return self._worker.places
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         """What ended since the last step, as the scheduler's side knows it."""

@@ -26,29 +26,38 @@ Those that are released later are freed when the next request comes, as nothing 
 
 
 class HeldBlocks:
-    """Blocks by offer; with ``drains`` vLLM waits for all offers before it ends."""
+    """Blocks by offer; with ``drains`` vLLM waits for those awaited before it ends."""
 
     def __init__(self, pool: "BlockPool", *, drains: bool) -> None:
         self._pool, self._drains = pool, drains
         self._held: dict[str, list[KVCacheBlock]] = {}
+        self._awaited: set[str] = set()
         self._last_s = 0.0
 
-    def hold(self, offer_id: str, block_ids: Iterable[Sequence[int]]) -> None:
-        """Keep the blocks of an offer, by group; its request still has them."""
+    def hold(
+        self, offer_id: str, block_ids: Iterable[Sequence[int]], *, is_awaited: bool = True
+    ) -> None:
+        """Keep the blocks of an offer, by group; its request still has them.
+
+        One that ``is_awaited`` is going to be read soon.
+        """
         blocks = [self._pool.blocks[one] for ids in block_ids for one in ids if one != NULL_BLOCK]
         self._pool.touch(blocks)
         self._held[offer_id] = blocks
-        self._last_s = time.monotonic()
+        if is_awaited:
+            self._awaited.add(offer_id)
+            self._last_s = time.monotonic()
 
     def free(self, offer_ids: Iterable[str]) -> None:
         """These offers were released: nobody reads their blocks."""
         for offer_id in offer_ids:
+            self._awaited.discard(offer_id)
             # As vLLM does it: the end of a prompt is dropped from the prefix cache first.
             self._pool.free_blocks(reversed(self._held.pop(offer_id)))
 
     @property
     def needs_steps(self) -> bool:
         """Whether vLLM is to go on with steps, though it has nothing to compute."""
-        if not self._held:
+        if not self._awaited:
             return False
         return self._drains or time.monotonic() - self._last_s < STEPS_ON_S

@@ -37,7 +37,8 @@ class Load:
     """One load of the first ``num_tokens`` tokens of a prompt.
 
     With a ``problem`` the load is to fail as loads do; ``handoff`` is None if its params were
-    refused. Loads of a greater ``priority`` are more urgent.
+    refused. Loads of a greater ``priority`` are more urgent. Fewer than ``min_tokens`` are not
+    loaded.
     """
 
     request_id: str
@@ -46,6 +47,7 @@ class Load:
     problem: str = ""
     priority: int = 0
     first_token: int = 0
+    min_tokens: int = 1
     fetch_id: str = field(default_factory=lambda: uuid.uuid4().hex)
     fetch: Fetch | None = None
     is_given_up: bool = False
@@ -98,7 +100,8 @@ class Loads:
                 del self._expected[request_id]
                 return 0
         load.first_token = num_computed_tokens
-        return max(0, load.num_tokens - num_computed_tokens)
+        num_tokens = load.num_tokens - num_computed_tokens
+        return num_tokens if num_tokens >= max(1, load.min_tokens) else 0
 
     def start(self, request_id: str, block_ids: Sequence[Sequence[int]], num_tokens: int) -> None:
         """Load ``num_tokens`` tokens into ``block_ids`` (by group); none, if the engine has all."""

@@ -8,11 +8,9 @@ The public methods are for the scheduler's thread; offers live in the link's.
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from enum import Enum, auto
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
-from threading import Event
 from typing import Any
 
 from kvbus.engine import Offer, PrefillSession
@@ -22,6 +20,7 @@ from kvbus.geometry import EngineSpec
 from kvbus.integrations.vllm.block_tables import Tables, tables_of
 from kvbus.integrations.vllm.growing import Ready
 from kvbus.integrations.vllm.request_ids import agents_id
+from kvbus.integrations.vllm.reservations import Reservation, State
 from kvbus.integrations.vllm.sequences import Sequences
 from kvbus.integrations.vllm.sessions import ControlLink
 from kvbus.integrations.vllm.stats import OFFERED_TOKENS, OFFERS, OFFERS_FAILED, StatsRecorder
@@ -31,42 +30,6 @@ logger = logging.getLogger("vllm.kvbus")
 
 TICKET_WITHIN_S = 1.0
 """How long the end of a request waits for its ticket, if the agent had answered so far."""
-
-
-class State(Enum):
-    """Of a reservation; changed in the link's thread only."""
-
-    OPEN = auto()
-    PUBLISHED = auto()
-    ABANDONED = auto()
-    UNWANTED = auto()
-    """Its reader has given it up."""
-
-
-@dataclass(slots=True, eq=False)
-class Reservation:
-    """An open offer without blocks, for the ticket of a request that is being computed.
-
-    ``asked`` is the session whose agent has made the offer, or is making it: one of each session.
-    ``told`` are the blocks of each group that the offer has by now; extensions have turns. An offer
-    with ``transfer_id`` is made once.
-    """
-
-    request_id: str
-    prompt_digest: str = ""
-    transfer_id: str | None = None
-    told: dict[str, int] = field(default_factory=dict)
-    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
-    state: State = State.OPEN
-    asked: PrefillSession | None = None
-    offer: Offer | None = None
-    is_made: Event = field(default_factory=Event)
-
-    def untold(self, block_ids: Mapping[str, list[int]]) -> dict[str, list[int]]:
-        """What of each table the offer has not yet; from here on it has."""
-        more = {group: ids[self.told.get(group, 0) :] for group, ids in block_ids.items()}
-        self.told = {group: len(ids) for group, ids in block_ids.items()}
-        return {group: ids for group, ids in more.items() if ids}
 
 
 class Offers:
@@ -88,16 +51,22 @@ class Offers:
         link.when_open(self._renew)
 
     def reserve(
-        self, request_id: str, digest: Callable[[], str] = str, transfer_id: str | None = None
+        self,
+        request_id: str,
+        digest: Callable[[], str] = str,
+        transfer_id: str | None = None,
+        *,
+        ttl_s: float | None = None,
     ) -> Reservation:
         """Ask for the ticket of a request that is going to be computed; again is no more.
 
         ``digest`` is asked once for what the ticket says of the prompt. Who knows ``transfer_id``
-        needs no ticket.
+        needs no ticket. ``ttl_s`` replaces that of all offers.
         """
         reservation = self._reserved.get(request_id)
         if reservation is None:
-            reservation = Reservation(request_id, digest(), transfer_id)
+            ttl_s = self._ttl_s if ttl_s is None else ttl_s
+            reservation = Reservation(request_id, digest(), transfer_id, ttl_s)
             self._reserved[request_id] = reservation
             self._link.post(partial(self._make, reservation))
         return reservation
@@ -154,6 +123,10 @@ class Offers:
         if reservation is not None:
             self._link.post(lambda _: self._abandon(reservation))
 
+    def withdraw(self, reservation: Reservation) -> None:
+        """Nobody may read what was published any more: its blocks come back at once."""
+        self._link.post(lambda _: self._link.spawn(partial(self._withdraw, reservation)))
+
     def take_released(self) -> tuple[Offer, ...]:
         """The published offers whose blocks are the engine's again, since the last call."""
         return tuple(self._released.popleft() for _ in range(len(self._released)))
@@ -198,7 +171,7 @@ class Offers:
                 num_tokens=0,
                 block_ids={},
                 sealed=False,
-                ttl_s=self._ttl_s,
+                ttl_s=reservation.ttl_s,
                 prompt_digest=reservation.prompt_digest,
                 transfer_id=reservation.transfer_id,
             )
@@ -273,6 +246,12 @@ class Offers:
             await offer.withdraw()
         else:
             self._stats.add(OFFERED_TOKENS, num_tokens)
+
+    async def _withdraw(self, reservation: Reservation) -> None:
+        with suppress(KVBusError):  # it has ended by itself, or its agent has
+            async with reservation.turn:
+                if reservation.offer is not None:
+                    await reservation.offer.withdraw()
 
     def _abandon(self, reservation: Reservation, state: State = State.ABANDONED) -> None:
         reservation.state = state

@@ -5,29 +5,41 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.request import RequestStatus
 
 from kvbus.errors import ProtocolError
 from kvbus.geometry import EngineSpec
+from kvbus.integrations.vllm.answers import Answers
 from kvbus.integrations.vllm.growing import BlockIds, Growing
 from kvbus.integrations.vllm.held_blocks import HeldBlocks
 from kvbus.integrations.vllm.loads import Load, Loads
 from kvbus.integrations.vllm.offers import Offers
 from kvbus.integrations.vllm.options import ConnectorOptions
+from kvbus.integrations.vllm.prompts import (
+    check_prompt,
+    digest_of,
+    digest_of_prompt,
+    has_tokens,
+)
 from kvbus.integrations.vllm.request_ids import is_of_later_prompt
-from kvbus.integrations.vllm.sessions import CLOSE_WITHIN_S, ControlLink, control_link
+from kvbus.integrations.vllm.sessions import (
+    CLOSE_WITHIN_S,
+    ControlLink,
+    control_link,
+    ranks_elsewhere,
+)
 from kvbus.integrations.vllm.stats import Figures, StatsRecorder
 from kvbus.integrations.vllm.step_results import NOTHING, StepResults, WorkerPlace
 from kvbus.integrations.vllm.transfer_params import (
     ASKS_TO_FETCH,
     ASKS_TO_OFFER,
     RENDEZVOUS,
+    TICKET,
     HandoffParams,
-    prompt_digest,
     read_params,
     read_transfer_id,
 )
-from kvbus.protocol.engine import AgentRanks
 from kvbus.protocol.message import MAX_PRIORITY, MIN_PRIORITY
 from kvbus.protocol.rendezvous import Rendezvous
 
@@ -48,13 +60,17 @@ class SchedulerSide:
         options: ConnectorOptions,
         engine: EngineSpec,
         select: Callable[[BlockIds], BlockIds] = tuple,
+        *,
+        num_blocks: int = 0,
     ) -> None:
         self._options, self._engine = options, engine
         self._stats = StatsRecorder()
         self._backs_off = any(group.window is not None for group in engine.groups)
-        self._link: ControlLink | None = None
+        self._num_blocks = num_blocks
+        self._links: list[ControlLink] = []
         self._loads: Loads | None = None
         self._offers: Offers | None = None
+        self._answers: Answers | None = None
         self._growing = Growing(select)
         self._held: HeldBlocks | None = None
 
@@ -62,27 +78,37 @@ class SchedulerSide:
         """Where the blocks of offers are held; without it nothing is offered."""
         self._held = held
 
-    def meet_workers(self, workers: Iterable[WorkerPlace]) -> None:
-        """The workers have shared their memory: open the engine's control session."""
-        others = ranks_elsewhere(sorted(workers, key=lambda worker: worker.rank))
-        link = self._link = control_link(self._options.attach_path, self._engine, others)
-        options = self._options
-        self._loads = Loads(self._engine, link, self._stats, timeout_s=options.fetch_timeout_s)
-        self._offers = Offers(self._engine, link, self._stats, ttl_s=options.offer_ttl_s)
+    def meet_workers(self, workers: Iterable[Sequence[WorkerPlace]]) -> None:
+        """The workers have shared their memory, with each agent: open the control sessions."""
+        options, told = self._options, list(workers)
+        for number, (path, role) in enumerate(options.agents):
+            places = sorted((each[number] for each in told), key=lambda place: place.rank)
+            others = ranks_elsewhere(places)
+            self._links.append(control_link(path, self._engine, others, role))
+        offering, loading = self._links[0], self._links[-1]
+        self._loads = Loads(self._engine, loading, self._stats, timeout_s=options.fetch_timeout_s)
+        self._offers = Offers(self._engine, offering, self._stats, ttl_s=options.offer_ttl_s)
+        if options.bidirectional_kv_xfer:
+            max_blocks = int(options.decoder_kv_blocks_share * self._num_blocks)
+            self._answers = Answers(
+                self._offers, max_blocks=max_blocks, ttl_s=options.decoder_kv_blocks_ttl
+            )
 
     def wait_up(self, timeout_s: float) -> bool:
-        """Whether the control session was open within ``timeout_s``."""
-        return self._link is not None and self._link.wait_open(timeout_s)
+        """Whether each control session was open within ``timeout_s`` of the one before."""
+        return bool(self._links) and all(link.wait_open(timeout_s) for link in self._links)
 
     def expect(self, request: "Request") -> None:
         """A request has come; blocks that are free by now are there for it."""
         self._free_released()
         params = request.kv_transfer_params or {}
-        if params.get(ASKS_TO_FETCH) and self._loads is not None:
-            load = self._load_of(request, params)
-            if load.handoff is not None or not is_of_later_prompt(request.request_id):
-                self._loads.expect(load)
-        if params.get(ASKS_TO_OFFER) and self._backs_off:
+        asks_to_offer = bool(params.get(ASKS_TO_OFFER))
+        if self._loads is not None:
+            if asks_to_offer and params.get(TICKET):
+                self._expect_turn(request, params, self._loads)
+            elif params.get(ASKS_TO_FETCH):
+                self._expect(request, self._load_of(request, params), self._loads)
+        if asks_to_offer and self._backs_off:
             leave_last_token(request)
 
     def matched(self, request: "Request", num_computed_tokens: int) -> int | None:
@@ -113,18 +139,22 @@ class SchedulerSide:
         if self._loads is not None:
             self._loads.give_up(request.request_id)
         params = request.kv_transfer_params or {}
-        if not params.get(ASKS_TO_OFFER) or self._offers is None or self._held is None:
+        if self._offers is None or self._held is None or not params:
             return False, None
+        hands_off = request.status in HANDS_OFF_AFTER and has_tokens(request)
+        if not params.get(ASKS_TO_OFFER):
+            is_first = not is_of_later_prompt(request.request_id)
+            return False, self._offer_answer(request, block_ids) if hands_off and is_first else None
         num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         self._growing.end(request.request_id)
-        if request.status not in HANDS_OFF_AFTER or num_tokens == 0 or not _has_tokens(request):
+        if not hands_off or num_tokens == 0:
             self._offers.abandon(request.request_id)
             return False, None
         ticket = self._offers.publish(request.request_id, block_ids, num_tokens)
         if ticket is None:
             return False, None
         self._held.hold(ticket["offer_id"], block_ids)
-        digest = _digest(request, num_tokens)
+        digest = digest_of(request, num_tokens)
         return False, HandoffParams(ticket, num_tokens, digest).to_params()
 
     def step(self, output: "SchedulerOutput") -> StepResults:
@@ -159,13 +189,16 @@ class SchedulerSide:
         return self._stats.take()
 
     def close(self) -> None:
-        """End the control session, and with it every load and offer."""
-        if self._link is not None:
-            self._link.close(CLOSE_WITHIN_S)
+        """End the control sessions, and with them every load and offer."""
+        for link in self._links:
+            link.close(CLOSE_WITHIN_S)
 
     def _free_released(self) -> None:
         if self._offers is not None and self._held is not None:
-            self._held.free(offer.offer_id for offer in self._offers.take_released())
+            released = [offer.offer_id for offer in self._offers.take_released()]
+            self._held.free(released)
+            if self._answers is not None:
+                self._answers.forget(released)
 
     def _reserve(self, request: "Request", params: Mapping[str, Any], offers: Offers) -> None:
         """With a name of the router's it may be read while it is computed, if no block goes back.
@@ -178,15 +211,60 @@ class SchedulerSide:
         except ProtocolError as error:
             logger.error("kvbus: request %s: %s", request_id, error.message)
             transfer_id = None
-        offers.reserve(request_id, partial(_digest_of_prompt, request), transfer_id)
+        offers.reserve(request_id, partial(digest_of_prompt, request), transfer_id)
         if transfer_id is not None and not self._backs_off:
             self._growing.begin(request_id)
+
+    def _offer_answer(
+        self, request: "Request", block_ids: Sequence[Sequence[int]]
+    ) -> dict[str, Any] | None:
+        """Offer prompt and answer, if the answer of the server can carry a ticket.
+
+        That of a stream has no place for one. The last token is not computed, though a step that
+        was scheduled ahead may be about to.
+        """
+        sampling = request.sampling_params
+        num_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        is_streamed = sampling is None or sampling.output_kind is RequestOutputKind.DELTA
+        if self._answers is None or self._held is None or is_streamed or num_tokens == 0:
+            return None
+        digest = digest_of(request, num_tokens)
+        ticket = self._answers.publish(request.request_id, digest, block_ids, num_tokens)
+        if ticket is None:
+            return None
+        self._held.hold(ticket["offer_id"], block_ids, is_awaited=False)
+        return HandoffParams(ticket, num_tokens, digest).to_params(next_turn=True)
+
+    def _expect_turn(self, request: "Request", params: Mapping[str, Any], loads: Loads) -> None:
+        """A prompt to prefill that goes on a conversation whose KV a decode engine has.
+
+        Nothing is loaded where computing is as fast, and with a window nothing that leaves no token
+        to compute: vLLM would compute the last again, which needs one that is gone.
+        """
+        if self._answers is None:
+            logger.info(
+                "kvbus: request %s: the KV of its conversation is not loaded, as "
+                "bidirectional_kv_xfer is off in the options of this vLLM",
+                request.request_id,
+            )
+            return
+        load = self._load_of(request, params)
+        leaves_none = load.num_tokens >= request.num_prompt_tokens - 1
+        if self._backs_off and leaves_none and not load.problem:
+            load.num_tokens = 0
+        load.min_tokens = self._options.kv_recompute_threshold
+        self._expect(request, load, loads)
+
+    def _expect(self, request: "Request", load: Load, loads: Loads) -> None:
+        """A ticket is of the first prompt of several, and no problem for the others."""
+        if load.handoff is not None or not is_of_later_prompt(request.request_id):
+            loads.expect(load)
 
     def _load_of(self, request: "Request", params: Mapping[str, Any]) -> Load:
         num_wanted = request.num_prompt_tokens - self._backs_off
         try:
             handoff = self._handoff_of(request, params)
-            _check_prompt(request, handoff)
+            check_prompt(request, handoff)
         except ProtocolError as error:
             return Load(request.request_id, num_wanted, None, error.message)
         num_tokens, priority = min(num_wanted, handoff.remote_num_tokens), urgency_of(request)
@@ -198,7 +276,7 @@ class SchedulerSide:
             return read_params(params)
         meets = Rendezvous.from_json(params[RENDEZVOUS])
         num_tokens = request.num_prompt_tokens - self._backs_off
-        return HandoffParams(meets.to_json(), num_tokens, _digest(request, num_tokens))
+        return HandoffParams(meets.to_json(), num_tokens, digest_of(request, num_tokens))
 
 
 def urgency_of(request: "Request") -> int:
@@ -218,48 +296,3 @@ def leave_last_token(request: "Request") -> None:
         del request._all_token_ids[-1]
         request.num_prompt_tokens -= 1
         request.max_tokens = 1
-
-
-def ranks_elsewhere(workers: Sequence[WorkerPlace]) -> list[AgentRanks]:
-    """The ranks whose agent is not that of the first; one access to an agent does for all."""
-    elsewhere: dict[str, list[WorkerPlace]] = {}
-    for worker in workers:
-        if worker.peer_endpoint not in ("", workers[0].peer_endpoint):
-            elsewhere.setdefault(worker.peer_endpoint, []).append(worker)
-    return [
-        AgentRanks(endpoint, tuple(one.rank for one in there), there[0].access, there[0].server_key)
-        for endpoint, there in elsewhere.items()
-    ]
-
-
-def _has_tokens(request: "Request") -> bool:
-    """Whether the prompt is all tokens: embeddings in it are not named by anything."""
-    return request.prompt_token_ids is not None and request.prompt_embeds is None
-
-
-def _check_prompt(request: "Request", handoff: HandoffParams) -> None:
-    num_tokens = handoff.remote_num_tokens
-    if not _has_tokens(request):
-        raise ProtocolError("a prompt with embeddings is not handed off")
-    if num_tokens > request.num_prompt_tokens:
-        raise ProtocolError(
-            f"the prefill engine computed {num_tokens} tokens, the prompt here has only "
-            f"{request.num_prompt_tokens}: the router must send both the same request"
-        )
-    if _digest(request, num_tokens) != handoff.prompt_digest:
-        raise ProtocolError(
-            f"the first {num_tokens} tokens of the prompt, its LoRA or its images are not those of "
-            "the prefill engine: the router must send both the same request"
-        )
-
-
-def _digest_of_prompt(request: "Request") -> str:
-    """That of all that the prefill engine computes, for the ticket; empty when there is none."""
-    return _digest(request, request.num_prompt_tokens) if _has_tokens(request) else ""
-
-
-def _digest(request: "Request", num_tokens: int) -> str:
-    lora = request.lora_request
-    conditions = [lora.lora_name if lora is not None else ""]
-    conditions += [feature.identifier for feature in request.mm_features]
-    return prompt_digest(request.all_token_ids[:num_tokens], conditions)

@@ -5,14 +5,11 @@ those of the others, so their offers end.
 """
 
 from functools import partial
-from typing import TYPE_CHECKING
 
 from kvbus.engine import Offer
 from kvbus.integrations.vllm.request_ids import prompt_of_sequence
+from kvbus.integrations.vllm.reservations import Reservation
 from kvbus.integrations.vllm.sessions import ControlLink
-
-if TYPE_CHECKING:
-    from kvbus.integrations.vllm.offers import Reservation
 
 MOST_PROMPTS = 256
 """Those whose last ticket is remembered: sequences of one prompt end soon after each other."""
@@ -25,7 +22,7 @@ class Sequences:
         self._link = link
         self._last: dict[str, tuple[Reservation, Offer]] = {}
 
-    def publish(self, reservation: "Reservation", offer: Offer) -> None:
+    def publish(self, reservation: Reservation, offer: Offer) -> None:
         """An offer is published: the one of the same prompt before it ends."""
         prompt = prompt_of_sequence(reservation.request_id)
         if prompt is None:
@@ -38,7 +35,7 @@ class Sequences:
             del self._last[next(iter(self._last))]
 
 
-async def _withdraw(reservation: "Reservation", offer: Offer) -> None:
+async def _withdraw(reservation: Reservation, offer: Offer) -> None:
     """Once it has its blocks."""
     async with reservation.turn:
         await offer.withdraw()

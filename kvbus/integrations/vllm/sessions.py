@@ -11,7 +11,9 @@ from kvbus.engine.control import ControlSession
 from kvbus.engine.memory import Storage
 from kvbus.engine.session import EngineSession
 from kvbus.engine.thread import SessionThread
+from kvbus.errors import LocalError
 from kvbus.geometry import EngineSpec, RankSpec
+from kvbus.integrations.vllm.step_results import WorkerPlace
 from kvbus.protocol.engine import AgentRanks, AgentRole, Fetched
 
 logger = logging.getLogger("vllm.kvbus")
@@ -24,17 +26,26 @@ MemoryLink = SessionThread[MemorySession]
 
 
 def control_link(
-    attach_path: Path, engine: EngineSpec, others: Sequence[AgentRanks]
+    attach_path: Path,
+    engine: EngineSpec,
+    others: Sequence[AgentRanks],
+    role_wanted: AgentRole | None = None,
 ) -> ControlLink:
     """The engine's control session, open whenever all of its ranks are registered.
 
-    The agent's role says whether this vLLM offers or fetches.
+    The agent's role says whether this vLLM offers or fetches; of an engine with two agents it is
+    to be the ``role_wanted``.
     """
 
     @asynccontextmanager
     async def opened() -> AsyncIterator[ControlSession]:
         async with EngineSession(attach_path, engine) as first:
             role = first.agent.role
+        if role_wanted not in (None, role):
+            raise LocalError(
+                f"the agent at {attach_path} is a {role} agent, and 'endpoint' of this vLLM's "
+                f"options has it under '{role_wanted}': exchange the two"
+            )
         kind = PrefillSession if role is AgentRole.PREFILL else DecodeSession
         async with kind(attach_path, engine) as session:
             yield session
@@ -43,7 +54,7 @@ def control_link(
         await session.register(others=others)
         await session.ready()
 
-    name = "the control session"
+    name = f"the {role_wanted} control session" if role_wanted else "the control session"
     return SessionThread(name, opened, begin=begin, reconnect=True, logger=logger)
 
 
@@ -55,10 +66,12 @@ def memory_link(
     *,
     access: str,
     on_fetched: Callable[[Fetched], None] | None = None,
+    role: AgentRole | None = None,
 ) -> MemoryLink:
     """The memory of one rank, registered; ``on_fetched`` is told of every fetch that ended.
 
-    Where it is not at the engine's home, who shows ``access`` may ask about it.
+    Where it is not at the engine's home, who shows ``access`` may ask about it. ``role`` names the
+    agent in logs, where there are two.
     """
 
     make = partial(
@@ -68,5 +81,18 @@ def memory_link(
     async def begin(session: MemorySession) -> None:
         await session.register(rank, storages)
 
-    name = f"the memory session of rank {rank.rank}"
+    name = f"the {role} memory session" if role else "the memory session"
+    name = f"{name} of rank {rank.rank}"
     return SessionThread(name, make, begin=begin, reconnect=True, logger=logger)
+
+
+def ranks_elsewhere(workers: Sequence[WorkerPlace]) -> list[AgentRanks]:
+    """The ranks whose agent is not that of the first; one access to an agent does for all."""
+    elsewhere: dict[str, list[WorkerPlace]] = {}
+    for worker in workers:
+        if worker.peer_endpoint not in ("", workers[0].peer_endpoint):
+            elsewhere.setdefault(worker.peer_endpoint, []).append(worker)
+    return [
+        AgentRanks(endpoint, tuple(one.rank for one in there), there[0].access, there[0].server_key)
+        for endpoint, there in elsewhere.items()
+    ]

@@ -53,6 +53,13 @@ class WorkerPlace:
     server_key: str = ""
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerPlaces:
+    """Where one worker's memory is, at each of its agents, in the order of the options."""
+
+    places: tuple[WorkerPlace, ...]
+
+
 class EarlyCompletions:
     """Pairs what the agent says of fetches with what the scheduler's side says of requests.
 

@@ -17,6 +17,7 @@ from kvbus.protocol.ticket import Ticket
 
 ASKS_TO_OFFER = "do_remote_decode"
 ASKS_TO_FETCH = "do_remote_prefill"
+TICKET = "ticket"
 TRANSFER_ID = "transfer_id"
 RENDEZVOUS = "rendezvous"
 
@@ -24,26 +25,30 @@ RENDEZVOUS = "rendezvous"
 class HandoffParams(msgspec.Struct, frozen=True):
     """A ticket, and which tokens its KV is of.
 
-    ``remote_num_tokens`` were computed by the prefill engine; ``prompt_digest`` is of these tokens
-    and of all else that their KV depends on, see `prompt_digest`.
+    ``remote_num_tokens`` were computed by the engine that offers; ``prompt_digest`` is of these
+    tokens and of all else that their KV depends on, see `prompt_digest`.
     """
 
     ticket: dict[str, Any]
     remote_num_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
     prompt_digest: str
 
-    def to_params(self) -> dict[str, Any]:
-        """The params of the decode request, safe to pass through any JSON."""
-        return {ASKS_TO_FETCH: True, ASKS_TO_OFFER: False, **msgspec.to_builtins(self)}
+    def to_params(self, *, next_turn: bool = False) -> dict[str, Any]:
+        """The params of the decode request, safe to pass through any JSON.
+
+        With ``next_turn`` those of the prefill request that goes on the conversation.
+        """
+        asks = {ASKS_TO_FETCH: not next_turn, ASKS_TO_OFFER: next_turn}
+        return {**asks, **msgspec.to_builtins(self)}
 
 
 def read_params(params: Mapping[str, Any]) -> HandoffParams:
-    """The params of a decode request; raises `ProtocolError` that says what is wrong with them."""
+    """What the params of a request name; raises `ProtocolError` that says what is wrong."""
     try:
         handoff = msgspec.convert(dict(params), HandoffParams)
     except msgspec.ValidationError as error:
         raise ProtocolError(
-            f"kv_transfer_params: {error}; pass those of the prefill response on unchanged"
+            f"kv_transfer_params: {error}; pass those of the engine's response on unchanged"
         ) from error
     Ticket.from_json(handoff.ticket)
     return handoff

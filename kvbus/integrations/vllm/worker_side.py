@@ -1,6 +1,7 @@
 """The connector in a worker's process: its memory is the agent's to read and write."""
 
 import logging
+import time
 from collections.abc import Mapping
 
 import torch
@@ -12,7 +13,13 @@ from kvbus.geometry import EngineSpec
 from kvbus.integrations.vllm.memory_export import SharedRank, share_rank, worker_rank
 from kvbus.integrations.vllm.options import ConnectorOptions
 from kvbus.integrations.vllm.sessions import CLOSE_WITHIN_S, MemoryLink, memory_link
-from kvbus.integrations.vllm.step_results import NOTHING, EarlyCompletions, StepResults, WorkerPlace
+from kvbus.integrations.vllm.step_results import (
+    NOTHING,
+    EarlyCompletions,
+    StepResults,
+    WorkerPlace,
+    WorkerPlaces,
+)
 
 logger = logging.getLogger("vllm.kvbus")
 
@@ -29,20 +36,16 @@ class WorkerSide:
         self._access = new_secret()
         self._early = EarlyCompletions()
         self._shared: SharedRank | None = None
-        self._link: MemoryLink | None = None
+        self._links: list[MemoryLink] = []
 
     def ended(self, results: StepResults) -> StepResults:
         """What this worker tells vLLM in this step, given what the scheduler's side says."""
         return self._early.take(results) if self._rank == REPORTER else NOTHING
 
     @property
-    def place(self) -> WorkerPlace:
+    def places(self) -> WorkerPlaces:
         """Where this worker's memory is."""
-        session = self._link.session if self._link is not None else None
-        if session is None:
-            return WorkerPlace(self._rank, "", self._access)
-        agent = session.agent
-        return WorkerPlace(self._rank, agent.peer_endpoint, self._access, agent.server_key)
+        return WorkerPlaces(tuple(self._place(link) for link in self._links))
 
     def register(
         self,
@@ -50,7 +53,7 @@ class WorkerSide:
         kv_cache_config: KVCacheConfig,
         kv_caches: Mapping[str, torch.Tensor],
     ) -> None:
-        """Share the KV cache with the agent; waits for it a moment, and goes on without.
+        """Share the KV cache with each agent; waits for it a moment, and goes on without.
 
         Raises `GeometryError` when kvbus cannot serve what vLLM has, `SegmentError` when there is
         no room for it.
@@ -64,26 +67,39 @@ class WorkerSide:
             kv_caches=kv_caches,
         )
         on_fetched = self._early.tell if rank == REPORTER else None
-        self._link = memory_link(
-            self._options.attach_path,
-            self._engine,
-            shared.rank,
-            shared.storages,
-            on_fetched=on_fetched,
-            access=self._access,
-        )
-        if not self._link.wait_open(self._options.attach_timeout_s):
-            logger.warning(
-                "kvbus: no agent took the memory of rank %s within %s s: %s; until one does, this "
-                "vLLM hands nothing off",
-                rank,
-                self._options.attach_timeout_s,
-                self._link.problem,
+        self._links = [
+            memory_link(
+                path,
+                self._engine,
+                shared.rank,
+                shared.storages,
+                on_fetched=on_fetched,
+                access=self._access,
+                role=role,
             )
+            for path, role in self._options.agents
+        ]
+        deadline = time.monotonic() + self._options.attach_timeout_s
+        for link in self._links:
+            if not link.wait_open(max(0.0, deadline - time.monotonic())):
+                logger.warning(
+                    "kvbus: no agent took the memory of rank %s within %s s: %s; until one does, "
+                    "this vLLM hands nothing off",
+                    rank,
+                    self._options.attach_timeout_s,
+                    link.problem,
+                )
 
     def close(self) -> None:
-        """End the memory session."""
-        if self._link is not None:
-            self._link.close(CLOSE_WITHIN_S)
+        """End the memory sessions."""
+        for link in self._links:
+            link.close(CLOSE_WITHIN_S)
         if self._shared is not None:
             self._shared.close()
+
+    def _place(self, link: MemoryLink) -> WorkerPlace:
+        session = link.session
+        if session is None:
+            return WorkerPlace(self._rank, "", self._access)
+        agent = session.agent
+        return WorkerPlace(self._rank, agent.peer_endpoint, self._access, agent.server_key)

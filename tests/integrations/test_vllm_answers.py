@@ -1,0 +1,89 @@
+"""Answers that are offered for the next turn, with real agents: they hold a share at most."""
+
+from kvbus.geometry import EngineSpec
+from kvbus.integrations.vllm.answers import Answers
+from kvbus.integrations.vllm.sessions import control_link
+from kvbus.integrations.vllm.transfer_params import HandoffParams
+from kvbus.protocol.engine import AgentRole
+from tests.agents import Agents, wait_until
+from tests.integrations.vllm_sides import BLOCKS, GROUP, PROMPT_TOKENS, Side, both_sides, side_of
+
+DIGEST = "of prompt and answer"
+
+
+def publish(answers: Answers, request_id: str) -> str:
+    """The offer of a request at its end; empty when there is none."""
+    ticket = answers.publish(request_id, DIGEST, BLOCKS, PROMPT_TOKENS)
+    return ticket["offer_id"] if ticket is not None else ""
+
+
+def answers_of(side: Side, max_blocks: int, ttl_s: float = 60.0) -> Answers:
+    wait_until(side.is_up, "the engine is registered")
+    return Answers(side.offers, max_blocks=max_blocks, ttl_s=ttl_s)
+
+
+def test_an_answer_is_offered_at_its_end_and_read_once(agents: Agents) -> None:
+    with both_sides(*agents.all) as (offering, loading):
+        ticket = answers_of(offering, 3).publish("r", DIGEST, BLOCKS, PROMPT_TOKENS)
+        assert ticket is not None
+
+        loading.load("next", HandoffParams(ticket, PROMPT_TOKENS, DIGEST))
+
+        loading.until(lambda: loading.over == ["next"], "the load is over")
+        offering.until(lambda: offering.sent == ["r"], "its blocks are the engine's again")
+        assert loading.failed == []
+
+
+def test_the_ticket_of_an_answer_is_of_its_tokens_only(agents: Agents) -> None:
+    with both_sides(*agents.all) as (offering, loading):
+        ticket = answers_of(offering, 3, ttl_s=1.0).publish("r", DIGEST, BLOCKS, PROMPT_TOKENS)
+        assert ticket is not None
+
+        loading.load("next", HandoffParams(ticket, PROMPT_TOKENS, "of others"))
+
+        loading.until(lambda: loading.over == ["next"], "the load is over")
+        assert loading.failed == ["next"]
+
+
+def test_the_oldest_answer_goes_for_one_that_would_be_too_much(agents: Agents) -> None:
+    with side_of(agents.all[0].attach, "d") as side:
+        answers = answers_of(side, max_blocks=2 * len(BLOCKS[0]))
+
+        assert all(publish(answers, request_id) for request_id in ("a", "b", "c"))
+
+        side.until(lambda: side.sent == ["a"], "the oldest is the engine's again")
+        assert agents.all[0].status()["counts"]["offers"] == 2
+
+
+def test_what_was_read_makes_room(agents: Agents) -> None:
+    with side_of(agents.all[0].attach, "d") as side:
+        answers = answers_of(side, max_blocks=2 * len(BLOCKS[0]))
+        first, _ = publish(answers, "a"), publish(answers, "b")
+        answers.forget([first, "one that was none"])
+
+        assert publish(answers, "c")
+
+        side.step()
+        assert side.sent == []
+        assert agents.all[0].status()["counts"]["offers"] == 3
+
+
+def test_an_answer_that_is_more_than_the_share_is_not_offered(agents: Agents) -> None:
+    with side_of(agents.all[0].attach, "d") as side:
+        assert not publish(answers_of(side, max_blocks=2), "r")
+
+
+def test_an_answer_comes_back_at_the_end_of_its_time(agents: Agents) -> None:
+    with side_of(agents.all[0].attach, "d") as side:
+        assert publish(answers_of(side, 3, ttl_s=0.5), "r")
+
+        side.until(lambda: side.sent == ["r"], "its blocks are the engine's again")
+
+
+def test_an_agent_of_the_other_kind_is_refused_with_what_to_do(agents: Agents) -> None:
+    spec = EngineSpec("e", "model", 1, (GROUP,))
+    link = control_link(agents.all[1].attach, spec, (), AgentRole.PREFILL)
+    try:
+        wait_until(lambda: "exchange the two" in str(link.problem), "it says what to do")
+    finally:
+        link.close()
