@@ -22,6 +22,7 @@ Headers = list[tuple[bytes, bytes]]
 TransferParams = Mapping[str, Any]
 
 TRANSFER_PARAMS = "kv_transfer_params"
+CONVERSATION_ID = "conversation_id"
 ONLY_FOR_MANY_TOKENS = ("stream_options", "min_tokens")
 BODY_SENT = "http11.send_request_body.complete"
 LONGEST_REQUEST_ID = 200
@@ -83,10 +84,12 @@ class ClientRequest:
     http: Request
     body: Mapping[str, Any]
     record: RequestRecord
+    conversation_id: str | None = None
 
     def for_one_token(self, params: TransferParams) -> ServerRequest:
         """What has a server compute or load the prompt, make one token, and end."""
-        made = {key: value for key, value in self.body.items() if key not in ONLY_FOR_MANY_TOKENS}
+        left_out = (*ONLY_FOR_MANY_TOKENS, CONVERSATION_ID)
+        made = {key: value for key, value in self.body.items() if key not in left_out}
         made |= {"max_tokens": 1, "stream": False, TRANSFER_PARAMS: params}
         if "max_completion_tokens" in made:
             made["max_completion_tokens"] = 1
@@ -94,7 +97,8 @@ class ClientRequest:
 
     def for_decode(self, params: TransferParams | None) -> ServerRequest:
         """The client's request with ``params``; what it brought under that name is not trusted."""
-        made = {key: value for key, value in self.body.items() if key != TRANSFER_PARAMS}
+        left_out = (TRANSFER_PARAMS, CONVERSATION_ID)
+        made = {key: value for key, value in self.body.items() if key not in left_out}
         if params is not None:
             made[TRANSFER_PARAMS] = params
         return ServerRequest(self.http, made)

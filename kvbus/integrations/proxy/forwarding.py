@@ -2,12 +2,14 @@
 
     client ──▶ prefill server: one token, and a ticket ──▶ decode server with the ticket ──▶ client
 
-    With ``overlap`` both get it at once, and a name for the offer.
+    With ``overlap`` both get it at once, and a name for the offer. What an answer has for the next
+    turn of its conversation goes with that turn to a prefill server.
 
 Refuses requests past the limit and bodies that it cannot read, to read the ticket, and to ask a
 second decode server once one may have used the ticket. Notices a client that leaves.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import anyio
@@ -33,6 +35,7 @@ from kvbus.integrations.proxy.bodies import (
     request_id_of,
     why_alone,
 )
+from kvbus.integrations.proxy.conversations import Conversations, conversation_of
 from kvbus.integrations.proxy.meetings import PrefillAgents, params_of
 from kvbus.integrations.proxy.options import IfPrefillFails, ProxyOptions
 from kvbus.integrations.proxy.releases import TicketReleases
@@ -56,7 +59,7 @@ class Forwarding:
     def __init__(self, options: ProxyOptions, upstream: Upstream) -> None:
         self._options, self._upstream = options, upstream
         self.access_log, self.releases = AccessLog(), TicketReleases(options, upstream)
-        self._agents = PrefillAgents()
+        self._agents, self._conversations = PrefillAgents(), Conversations()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one request."""
@@ -79,7 +82,7 @@ class Forwarding:
             record.outcome = RequestEnd.BUSY
             raise NotServed(503, f"{most} requests are in flight: try later", ErrorCode.BUSY)
         body = await read_body(http, max_bytes=self._options.max_body_bytes)
-        return ClientRequest(http, body, record)
+        return ClientRequest(http, body, record, conversation_of(body))
 
     async def _while_client_stays(
         self, request: ClientRequest, receive: Receive, send: Send
@@ -115,7 +118,7 @@ class Forwarding:
             params = prefilled
         to_decode = request.for_decode(params)
         try:
-            await self._decoded(request.record, to_decode, send)
+            await self._decoded(request, to_decode, send)
         finally:
             if params is not None and not to_decode.sent:
                 self.releases.start(request, params)
@@ -125,6 +128,7 @@ class Forwarding:
     ) -> bool:
         """Ask both servers; False when prefill failed and the client has heard nothing yet."""
         record, (to_prefill, to_decode) = request.record, params_of(meets)
+        to_prefill = {**self._turn_of(request), **to_prefill}
         record.prefill, record.handover = server.url, "met"
         with anyio.CancelScope() as decoding:
 
@@ -140,7 +144,7 @@ class Forwarding:
 
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(prefill)
-                await self._decoded(record, request.for_decode(to_decode), send)
+                await self._decoded(request, request.for_decode(to_decode), send)
                 tasks.cancel_scope.cancel()
         return record.status is not None
 
@@ -149,11 +153,13 @@ class Forwarding:
         record = request.record
         record.handover = "no_prefill_server"
         failure = refusal(503, "no_prefill_server", "no prefill server is healthy")
+        params = self._turn_of(request)
         for server in self._upstream.prefill.in_turn():
             record.prefill = server.url
             try:
-                prefilled = await self._ask_for_ticket(server, request, ASK_FOR_TICKET)
+                prefilled = await self._ask_for_ticket(server, request, params)
             except PrefillFailed as error:
+                params = ASK_FOR_TICKET
                 record.handover = "prefill_failed"
                 record.prefill_failures.append(error.message)
                 failure = error.response
@@ -189,13 +195,18 @@ class Forwarding:
             request.record.handover = "not_offered" if usable is None else "handed_over"
         return usable
 
-    async def _decoded(self, record: RequestRecord, request: ServerRequest, send: Send) -> None:
-        refused = None
+    def _turn_of(self, request: ClientRequest) -> TransferParams:
+        """What asks a prefill server for a ticket, and may bring that of the turn before."""
+        return self._conversations.take(request.conversation_id) or ASK_FOR_TICKET
+
+    async def _decoded(self, asked: ClientRequest, request: ServerRequest, send: Send) -> None:
+        refused, record = None, asked.record
         for server in self._upstream.decode.in_turn():
             record.decode = server.url
             try:
                 async with self._upstream.streamed(server, request) as response:
-                    await _stream(server, response, send, record)
+                    keep = self._conversations.keeper(asked.conversation_id)
+                    await _stream(server, response, send, record, keep)
                 return
             except PeerLost as error:
                 record.trouble = error.message
@@ -217,10 +228,17 @@ class PrefillFailed(PeerLost):
 
 
 async def _stream(
-    server: Server, response: httpx.Response, send: Send, record: RequestRecord
+    server: Server,
+    response: httpx.Response,
+    send: Send,
+    record: RequestRecord,
+    keep: Callable[[bytes], None] | None,
 ) -> None:
+    """Pass the response on; a whole one in JSON is shown to ``keep`` before the client has it."""
     record.status = response.status_code
     await _start(send, response.status_code, headers_of(server, response), record)
+    kind = response.headers.get("content-type", "")
+    shown = bytearray() if keep is not None and kind.startswith("application/json") else None
 
     async def take(chunk: bytes) -> None:
         record.saw_bytes()
@@ -229,12 +247,18 @@ async def _stream(
     try:
         with translated(server):
             async for chunk in response.aiter_raw():
-                await take(chunk)
+                if shown is None:
+                    await take(chunk)
+                else:
+                    shown += chunk
     except PeerLost as error:
         record.trouble, record.outcome = error.message, RequestEnd.FAILED
-        if response.headers.get("content-type", "").startswith("text/event-stream"):
+        if kind.startswith("text/event-stream"):
             await take(broken_stream(error.message))
         return  # without an end, so that HTTP itself says that the response is not whole
+    if keep is not None and shown is not None:
+        keep(bytes(shown))
+        await take(bytes(shown))
     record.ended(response.status_code)
     await send({"type": "http.response.body", "body": b"", "more_body": False})
 
