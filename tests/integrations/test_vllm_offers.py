@@ -336,3 +336,22 @@ def test_of_the_sequences_of_a_prompt_only_the_one_that_ended_last_is_offered(
         assert not loading.failed
         assert offering.stats.take()[stats.OFFERS_FAILED] == []
         agents.check()
+
+
+def test_a_ticket_for_two_readers_is_good_at_two_decode_engines(agents: Agents) -> None:
+    prefill, decode = agents.all
+    with (
+        both_sides(prefill, decode) as (offering, one),
+        side_of(decode.attach, "other") as other,
+    ):
+        wait_until(other.is_up, "the other engine is registered")
+        handoff = offering.offered("r", readers=2)
+
+        for loading in (one, other):
+            loading.load("r", handoff)
+            loading.until(lambda loading=loading: loading.over, "the load is over")
+        offering.until(lambda: offering.sent, "the blocks came back")
+
+        assert not one.failed + other.failed
+        assert torch.equal(other.blocks([1, 2]), offering.blocks([7, 3]))
+        agents.check()

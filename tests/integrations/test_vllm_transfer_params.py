@@ -10,7 +10,12 @@ from hypothesis import strategies as st
 
 from kvbus.errors import ProtocolError
 from kvbus.geometry import BlockTable
-from kvbus.integrations.vllm.transfer_params import HandoffParams, prompt_digest, read_params
+from kvbus.integrations.vllm.transfer_params import (
+    HandoffParams,
+    prompt_digest,
+    read_params,
+    read_readers,
+)
 from kvbus.protocol.ticket import Ticket
 
 TICKET = Ticket(
@@ -75,3 +80,13 @@ def test_digests_are_equal_only_for_equal_tokens_and_conditions(
 
 def test_conditions_are_told_apart_from_each_other() -> None:
     assert prompt_digest([], ["ab", "c"]) != prompt_digest([], ["a", "bc"])
+
+
+def test_a_ticket_is_for_one_reader_unless_the_router_says_more() -> None:
+    assert [read_readers({}), read_readers({"readers": 3})] == [1, 3]
+
+
+@pytest.mark.parametrize("readers", [0, -1, 257, "2", None, 1.5])
+def test_a_number_of_readers_that_is_none_is_refused_by_the_key(readers: object) -> None:
+    with pytest.raises(ProtocolError, match="readers"):
+        read_readers({"readers": readers})

@@ -82,9 +82,11 @@ class Side:
         request_id: str,
         num_tokens: int = PROMPT_TOKENS,
         block_ids: list[list[int]] = BLOCKS,
+        *,
+        readers: int = 1,
     ) -> HandoffParams:
         """What the router gets once the request was computed."""
-        self.offers.reserve(request_id)
+        self.offers.reserve(request_id, readers=readers)
         self.until(
             lambda: ticket_of(self.offers, request_id), f"a ticket for {request_id} is there"
         )

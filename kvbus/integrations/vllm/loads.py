@@ -281,8 +281,11 @@ class UnwantedOffers:
             return
         if notice.outcome is Outcome.FAILED:
             logger.info(
-                "kvbus: request %s: its offer, which is not needed, was not released: %s [%s]",
+                "kvbus: request %s (%r in the prefill vLLM, fetch %s): its offer, which is not "
+                "needed, was not released: %s [%s]",
                 request_id,
+                handoff.ticket.get("request_id"),
+                fetch.fetch_id,
                 notice.message,
                 notice.code,
             )

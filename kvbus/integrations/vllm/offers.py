@@ -57,16 +57,17 @@ class Offers:
         transfer_id: str | None = None,
         *,
         ttl_s: float | None = None,
+        readers: int = 1,
     ) -> Reservation:
         """Ask for the ticket of a request that is going to be computed; again is no more.
 
         ``digest`` is asked once for what the ticket says of the prompt. Who knows ``transfer_id``
-        needs no ticket. ``ttl_s`` replaces that of all offers.
+        needs no ticket; so many ``readers`` may use it. ``ttl_s`` replaces that of all offers.
         """
         reservation = self._reserved.get(request_id)
         if reservation is None:
             ttl_s = self._ttl_s if ttl_s is None else ttl_s
-            reservation = Reservation(request_id, digest(), transfer_id, ttl_s)
+            reservation = Reservation(request_id, digest(), transfer_id, ttl_s, readers)
             self._reserved[request_id] = reservation
             self._link.post(partial(self._make, reservation))
         return reservation
@@ -174,6 +175,7 @@ class Offers:
                 ttl_s=reservation.ttl_s,
                 prompt_digest=reservation.prompt_digest,
                 transfer_id=reservation.transfer_id,
+                readers=reservation.readers,
             )
             self._answers = True
             if reservation.state is not State.OPEN or reservation.asked is not session:

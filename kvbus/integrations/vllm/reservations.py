@@ -32,6 +32,7 @@ class Reservation:
     prompt_digest: str = ""
     transfer_id: str | None = None
     ttl_s: float | None = None
+    readers: int = 1
     told: dict[str, int] = field(default_factory=dict)
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     state: State = State.OPEN

@@ -38,6 +38,7 @@ from kvbus.integrations.vllm.transfer_params import (
     TICKET,
     HandoffParams,
     read_params,
+    read_readers,
     read_transfer_id,
 )
 from kvbus.protocol.message import MAX_PRIORITY, MIN_PRIORITY
@@ -206,12 +207,14 @@ class SchedulerSide:
         The blocks that a window leaves behind do.
         """
         request_id = request.request_id
+        transfer_id, readers = None, 1
         try:
             transfer_id = read_transfer_id(params)
+            readers = read_readers(params)
         except ProtocolError as error:
             logger.error("kvbus: request %s: %s", request_id, error.message)
-            transfer_id = None
-        offers.reserve(request_id, partial(digest_of_prompt, request), transfer_id)
+        digest = partial(digest_of_prompt, request)
+        offers.reserve(request_id, digest, transfer_id, readers=readers)
         if transfer_id is not None and not self._backs_off:
             self._growing.begin(request_id)
 

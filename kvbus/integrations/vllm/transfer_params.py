@@ -12,13 +12,14 @@ from typing import Annotated, Any
 import msgspec
 
 from kvbus.errors import ProtocolError
-from kvbus.protocol.message import Secret
+from kvbus.protocol.message import Readers, Secret
 from kvbus.protocol.ticket import Ticket
 
 ASKS_TO_OFFER = "do_remote_decode"
 ASKS_TO_FETCH = "do_remote_prefill"
 TICKET = "ticket"
 TRANSFER_ID = "transfer_id"
+READERS = "readers"
 RENDEZVOUS = "rendezvous"
 
 
@@ -60,6 +61,14 @@ def read_transfer_id(params: Mapping[str, Any]) -> str | None:
         return msgspec.convert(params.get(TRANSFER_ID), Secret | None)
     except msgspec.ValidationError as error:
         raise ProtocolError(f"kv_transfer_params: {TRANSFER_ID}: {error}") from error
+
+
+def read_readers(params: Mapping[str, Any]) -> int:
+    """How many decode requests may use the ticket, as the router says; raises `ProtocolError`."""
+    try:
+        return msgspec.convert(params.get(READERS, 1), Readers)
+    except msgspec.ValidationError as error:
+        raise ProtocolError(f"kv_transfer_params: {READERS}: {error}") from error
 
 
 def prompt_digest(token_ids: Sequence[int], conditions: Iterable[str]) -> str:
