@@ -213,8 +213,7 @@ class SchedulerSide:
             readers = read_readers(params)
         except ProtocolError as error:
             logger.error("kvbus: request %s: %s", request_id, error.message)
-        digest = partial(digest_of_prompt, request)
-        offers.reserve(request_id, digest, transfer_id, readers=readers)
+        offers.reserve(request_id, partial(digest_of_prompt, request), transfer_id, readers=readers)
         if transfer_id is not None and not self._backs_off:
             self._growing.begin(request_id)
 
