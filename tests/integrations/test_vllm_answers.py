@@ -1,12 +1,20 @@
 """Answers that are offered for the next turn, with real agents: they hold a share at most."""
 
+import base64
+import secrets
+from collections.abc import Iterator
+
+import pytest
+
 from kvbus.geometry import EngineSpec
 from kvbus.integrations.vllm.answers import Answers
 from kvbus.integrations.vllm.sessions import control_link
 from kvbus.integrations.vllm.transfer_params import HandoffParams
+from kvbus.keys.roles import Role
 from kvbus.protocol.engine import AgentRole
-from tests.agents import Agents, wait_until
+from tests.agents import Agents, agents_ended, wait_until
 from tests.integrations.vllm_sides import BLOCKS, GROUP, PROMPT_TOKENS, Side, both_sides, side_of
+from tests.keyring import KeyRing
 
 DIGEST = "of prompt and answer"
 
@@ -43,6 +51,35 @@ def test_the_ticket_of_an_answer_is_of_its_tokens_only(agents: Agents) -> None:
 
         loading.until(lambda: loading.over == ["next"], "the load is over")
         assert loading.failed == ["next"]
+
+
+@pytest.fixture(scope="module")
+def signing() -> Iterator[Agents]:
+    """Two agents of a site that signs its tickets."""
+    with agents_ended(Agents) as made:
+        ring, key = KeyRing(made.folder), made.folder / "ticket.key"
+        key.touch(mode=0o600)
+        key.write_bytes(base64.b64encode(secrets.token_bytes(32)))
+        for role in (Role.PREFILL, Role.DECODE):
+            ring.prepare(made, role, role.value, ticket_keys=[str(key)])
+        made.start(*made.all)
+        yield made
+        made.check()
+
+
+@pytest.mark.parametrize(("digest", "failed"), [(DIGEST, []), ("of others", ["next"])])
+def test_where_tickets_are_signed_they_say_which_tokens_they_are_of(
+    signing: Agents, digest: str, failed: list[str]
+) -> None:
+    with both_sides(*signing.all) as (offering, loading):
+        ticket = answers_of(offering, 3, ttl_s=1.0).publish("r", DIGEST, BLOCKS, PROMPT_TOKENS)
+        assert ticket is not None
+
+        loading.load("next", HandoffParams(ticket, PROMPT_TOKENS, digest))
+
+        loading.until(lambda: loading.over == ["next"], "the load is over")
+        assert loading.failed == failed
+        assert ticket["signature"]
 
 
 def test_the_oldest_answer_goes_for_one_that_would_be_too_much(agents: Agents) -> None:
