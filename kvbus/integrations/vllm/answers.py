@@ -3,6 +3,7 @@
 Refuses to hold more than its share of the cache: the oldest answer goes for a new one.
 """
 
+import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 from kvbus.integrations.vllm.block_tables import NULL_BLOCK
 from kvbus.integrations.vllm.offers import Offers
 from kvbus.integrations.vllm.reservations import Reservation
+
+logger = logging.getLogger("vllm.kvbus")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +38,13 @@ class Answers:
         """
         num_blocks = sum(block != NULL_BLOCK for ids in block_ids for block in ids)
         if num_blocks > self._max_blocks:
+            logger.info(
+                "kvbus: request %s: its answer is not kept for the next turn: it has %s blocks, "
+                "all answers may have %s (decoder_kv_blocks_share)",
+                request_id,
+                num_blocks,
+                self._max_blocks,
+            )
             return None
         reservation = self._offers.reserve(request_id, lambda: digest, ttl_s=self._ttl_s)
         ticket = self._offers.publish(request_id, block_ids, num_tokens)
