@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+import anyio
 import msgspec
 import numpy as np
 import pytest
@@ -257,3 +258,21 @@ async def test_an_agent_without_staging_memory_says_so(folder: Path) -> None:
 
     assert done.slot_bytes == 0
     assert "'staging_bytes' of its configuration is 0" in refusal.message
+
+
+async def test_an_urgent_box_has_the_next_slot(case: Case) -> None:
+    held = [await case.packed(), await case.packed()]  # as many as one lease may have
+    order: list[str] = []
+
+    async def ask(name: str, priority: int) -> None:
+        packed = await case.packed(priority=priority)
+        order.append(name)
+        await case.reader.ask(Unpack(agent_boot=case.agent.boot, slot_ids=(packed.slot_id,)))
+
+    async with anyio.create_task_group() as tasks:
+        for number, (name, priority) in enumerate([("first", 0), ("second", 0), ("urgent", 1)]):
+            tasks.start_soon(ask, name, priority)
+            await until(lambda number=number: case.agent.counts["packs"] == number + 1)
+        await case.reader.ask(Unpack(agent_boot=case.agent.boot, slot_ids=(held[0].slot_id,)))
+
+    assert order == ["urgent", "first", "second"]

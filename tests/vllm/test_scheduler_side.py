@@ -22,7 +22,7 @@ from kvbus.geometry import EngineSpec
 from kvbus.integrations.vllm import held_blocks
 from kvbus.integrations.vllm.held_blocks import HeldBlocks
 from kvbus.integrations.vllm.options import ConnectorOptions
-from kvbus.integrations.vllm.scheduler_side import SchedulerSide
+from kvbus.integrations.vllm.scheduler_side import SchedulerSide, urgency_of
 from kvbus.integrations.vllm.sessions import ranks_elsewhere
 from kvbus.integrations.vllm.step_results import WorkerPlace
 from kvbus.protocol.engine import AgentRanks
@@ -293,6 +293,13 @@ def test_a_prompt_of_one_token_is_left_whole(agents: Agents) -> None:
         prefill.expect(request)
 
         assert list(request.all_token_ids) == [5]
+
+
+@pytest.mark.parametrize(
+    ("vllms", "ours"), [(0, 0), (5, -5), (-5, 5), (2**40, -(2**31)), (-(2**40), 2**31 - 1)]
+)
+def test_a_request_that_vllm_takes_earlier_is_more_urgent(vllms: int, ours: int) -> None:
+    assert urgency_of(request_of({}, priority=vllms)) == ours
 
 
 def test_ranks_are_elsewhere_whose_agent_is_not_that_of_the_first() -> None:
