@@ -22,7 +22,8 @@ EACH_TIME = 4
 """Handoffs that are measured in each turn, one after the other."""
 WAYS = {"alone": None, "beside, as urgent": 0, "beside, urgent": 1}
 """The priority of what is measured; the others have 0, if there are any."""
-OF_ALONE = Target(1.5)
+QUANTILES = {"p50": 0.5, "p99": 0.99}
+TARGETS = {("beside, urgent", "p99"): Target(1.5)}
 
 
 async def measure_priority(bench: Bench, scale: Scale) -> list[Figure]:
@@ -50,16 +51,21 @@ async def _measure(
                     tables = _stretch(NUM_LARGE * large, urgent)
                     fetched = await pair.hand_off(tables, priority=priority or 0)
                     times[way].append(fetched.seconds)
-    alone = quantile(times["alone"], 0.99)
+    of_alone = [
+        (way, text, quantile(times[way], fraction) / quantile(times["alone"], fraction))
+        for way in times
+        for text, fraction in QUANTILES.items()
+        if way != "alone"
+    ]
     return [
         *[
             milliseconds(f"{name}: {way} {text}", quantile(some, fraction))
             for way, some in times.items()
-            for text, fraction in (("p50", 0.5), ("p99", 0.99))
+            for text, fraction in QUANTILES.items()
         ],
         *[
-            Figure(f"{name}: {way} p99, of alone", quantile(times[way], 0.99) / alone, "", target)
-            for way, target in (("beside, as urgent", None), ("beside, urgent", OF_ALONE))
+            Figure(f"{name}: {way} {text}, of alone", ratio, "", TARGETS.get((way, text)))
+            for way, text, ratio in of_alone
         ],
         speed(f"{name}: the others meanwhile", load.num_bytes, load.seconds),
     ]
