@@ -24,12 +24,14 @@ from typing import Any
 
 import torch
 from vllm.sampling_params import SamplingParams
+from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvbus.bench.processes import agent
 from kvbus.engine import new_secret, share_tensor
 from kvbus.geometry import EngineSpec, GroupSpec, KvLayout, lay_out_rank
+from kvbus.integrations.vllm.held_blocks import HeldBlocks
 from kvbus.integrations.vllm.options import ConnectorOptions
 from kvbus.integrations.vllm.scheduler_side import SchedulerSide
 from kvbus.integrations.vllm.sessions import memory_link
@@ -53,6 +55,8 @@ def scheduler(attach: Path, name: str) -> Iterator[SchedulerSide]:
             attach, spec, rank, {rank.segments[0].segment_id: storage}, access=new_secret()
         )
         side = SchedulerSide(ConnectorOptions(str(attach)), spec)
+        pool = BlockPool(NUM_BLOCKS, enable_caching=True, hash_block_size=GROUP.block_size)
+        side.hold_in(HeldBlocks(pool, drains=False))
         side.meet_workers(())
         try:
             if not side.wait_up(UP_WITHIN_S):
