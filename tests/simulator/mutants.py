@@ -59,7 +59,7 @@ def a_cancelled_fetch_does_not_drain(patch: Patch) -> None:
 
 def a_dead_lease_is_confirmed(patch: Patch) -> None:
     def confirm(offer: Any, event: Any, _: Any) -> list[Any]:
-        ended = offer.release(Outcome.COMPLETED, ErrorCode.OFFER_COMPLETED, "ended")
+        ended = offer.release(Outcome.COMPLETED, ErrorCode.OFFER_COMPLETED)
         return [pre.SendReply(event.reply_to, Empty()), *ended]
 
     _change(patch, offering.TRANSITIONS, [SEALED], pre.Confirmed, confirm)
