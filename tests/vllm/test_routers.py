@@ -47,6 +47,7 @@ def test_a_chat_that_streams_says_the_same(pair: Cluster, port: int) -> None:
     assert pair.fetched_tokens() - before == len(prompt)
 
 
+@pytest.mark.parametrize("port", ["vllm-router"], indirect=True)
 def test_several_sequences_of_a_prompt_are_handed_off_once(pair: Cluster, port: int) -> None:
     prompt = prompt_of(CHUNK_TOKENS + 50, seed=port)
     before = pair.fetched_tokens()
@@ -55,6 +56,16 @@ def test_several_sequences_of_a_prompt_are_handed_off_once(pair: Cluster, port: 
 
     assert call.sequences() == 3 * [pair.alone(prompt)]
     assert pair.fetched_tokens() - before == len(prompt)
+
+
+@pytest.mark.parametrize("port", ["smg"], indirect=True)
+def test_several_sequences_that_are_not_handed_off_are_right(pair: Cluster, port: int) -> None:
+    """Smg sends them to the decode server alone."""
+    prompt = prompt_of(CHUNK_TOKENS + 50, seed=port)
+
+    call = ask_in_words(port, [prompt], NUM_TOKENS, n=3, temperature=ALMOST_GREEDY)
+
+    assert call.sequences() == 3 * [pair.alone(prompt)]
 
 
 def test_of_several_prompts_the_first_is_handed_off(pair: Cluster, port: int) -> None:
