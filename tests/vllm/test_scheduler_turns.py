@@ -218,7 +218,9 @@ def test_with_another_prompt_the_load_fails(
 def test_a_server_that_may_not_load_computes_the_turn(agents: Agents, pool: BlockPool) -> None:
     with (
         side_of(agents.all[0], pool) as decode,
-        side_of(agents.all[1], pool, bidirectional_kv_xfer=False) as prefill,
+        side_of(
+            agents.all[1], pool, bidirectional_kv_xfer=False, kv_recompute_threshold=1
+        ) as prefill,
     ):
         assert matched(prefill, next_turn(kept(decode), [*SAID, *NEW])) == 0
         wait_until(lambda: are_free(decode, pool), "its time is over")
