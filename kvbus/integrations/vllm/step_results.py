@@ -5,6 +5,7 @@ A worker hears of loads itself, too, so that vLLM learns of them a step earlier.
 
 from collections import deque
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from kvbus.protocol.engine import Fetched, Outcome
 
@@ -12,8 +13,7 @@ MOST_UNMATCHED = 1024
 """Notices that are kept until the scheduler's side names their fetch; most came too late for it."""
 
 
-@dataclass(frozen=True, slots=True)
-class StepResults:
+class StepResults(NamedTuple):
     """Ids of requests: whose load is over, whose load has failed.
 
     ``started`` are the loads that began in this step, by request, and their fetch ids. A worker
