@@ -221,6 +221,7 @@ def test_a_window_has_left_nothing_to_hold_behind() -> None:
     pool = pool_of_requests()
     held = HeldBlocks(pool, drains=False)
     held.hold("one", [[0, 0, 9]])
+    assert pool.null_block.ref_cnt == 0
     held.free(["one"])
 
     assert pool.null_block.ref_cnt == 0
