@@ -121,12 +121,18 @@ def test_no_load_is_over_before_it_has_failed(agents: Agents) -> None:
     assert too_early == []
 
 
+def another_ticket_of(handoff: HandoffParams) -> HandoffParams:
+    """To the same offer: a ticket that comes again is not used again."""
+    ticket = {**handoff.ticket, "request_id": "another"}
+    return HandoffParams(ticket, handoff.remote_num_tokens, handoff.prompt_digest)
+
+
 def test_a_load_of_an_offer_that_is_gone_fails(agents: Agents) -> None:
     with both_sides(*agents.all) as (offering, loading):
         handoff = offering.offered("r")
         loading.load("r", handoff)
         loading.until(lambda: loading.over, "the load is over")
-        loading.load("again", handoff)
+        loading.load("again", another_ticket_of(handoff))
         loading.until(lambda: len(loading.over) > 1, "the second load is over")
 
         assert (loading.failed, loading.over) == (["again"], ["r", "again"])
