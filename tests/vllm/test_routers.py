@@ -26,8 +26,16 @@ def port(pair: Cluster, request: pytest.FixtureRequest) -> Iterator[int]:
         yield running
 
 
-def test_clients_at_the_same_time_get_what_decode_says_alone(pair: Cluster, port: int) -> None:
-    prompts = [prompt_of(40 + 50 * number, seed=port + number) for number in range(8)]
+@pytest.fixture
+def seed(request: pytest.FixtureRequest) -> int:
+    """Prompts that the test with the other router has not had: they would be cached."""
+    return 9000 + 100 * sorted(ROUTERS).index(request.node.callspec.params["port"])
+
+
+def test_clients_at_the_same_time_get_what_decode_says_alone(
+    pair: Cluster, port: int, seed: int
+) -> None:
+    prompts = [prompt_of(40 + 50 * number, seed=seed + 10 + number) for number in range(8)]
     before = pair.fetched_tokens()
 
     calls = [ask_in_words(port, [prompt], NUM_TOKENS) for prompt in prompts]
@@ -37,8 +45,8 @@ def test_clients_at_the_same_time_get_what_decode_says_alone(pair: Cluster, port
     assert pair.fetched_tokens() - before == sum(len(prompt) for prompt in prompts)
 
 
-def test_a_chat_that_streams_says_the_same(pair: Cluster, port: int) -> None:
-    prompt = prompt_of(CHUNK_TOKENS + 50, seed=port)
+def test_a_chat_that_streams_says_the_same(pair: Cluster, port: int, seed: int) -> None:
+    prompt = prompt_of(CHUNK_TOKENS + 50, seed=seed + 20)
     before = pair.fetched_tokens()
 
     streamed = list(chat(port, prompt, NUM_TOKENS, stream=True).stream())
@@ -68,8 +76,8 @@ def test_several_sequences_that_are_not_handed_off_are_right(pair: Cluster, port
     assert call.sequences() == 3 * [pair.alone(prompt)]
 
 
-def test_of_several_prompts_the_first_is_handed_off(pair: Cluster, port: int) -> None:
-    prompts = [prompt_of(200 + number, seed=port + number) for number in range(3)]
+def test_of_several_prompts_the_first_is_handed_off(pair: Cluster, port: int, seed: int) -> None:
+    prompts = [prompt_of(200 + number, seed=seed + 30 + number) for number in range(3)]
     before = pair.fetched_tokens()
 
     said = ask_in_words(port, prompts, NUM_TOKENS).sequences()
@@ -78,8 +86,10 @@ def test_of_several_prompts_the_first_is_handed_off(pair: Cluster, port: int) ->
     assert pair.fetched_tokens() - before == len(prompts[0])
 
 
-def test_a_client_that_hangs_up_during_the_prefill_leaves_nothing(pair: Cluster, port: int) -> None:
-    call = ask_in_words(port, [prompt_of(LONG, seed=port)], NUM_TOKENS)
+def test_a_client_that_hangs_up_during_the_prefill_leaves_nothing(
+    pair: Cluster, port: int, seed: int
+) -> None:
+    call = ask_in_words(port, [prompt_of(LONG, seed=seed + 40)], NUM_TOKENS)
     wait_until(pair.reading, "prefill has begun")
 
     call.abort()
@@ -87,10 +97,12 @@ def test_a_client_that_hangs_up_during_the_prefill_leaves_nothing(pair: Cluster,
     pair.check()
 
 
-def test_a_client_that_hangs_up_during_the_fetch_leaves_nothing(pair: Cluster, port: int) -> None:
+def test_a_client_that_hangs_up_during_the_fetch_leaves_nothing(
+    pair: Cluster, port: int, seed: int
+) -> None:
     ended_before = pair.prefill.metric("request_success_total")
     with halted([pair.decode_agent.pid]):
-        call = ask_in_words(port, [prompt_of(LONG, seed=port)], NUM_TOKENS)
+        call = ask_in_words(port, [prompt_of(LONG, seed=seed + 50)], NUM_TOKENS)
         wait_until(
             lambda: pair.prefill.metric("request_success_total") > ended_before,
             "the prompt is prefilled",
@@ -102,8 +114,10 @@ def test_a_client_that_hangs_up_during_the_fetch_leaves_nothing(pair: Cluster, p
     pair.check()
 
 
-def test_a_client_that_hangs_up_during_the_stream_leaves_nothing(pair: Cluster, port: int) -> None:
-    call = chat(port, prompt_of(300, seed=port), LONG, stream=True, min_tokens=LONG)
+def test_a_client_that_hangs_up_during_the_stream_leaves_nothing(
+    pair: Cluster, port: int, seed: int
+) -> None:
+    call = chat(port, prompt_of(300, seed=seed + 60), LONG, stream=True, min_tokens=LONG)
     stream = call.stream()
     next(stream)
 
@@ -113,12 +127,12 @@ def test_a_client_that_hangs_up_during_the_stream_leaves_nothing(pair: Cluster, 
 
 
 def test_without_a_prefill_server_a_request_is_an_error_that_leaves_nothing(
-    pair: Cluster, port: int
+    pair: Cluster, port: int, seed: int
 ) -> None:
     pair.prefill.stop()
     try:
         with pytest.raises(RefusedError) as refused:
-            ask_in_words(port, [prompt_of(300, seed=port)], NUM_TOKENS).completion()
+            ask_in_words(port, [prompt_of(300, seed=seed + 70)], NUM_TOKENS).completion()
     finally:
         pair.prefill.launch()
         pair.prefill.wait_started()
