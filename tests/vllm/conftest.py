@@ -8,6 +8,7 @@ from typing import Protocol
 
 import pytest
 
+from tests.agents import Agents, agents_ended
 from tests.vllm.clusters import Cluster, cluster
 from tests.vllm.models import written
 from tests.vllm.shapes import Shape
@@ -120,3 +121,18 @@ def without_agents(running: Running, request: pytest.FixtureRequest) -> Iterator
     made = running(request.module.SHAPE, has_agents=False)
     yield made
     made.check()
+
+
+@pytest.fixture(scope="module")
+def shared_agents() -> Iterator[Agents]:
+    """An agent of each kind, without any vLLM."""
+    with agents_ended(Agents) as agents:
+        agents.start(agents.prepare("prefill"), agents.prepare("decode"))
+        yield agents
+
+
+@pytest.fixture
+def agents(shared_agents: Agents) -> Iterator[Agents]:
+    """They hold nothing after each test."""
+    yield shared_agents
+    shared_agents.check()

@@ -26,27 +26,13 @@ from kvbus.integrations.vllm.scheduler_side import SchedulerSide, urgency_of
 from kvbus.integrations.vllm.sessions import ranks_elsewhere
 from kvbus.integrations.vllm.step_results import WorkerPlace
 from kvbus.protocol.engine import AgentRanks
-from tests.agents import AgentProcess, Agents, agents_ended, wait_until
+from tests.agents import AgentProcess, Agents, wait_until
 from tests.integrations.vllm_sides import BLOCKS, GROUP, NUM_BLOCKS, PROMPT_TOKENS, memory_of
 
 ACCESS = 16 * "a"
 PROMPT = list(range(100, 100 + PROMPT_TOKENS))
 WITHIN_S = 30.0
 EMPTY = SchedulerOutput.make_empty()
-
-
-@pytest.fixture(scope="module")
-def shared_agents() -> Iterator[Agents]:
-    with agents_ended(Agents) as agents:
-        agents.start(agents.prepare("prefill"), agents.prepare("decode"))
-        yield agents
-
-
-@pytest.fixture
-def agents(shared_agents: Agents) -> Iterator[Agents]:
-    """They hold nothing after each test."""
-    yield shared_agents
-    shared_agents.check()
 
 
 def pool_of_requests() -> BlockPool:

@@ -22,7 +22,7 @@ from kvbus.integrations.vllm.held_blocks import HeldBlocks
 from kvbus.integrations.vllm.options import ConnectorOptions, Endpoints
 from kvbus.integrations.vllm.scheduler_side import SchedulerSide
 from kvbus.integrations.vllm.step_results import WorkerPlace
-from tests.agents import AgentProcess, Agents, agents_ended, wait_until
+from tests.agents import AgentProcess, Agents, wait_until
 from tests.integrations.vllm_sides import BLOCKS, GROUP, NUM_BLOCKS, PROMPT_TOKENS, memory_of
 
 PLACE = WorkerPlace(0, "", 16 * "a")
@@ -35,20 +35,6 @@ NEW = [300, 301, 302]
 TO_DECODE = {"do_remote_prefill": False}
 EMPTY = SchedulerOutput.make_empty()
 NOWHERE = "/nowhere/attach.sock"
-
-
-@pytest.fixture(scope="module")
-def shared_agents() -> Iterator[Agents]:
-    with agents_ended(Agents) as agents:
-        agents.start(agents.prepare("prefill"), agents.prepare("decode"))
-        yield agents
-
-
-@pytest.fixture
-def agents(shared_agents: Agents) -> Iterator[Agents]:
-    """They hold nothing after each test."""
-    yield shared_agents
-    shared_agents.check()
 
 
 @pytest.fixture

@@ -1,6 +1,6 @@
 """What a request's KV is of: its tokens, its LoRA, its images; the same on both sides of a handoff.
 
-Refuses a prompt that is not the one whose KV a ticket opens.
+Refuses a prompt that is not the one whose KV a ticket opens. Prefill may leave out its last token.
 """
 
 from typing import TYPE_CHECKING
@@ -51,3 +51,16 @@ def digest_of(request: "Request", num_tokens: int) -> str:
         if feature.mm_position.offset < num_tokens
     ]
     return prompt_digest(request.all_token_ids[:num_tokens], conditions)
+
+
+def leave_last_token(request: "Request") -> None:
+    """Have the prefill engine compute all but the last token of the prompt.
+
+    The decode engine computes that one in any case, for its logits. With a sliding window it needs
+    a token for it that vLLM drops once the last one was computed, if it is the last of its block.
+    """
+    if request.num_prompt_tokens > 1 and request.prompt_token_ids is not None:
+        del request.prompt_token_ids[-1]
+        del request._all_token_ids[-1]
+        request.num_prompt_tokens -= 1
+        request.max_tokens = 1

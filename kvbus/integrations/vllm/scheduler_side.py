@@ -21,6 +21,7 @@ from kvbus.integrations.vllm.prompts import (
     digest_of,
     digest_of_prompt,
     has_tokens,
+    leave_last_token,
 )
 from kvbus.integrations.vllm.request_ids import is_of_later_prompt
 from kvbus.integrations.vllm.sessions import (
@@ -54,7 +55,10 @@ HANDS_OFF_AFTER = (RequestStatus.FINISHED_LENGTH_CAPPED, RequestStatus.FINISHED_
 
 
 class SchedulerSide:
-    """What vLLM's scheduler asks of the connector; every call returns at once."""
+    """What vLLM's scheduler asks of the connector.
+
+    Only the end of a request that is offered waits: for its ticket, a second at most.
+    """
 
     def __init__(
         self,
@@ -285,16 +289,3 @@ def urgency_of(request: "Request") -> int:
     """The priority of its load: vLLM's own counts the other way, and may be any number."""
     vllms: int = request.priority
     return max(MIN_PRIORITY, min(MAX_PRIORITY, -vllms))
-
-
-def leave_last_token(request: "Request") -> None:
-    """Have the prefill engine compute all but the last token of the prompt.
-
-    The decode engine computes that one in any case, for its logits. With a sliding window it needs
-    a token for it that vLLM drops once the last one was computed, if it is the last of its block.
-    """
-    if request.num_prompt_tokens > 1 and request.prompt_token_ids is not None:
-        del request.prompt_token_ids[-1]
-        del request._all_token_ids[-1]
-        request.num_prompt_tokens -= 1
-        request.max_tokens = 1
