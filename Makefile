@@ -27,7 +27,7 @@ PIP_VLLM := $(BIN_VLLM)/pip install --quiet --disable-pip-version-check --constr
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-long chaos soak mutants simulate test-vllm vllm-contract check format bench docs clean
+.PHONY: help venv debian-packages demo test test-long chaos soak mutants simulate test-vllm vllm-contract check format bench docs clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 12
@@ -44,6 +44,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 # vLLM's wheel asks for packages that have no build for this torch: what else it requires comes first, and
 # then the wheel alone. What it requires does not take the numpy of constraints.txt. The routers find there
 # what they import; smg requires a package for health checks by gRPC, too, which its launcher does not use.
+# Ray's LLM library is in its wheel, but the extra of that name requires another vLLM.
 $(INSTALLED_VLLM): pyproject.toml constraints.txt constraints-vllm.txt tests/vllm/requirements.py
 	@$(NEW_ENOUGH)
 	$(PYTHON) -m venv --clear $(VENV_VLLM)
@@ -56,6 +57,7 @@ $(INSTALLED_VLLM): pyproject.toml constraints.txt constraints-vllm.txt tests/vll
 	$(PIP_VLLM) --no-deps $(VENV_VLLM)/wheel/*.whl
 	rm -r $(VENV_VLLM)/wheel
 	$(PIP_VLLM) --no-deps vllm-router smg orjson
+	$(PIP_VLLM) 'ray[serve]' pyarrow pandas
 	$(PIP_VLLM) --editable '.[dev]'
 	@touch $@
 
@@ -63,6 +65,13 @@ $(INSTALLED_VLLM): pyproject.toml constraints.txt constraints-vllm.txt tests/vll
 # as well, more slowly.
 $(KERNEL): hatch_build.py kvbus/memory/copy_runs.c kvbus/memory/digest_pieces.c | $(INSTALLED)
 	-$(BIN)/python hatch_build.py
+
+# Tests that need one of these are skipped without it, and say so. So are those that need kubectl 1.27 or later: Debian's
+# kustomize is too old for the manifests.
+debian-packages: ## Install what some tests need of Debian: a browser, promtool
+	apt-get update -q
+	DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends \
+		chromium fonts-dejavu-core prometheus
 
 demo: $(INSTALLED) ## Move KV between two real engines and compare the tokens
 	$(BIN)/kvbus demo

@@ -25,7 +25,7 @@ from kvbus.geometry import (
     SlotOrder,
     StatePart,
 )
-from kvbus.protocol import attach, engine, handover, mapped, peer
+from kvbus.protocol import attach, engine, events, handover, mapped, peer, peer_view, trace
 from kvbus.protocol.message import Empty, ErrorBody, Message, Request
 from kvbus.protocol.rendezvous import Rendezvous
 from kvbus.protocol.ticket import Ticket
@@ -49,7 +49,10 @@ SHARED = (
     mapped.MemorySocket,
     mapped.LentSegment,
     mapped.Sharing,
+    peer_view.PeerView,
     engine.StageTimes,
+    trace.Span,
+    trace.OtherAgent,
 )
 ROOMS: dict[str, tuple[type[Request[Any]], ...]] = {
     "attach": attach.ATTACH_REQUESTS,
@@ -60,7 +63,7 @@ ROOMS: dict[str, tuple[type[Request[Any]], ...]] = {
     "peer": tuple(dict.fromkeys(peer.PREFILL_PEER_REQUESTS + peer.DECODE_PEER_REQUESTS)),
     "memory": mapped.MEMORY_REQUESTS,
 }
-EVENT_KINDS = tuple(dict.fromkeys(peer.EVENTS.values()))
+EVENT_KINDS = tuple(dict.fromkeys(events.EVENTS.values()))
 
 
 class Undocumented(Exception):
@@ -109,7 +112,7 @@ def _message(kind: type[Message]) -> Iterator[str]:
 
 
 def _event(kind: type[Message]) -> Iterator[str]:
-    ops = ", ".join(f"`{op}`" for op, event in peer.EVENTS.items() if event is kind)
+    ops = ", ".join(f"`{op}`" for op, event in events.EVENTS.items() if event is kind)
     yield from (f"#### {ops}", "", WORDS["messages"][kind.__name__], "")
     yield from _table(kind)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from kvbus.protocol import attach, engine, handover, mapped, peer
+from kvbus.protocol import attach, engine, events, handover, mapped, peer
 from kvbus.protocol.envelope import Notice, Reply, RequestFrame
 from kvbus.protocol.message import ErrorBody, Message, Request
 from kvbus.protocol.rendezvous import Rendezvous
@@ -32,7 +32,7 @@ def schema() -> str:
     """The whole file; ``x-`` says which body goes with which operation."""
     kinds = [kind for kinds in REQUESTS.values() for kind in kinds]
     replies = [kind.reply for kind in kinds]
-    others: list[Any] = [*engine.NOTICES, *peer.EVENTS.values(), RequestFrame, Reply, Notice]
+    others: list[Any] = [*engine.NOTICES, *events.EVENTS.values(), RequestFrame, Reply, Notice]
     named = list(dict.fromkeys([*kinds, *replies, *others, ErrorBody, Ticket, Rendezvous]))
     _, components = msgspec.json.schema_components(named, ref_template="#/$defs/{name}")
     page = {
@@ -40,7 +40,7 @@ def schema() -> str:
         "title": "kvbus protocol, version 1",
         "x-requests": {room: _requests(kinds) for room, kinds in REQUESTS.items()},
         "x-notices": {kind.op: _ref(kind) for kind in engine.NOTICES},
-        "x-events": {op: _ref(kind) for op, kind in peer.EVENTS.items()},
+        "x-events": {op: _ref(kind) for op, kind in events.EVENTS.items()},
         "$defs": dict(sorted(components.items())),
     }
     return json.dumps(page, indent=1) + "\n"

@@ -9,13 +9,17 @@ from typing import Annotated
 import typer
 
 from kvbus.bench.command import bench
+from kvbus.bench.side_commands import bench_decode, bench_prefill
 from kvbus.conform.command import conform
 from kvbus.demo.command import demo
 from kvbus.demo.side_commands import demo_decode, demo_prefill
 from kvbus.doctor.command import doctor
+from kvbus.events_command import events
 from kvbus.keys.command import keys
 from kvbus.plan.command import plan
 from kvbus.status_command import status
+from kvbus.top.command import top
+from kvbus.trace.command import trace
 
 app = typer.Typer(
     help="Moves the KV cache of LLM requests from a prefill engine to a decode engine.",
@@ -24,7 +28,21 @@ app = typer.Typer(
     rich_markup_mode="markdown",
     pretty_exceptions_enable=False,
 )
-for command in (demo, demo_prefill, demo_decode, bench, plan, doctor, conform, status):
+for command in (
+    demo,
+    demo_prefill,
+    demo_decode,
+    bench,
+    bench_prefill,
+    bench_decode,
+    plan,
+    doctor,
+    conform,
+    status,
+    events,
+    trace,
+    top,
+):
     app.command()(command)
 app.add_typer(keys, name="keys")
 

@@ -15,10 +15,13 @@ def write_json(value: object) -> None:
     write_text(msgspec.json.encode(value).decode() + "\n")
 
 
-def write_text(text: str) -> None:
-    """Text to stdout. A pipe without a reader is no error, a full disk is told on stderr."""
+def write_text(text: str) -> bool:
+    """Text to stdout; whether it came there.
+
+    A pipe without a reader is no error, a full disk is told on stderr.
+    """
     if sys.stdout is None:  # Python found it closed
-        return
+        return False
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
@@ -28,6 +31,8 @@ def write_text(text: str) -> None:
         nowhere = os.open(os.devnull, os.O_WRONLY)
         os.dup2(nowhere, sys.stdout.fileno())  # some Pythons write what is left once more at exit
         os.close(nowhere)
+        return False
+    return True
 
 
 def fail(message: str, *, status: int, cause: Exception) -> NoReturn:

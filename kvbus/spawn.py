@@ -73,8 +73,9 @@ class Child:
     ) -> "Child":
         """Start ``command``; its stderr, and its stdout where nothing else is said, go to ``log``.
 
-        ``env`` is added to this process's. In a session of its own it does not get the Ctrl-C of
-        this process's terminal. Raises `ConfigError` when the log cannot be written.
+        ``env`` is added to this process's, of which it does not get what configures an agent. In a
+        session of its own it does not get the Ctrl-C of this process's terminal. Raises
+        `ConfigError` when the log cannot be written.
         """
         if threading.current_thread() is not threading.main_thread():
             raise LocalError(
@@ -89,7 +90,7 @@ class Child:
                     stdin=stdin,
                     stdout=output if stdout is None else stdout,
                     stderr=output,
-                    env={**os.environ, **(env or {})},
+                    env={**_inherited(), **(env or {})},
                     start_new_session=own_session,
                 )
                 return cls(name, process, log, start_bytes)
@@ -178,6 +179,11 @@ class Child:
         return self.process.wait()
 
 
+def _inherited() -> dict[str, str]:
+    """The environment without `KVBUS_…`: it may be that of an agent, in whose container we run."""
+    return {name: text for name, text in os.environ.items() if not name.startswith("KVBUS_")}
+
+
 def _how_ended(status: int) -> str:
     if status < 0:
         return f"was ended by {signal.Signals(-status).name}"
@@ -194,7 +200,7 @@ def cpu_s(pid: int) -> float:
     return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
 
-def write_agent_config(name: str, folder: Path, **settings: str | float) -> Path:
+def write_agent_config(name: str, folder: Path, **settings: str | float | list[str]) -> Path:
     """A configuration of an agent for this machine alone; it lives in ``folder / name``."""
     values = {
         "agent_id": name,

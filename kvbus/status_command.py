@@ -13,6 +13,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
+from kvbus.agent.process.faults import retry_time
 from kvbus.bus import ask_agent
 from kvbus.errors import ConfigError, KVBusError, RequestTimeout
 from kvbus.keys.asker import KeyFile, ServerKey, curve_of
@@ -84,7 +85,7 @@ def status_table(answer: AgentStatus) -> Table:
     for what, state in _sharing_rows(answer.sharing):
         table.add_row(what, state)
     for endpoint, wait_s in answer.silent_peers.items():
-        table.add_row(f"peer {endpoint}", f"does not answer, tried again in {wait_s:.0f} s")
+        table.add_row(f"peer {endpoint}", f"does not answer, tried again {retry_time(wait_s)}")
     for what, count in answer.counts.items():
         table.add_row(what.replace("_", " "), str(count))
     return table
@@ -98,5 +99,12 @@ def _sharing_rows(sharing: Sharing | None) -> Iterator[tuple[str, str]]:
         yield "shared memory", sharing.closed
     if sharing.path:
         yield "lends memory at", sharing.path
+    by_reason: dict[str, list[str]] = {}
     for engine, state in sharing.engines.items():
-        yield f"memory of {engine}", "mapped here" if state == "open" else f"not mapped: {state}"
+        if state == "open":
+            yield f"memory of {engine}", "mapped here"
+        else:
+            by_reason.setdefault(state, []).append(engine)
+    for reason, engines in by_reason.items():
+        who = engines[0] if len(engines) == 1 else f"{len(engines)} engines"
+        yield f"memory of {who}", f"not mapped: {reason}"

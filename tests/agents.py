@@ -11,6 +11,7 @@ import signal
 import sys
 import tempfile
 import time
+import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -186,17 +187,35 @@ class AgentProcess:
         first: then it has counted what it said before.
         """
         self.status()
-        page = f"http://{self.settings['metrics_bind']}/metrics"
-        with urllib.request.urlopen(page, timeout=WITHIN_S) as answer:
-            families = text_string_to_metric_families(answer.read().decode())
+        families = text_string_to_metric_families(self.page("/metrics")[1])
         samples = [s for family in families for s in family.samples if s.name == f"kvbus_{name}"]
         assert samples or labels, f"no metric {name}"
         return sum(s.value for s in samples if labels.items() <= s.labels.items())
+
+    def page(self, path: str, *, within_s: float = WITHIN_S, **headers: str) -> tuple[int, str]:
+        """The status and the text of a page at its HTTP port, asked with the token that it has."""
+        asked = urllib.request.Request(f"http://{self.settings['http_bind']}{path}")
+        if file := self.settings.get("http_token_file"):
+            headers = {"Authorization": f"Bearer {Path(file).read_text().strip()}", **headers}
+        for name, value in headers.items():
+            asked.add_header(name, value)
+        try:
+            with urllib.request.urlopen(asked, timeout=within_s) as answer:  # noqa: S310
+                return answer.status, answer.read().decode()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode()
 
     def status(self, **asked: str) -> dict[str, Any]:
         """The answer to a status request on the peer socket."""
         answer: dict[str, Any] = ask(self.peer, "status", asked, curve=self.curve)["ok"]
         return answer
+
+    def trace(self, **asked: str) -> list[dict[str, Any]]:
+        """The spans that it tells, by a request on the peer socket."""
+        answer: dict[str, Any] = ask(self.peer, "trace", asked, curve=self.curve)["ok"]
+        spans: list[dict[str, Any]] = answer["spans"]
+        return spans
 
     def memory_maps(self, name: str) -> int:
         """How many mappings of files with ``name`` in theirs the process has."""
@@ -259,7 +278,7 @@ class Agents:
             "peer_bind": f"tcp://127.0.0.1:{free_port()}",
             "events_bind": f"tcp://127.0.0.1:{free_port()}",
             "runtime_dir": str(folder / "run"),
-            "metrics_bind": f"127.0.0.1:{free_port()}",
+            "http_bind": f"127.0.0.1:{free_port()}",
             "heartbeat_s": 0.2,
         }
         if role == "decode":

@@ -27,12 +27,13 @@ HERE, THERE, BITS = f"{_NET}.1", f"{_NET}.2", 24
 _SET_INTERFACE, _IS_TUN, _WITHOUT_HEADER = 0x400454CA, 0x0001, 0x1000
 _PACKET_BYTES = 1 << 16
 IP_VERSION = 4
+_FLAGS_AT, _SYN, _ACK = 13, 0x02, 0x10
 _LOOK_S = 0.05
 
 
 @dataclass
 class FaultyLink:
-    """The link to ``host``; change what it does at any time. What goes there is never lost."""
+    """The link to ``host``; change what it does at any time. `loss` is of what comes from there."""
 
     host: Host
     interface: str
@@ -43,6 +44,14 @@ class FaultyLink:
     """Whether it swallows everything, both ways, without a word."""
     hole_ports: frozenset[int] = frozenset()
     """TCP ports to and from which it swallows everything."""
+    largest_bytes_there: int = _PACKET_BYTES
+    """It swallows larger packets that go there, without a word."""
+    largest_bytes_back: int = _PACKET_BYTES
+    """It swallows larger packets that come from there."""
+    lets_there_connect: bool = True
+    """Whether it lets the host begin a TCP connection."""
+    num_connects_from_there: int = 0
+    """Packets of the host that would have begun one."""
     _ends: tuple[int, int] = (-1, -1)
     _random: Random = field(default_factory=lambda: Random(7))
     _under_way: list[tuple[float, int, int, bytes]] = field(default_factory=list)
@@ -66,11 +75,23 @@ class FaultyLink:
     def _take(self, end: int, *, to: int) -> None:
         with suppress(OSError):  # its device is down
             packet = os.read(end, _PACKET_BYTES)
-            is_lost = end == self._ends[1] and self._random.random() < self.loss
+            is_lost = self._is_lost_back(packet) if end == self._ends[1] else self._is_lost(packet)
             if not (self.is_hole or is_lost or self.hole_ports & ports_of(packet)):
                 self._count += 1
                 due_at = time.monotonic() + (self.delay_s if to == self._ends[0] else 0.0)
                 heapq.heappush(self._under_way, (due_at, self._count, to, packet))
+
+    def _is_lost(self, packet: bytes) -> bool:
+        return len(packet) > self.largest_bytes_there
+
+    def _is_lost_back(self, packet: bytes) -> bool:
+        begins = begins_connection(packet)
+        self.num_connects_from_there += begins
+        return (
+            self._random.random() < self.loss
+            or len(packet) > self.largest_bytes_back
+            or (begins and not self.lets_there_connect)
+        )
 
     def _deliver(self) -> None:
         while self._under_way and self._under_way[0][0] <= time.monotonic():
@@ -82,10 +103,19 @@ class FaultyLink:
 
 def ports_of(packet: bytes) -> set[int]:
     """The TCP ports of an IPv4 packet; none of any other."""
+    return set(struct.unpack_from("!HH", _tcp_of(packet))) if _tcp_of(packet) else set()
+
+
+def begins_connection(packet: bytes) -> bool:
+    """Whether it is the first packet of a TCP connection: SYN without ACK."""
+    tcp = _tcp_of(packet)
+    return bool(tcp) and tcp[_FLAGS_AT] & (_SYN | _ACK) == _SYN
+
+
+def _tcp_of(packet: bytes) -> bytes:
     if packet[0] >> 4 != IP_VERSION or packet[9] != socket.IPPROTO_TCP:
-        return set()
-    start = (packet[0] & 0x0F) * 4
-    return set(struct.unpack_from("!HH", packet, start))
+        return b""
+    return packet[(packet[0] & 0x0F) * 4 :]
 
 
 @contextmanager

@@ -18,6 +18,8 @@ PLUMBING = (*PLANNED, "bus", "memory", "transport")
 ROOMS = {
     "kvbus/errors": (),
     "kvbus/text": (),
+    "kvbus/histograms": (),
+    "kvbus/clocks": (),
     "kvbus/output": (),
     "kvbus/options": ("errors", "output"),
     "kvbus/geometry": ("errors",),
@@ -31,12 +33,14 @@ ROOMS = {
     "kvbus/keys": (*PURE, "protocol", "bus", "output"),
     "kvbus/agent": (*PLUMBING, "keys"),
     "kvbus/engine": PLUMBING,
-    "kvbus/integrations": (*PURE, "protocol", "engine", "options", "output"),
+    "kvbus/integrations": (*PURE, "protocol", "engine", "options", "output", "spawn"),
     "kvbus/demo": (*PLUMBING, "keys", "engine", "spawn", "options", "output"),
     "kvbus/plan": (*PURE, "planning", "text", "options", "output"),
-    "kvbus/bench": (*PLUMBING, "engine", "spawn", "text", "output"),
+    "kvbus/bench": (*PLUMBING, "engine", "spawn", "text", "histograms", "output"),
+    "kvbus/top": (*PURE, "protocol", "agent", "histograms", "output"),
+    "kvbus/trace": (*PURE, "protocol", "bus", "keys", "clocks", "output"),
     "kvbus/conform": (*PURE, "protocol", "output", "spawn"),
-    "kvbus/doctor": (*PLUMBING, "keys", "agent", "text", "output", "spawn"),
+    "kvbus/doctor": (*PLUMBING, "keys", "agent", "clocks", "text", "output", "spawn"),
     "services/prefill/kvbus_prefill": (*PLUMBING, "agent", "keys"),
     "services/decode/kvbus_decode": (*PLUMBING, "agent", "keys"),
 }
@@ -44,16 +48,22 @@ ROOMS = {
 PURE_FOLDERS = (
     "kvbus/errors",
     "kvbus/text",
+    "kvbus/histograms",
     "kvbus/geometry",
     "kvbus/planning",
     "kvbus/protocol",
     "kvbus/table",
     "kvbus/doctor/finding",
+    "kvbus/clocks",
+    "kvbus/trace/timeline",
+    "kvbus/trace/chrome",
     "services/prefill/kvbus_prefill/meeting",
     "services/prefill/kvbus_prefill/offer",
     "services/decode/kvbus_decode/fetch",
 )
 PURE_MODULES = (
+    "services/prefill/kvbus_prefill/spans.py",
+    "services/decode/kvbus_decode/spans.py",
     *(f"services/prefill/kvbus_prefill/slots/{name}.py" for name in ("events", "entry", "table")),
     *(
         f"services/decode/kvbus_decode/read/{name}.py"
@@ -76,6 +86,7 @@ OWNERS = {
     "starlette": ("kvbus/integrations/proxy/",),
     "httpx": ("kvbus/integrations/proxy/",),
     "uvicorn": ("kvbus/integrations/proxy/",),
+    "opentelemetry": ("kvbus/agent/otlp/encode.py",),
     "pickle": (),
 }
 

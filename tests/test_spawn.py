@@ -214,3 +214,16 @@ def test_cpu_time_is_that_of_the_child(children: list[Child], log: Path) -> None
 
     assert 0.25 < used < WITHIN_S
     assert child.cpu_s() == 0
+
+
+def test_a_child_is_not_configured_by_the_environment_of_an_agent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("KVBUS_AGENT_ID", "of-the-container")
+    command = [sys.executable, "-c", "import os; print(*sorted(os.environ))"]
+
+    with Child.start("printer", command, log=tmp_path / "log", env={"KVBUS_GIVEN": "1"}) as child:
+        child.process.wait(20)
+
+        assert "KVBUS_GIVEN" in child.log_text().split()
+        assert "KVBUS_AGENT_ID" not in child.log_text().split()

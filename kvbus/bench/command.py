@@ -2,9 +2,7 @@
 
 import os
 import platform
-import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from importlib.metadata import version
 from typing import Annotated, Any
 
@@ -12,8 +10,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from kvbus.bench.exits import errors_told
 from kvbus.bench.figures import EVERY_TIME, CaseName, Figures, Scale, as_rows, as_table
-from kvbus.errors import KVBusError, leaves
 from kvbus.output import write_json
 
 
@@ -35,7 +33,10 @@ def bench(
     ] = False,
     scale: Annotated[float, typer.Option(min=1e-4, max=1.0, hidden=True)] = 1.0,
 ) -> None:
-    """Measure handoffs beside bare NIXL on this machine, with agents and engines of its own."""
+    """Measure handoffs beside bare NIXL on this machine, with agents and engines of its own.
+
+    Between agents that run on two machines: `kvbus bench-prefill | kvbus bench-decode`.
+    """
     machine = {
         "cpus": os.cpu_count(),
         "load_before": round(os.getloadavg()[0], 2),
@@ -58,7 +59,7 @@ def _measure(names: Sequence[CaseName], size: Scale) -> tuple[Table, dict[str, A
     from kvbus.bench.cases import run_cases  # noqa: PLC0415 - torch costs seconds, even for --help
 
     measured: Figures = {}
-    with _refusals_told():
+    with errors_told("bench"):
         measured = run_cases(names, size)
     return as_table(measured), {"figures": as_rows(measured)}
 
@@ -68,19 +69,6 @@ def _trace(size: Scale) -> tuple[Table, dict[str, Any]]:
     from kvbus.bench.trace.measure import trace_handoffs  # noqa: PLC0415
 
     hops = []
-    with _refusals_told():
+    with errors_told("bench"):
         hops = trace_handoffs(size)
     return trace_table(hops), {"trace": trace_rows(hops)}
-
-
-@contextmanager
-def _refusals_told() -> Iterator[None]:
-    """Exit status 1 when a handoff fails, and each reason on stderr."""
-    refused: list[KVBusError] = []
-    try:
-        yield
-    except* KVBusError as errors:
-        refused = leaves(errors)
-    if refused:
-        sys.stderr.writelines(f"error: {error}\n" for error in refused)
-        raise typer.Exit(1)

@@ -36,9 +36,11 @@ class CaseName(StrEnum):
     MEMORY = "memory"
     LARGE = "large"
     DIGESTS = "digests"
+    WARM = "warm"
+    COST = "cost"
 
 
-ONLY_WHEN_ASKED = {CaseName.MEMORY, CaseName.LARGE, CaseName.DIGESTS}
+ONLY_WHEN_ASKED = {CaseName.MEMORY, CaseName.LARGE, CaseName.DIGESTS, CaseName.WARM, CaseName.COST}
 """They take long, or 9 GiB, or are of what few switch on: they run when ``--only`` names them."""
 EVERY_TIME = tuple(name for name in CaseName if name not in ONLY_WHEN_ASKED)
 

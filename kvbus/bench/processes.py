@@ -12,6 +12,7 @@ from types import MappingProxyType
 import anyio
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.samples import Sample
 
 from kvbus.errors import RequestTimeout
 from kvbus.planning import Descriptors
@@ -74,16 +75,20 @@ class BenchAgent:
 
     def lag_counts(self) -> dict[float, float]:
         """Its histogram of event loop lag: cumulative counts by upper bound in seconds."""
+        lags = (sample for sample in self._samples() if sample.name == LAG_BUCKET)
+        return {float(sample.labels["le"]): sample.value for sample in lags}
+
+    def reading(self, name: str) -> float:
+        """The value of a gauge of its metrics page; 0 for one that it has not."""
+        return sum(one.value for one in self._samples() if one.name == f"kvbus_{name}")
+
+    def _samples(self) -> Iterator[Sample]:
         connection = http.client.HTTPConnection("127.0.0.1", self.metrics_port, timeout=5)
         with contextlib.closing(connection):
             connection.request("GET", "/metrics")
             page = connection.getresponse().read().decode()
-        return {
-            float(sample.labels["le"]): sample.value
-            for family in text_string_to_metric_families(page)
-            for sample in family.samples
-            if sample.name == LAG_BUCKET
-        }
+        for family in text_string_to_metric_families(page):
+            yield from family.samples
 
 
 @contextlib.contextmanager
@@ -93,14 +98,14 @@ def agent(
     *,
     label: str = "default",
     notes: Path | None = None,
-    settings: Mapping[str, str | float] = MappingProxyType({}),
+    settings: Mapping[str, str | float | list[str]] = MappingProxyType({}),
 ) -> Iterator[BenchAgent]:
     """Start the ``role`` agent below ``folder``; ``settings`` are keys of its configuration.
 
     Each of a role has a ``label`` of its own. With ``notes`` it is traced, see `module_command`.
     """
     port, name = free_port(), f"{role}-{label}"
-    page = {"metrics_bind": f"127.0.0.1:{port}"}
+    page = {"http_bind": f"127.0.0.1:{port}"}
     config = write_agent_config(name, folder, **page, **settings)
     command = module_command(f"{role} agent", f"kvbus_{role}", str(config), notes=notes)
     with Child.start(f"{role} agent", command, log=folder / f"{name}.log") as child:

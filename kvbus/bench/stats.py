@@ -1,4 +1,4 @@
-"""Samples, and numbers from them: quantiles, the ratio of two series, histogram deltas."""
+"""Samples, and numbers from them: quantiles, the ratio of two series."""
 
 import math
 import statistics
@@ -26,26 +26,3 @@ def median_ratio(baseline_s: Sequence[float], ours_s: Sequence[float]) -> float:
     """Our speed beside the baseline's, the median over rounds: what hits both cancels out."""
     pairs = zip(baseline_s, ours_s, strict=True)
     return statistics.median(baseline / ours for baseline, ours in pairs)
-
-
-def added_counts(before: Mapping[float, float], after: Mapping[float, float]) -> dict[float, float]:
-    """What two looks at a cumulative histogram lie apart; keys are upper bounds of buckets."""
-    return {bound: count - before.get(bound, 0.0) for bound, count in after.items()}
-
-
-def histogram_quantile(cumulative: Mapping[float, float], fraction: float) -> float:
-    """A quantile from a cumulative histogram, taken as evenly spread within its bucket.
-
-    NaN without samples; the last finite bound when the quantile lies beyond it.
-    """
-    bounds = sorted(cumulative)
-    rank = fraction * cumulative[bounds[-1]] if bounds else 0.0
-    below, below_count = 0.0, 0.0
-    for bound in bounds:
-        count = cumulative[bound]
-        if count and count >= rank:
-            if math.isinf(bound):
-                return below
-            return below + (bound - below) * (rank - below_count) / (count - below_count or 1.0)
-        below, below_count = bound, count
-    return math.nan

@@ -5,7 +5,7 @@ another one.
 """
 
 from kvbus.bus.allowed import AllowedPeers
-from kvbus.bus.ask import ask_agent
+from kvbus.bus.ask import agent_client, ask_agent
 from kvbus.bus.boot import new_boot_id, new_secret
 from kvbus.bus.client import RequestClient
 from kvbus.bus.curve import (
@@ -20,6 +20,7 @@ from kvbus.bus.door import DoorLimits, Ended
 from kvbus.bus.guard import ConnectionGuard
 from kvbus.bus.key_check import Applicant, KeyCheck
 from kvbus.bus.limits import ClientCounters, ServerCounters, ServerLimits, SubscriberCounters
+from kvbus.bus.names import look_up_all
 from kvbus.bus.pending import OnReply
 from kvbus.bus.publisher import EventPublisher
 from kvbus.bus.server import Handlers, RequestServer
@@ -54,8 +55,10 @@ __all__ = [
     "SocketOptions",
     "SubscriberCounters",
     "Watch",
+    "agent_client",
     "ask_agent",
     "key_pair_of",
+    "look_up_all",
     "new_boot_id",
     "new_context",
     "new_key_pair",

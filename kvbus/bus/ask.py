@@ -1,4 +1,7 @@
-"""One request to the peer socket of an agent, from a router or a tool that asks seldom."""
+"""Requests to the peer socket of an agent, from a router or a tool that asks seldom."""
+
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 
 import anyio
 
@@ -10,6 +13,23 @@ from kvbus.errors import KVBusError
 from kvbus.protocol.message import R, Request
 
 
+@asynccontextmanager
+async def agent_client(
+    endpoint: str, *, curve: ClientCurve | None = None
+) -> AsyncIterator[RequestClient]:
+    """Several requests to one agent; what they raise is to be caught in the block.
+
+    Raises `ConfigError` for an endpoint or a key that is none.
+    """
+    with new_context() as context:
+        options = SocketOptions(curve=curve)
+        client = RequestClient(context, endpoint, boot=new_boot_id(), options=options)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(client.run)
+            yield client
+            tasks.cancel_scope.cancel()
+
+
 async def ask_agent(
     endpoint: str, message: Request[R], *, timeout_s: float, curve: ClientCurve | None = None
 ) -> R:
@@ -19,16 +39,11 @@ async def ask_agent(
     `RemoteError` with code ``forbidden`` when the two have not the keys for each other.
     """
     outcome: R | KVBusError
-    with new_context() as context:
-        options = SocketOptions(curve=curve)
-        client = RequestClient(context, endpoint, boot=new_boot_id(), options=options)
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(client.run)
-            try:
-                outcome = await client.ask(message, timeout_s=timeout_s)
-            except KVBusError as error:
-                outcome = error
-            tasks.cancel_scope.cancel()
+    async with agent_client(endpoint, curve=curve) as client:
+        try:
+            outcome = await client.ask(message, timeout_s=timeout_s)
+        except KVBusError as error:
+            outcome = error
     if isinstance(outcome, KVBusError):
         raise outcome
     return outcome

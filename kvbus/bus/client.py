@@ -4,6 +4,7 @@ Refuses to outlive the peer: when the peer comes back as a new process, what was
 """
 
 import asyncio
+import time
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -292,9 +293,16 @@ class RequestClient(SocketActor):
     def _deliver(self, notice: Notice) -> None:
         inbox, repeated = self._inbox, self._inbox.num_repeated
         for due in inbox.accept(notice):
+            if due.seq == inbox.told_upto + 1:
+                asyncio.get_running_loop().call_soon(self._note_told, inbox)
             self.counters.notices += 1
             self._call_user(self._on_notice, due)
         self.counters.notices_repeated += inbox.num_repeated - repeated
+
+    # Who awaits something of a notice goes on in the next turn of the loop. This was scheduled
+    # before the user is called, so it runs just before the first of them.
+    def _note_told(self, inbox: NoticeInbox) -> None:
+        inbox.note_told(time.monotonic())
 
     def _call_user(self, callback: Callable[[_T], None] | None, argument: _T) -> None:
         try:
@@ -309,14 +317,18 @@ class RequestClient(SocketActor):
             self._will_acknowledge = True
             self.timers.at(self.timers.now() + _ACKNOWLEDGE_S, self._acknowledge)
 
-    def _acknowledge(self, _: int) -> None:
-        """Acknowledge all notices so far; one acknowledgement is under way."""
+    def acknowledge(self) -> None:
+        """Acknowledge what is due now, and not soon: this client is going to be closed."""
+        self._acknowledge()
+
+    def _acknowledge(self, _: int = 0) -> None:
+        """Acknowledge all notices that were told; one acknowledgement is under way."""
         self._will_acknowledge = False
         if not self._inbox.acknowledge_due or self._acking or self.closed:
             return
-        self._inbox.acknowledge_due = False
         self._acking = True
-        message = Acknowledge(upto=self._inbox.delivered_upto, boot=self._peer.current or "")
+        inbox, boot = self._inbox, self._peer.current or ""
+        message = Acknowledge(inbox.told_upto, boot, inbox.take_told())
         self._own.add(self._send(message, _OWN_TIMEOUT_S, self._acknowledged))
 
     def _acknowledged(self, outcome: Message | KVBusError) -> None:

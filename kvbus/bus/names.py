@@ -73,9 +73,17 @@ class NameCache:
 
 def look_up(host: str) -> str:
     """The first address of ``host``, as it stands in an endpoint; blocks. Raises `OSError`."""
-    found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    family, *_, address = found[0]
-    return f"[{address[0]}]" if family == socket.AF_INET6 else str(address[0])
+    return look_up_all(host)[0]
+
+
+def look_up_all(host: str) -> list[str]:
+    """All addresses of ``host``, as they stand in endpoints; blocks. Raises `OSError`."""
+    found = socket.getaddrinfo(host.strip("[]"), None, type=socket.SOCK_STREAM)
+    texts = (
+        f"[{address[0]}]" if family == socket.AF_INET6 else str(address[0])
+        for family, *_, address in found
+    )
+    return list(dict.fromkeys(texts))
 
 
 NAMES = NameCache(look_up)

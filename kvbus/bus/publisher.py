@@ -5,6 +5,7 @@ The subscriber sees it by the seqs, those in heartbeats included.
 """
 
 import asyncio
+from collections.abc import Callable
 
 from kvbus.bus.event_socket import EventSocket
 from kvbus.bus.socket_actor import SocketActor
@@ -12,8 +13,8 @@ from kvbus.bus.sockets import BusContext, SocketOptions
 from kvbus.bus.traffic import Watch
 from kvbus.errors import ConfigError, LocalError
 from kvbus.protocol.envelope import encode_notice
+from kvbus.protocol.events import Heartbeat
 from kvbus.protocol.message import Message
-from kvbus.protocol.peer import Heartbeat
 
 _BIND_AGAIN_S = 0.02
 
@@ -40,6 +41,8 @@ class EventPublisher(SocketActor):
         self._seqs: dict[str, int] = {}
         self._num_heartbeats = 0
         self._started_at = 0.0
+        self.count_reads: Callable[[], int] = _none
+        """How many reads of what the process has are under way, for heartbeats."""
         self._context, self._options = context, options or SocketOptions()
         self._watch = watch
         self._socket: EventSocket | None = self._bind(endpoint)
@@ -91,9 +94,14 @@ class EventPublisher(SocketActor):
     def _beat(self, _: int) -> None:
         now = self.timers.now()
         self._num_heartbeats += 1
-        beat = Heartbeat(seqs=self._seqs, uptime_s=now - self._started_at)
+        uptime_s = now - self._started_at
+        beat = Heartbeat(seqs=self._seqs, uptime_s=uptime_s, reads=self.count_reads())
         frame = encode_notice(beat.op, self._num_heartbeats, self.boot, beat)
         if self._socket is not None:
             self._socket.send(beat.op, frame)
             self._socket.read()
         self.timers.at(now + self._heartbeat_s, self._beat)
+
+
+def _none() -> int:
+    return 0

@@ -177,7 +177,7 @@ class RequestServer(SocketActor):
             message = from_body(Acknowledge, request.body)
             if message.boot != self.boot:  # a restarted server numbers its notices from 1 again
                 raise LocalError("acknowledges another boot's notices", code=ErrorCode.STALE)
-            session.acknowledge(message.upto)
+            session.acknowledge(message.upto, message.told_s)
         except LocalError as error:
             self._refuse(session.identity, request.request_id, error)
             return

@@ -3,6 +3,7 @@
 Refuses a second answer to a call, and a notice when too many are unacknowledged.
 """
 
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from kvbus.bus.limits import ServerCounters, ServerLimits
@@ -12,6 +13,9 @@ from kvbus.bus.timers import Timers
 from kvbus.errors import ClosedError, ErrorCode, KVBusError, LocalError
 from kvbus.protocol.envelope import Body, encode_notice
 from kvbus.protocol.message import Message
+
+OnTold = Callable[[float], None]
+"""Called with the time at which the peer says that it was told; not at all if it does not say."""
 
 _RESEND_WINDOW = 64
 _MAX_BACKOFF = 8
@@ -69,7 +73,7 @@ class Session:
         self.evicted_upto = 0
         self._server = server
         self._last_seq = 0
-        self._outbox: dict[int, bytes] = {}
+        self._outbox: dict[int, tuple[bytes, OnTold | None]] = {}
         self._outbox_bytes = 0
         self._progress_at = 0.0
         self._backoff = 1
@@ -85,7 +89,7 @@ class Session:
         """How many notices the peer has not acknowledged."""
         return len(self._outbox)
 
-    def notify(self, op: str, body: Message | Body) -> int:
+    def notify(self, op: str, body: Message | Body, on_told: OnTold | None = None) -> int:
         """Send a notice until the peer acknowledges it; returns its seq.
 
         Raises `ClosedError` on a forgotten session and `LocalError` with code ``busy`` when the
@@ -98,21 +102,28 @@ class Session:
         self._last_seq += 1
         if not self._outbox:
             self._progress_at = self._server.timers.now()
-        self._outbox[self._last_seq] = frame
+        self._outbox[self._last_seq] = frame, on_told
         self._outbox_bytes += len(frame)
         self._server.counters.notices += 1
         self._server.pump.send(self.identity, frame)
         self._arm()
         return self._last_seq
 
-    def acknowledge(self, upto: int) -> None:
-        """The peer has all notices up to ``upto``; raises `LocalError` when they never were."""
+    def acknowledge(self, upto: int, told_s: Sequence[float] = ()) -> None:
+        """The peer has all notices up to ``upto``, and was told of the last ones at ``told_s``.
+
+        Raises `LocalError` when they never were.
+        """
         if upto > self._last_seq:
             raise LocalError("acknowledges notices that were never sent", last_seq=self._last_seq)
+        first_told = upto - len(told_s) + 1
         for seq in list(self._outbox):
             if seq > upto:
                 break
-            self._outbox_bytes -= len(self._outbox.pop(seq))
+            frame, on_told = self._outbox.pop(seq)
+            self._outbox_bytes -= len(frame)
+            if on_told is not None and seq >= first_told:
+                on_told(told_s[seq - first_told])
         self._progress_at, self._backoff = self._server.timers.now(), 1
 
     def moved(self, identity: bytes) -> None:
@@ -158,7 +169,7 @@ class Session:
 
     def _send_again(self) -> None:
         self._progress_at = self._server.timers.now()
-        for frame in list(self._outbox.values())[:_RESEND_WINDOW]:
+        for frame, _ in list(self._outbox.values())[:_RESEND_WINDOW]:
             if not self._server.pump.send(self.identity, frame):
                 return
             self._server.counters.notices_resent += 1

@@ -18,7 +18,7 @@ from kvbus.bus.sockets import BusContext, SocketOptions, open_subscriber
 from kvbus.bus.timers import Timers
 from kvbus.errors import ErrorCode, KVBusError, LocalError, ProtocolError
 from kvbus.protocol.envelope import Notice, decode
-from kvbus.protocol.peer import Heartbeat
+from kvbus.protocol.events import Heartbeat
 
 
 class EventListener:
@@ -27,8 +27,8 @@ class EventListener:
     def on_event(self, endpoint: str, event: Notice) -> None:
         """An event arrived that is no heartbeat."""
 
-    def on_heartbeat(self, endpoint: str, boot: str) -> None:
-        """The publisher lives, and says so about once a second."""
+    def on_heartbeat(self, endpoint: str, boot: str, reads: int) -> None:
+        """The publisher lives, and says so about once a second; so many read what it has."""
 
     def on_gap(self, endpoint: str, boot: str, topic: str) -> None:
         """Events of ``topic`` were lost; called before the event that showed it."""
@@ -211,7 +211,9 @@ class _Feed:
             self._tell(owner.listener.on_gap, self._endpoint, event.boot, topic)
         if event.op == Heartbeat.op:
             owner.counters.heartbeats += 1
-            self._tell(owner.listener.on_heartbeat, self._endpoint, event.boot)
+            reads = event.body.get("reads", 0)
+            known = reads if isinstance(reads, int) and reads >= 0 else 0
+            self._tell(owner.listener.on_heartbeat, self._endpoint, event.boot, known)
         else:
             owner.counters.events += 1
             self._tell(owner.listener.on_event, self._endpoint, event)

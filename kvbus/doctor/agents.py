@@ -16,15 +16,19 @@ import anyio
 import msgspec
 import psutil
 
+from kvbus.agent.http.door import Door
 from kvbus.agent.process.access import Access
 from kvbus.agent.process.config import AgentConfig, convert_config, load_shared_config
-from kvbus.agent.process.data_plane import choose_interfaces
+from kvbus.agent.process.config_sources import variable
+from kvbus.agent.process.data_plane import choose_interfaces, without_link
 from kvbus.agent.process.defaults import DECODE_DEFAULTS, PREFILL_DEFAULTS
 from kvbus.bus import ClientCurve, ask_agent, port_range
 from kvbus.doctor.advertised import advertise_error, advertise_findings
+from kvbus.doctor.agent_network import interfaces_finding, keys_finding
 from kvbus.doctor.finding import ERROR, NOTE, OK, Finding
 from kvbus.doctor.sharing import sharing_findings
 from kvbus.errors import ConfigError, KVBusError
+from kvbus.keys.trusted import TrustedKeys
 from kvbus.memory.attach.folder import prepare_folder
 from kvbus.memory.attach.path import check_path_length
 from kvbus.memory.room import available_bytes
@@ -64,7 +68,9 @@ class AgentFacts(msgspec.Struct, frozen=True, kw_only=True):
     """What one agent wants; ``source`` is its file, or whose defaults these are.
 
     ``folder_error`` is empty when the runtime folder is there or can be made, with mode 0700, and
-    the path of the socket in it is short enough. ``interfaces`` are those that UCX may use.
+    the path of the socket in it is short enough. ``interfaces`` are those that UCX may use,
+    ``down`` those of them without a link; ``trusted`` the roles of the keys but its own that it
+    trusts, None without keys.
     """
 
     source: str
@@ -75,6 +81,8 @@ class AgentFacts(msgspec.Struct, frozen=True, kw_only=True):
     staging_bytes: int
     interfaces: tuple[str, ...]
     interfaces_error: str
+    down: tuple[str, ...] = ()
+    trusted: frozenset[str] | None = None
     server_key: str = ""
     keys_error: str = ""
     advertise_host: str = ""
@@ -93,9 +101,14 @@ class AgentFacts(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def wanted_agents(paths: list[Path]) -> list[AgentSource]:
-    """The agents of these files, or of both services' defaults; raises `ConfigError`."""
+    """The agents of these files, else of the environment, else of both services' defaults.
+
+    Raises `ConfigError`.
+    """
     if paths:
         return [(str(path), load_shared_config(path)) for path in paths]
+    if variable("agent_id") in os.environ:
+        return [("the environment", load_shared_config(None))]
     defaults = {"kvbus-prefill": PREFILL_DEFAULTS, "kvbus-decode": DECODE_DEFAULTS}
     return [
         (f"the defaults of {name}", convert_config(AgentConfig, dict(keys), source=name))
@@ -114,7 +127,7 @@ def agent_facts(source: str, config: AgentConfig) -> AgentFacts:
     """What came of trying each of them."""
     interfaces, interfaces_error = _interfaces(config)
     curve, keys_error = _curve(config)
-    keys = [key for key in ("peer_bind", "events_bind", "metrics_bind") if getattr(config, key)]
+    keys = [key for key in ("peer_bind", "events_bind", "http_bind") if getattr(config, key)]
     return AgentFacts(
         source=source,
         agent_id=config.agent_id,
@@ -124,6 +137,8 @@ def agent_facts(source: str, config: AgentConfig) -> AgentFacts:
         staging_bytes=config.staging_bytes,
         interfaces=interfaces,
         interfaces_error=interfaces_error,
+        down=without_link(interfaces),
+        trusted=_trusted(config, curve.server_key) if curve else None,
         advertise_host=config.advertise_host,
         advertise_error=advertise_error(config.advertise_host),
         server_key=curve.server_key if curve else "",
@@ -135,9 +150,16 @@ def _curve(config: AgentConfig) -> tuple[ClientCurve | None, str]:
     """What the agent is asked with, its own key at both ends, and what is wrong with its keys."""
     try:
         keys = Access.open(config).keys
+        Door.open(config)
     except ConfigError as error:
         return None, error.message
     return ClientCurve(keys, keys.public) if keys else None, ""
+
+
+def _trusted(config: AgentConfig, own_key: str) -> frozenset[str]:
+    trusted = TrustedKeys(Path(config.authorized_keys))
+    trusted.refresh()
+    return frozenset(role for one in trusted if one.key != own_key for role in one.roles)
 
 
 def _interfaces(config: AgentConfig) -> tuple[tuple[str, ...], str]:
@@ -233,26 +255,20 @@ def agent_findings(agents: Sequence[AgentFacts], *, available_bytes: int) -> Ite
             why=f"Engines meet their agent in this folder ({agent.source}).",
             fix="Set runtime_dir to a folder of this user, with mode 0700 and a short path.",
         )
-        yield Finding(
-            f"agents.{agent.agent_id}.interfaces",
-            ERROR if agent.interfaces_error else OK,
-            agent.interfaces_error or f"UCX listens on {', '.join(agent.interfaces)}",
-            {"interfaces": list(agent.interfaces), "error": agent.interfaces_error},
-            why="Whoever reaches UCX over TCP reads and writes any memory of the agent "
-            f"({agent.source}).",
-            fix="Name the interfaces that only agents reach in data_interfaces.",
-            command="ip -brief address" if agent.interfaces_error else "",
+        yield interfaces_finding(
+            agent.agent_id,
+            agent.source,
+            interfaces=agent.interfaces,
+            down=agent.down,
+            error=agent.interfaces_error,
         )
-        yield Finding(
-            f"agents.{agent.agent_id}.keys",
-            ERROR if agent.keys_error else OK,
-            agent.keys_error
-            or agent.server_key
-            or "no keys: this machine alone, or a closed network",
-            {"server_key": agent.server_key, "error": agent.keys_error},
-            why=f"Keys say who may ask the agent, and encrypt what is said ({agent.source}).",
-            fix="Make and trust keys, and name them in key_file and authorized_keys.",
-            command="kvbus keys --help" if agent.keys_error else "",
+        yield keys_finding(
+            agent.agent_id,
+            agent.source,
+            key=agent.server_key,
+            trusted=agent.trusted,
+            role=agent.status.role if agent.status is not None else "",
+            error=agent.keys_error,
         )
         yield from advertise_findings(agent.agent_id, agent.advertise_host, agent.advertise_error)
     yield from _clashes(agents)

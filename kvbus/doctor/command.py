@@ -15,12 +15,13 @@ from msgspec import ValidationError, convert
 from rich.console import Console
 
 from kvbus.doctor.agents import AgentSource, check_agents, wanted_agents
+from kvbus.doctor.asking import PeerToCheck
 from kvbus.doctor.children import Budget
 from kvbus.doctor.cuda import check_cuda
 from kvbus.doctor.finding import Finding, Severity, as_json, exit_status_of
 from kvbus.doctor.host import check_limits, check_memory, check_processes
 from kvbus.doctor.nixl import check_nixl
-from kvbus.doctor.peer import PeerToCheck, check_peer
+from kvbus.doctor.peer import check_peer
 from kvbus.doctor.report import print_report
 from kvbus.doctor.versions import check_versions
 from kvbus.errors import ConfigError, KVBusError
@@ -50,7 +51,8 @@ Configs = Annotated[
     typer.Option(
         metavar="FILE",
         help="Check the ports, folder and staging of this agent, and what memory it shares with "
-        "others that run; may be repeated. Without it those of both agents' defaults.",
+        "others that run; may be repeated. Without it those of the agent of the environment "
+        "(KVBUS_AGENT_ID …), or of both agents' defaults.",
     ),
 ]
 Families = Annotated[
@@ -65,6 +67,21 @@ PeerEndpoint = Annotated[
         metavar="ENDPOINT",
         help="Check whether this machine reaches the agent elsewhere at tcp://HOST:PORT, and where "
         "its KV is read from; with --key-file and --server-key where it has keys.",
+    ),
+]
+Reader = Annotated[
+    str,
+    typer.Option(
+        "--from",
+        metavar="ENDPOINT",
+        help="With --peer: the decode agent that reads from it. The two are compared as a pair, by "
+        "what each says of the other.",
+    ),
+]
+ReaderKey = Annotated[
+    str,
+    typer.Option(
+        metavar="KEY", help="The public key of the agent at --from, or a key file that has it."
     ),
 ]
 Timeout = Annotated[
@@ -82,6 +99,8 @@ def doctor(
     peer: PeerEndpoint = "",
     key_file: KeyFile = None,
     server_key: ServerKey = "",
+    reader: Reader = "",
+    from_server_key: ReaderKey = "",
     timeout: Timeout = 60.0,
     strict: Strict = False,
     as_one_json: AsOneJson = False,
@@ -106,7 +125,8 @@ def doctor(
         agents = wanted_agents(config or [])
     except ConfigError as error:
         fail(f"--config: {error.message}", status=2, cause=error)
-    elsewhere = _peer_to_check(peer, key_file, server_key)
+    elsewhere = _agent_to_check("--peer", peer, key_file, server_key)
+    of_this_side = _reader_to_check(reader, peer, key_file, from_server_key)
     families = set(only or Family) - (set() if elsewhere else {Family.PEER})
     if not families:
         raise typer.BadParameter("--only peer needs --peer ENDPOINT as well")
@@ -118,6 +138,7 @@ def doctor(
             budget,
             lambda what: line.update(f"checking {what}"),
             peer=elsewhere,
+            reader=of_this_side,
         )
     if as_one_json:
         write_json(as_json(findings, version=version("kvbus"), strict=strict))
@@ -133,6 +154,7 @@ def run_checks(
     on_progress: Callable[[str], None],
     *,
     peer: PeerToCheck | None = None,
+    reader: PeerToCheck | None = None,
 ) -> list[Finding]:
     """The findings of these families, in the order of `Family`."""
     checks: dict[Family, Callable[[], Iterable[Finding]]] = {
@@ -143,7 +165,7 @@ def run_checks(
         Family.NIXL: lambda: check_nixl(budget, on_progress),
         Family.CUDA: lambda: check_cuda(budget),
         Family.AGENTS: lambda: check_agents(agents),
-        Family.PEER: lambda: check_peer(peer) if peer else (),
+        Family.PEER: lambda: check_peer(peer, reader) if peer else (),
     }
     findings: list[Finding] = []
     for family in Family:
@@ -165,16 +187,30 @@ def run_checks(
     return findings
 
 
-def _peer_to_check(endpoint: str, key_file: Path | None, server_key: str) -> PeerToCheck | None:
+def _reader_to_check(
+    reader: str, peer: str, key_file: Path | None, server_key: str
+) -> PeerToCheck | None:
+    if reader and not peer:
+        raise typer.BadParameter("--from needs --peer ENDPOINT as well")
+    if reader and reader == peer:
+        raise typer.BadParameter("--from and --peer are the same agent: name the two of a pair")
+    if server_key and not reader:
+        raise typer.BadParameter("--from-server-key needs --from ENDPOINT as well")
+    return _agent_to_check("--from", reader, key_file if server_key else None, server_key)
+
+
+def _agent_to_check(
+    option: str, endpoint: str, key_file: Path | None, server_key: str
+) -> PeerToCheck | None:
     if not endpoint:
         return None
     try:
         convert(endpoint, Endpoint)
         return PeerToCheck(endpoint, curve_of(key_file, server_key))
     except ValidationError as error:
-        fail(f"--peer: {endpoint!r} is not tcp://HOST:PORT", status=2, cause=error)
+        fail(f"{option}: {endpoint!r} is not tcp://HOST:PORT", status=2, cause=error)
     except ConfigError as error:
-        fail(f"--peer: {error.message}", status=2, cause=error)
+        fail(f"{option}: {error.message}", status=2, cause=error)
 
 
 def _as_text(findings: list[Finding]) -> str:

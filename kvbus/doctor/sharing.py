@@ -33,7 +33,7 @@ def sharing_findings(statuses: Sequence[AgentStatus]) -> Iterator[Finding]:
     decodes = [one for one in statuses if one.role is AgentRole.DECODE]
     for prefill, decode in product(prefills, decodes):
         verdict = _verdict(prefill, decode)
-        states = _states(prefill, decode)
+        states = engines_met(prefill, decode)
         yield Finding(
             f"agents.{decode.agent_id}.maps.{prefill.agent_id}",
             verdict.severity,
@@ -59,7 +59,7 @@ def _verdict(prefill: AgentStatus, decode: AgentStatus) -> Verdict:
             f"the prefill agent is of uid {theirs.uid}, the decode agent of uid {ours.uid}",
             "Run both agents as one user.",
         )
-    return _met(theirs, ours, _states(prefill, decode))
+    return _met(theirs, ours, engines_met(prefill, decode))
 
 
 def _met(theirs: Sharing, ours: Sharing, states: dict[str, str]) -> Verdict:
@@ -85,8 +85,8 @@ def _met(theirs: Sharing, ours: Sharing, states: dict[str, str]) -> Verdict:
     return Verdict(OK, "open: one machine, one user; no engine of it was read yet")
 
 
-def _states(prefill: AgentStatus, decode: AgentStatus) -> dict[str, str]:
-    """What the decode agent says of this agent's engines that are there."""
+def engines_met(prefill: AgentStatus, decode: AgentStatus) -> dict[str, str]:
+    """What a decode agent says of a prefill agent's engines that it has met."""
     met = decode.sharing.engines if decode.sharing else {}
     names = {f"{engine} at {prefill.agent_id}": engine for engine in prefill.engines}
     return {engine: met[name] for name, engine in names.items() if name in met}

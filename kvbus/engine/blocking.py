@@ -4,6 +4,7 @@ What an engine polls in its step loop (`take_released`, `take_ended`) never wait
 """
 
 import functools
+import time
 from collections.abc import Awaitable, Callable
 from concurrent.futures import Future
 from contextlib import ExitStack
@@ -53,6 +54,17 @@ def blocking(
     @functools.wraps(method)
     def call(self: InThread[X], /, *args: P.args, **kwargs: P.kwargs) -> T:
         return self.run(lambda: method(self.latest, *args, **kwargs))
+
+    return call
+
+
+def asked_here(method: Callable[P, T]) -> Callable[P, T]:
+    """A method that says when it was called, in this thread."""
+
+    @functools.wraps(method)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        kwargs.setdefault("asked_s", time.monotonic())
+        return method(*args, **kwargs)
 
     return call
 
@@ -234,7 +246,7 @@ class BlockingDecode(Blocking[DecodeSession]):
         super().__init__(make, reconnect=reconnect)
 
     register = blocking(DecodeSession.register)
-    fetch = blocking(awaitable(DecodeSession.fetch))
+    fetch = asked_here(blocking(awaitable(DecodeSession.fetch)))
     cancel = given(Fetch.cancel)
 
     def wait_completed(self, fetch: Fetch) -> Fetched:

@@ -33,6 +33,7 @@ from kvbus.geometry import BlockTable, EngineSpec
 from kvbus.protocol.engine import AgentRole, BlocksFreed, Fetched, Landed, Outcome, StartFetch
 from kvbus.protocol.envelope import Notice
 from kvbus.protocol.message import Empty, from_body
+from kvbus.protocol.traceparent import known_trace
 
 SILENT_S = 5.0
 DOUBT_S = 8.0
@@ -88,6 +89,9 @@ class DecodeSession(ControlSession):
         fetch_id: str | None = None,
         prompt_digest: str = "",
         priority: int = 0,
+        traceparent: str = "",
+        asked_s: float | None = None,
+        wanted_s: float | None = None,
     ) -> Fetch:
         """Ask for tokens [first_token, num_tokens) into ``block_ids`` (by group, by position).
 
@@ -99,7 +103,11 @@ class DecodeSession(ControlSession):
         the blocks, though valid only with the completion. ``fetch_id`` is one that the engine has
         never used before; one is made when there is none. With ``prompt_digest`` the ticket must be
         of a prompt with that digest. Of fetches that wait for each other, those of a greater
-        ``priority`` come first, though never alone: the others go on more slowly.
+        ``priority`` come first, though never alone: the others go on more slowly. ``traceparent``
+        is the trace that the request belongs to; that of the ticket when there is none. For spans,
+        ``asked_s`` is when the engine asked for this, by `time.monotonic`: now, unless this is
+        called in another thread, later. ``wanted_s`` is since when it has had the request, which
+        waited for its turn.
 
         Returns at once; `Fetch.completed` says how it ends, a refusal by the agent included (its
         stage is ``requested``). An agent without room is asked again until ``timeout_s`` or
@@ -109,8 +117,9 @@ class DecodeSession(ControlSession):
         Raises `GeometryError` for ids that are none or of no group, and why the session ended when
         it did.
         """
+        now = time.monotonic()
         tables = fetch_tables(self.engine, block_ids, first_token, num_tokens)
-        overdue_at = time.monotonic() + (timeout_s or self.request_timeout_s)
+        overdue_at = now + (timeout_s or self.request_timeout_s)
         fetch = Fetch(self, fetch_id or uuid.uuid4().hex, on_landed, overdue_at=overdue_at)
         message = StartFetch(
             fetch_id=fetch.fetch_id,
@@ -123,6 +132,9 @@ class DecodeSession(ControlSession):
             chunk_tokens=piece_tokens,
             prompt_digest=prompt_digest,
             priority=priority,
+            traceparent=known_trace(traceparent),
+            asked_s=now if asked_s is None else asked_s,
+            wanted_s=wanted_s,
         )
         asked = _Asked(message, fetch, BusyPauses(overdue_at))
         self.send(message, lambda reply: self._on_taken(asked, reply))

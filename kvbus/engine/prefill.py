@@ -4,6 +4,7 @@ Refuses to guess about blocks: they are the engine's again when `Offer.released`
 the session is lost, as nobody can complete a read of them then.
 """
 
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Unpack
@@ -27,6 +28,7 @@ from kvbus.protocol.engine import (
 from kvbus.protocol.envelope import Notice
 from kvbus.protocol.message import from_body
 from kvbus.protocol.ticket import packed_tables
+from kvbus.protocol.traceparent import known_trace
 
 BlockIds = Mapping[str, npt.ArrayLike]
 OnReleased = Callable[[Released], None]
@@ -151,6 +153,7 @@ class PrefillSession(ControlSession):
         prompt_digest: str = "",
         transfer_id: str | None = None,
         readers: int = 1,
+        traceparent: str = "",
     ) -> Offer:
         """Offer ``num_tokens`` tokens that lie in ``block_ids`` (by group, in order of position).
 
@@ -170,8 +173,11 @@ class PrefillSession(ControlSession):
 
         The ticket may be used by so many ``readers``, each of which gets all of it; the blocks come
         back when the last one has it, or after ``ttl_s`` when fewer come.
+
+        ``traceparent`` is the trace that the request belongs to, as W3C Trace Context writes it;
+        the ticket carries it. What is none is ignored.
         """
-        first_blocks = first_blocks or {}
+        asked_s, first_blocks = time.monotonic(), first_blocks or {}
         if without := sorted(first_blocks.keys() - block_ids.keys()):
             raise GeometryError(
                 f"no blocks are given for {', '.join(without)}", field="first_blocks"
@@ -187,6 +193,8 @@ class PrefillSession(ControlSession):
             prompt_digest=prompt_digest,
             transfer_id=transfer_id,
             readers=readers,
+            traceparent=known_trace(traceparent),
+            asked_s=asked_s,
         )
 
         def keep(made: OfferMade) -> Offer:

@@ -293,6 +293,8 @@ class EngineSession:
 
     async def _say_goodbye(self) -> None:
         with contextlib.suppress(KVBusError), anyio.move_on_after(GOODBYE_S, shield=True):
+            if self._client is not None:
+                self._client.acknowledge()
             await self.request(Detach(), timeout_s=GOODBYE_S)
 
     def _lose(self, error: KVBusError) -> None:

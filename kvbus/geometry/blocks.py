@@ -9,6 +9,7 @@ from typing import Annotated
 
 import msgspec
 import numpy as np
+import numpy.ma  # np.unique does it at its first call, for 10 ms: not in a first fetch
 import numpy.typing as npt
 
 from kvbus.errors import GeometryError

@@ -5,7 +5,7 @@ from typing import Annotated
 
 import typer
 
-from kvbus.bus import ClientCurve
+from kvbus.bus import ClientCurve, KeyPair
 from kvbus.errors import ConfigError
 from kvbus.keys.files import read_public, read_secret
 
@@ -25,6 +25,33 @@ ServerKey = Annotated[
         help="The public key of the agent, or a key file that has it.",
     ),
 ]
+ServerKeys = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY",
+        envvar="KVBUS_SERVER_KEY",
+        help="The public key of the agent, or a key file that has it; for several agents once for "
+        "each, in the same order.",
+    ),
+]
+
+
+def curves_of(
+    key_file: Path | None, server_keys: list[str], num_agents: int
+) -> tuple[KeyPair | None, list[str]]:
+    """Our key and those of some agents, or none; raises `ConfigError` as `curve_of` does."""
+    if key_file is None and not server_keys:
+        return None, [""] * num_agents
+    if len(server_keys) != num_agents and key_file is not None:
+        raise ConfigError(
+            f"--server-key: given {len(server_keys)} times for {num_agents} agents; an agent with "
+            "keys is asked with its own"
+        )
+    curves = [curve_of(key_file, key) for key in server_keys]
+    return (
+        next((one.keys for one in curves if one is not None), None),
+        [one.server_key if one is not None else "" for one in curves],
+    )
 
 
 def curve_of(key_file: Path | None, server_key: str) -> ClientCurve | None:

@@ -45,6 +45,13 @@ def read_secret(path: Path) -> KeyPair:
     return pair
 
 
+def read_private(path: Path) -> bytes:
+    """What is in a file that nobody else may read; raises `ConfigError`."""
+    content, status = _read_bytes(path)
+    _require_private(path, status)
+    return content
+
+
 def write_secret(path: Path, pair: KeyPair) -> None:
     """A new file with mode 0600; raises `ConfigError`, also when there is one already."""
     text = (
@@ -93,26 +100,33 @@ def write_trusted(folder: Path, trusted: TrustedKey) -> Path:
 
 
 def require_unwritable(path: Path, status: os.stat_result) -> None:
-    """Raise `ConfigError` when somebody else could change what lies at ``path``."""
+    """Raise `ConfigError` when somebody else could change what lies at ``path``.
+
+    Modes do not count where the file system is mounted read-only, as Kubernetes mounts a ConfigMap
+    and a Secret: their folders have mode 0777.
+    """
     if status.st_uid not in (0, os.geteuid()):
         raise ConfigError(f"{path} belongs to uid {status.st_uid}, neither to us nor to root")
-    if status.st_mode & 0o022:
+    if status.st_mode & 0o022 and not os.statvfs(path).f_flag & os.ST_RDONLY:
         raise ConfigError(f"{path} can be changed by others: run 'chmod go-w {path}'")
 
 
-_ROLES_EXAMPLE = '["decode"]'
-
-
 def _require_private(path: Path, status: os.stat_result) -> None:
-    """A file of root may be lent to our group, as a mounted Kubernetes secret is."""
+    """Raise `ConfigError` when somebody else can read or change what lies at ``path``.
+
+    A file of root may be lent to our group, as a mounted Kubernetes secret is.
+    """
     require_unwritable(path, status)
     lent = status.st_uid == 0 and os.geteuid() != 0
     if status.st_mode & (0o007 if lent else 0o077):
         mode = stat.S_IMODE(status.st_mode)
         raise ConfigError(
-            f"{path} has mode {mode:04o}: others can read the secret key; run 'chmod 0600 {path}', "
-            "and make a new key if somebody may have read it"
+            f"{path} has mode {mode:04o}: others can read the secret in it; run "
+            f"'chmod 0600 {path}', and make a new one if somebody may have read it"
         )
+
+
+_ROLES_EXAMPLE = '["decode"]'
 
 
 def _require_key(path: Path, key: str) -> None:
@@ -131,16 +145,21 @@ def _role(path: Path, name: object) -> Role:
 
 
 def _read(path: Path) -> tuple[str, os.stat_result]:
-    """The text and what was true of the file that was really read."""
+    content, status = _read_bytes(path)
+    return content.decode(errors="replace"), status
+
+
+def _read_bytes(path: Path) -> tuple[bytes, os.stat_result]:
+    """The content and what was true of the file that was really read."""
     try:
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
-            text = file.read(MAX_FILE_BYTES + 1)
+            content = file.read(MAX_FILE_BYTES + 1)
     except OSError as error:
         raise ConfigError(f"cannot read the key file {path}: {error.strerror}") from error
-    if len(text) > MAX_FILE_BYTES:
+    if len(content) > MAX_FILE_BYTES:
         raise ConfigError(f"{path} is no key file: it is larger than {MAX_FILE_BYTES} bytes")
-    return text.decode(errors="replace"), status
+    return content, status
 
 
 def _parse(path: Path, text: str) -> Mapping[str, Any]:

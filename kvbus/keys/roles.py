@@ -8,6 +8,7 @@ from enum import StrEnum
 from types import MappingProxyType
 from typing import Any
 
+from kvbus.protocol.cost import Cost
 from kvbus.protocol.message import Request
 from kvbus.protocol.peer import (
     DECODE_PEER_REQUESTS,
@@ -15,27 +16,28 @@ from kvbus.protocol.peer import (
     PeerWithdraw,
     Status,
 )
+from kvbus.protocol.trace import Trace
 
 
 class Role(StrEnum):
     """What a key is trusted as."""
 
     PREFILL = "prefill"
-    """An agent that decode agents may connect to; it asks for no more than the status."""
+    """An agent that decode agents may connect to; it asks for the status and for traces only."""
     DECODE = "decode"
     """An agent that reads, and that others of its engine may connect to."""
     ROUTER = "router"
     """Withdraws offers by their tickets."""
     OBSERVER = "observer"
-    """Asks for the status, and hears events."""
+    """Asks for the status and for traces, and hears events."""
 
 
 MAY_ASK: Mapping[Role, frozenset[type[Request[Any]]]] = MappingProxyType(
     {
-        Role.PREFILL: frozenset((Status,)),
+        Role.PREFILL: frozenset((Status, Trace)),
         Role.DECODE: frozenset((*PREFILL_PEER_REQUESTS, *DECODE_PEER_REQUESTS)),
-        Role.ROUTER: frozenset((PeerWithdraw, Status)),
-        Role.OBSERVER: frozenset((Status,)),
+        Role.ROUTER: frozenset((PeerWithdraw, Status, Trace, Cost)),
+        Role.OBSERVER: frozenset((Status, Trace, Cost)),
     }
 )
 MAY_HEAR_EVENTS = frozenset((Role.DECODE, Role.ROUTER, Role.OBSERVER))
@@ -48,6 +50,6 @@ def may_ask(roles: Iterable[Role], op: str) -> bool:
     return any(op in _OPS[role] for role in roles)
 
 
-def may_hear(roles: Iterable[Role]) -> bool:
+def may_hear(roles: Iterable[str]) -> bool:
     """Whether one of ``roles`` may subscribe to events."""
     return not MAY_HEAR_EVENTS.isdisjoint(roles)

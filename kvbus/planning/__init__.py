@@ -6,6 +6,7 @@ Addresses are numbers here.
 from kvbus.planning.boxes import cut_into_boxes, reader_order
 from kvbus.planning.compatibility import check_compatible
 from kvbus.planning.copies import Copies, check_runs, check_sources, cut_copies
+from kvbus.planning.cost import Rates
 from kvbus.planning.direct import Descriptors, DirectPlan
 from kvbus.planning.fetch_shape import FetchShape, Path
 from kvbus.planning.fetch_work import FetchWork
@@ -26,6 +27,7 @@ __all__ = [
     "Path",
     "PeerRates",
     "PlacedRank",
+    "Rates",
     "ReadMap",
     "Run",
     "Share",

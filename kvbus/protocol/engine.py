@@ -25,6 +25,13 @@ from kvbus.protocol.message import (
 
 Tables = Annotated[dict[Id, BlockTable], msgspec.Meta(max_length=64)]
 Ranks = Annotated[tuple[Index, ...], msgspec.Meta(min_length=1, max_length=1024)]
+Clock = float
+"""Seconds of CLOCK_MONOTONIC: an engine and its agent share a machine, and so this clock.
+
+It is for spans alone: a time that cannot be true, as in another time namespace, is ignored.
+"""
+MAX_TOLD = 64
+"""Most times in an acknowledgement."""
 
 
 class AgentRole(StrEnum):
@@ -109,6 +116,8 @@ class MakeOffer(Request[OfferMade], frozen=True):
     use the ticket, ``prompt_digest`` what the prompt is known by; empty when it does not matter.
     Whoever shows ``transfer_id``, a secret that a router has made, is given the ticket. The blocks
     are released when so many ``readers`` have read them, or at the end of ``ttl_s`` when fewer did.
+    ``traceparent`` is the trace of the request (`TraceParent`); what is none is ignored.
+    ``asked_s`` is when the engine asked, see `Clock`.
     """
 
     op: ClassVar[str] = "offer"
@@ -122,6 +131,8 @@ class MakeOffer(Request[OfferMade], frozen=True):
     prompt_digest: Text = ""
     transfer_id: Secret | None = None
     readers: Readers = 1
+    traceparent: Text = ""
+    asked_s: Clock | None = None
 
 
 class ExtendOffer(Request[Empty], frozen=True):
@@ -171,7 +182,9 @@ class StartFetch(Request[Empty], frozen=True):
     notice `Fetched` says how it ended, within ``timeout_s``. With ``chunk_tokens`` the tokens are
     read in chunks that end at multiples of it, and a notice `Landed` tells of each. With
     ``prompt_digest`` the ticket has to be of that prompt. Fetches of a greater ``priority`` come
-    first.
+    first. ``traceparent`` is the trace of the request; that of the ticket without one. ``asked_s``
+    is when the engine asked, see `Clock`, and ``wanted_s`` since when it has had the request, which
+    waited for its turn there.
     """
 
     op: ClassVar[str] = "fetch"
@@ -186,6 +199,9 @@ class StartFetch(Request[Empty], frozen=True):
     chunk_tokens: Tokens = 0
     prompt_digest: Text = ""
     priority: Priority = 0
+    traceparent: Text = ""
+    asked_s: Clock | None = None
+    wanted_s: Clock | None = None
 
 
 class CancelFetch(Request[Empty], frozen=True):
@@ -271,12 +287,17 @@ class Replaced(Message, frozen=True):
 
 
 class Acknowledge(Request[Empty], frozen=True):
-    """Every notice of the agent's ``boot`` up to and with ``upto`` arrived; they are forgotten."""
+    """Every notice of the agent's ``boot`` up to and with ``upto`` arrived; they are forgotten.
+
+    ``told_s`` are the times, see `Clock`, at which the last of them were told to who waits for
+    them, in their order; that of ``upto`` is the last.
+    """
 
     op: ClassVar[str] = "ack"
 
     upto: Size
     boot: Id
+    told_s: Annotated[tuple[Clock, ...], msgspec.Meta(max_length=MAX_TOLD)] = ()
 
 
 class Ping(Request[Empty], frozen=True):

@@ -35,6 +35,7 @@ class Sharing(msgspec.Struct, frozen=True):
     machine: Text = ""
     uid: Size = 0
     mount_namespace: Text = ""
+    pid_namespace: Text = ""
     path: Text = ""
     closed: Text = ""
     engines: dict[str, Text] = {}

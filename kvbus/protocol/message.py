@@ -22,6 +22,8 @@ BUSY_RETRY_S = 0.1
 """When to ask again who is busy, if nothing better is known."""
 
 Text = Annotated[str, msgspec.Meta(max_length=MAX_TEXT_CHARS)]
+Echo = Annotated[str, msgspec.Meta(max_length=2 * MAX_TEXT_CHARS)]
+"""More than a packet of most networks holds."""
 Seconds = Annotated[float, msgspec.Meta(gt=0, le=86_400)]
 Tokens = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
 Epoch = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]

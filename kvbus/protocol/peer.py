@@ -9,11 +9,13 @@ from typing import Annotated, Any, ClassVar
 import msgspec
 
 from kvbus.geometry import EngineSpec, RankSpec
+from kvbus.protocol.cost import Cost
 from kvbus.protocol.digests import Digest
 from kvbus.protocol.engine import AgentRanks, AgentRole, Tables
 from kvbus.protocol.mapped import MemorySocket, Sharing
 from kvbus.protocol.message import (
     Address,
+    Echo,
     Empty,
     Endpoint,
     Epoch,
@@ -26,9 +28,11 @@ from kvbus.protocol.message import (
     Text,
     Tokens,
 )
+from kvbus.protocol.peer_view import PeerView
 from kvbus.protocol.remote_ranks import AbortDelegate, CheckMemory, Delegate
 from kvbus.protocol.rendezvous import Forgo, Meet
 from kvbus.protocol.staging import Pack, Unpack
+from kvbus.protocol.trace import Trace
 
 
 class EngineMemory(msgspec.Struct, frozen=True):
@@ -72,8 +76,9 @@ class Handshake(Request[HandshakeDone], frozen=True):
     """A decode agent introduces one of its engines to one prefill engine.
 
     It names the ``engine_instance`` and ``offer_id`` of a ticket of that engine, and shows its
-    ``secret``. An agent that has only some ranks of the prefill engine, and no control session, is
-    asked with ``ranks`` and ``access`` instead, as the engine's home named them.
+    ``secret``; ahead of the first ticket neither of these two, where the prefill agent allows that.
+    An agent that has only some ranks of the prefill engine, and no control session, is asked with
+    ``ranks`` and ``access`` instead, as the engine's home named them.
     Refused with ``incompatible``, the field and both values, when KV of the one cannot be used by
     the other.
     """
@@ -206,7 +211,9 @@ class AgentStatus(Message, frozen=True):
     agent that has taken over, ``predecessor`` the peer endpoint of the one that this one has
     replaced, while it has not ended; empty when there is none.
     ``silent_peers`` are the endpoints of agents that do not answer, and in how many seconds each is
-    tried again.
+    tried again. ``engine_instances`` are the processes behind ``engines``; the two endpoints are
+    where others reach the agent, as its tickets have it. ``echo`` is that of the question, and
+    ``view`` is about the peer that it names.
     """
 
     agent_id: Id
@@ -220,54 +227,27 @@ class AgentStatus(Message, frozen=True):
     successor: Text = ""
     predecessor: Text = ""
     silent_peers: dict[str, float] = msgspec.field(default_factory=dict)
+    engine_instances: dict[str, str] = msgspec.field(default_factory=dict)
+    peer_endpoint: Text = ""
+    events_endpoint: Text = ""
+    echo: Echo = ""
+    view: PeerView | None = None
 
 
 class Status(Request[AgentStatus], frozen=True):
-    """Asks what an agent holds; with a fetch or offer id also for its story."""
+    """Asks what an agent holds; with a fetch or offer id also for its story.
+
+    With a ``peer``, its endpoint in tickets, and its CURVE ``key`` also for what the agent knows of
+    that agent. ``echo`` comes back as it is, so that the answer is as large as the question.
+    """
 
     op: ClassVar[str] = "status"
 
     fetch_id: Text = ""
     offer_id: Text = ""
-
-
-class OfferEvent(Message, frozen=True):
-    """Event ``offer.*``: opened, extended, sealed or released."""
-
-    offer_id: Id
-    num_tokens: Tokens
-    outcome: Text = ""
-
-
-class LeaseEvent(Message, frozen=True):
-    """Event ``lease.*``: granted, revoked, expired or ended."""
-
-    offer_id: Id
-    epoch: Epoch
-
-
-class FetchEvent(Message, frozen=True):
-    """Event ``fetch.*``: completed, failed or cancelled."""
-
-    fetch_id: Id
-    request_id: Text
-    code: Text = ""
-
-
-class EngineEvent(Message, frozen=True):
-    """Event ``engine.*``: ready or lost."""
-
-    engine_id: Id
-    engine_instance: Text = ""
-
-
-class Heartbeat(Message, frozen=True):
-    """Event ``heartbeat``: the agent is alive, and the last ``seq`` of each topic."""
-
-    op: ClassVar[str] = "heartbeat"
-
-    seqs: dict[str, Size]
-    uptime_s: float
+    echo: Echo = ""
+    peer: Text = ""
+    key: Text = ""
 
 
 PREFILL_PEER_REQUESTS: tuple[type[Request[Any]], ...] = (
@@ -285,21 +265,12 @@ PREFILL_PEER_REQUESTS: tuple[type[Request[Any]], ...] = (
     Digest,
     CheckMemory,
     Status,
+    Trace,
 )
-DECODE_PEER_REQUESTS: tuple[type[Request[Any]], ...] = (Delegate, AbortDelegate, Status)
-EVENTS: dict[str, type[Message]] = {
-    "heartbeat": Heartbeat,
-    "offer.opened": OfferEvent,
-    "offer.extended": OfferEvent,
-    "offer.sealed": OfferEvent,
-    "offer.released": OfferEvent,
-    "lease.granted": LeaseEvent,
-    "lease.revoked": LeaseEvent,
-    "lease.expired": LeaseEvent,
-    "lease.ended": LeaseEvent,
-    "fetch.completed": FetchEvent,
-    "fetch.failed": FetchEvent,
-    "fetch.cancelled": FetchEvent,
-    "engine.ready": EngineEvent,
-    "engine.lost": EngineEvent,
-}
+DECODE_PEER_REQUESTS: tuple[type[Request[Any]], ...] = (
+    Delegate,
+    AbortDelegate,
+    Cost,
+    Status,
+    Trace,
+)

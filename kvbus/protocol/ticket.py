@@ -29,7 +29,8 @@ class Ticket(Discreet, frozen=True):
     or agent of the name ``audience`` may use it; all when that is empty. It is good until
     ``expires_at_s`` (seconds since 1970), where the site signs its tickets (`TicketKeys`).
     ``blocks`` are the tables of an offer that the engine does not write to any more, see `tables`;
-    empty when it still does, or they are too many.
+    empty when it still does, or they are too many. ``traceparent`` is the trace of the request, and
+    opens nothing: it is not signed.
     """
 
     agent_id: Id
@@ -49,6 +50,7 @@ class Ticket(Discreet, frozen=True):
     kvbus: int = TICKET_VERSION
     signature: Text = ""
     blocks: _Base64 = ""
+    traceparent: Text = ""
 
     def tables(self) -> dict[str, BlockTable]:
         """The block tables in ``blocks``, none when it is empty; raises `ProtocolError`."""

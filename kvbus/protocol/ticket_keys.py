@@ -73,10 +73,12 @@ class TicketKeys:
 def _signature(key: bytes, ticket: Ticket | Rendezvous) -> str:
     """HMAC-SHA256 of all other fields: compact JSON, in the order in which the page has them.
 
-    Without ``blocks`` when there are none: agents that do not know the field sign without it.
+    Without ``blocks`` when there are none, and without ``traceparent``: agents that do not know
+    these fields sign without them.
     """
     fields = msgspec.structs.replace(ticket, signature="").to_json()
     if not fields.get("blocks", True):
         del fields["blocks"]
+    fields.pop("traceparent", None)
     unsigned = msgspec.json.encode(fields)
     return hmac.digest(key, _CONTEXT[type(ticket)] + unsigned, "sha256").hex()

@@ -12,6 +12,7 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from itertools import chain, islice
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import msgspec
@@ -40,8 +41,10 @@ class Context(msgspec.Struct, Generic[L], frozen=True):
 
 
 MAX_STEPS = 32
-ENTRY_BYTES, STEP_BYTES = 1536, 192
+ENTRY_BYTES, STEP_BYTES = 1808, 192
 """About what a retired entry takes, and a step of its story: measured, on Python 3.12."""
+MOST_NAMESAKES = 64
+"""Retired entries of one name that are found by it, the newest: names are the engines' to give."""
 Step = tuple[float, str, type[Any], str, tuple[type[Any], ...], str]
 
 
@@ -52,12 +55,21 @@ class Story:
     keep block tables, requests or tracebacks alive.
     """
 
-    __slots__ = ("_steps", "kept_bytes")
+    __slots__ = ("_steps", "kept_bytes", "started_at", "told")
 
     def __init__(self) -> None:
         self._steps: deque[Step] = deque(maxlen=MAX_STEPS)
+        self.started_at: float | None = None
+        """When the first event came, kept or not."""
+        self.told: tuple[float, float] | None = None
+        """When who began it was told of its end, by its own word, and when that word came."""
         self.kept_bytes = 0
         """What its entry counted for when it was retired."""
+
+    @property
+    def steps(self) -> tuple[Step, ...]:
+        """Those that are kept, the oldest first."""
+        return tuple(self._steps)
 
     @property
     def num_bytes(self) -> int:
@@ -69,6 +81,8 @@ class Story:
         self, now: float, event: object, state: str, commands: Sequence[object], about: str = ""
     ) -> None:
         """``event`` came at ``now``, left ``state``, and led to ``commands``."""
+        if self.started_at is None:
+            self.started_at = now
         error = getattr(event, "error", None)
         text = "" if error is None else f"{error.code}: {error.message}"
         kinds = tuple(map(type, commands))
@@ -174,6 +188,7 @@ class Table(Generic[K, N, L, C]):
         self.retired: OrderedDict[K, N] = OrderedDict()
         self._max_retired, self._max_retired_bytes = max_retired, max_retired_bytes
         self._deadlines: Deadlines[K] = Deadlines()
+        self._retired_as: dict[str, tuple[K, ...]] = {}
 
     def handle(self, event: Any, now: float) -> list[C]:
         """Apply ``event`` at time ``now`` and return what the agent has to do, in order.
@@ -203,10 +218,32 @@ class Table(Generic[K, N, L, C]):
         """The entry, live or retired, if it is known."""
         return self.live.get(key) or self.retired.get(key)
 
+    # Of those that live there are some thousands, which are looked at one by one; those that have
+    # retired are so many that this would hold the event loop for tens of milliseconds.
+    def named(self, name: str) -> list[N]:
+        """The entries of this name, live or among the last retired, the oldest first."""
+        retired = [self.retired[key] for key in self._retired_as.get(name, ())]
+        return retired + [one for one in self.live.values() if self._name_of(one) == name]
+
+    def note_told(self, key: K, told_at: float, now: float) -> None:
+        """Who began an entry says when it was told of the end; nothing follows from that."""
+        entry = self.find(key)
+        if entry is not None:
+            entry.story.told = told_at, now
+
+    def newest(self, number: int) -> list[N]:
+        """At most so many entries, the newest first, and live ones before the others."""
+        newest = chain(reversed(self.live.values()), reversed(self.retired.values()))
+        return list(islice(newest, number))
+
     def story(self, key: K) -> list[str]:
         """What happened to an entry, a line for each event; empty when it is not known."""
         entry = self.find(key)
         return [] if entry is None else list(entry.story.lines())
+
+    def _name_of(self, _entry: N) -> str:
+        """What an entry is looked for by, and others may be as well; empty where nobody looks."""
+        return ""
 
     def _add(self, entry: N, event: object, now: float, commands: Sequence[C]) -> None:
         """``event`` has made a new entry, and leads to ``commands``."""
@@ -240,6 +277,9 @@ class Table(Generic[K, N, L, C]):
         self.retired[entry.key] = entry
         entry.story.kept_bytes = ENTRY_BYTES + entry.story.num_bytes
         self.retired_bytes += entry.story.kept_bytes
+        if name := self._name_of(entry):
+            others = self._retired_as.get(name, ())[1 - MOST_NAMESAKES :]
+            self._retired_as[name] = (*others, entry.key)
         while self._is_over_bounds():
             self._forget(next(iter(self.retired)))
 
@@ -252,4 +292,10 @@ class Table(Generic[K, N, L, C]):
         entry = self.retired.pop(key, None)
         if entry is not None:
             self.retired_bytes -= entry.story.kept_bytes
+            self._forget_name(self._name_of(entry), key)
         return entry
+
+    def _forget_name(self, name: str, key: K) -> None:
+        left = tuple(one for one in self._retired_as.pop(name, ()) if one != key)
+        if left:
+            self._retired_as[name] = left

@@ -1,6 +1,7 @@
 """Owns NIXL agents that were replaced, as READs of theirs never ended; calls none of them again."""
 
 import ctypes
+import time
 from collections.abc import Iterable, Mapping
 
 from kvbus.errors import TransferFailed
@@ -37,6 +38,7 @@ class AgentRecycler:
     def __init__(self, *, destroys: bool) -> None:
         self._destroys = destroys
         self.num_retired = 0
+        self.retired_at = 0.0
 
     def replace(
         self,
@@ -70,3 +72,4 @@ class AgentRecycler:
         else:
             ctypes.pythonapi.Py_IncRef(ctypes.py_object(old))
         self.num_retired += 1
+        self.retired_at = time.time()

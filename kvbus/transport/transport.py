@@ -78,6 +78,10 @@ class Transport:
         self._worker.start()
         return self._worker.call(self._make_agent)
 
+    def ping(self) -> Future[None]:
+        """Done when the thread comes to it; fails with `ClosedError` when that has ended."""
+        return self._worker.call(lambda: None, urgent=True)
+
     def close(self, *, timeout_s: float) -> Future[CloseReport]:
         """Abort all reads, wait for posted handles at most `timeout_s`, give all memory back.
 
@@ -196,6 +200,7 @@ class Transport:
             progress_calls=self._worker.passes,
             unreleased_handles=scheduler.num_unreleased if scheduler else 0,
             retired_agents=self._recycler.num_retired,
+            retired_at=self._recycler.retired_at,
         )
 
     def _slices(self, local: Rows, remote: Rows) -> Slices:

@@ -109,3 +109,5 @@ class TransportStats:
     """Handles of which NIXL lost sight; their memory is not given back."""
     retired_agents: int
     """How often NIXL's agent was made anew."""
+    retired_at: float
+    """When that was last, in seconds since 1970; 0 when it never was."""

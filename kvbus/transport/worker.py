@@ -63,10 +63,10 @@ class Worker:
                 raise LocalError("too many transport commands wait", code=ErrorCode.BUSY)
             self._inbox.put(command)
 
-    def call(self, function: Callable[[], Result]) -> Future[Result]:
+    def call(self, function: Callable[[], Result], *, urgent: bool = False) -> Future[Result]:
         """Run a function on the thread; its result, or its error, is the future's."""
         future: Future[Result] = Future()
-        self.post(partial(_settle, future, function))
+        self.post(partial(_settle, future, function), urgent=urgent)
         return future
 
     def call_when(

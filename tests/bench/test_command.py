@@ -26,7 +26,7 @@ def test_every_case_gives_figures_in_one_line_of_json() -> None:
     assert all(figure["value"] >= 0 for figure in figures)
 
 
-@pytest.mark.timeout(300)
+@pytest.mark.timeout(600)  # as above, and agents of its own for each round of a case
 def test_other_cases_are_measured_alone_when_they_are_asked_for() -> None:
     asked = [part for name in ONLY_WHEN_ASKED for part in ("--only", name)]
 

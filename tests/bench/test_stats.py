@@ -1,11 +1,9 @@
-"""Quantiles, comparisons and histogram deltas, on numbers that a person can check."""
-
-import math
+"""Quantiles and comparisons, on numbers that a person can check."""
 
 import pytest
 
 from kvbus.bench.figures import Figure, Target
-from kvbus.bench.stats import added_counts, histogram_quantile, median_ratio, quantile
+from kvbus.bench.stats import median_ratio, quantile
 
 
 @pytest.mark.parametrize(
@@ -25,27 +23,6 @@ def test_a_quantile_of_one_sample_is_that_sample() -> None:
 
 def test_a_ratio_is_our_speed_beside_the_baselines() -> None:
     assert median_ratio([1.0, 2.0, 3.0], [2.0, 2.0, 12.0]) == 0.5
-
-
-def test_a_histogram_quantile_lies_within_its_bucket() -> None:
-    cumulative = {0.001: 0.0, 0.002: 50.0, 0.004: 100.0, math.inf: 100.0}
-
-    assert histogram_quantile(cumulative, 0.5) == pytest.approx(0.002)
-    assert histogram_quantile(cumulative, 0.75) == pytest.approx(0.003)
-
-
-def test_a_histogram_quantile_beyond_the_last_bound_is_that_bound() -> None:
-    assert histogram_quantile({0.001: 1.0, math.inf: 10.0}, 0.99) == 0.001
-
-
-def test_a_histogram_without_samples_has_no_quantile() -> None:
-    assert math.isnan(histogram_quantile({0.001: 0.0, math.inf: 0.0}, 0.99))
-
-
-def test_only_what_was_added_between_two_looks_counts() -> None:
-    added = added_counts({0.001: 5.0, math.inf: 9.0}, {0.001: 6.0, math.inf: 12.0})
-
-    assert added == {0.001: 1.0, math.inf: 3.0}
 
 
 def test_a_figure_at_its_target_meets_it() -> None:

@@ -146,7 +146,7 @@ async def test_a_notice_out_of_order_waits_for_the_ones_before_it(
 
     assert received.numbers == [1, 2, 3]
     assert client.counters.notices_repeated == 2
-    assert acknowledged[-1] == {"upto": 3, "boot": "server"}
+    assert (acknowledged[-1]["upto"], acknowledged[-1]["boot"]) == (3, "server")
 
 
 async def test_seqs_of_a_new_boot_start_again(context, endpoint, running, raw_peer) -> None:

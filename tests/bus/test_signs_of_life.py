@@ -51,14 +51,15 @@ async def test_a_subscriber_tells_of_each_heartbeat(context, endpoint, running) 
     beats: asyncio.Queue[Any] = asyncio.Queue()
 
     class Listener(EventListener):
-        def on_heartbeat(self, endpoint: str, boot: str) -> None:
-            beats.put_nowait((endpoint, boot))
+        def on_heartbeat(self, endpoint: str, boot: str, reads: int) -> None:
+            beats.put_nowait((endpoint, boot, reads))
 
     publisher = EventPublisher(context, endpoint, boot="one", heartbeat_s=0.02)
+    publisher.count_reads = lambda: 7
     subscriber = EventSubscriber(context, Listener(), topics=("any",))
     subscriber.add(endpoint)
 
     async with running(publisher, subscriber):
         seen = [await beats.get() for _ in range(3)]
 
-    assert seen == [(endpoint, "one")] * 3
+    assert seen == [(endpoint, "one", 7)] * 3

@@ -35,6 +35,17 @@ async def silent(request: pytest.FixtureRequest) -> tuple[ReachBook, Connection]
     return book, connection
 
 
+async def test_fetches_that_are_refused_count_until_the_agent_is_heard(silent):
+    book, connection = silent
+    with pytest.raises(RemoteError):
+        book.admit(WHERE, connection, WHERE, "a")
+    before = book.num_refused
+    connection.peer_boot, connection.heard_at = "a", asyncio.get_running_loop().time()
+
+    assert book.retry_s(WHERE, connection) is None
+    assert (before, book.num_refused) == (2, 0)
+
+
 async def test_a_ticket_of_a_new_process_of_a_silent_agent_is_read_at_once(silent):
     book, connection = silent
 

@@ -68,6 +68,11 @@ agents = st.builds(
     folder=st.just("/run/kvbus"),
     folder_error=errors,
     staging_bytes=sizes,
+    interfaces=st.just(("eth0", "eth1")),
+    interfaces_error=errors,
+    down=st.sampled_from([(), ("eth1",), ("eth0", "eth1")]),
+    server_key=st.just("k"),
+    trusted=st.sampled_from([None, frozenset(), frozenset({"decode"})]),
 )
 
 FINDINGS: list[st.SearchStrategy[Iterable[Finding]]] = [

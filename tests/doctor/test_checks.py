@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from kvbus.doctor.agent_network import keys_finding
 from kvbus.doctor.agents import AgentFacts, Bind, agent_findings
 from kvbus.doctor.cuda import allocator_finding, gpus_finding, ipc_finding, no_gpu_finding
 from kvbus.doctor.finding import Finding, Severity
@@ -334,6 +335,38 @@ def test_an_agent_whose_data_plane_nobody_fenced_is_an_error() -> None:
 
     fence = one_of(list(found), "agents.one.interfaces")
     assert (fence.severity, fence.found) == (ERROR, "'data_interfaces': needed")
+
+
+@pytest.mark.parametrize(
+    ("down", "severity"), [((), OK), (("eth1",), WARNING), (("eth0", "eth1"), ERROR)]
+)
+def test_interfaces_without_a_link_are_named(down: tuple[str, ...], severity: Severity) -> None:
+    found = list(check_one_agent(agent(interfaces=("eth0", "eth1"), down=down)))
+
+    fence = one_of(found, "agents.one.interfaces")
+    assert fence.severity is severity
+    assert fence.found.endswith(f"without a link now: {', '.join(down)}" if down else "eth0, eth1")
+
+
+@pytest.mark.parametrize(
+    ("role", "trusted", "said"),
+    [
+        ("prefill", {"decode"}, ""),
+        ("prefill", {"prefill", "observer"}, "as decode"),
+        ("decode", {"decode"}, "as prefill"),
+        ("", {"decode"}, ""),
+        ("", {"router"}, "as decode or prefill"),
+    ],
+)
+def test_an_agent_that_trusts_none_of_the_other_role_is_warned(
+    role: str, trusted: set[str], said: str
+) -> None:
+    found = keys_finding(
+        "one", "one.toml", key="k", trusted=frozenset(trusted), role=role, error=""
+    )
+
+    assert found.severity is (WARNING if said else OK)
+    assert found.found.endswith(said)
 
 
 def test_an_agent_whose_keys_are_wrong_is_an_error() -> None:

@@ -24,6 +24,8 @@ from typer.testing import CliRunner, Result
 from kvbus.cli import app
 from kvbus.doctor.finding import Finding
 from kvbus.doctor.report import print_report
+from kvbus.keys.roles import Role
+from tests.keyring import KeyRing
 
 KVBUS = [sys.executable, "-c", "from kvbus.cli import app; app()", "doctor"]
 ENDS_WITHIN_S = 90.0
@@ -79,7 +81,7 @@ def test_all_of_it_as_json_and_for_people(files: list[str]) -> None:
 
     ended = subprocess.run(
         [*KVBUS, "--json", "--timeout", "60", *files],
-        env={**os.environ, "KVBUS_TEST_MARK": mark},
+        env={**os.environ, "DOCTOR_TEST_MARK": mark},
         capture_output=True,
         text=True,
         timeout=ENDS_WITHIN_S,
@@ -125,6 +127,22 @@ def test_a_line_is_no_longer_than_the_terminal_and_has_no_colour_elsewhere() -> 
     assert max(map(len, ended.stdout.splitlines())) <= 80
     assert "\x1b" not in ended.stdout
     assert ended.stderr == ""
+
+
+def test_an_agent_that_trusts_its_own_key_alone_is_warned(files: list[str], tmp_path: Path) -> None:
+    ring = KeyRing(tmp_path)
+    ring.trust("here", Role.PREFILL)
+    env = {f"KVBUS_{key.upper()}": value for key, value in ring.settings("here").items()}
+
+    alone = doctor("--only", "agents", *files, env=env)
+    ring.trust("other", Role.DECODE)
+    both = doctor("--only", "agents", *files, env=env)
+
+    assert "with limits: agents.here.keys" in alone.stdout
+    assert "authorized_keys trusts no other key as decode or prefill" in " ".join(
+        alone.stdout.split()
+    )
+    assert "kvbus works on this machine\n" in both.stdout
 
 
 def test_a_port_that_is_taken_is_an_error_with_its_fix(tmp_path: Path) -> None:
@@ -224,7 +242,7 @@ def test_an_interrupt_ends_it_and_what_it_started() -> None:
     terminal, stderr = pty.openpty()
     process = subprocess.Popen(
         [*KVBUS, "--only", "nixl"],
-        env={**os.environ, "KVBUS_TEST_MARK": mark, "TERM": "xterm"},
+        env={**os.environ, "DOCTOR_TEST_MARK": mark, "TERM": "xterm"},
         stdout=subprocess.PIPE,
         stderr=stderr,
     )

@@ -9,8 +9,10 @@ from typer.testing import CliRunner, Result
 
 from kvbus.cli import app
 from kvbus.doctor.advertised import advertise_error
+from kvbus.doctor.asking import PeerToCheck
+from kvbus.doctor.clock import APART_S
 from kvbus.doctor.finding import ERROR, OK, Finding
-from kvbus.doctor.peer import PeerToCheck, check_peer
+from kvbus.doctor.peer import check_peer
 from kvbus.spawn import free_port
 from tests.agents import AgentProcess, Agents, agents_ended
 
@@ -40,8 +42,11 @@ def test_an_agent_that_can_be_read_is_ok(agent: AgentProcess) -> None:
         "peer.socket": OK,
         "peer.packets": OK,
         "peer.data": OK,
+        "peer.clock": OK,
+        "peer.one_machine": OK,
     }
     assert agent.started["data"][0] in found["peer.data"].found
+    assert abs(float(str(found["peer.clock"].values["ahead_s"]))) < APART_S
 
 
 def test_a_port_at_which_nobody_listens_is_named() -> None:
@@ -55,7 +60,7 @@ def test_a_port_at_which_nobody_listens_is_named() -> None:
 
 
 def test_who_listens_and_says_nothing_is_no_agent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvbus.doctor.peer.ANSWER_S", 0.5)
+    monkeypatch.setattr("kvbus.doctor.asking.ANSWER_S", 0.5)
     with closing(socket.create_server(("127.0.0.1", 0))) as silent:
         found = look_at(f"tcp://127.0.0.1:{silent.getsockname()[1]}")
 
@@ -80,7 +85,7 @@ def test_the_command_looks_at_the_agent_that_it_is_told(agent: AgentProcess) -> 
     done = doctor("--peer", agent.peer)
 
     assert done.exit_code == 0, done.output
-    assert "packets of full size come there" in done.output
+    assert "packets of full size come there, and back" in done.output
 
 
 @pytest.mark.parametrize(
@@ -89,6 +94,10 @@ def test_the_command_looks_at_the_agent_that_it_is_told(agent: AgentProcess) -> 
         ((), "--only peer needs --peer"),
         (("--peer", "127.0.0.1:7701"), "is not tcp://HOST:PORT"),
         (("--peer", "tcp://127.0.0.1:7701", "--server-key", "x"), "--key-file"),
+        (("--from", "tcp://127.0.0.1:7701"), "--from needs --peer"),
+        (("--peer", "tcp://h:1", "--from", "tcp://h:1"), "are the same agent"),
+        (("--peer", "tcp://h:1", "--from", "h:1"), "--from: 'h:1' is not tcp://HOST:PORT"),
+        (("--peer", "tcp://h:1", "--from-server-key", "x"), "--from-server-key needs --from"),
     ],
 )
 def test_a_wrong_option_is_told_in_one_line(arguments: tuple[str, ...], told: str) -> None:

@@ -177,7 +177,7 @@ def test_a_port_that_is_taken_is_found(tmp_path: Path) -> None:
             config(
                 tmp_path,
                 events_bind=f"tcp://127.0.0.1:{port}",
-                metrics_bind=f"127.0.0.1:{free_port()}",
+                http_bind=f"127.0.0.1:{free_port()}",
             ),
         )
 
@@ -185,7 +185,7 @@ def test_a_port_that_is_taken_is_found(tmp_path: Path) -> None:
     assert errors == {
         "peer_bind": "",
         "events_bind": os.strerror(98),
-        "metrics_bind": "",
+        "http_bind": "",
     }
 
 
@@ -227,10 +227,14 @@ def test_a_host_that_is_not_ours_cannot_be_bound(tmp_path: Path) -> None:
     assert facts.binds[0].error == os.strerror(99)
 
 
-def test_a_port_that_is_none_cannot_be_bound(tmp_path: Path) -> None:
-    facts = agent_facts("a test", config(tmp_path, metrics_bind="127.0.0.1"))
+def test_a_token_that_others_can_read_is_said(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("a-token-of-some-length")
+    token.chmod(0o644)
+    wanted = config(tmp_path, http_bind="127.0.0.1:0", http_token_file=str(token))
+    facts = agent_facts("a test", wanted)
 
-    assert facts.binds[-1].error
+    assert "http_token_file" in facts.keys_error
 
 
 def test_an_agent_that_runs_already_is_known(tmp_path: Path) -> None:

@@ -79,6 +79,7 @@ places = st.builds(
     machine=texts,
     uid=st.integers(0, 1),
     mount_namespace=texts,
+    pid_namespace=texts,
     path=texts,
     closed=st.sampled_from(["", "closed"]),
     engines=states,

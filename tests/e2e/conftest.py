@@ -70,3 +70,12 @@ def shapes(shaped: Agents) -> Iterator[ShapedAgents]:
     prefill, *readers = shaped.all
     yield ShapedAgents(prefill, dict(zip((*PATHS, "auto"), readers, strict=True)))
     shaped.check()
+
+
+@pytest.fixture
+def fresh_pair() -> Iterator[tuple[AgentProcess, AgentProcess]]:
+    """A prefill and a decode agent that have done nothing yet."""
+    with agents_ended(Agents) as agents:
+        agents.start(agents.prepare("prefill"), agents.prepare("decode"))
+        yield agents.all[0], agents.all[1]
+        agents.check()

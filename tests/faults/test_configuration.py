@@ -13,7 +13,7 @@ from kvbus_prefill.config import PrefillConfig
 from tests.agents import AgentProcess, write_config
 
 KINDS = {"prefill": PrefillConfig, "decode": DecodeConfig}
-ADDRESSES = ("peer_bind", "events_bind")
+ADDRESSES = ("peer_bind", "events_bind", "http_bind")
 
 
 def ended(agent: AgentProcess) -> tuple[int, str]:
@@ -68,11 +68,11 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, content):
     ("changes", "status", "named"),
     [
         ({"max_fetches": "many"}, 2, "max_fetches"),
-        ({"metrics_bind": "127.0.0.1:99999"}, 1, "metrics_bind"),
+        ({"http_bind": "127.0.0.1:99999"}, 2, "http_bind"),
         ({"peer_bind": "tcp://127.0.0.1:99999"}, 2, "peer_bind"),
         ({"runtime_dir": f"/dev/shm/{120 * 'x'}"}, 1, "107"),  # noqa: S108 - never made
     ],
-    ids=["max_fetches", "metrics_bind", "peer_bind", "runtime_dir"],
+    ids=["max_fetches", "http_bind", "peer_bind", "runtime_dir"],
 )
 def test_an_agent_that_cannot_start_says_why_and_exits(fresh, changes, status, named):
     agent = fresh.prepare("decode", **changes)
@@ -85,13 +85,13 @@ def test_an_agent_that_cannot_start_says_why_and_exits(fresh, changes, status, n
     assert "Traceback" not in said
 
 
-@pytest.mark.parametrize("taken", ["peer_bind", "events_bind", "metrics_bind", "runtime_dir"])
+@pytest.mark.parametrize("taken", ["peer_bind", "events_bind", "http_bind", "runtime_dir"])
 def test_what_another_agent_uses_is_named_and_the_other_one_lives_on(prefill, fresh, taken):
     first = prefill
     in_use = {
         "peer_bind": first.peer,
         "events_bind": first.started["events"],
-        "metrics_bind": first.settings["metrics_bind"],
+        "http_bind": first.settings["http_bind"],
         "runtime_dir": first.settings["runtime_dir"],
     }[taken]
     second = fresh.prefill(**{taken: in_use})

@@ -1,15 +1,22 @@
 """A prefill agent that does not answer is tried now and then, and fetches from it fail at once."""
 
+import json
+import shlex
 import signal
 
+import anyio
 import pytest
+from typer.testing import CliRunner
 
+from kvbus.cli import app
 from kvbus.engine import Offer
 from kvbus.errors import ErrorCode, FetchFailed
+from kvbus.keys.roles import Role
 from kvbus_decode.peer.reach import NUM_TIMEOUTS
 from tests.agents import AgentProcess, until
 from tests.engines import Engine, failure_of, pair, works
-from tests.faults.conftest import Started
+from tests.faults.conftest import DECODE, PREFILL, Started
+from tests.keyring import KeyRing
 
 pytestmark = pytest.mark.anyio
 
@@ -59,6 +66,7 @@ async def test_fetches_from_an_agent_that_does_not_answer_fail_at_once_until_it_
 
         refused = await failed(target, offer)
         silent = decode.status()["silent_peers"]
+        num_refused = decode.metric("silent_peer_refusals")
         prefill.signal(signal.SIGCONT)
         if is_known:  # a heartbeat, or the answer to a ping, comes over a connection that is there
             await until(lambda: not decode.metric("silent_peers"))
@@ -66,6 +74,7 @@ async def test_fetches_from_an_agent_that_does_not_answer_fail_at_once_until_it_
         assert (refused.code, refused.stage) == (ErrorCode.PEER_UNREACHABLE, "requested")
         assert "without an answer" in refused.message
         assert silent.keys() == {prefill.peer}
+        assert num_refused == 1
         assert decode.says("peer.unanswering", peer=prefill.peer)
         await until(lambda: not decode.status()["silent_peers"])
         assert await works(source, target)
@@ -91,3 +100,23 @@ async def test_one_fetch_tries_and_reads_nothing_before_it_is_answered(agents):
         assert await works(source, target)
         await offer.withdraw()
         await sealed.withdraw()
+
+
+async def test_the_command_that_a_fault_names_is_whole_where_there_are_keys(fresh: Started):
+    ring = KeyRing(fresh.folder)
+    prefill = ring.prepare(fresh, Role.PREFILL, "p", **PREFILL)
+    decode = ring.prepare(fresh, Role.DECODE, "d", **{**DECODE, "request_timeout_s": 1.0})
+    fresh.start(prefill, decode)
+    async with pair(prefill.attach, decode.attach) as (source, target):
+        offer = await fall_silent((prefill, decode), source, target)
+        live = json.loads(decode.page("/live")[1])
+        prefill.signal(signal.SIGCONT)
+        fault = next(one for one in live["faults"] if prefill.peer in one["what"])
+        command = shlex.split(fault["do"].partition("run here: kvbus ")[2])
+        done = await anyio.to_thread.run_sync(CliRunner().invoke, app, command)
+
+        assert done.exit_code == 0, done.output
+        assert "the prefill agent 'prefill-0' answers" in done.output
+        assert f"--server-key={ring.pair('d').public}" in shlex.split(live["key_options"])
+        await until(lambda: not decode.status()["silent_peers"])
+        await offer.withdraw()

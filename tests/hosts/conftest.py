@@ -36,6 +36,13 @@ class Network(Agents):
     def decode(self) -> list[AgentProcess]:
         return [self.at[name] for name in DECODE_HOSTS]
 
+    def _token(self) -> Path:
+        path = self.folder / "token"
+        if not path.exists():
+            path.touch(mode=0o600)
+            path.write_text("a-token-of-some-length")
+        return path
+
     def place(self, role: Role, name: str) -> AgentProcess:
         """The agent of the host; not started yet."""
         agent = self.at[name] = self.prepare_at(role, name)
@@ -49,7 +56,8 @@ class Network(Agents):
         binds = {
             "peer_bind": f"tcp://{host.address}:{first_port}",
             "events_bind": f"tcp://{host.address}:{first_port + 1}",
-            "metrics_bind": f"{host.address}:{first_port + 2}",
+            "http_bind": f"{host.address}:{first_port + 2}",
+            "http_token_file": str(self._token()),
             "data_interfaces": [BRIDGED],
         }
         agent = self.ring.prepare(self, role, name, **{**SETTINGS[role], **binds, **settings})

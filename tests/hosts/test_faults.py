@@ -13,6 +13,7 @@ import pytest
 from kvbus.engine import DecodeSession, Fetch, Offer, PrefillSession
 from kvbus.errors import ErrorCode, FetchFailed, RequestRefused
 from kvbus.protocol.engine import Outcome
+from kvbus_decode.read.recycling import AGAIN_S
 from tests.agents import AgentProcess, until
 from tests.engines import (
     LARGE,
@@ -115,6 +116,7 @@ async def test_a_host_is_cut_off_during_a_read(
                 await fetch.blocks_freed()
             else:  # without a link of its own the agent cannot make NIXL anew, and goes on trying
                 reader_agent.says("transport.unlinked")
+                await anyio.sleep(2.5 * AGAIN_S)  # in which it tries again, and says nothing
             elsewhere_works = await works(elsewhere, reader)
         finally:
             set_link(host, "up")
@@ -127,6 +129,8 @@ async def test_a_host_is_cut_off_during_a_read(
         assert same(target.snapshot(), freed)
         await works_again(source, target)
         await until(lambda: nothing_held_back(reader_agent))
+        unlinked, linked = map(reader_agent.logged, ("transport.unlinked", "transport.linked"))
+        assert len(unlinked) == len(linked) == (name == "d0"), "said once each"
 
 
 async def test_a_cable_that_is_loose_costs_no_wrong_bit_and_all_pairs_work_after_it(

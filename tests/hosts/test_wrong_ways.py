@@ -82,6 +82,8 @@ async def test_doctor_finds_nothing_wrong_with_an_agent_that_can_be_read(network
         "peer.socket": "ok",
         "peer.packets": "ok",
         "peer.data": "ok",
+        "peer.clock": "ok",
+        "peer.one_machine": "ok",
     }
 
 
@@ -110,6 +112,7 @@ async def test_an_agent_advertises_an_address_that_the_reader_does_not_reach(
     assert "advertise_host" in failure.message
     assert there["peer.socket"]["severity"] == "error"
     assert address in there["peer.socket"]["found"]
+    assert "advertise_host" in there["peer.socket"]["fix"]
     named = at_home[f"agents.{wrong.settings['agent_id']}.advertise_host"]
     assert named["severity"] == "warning"
     assert address in named["found"]
@@ -158,6 +161,7 @@ async def test_a_link_that_drops_large_packets_is_thought_of(network: Network) -
             reading = await fails(source, target)
             meeting = await fails(source, unknown)
             found = look_at(network, "p0", decode)
+            way_back = look_at(network, "d0", prefill)["peer.packets"]
 
         assert await works(source, unknown)
     assert (reading.stage, reading.code) == ("reading", ErrorCode.TIMEOUT)
@@ -166,7 +170,9 @@ async def test_a_link_that_drops_large_packets_is_thought_of(network: Network) -
     assert "(MTU)" in meeting.message
     assert found["peer.socket"]["severity"] == "ok"
     assert found["peer.packets"]["severity"] == "error"
+    assert "on the way there" in found["peer.packets"]["found"]
     assert "MTU" in found["peer.packets"]["fix"]
+    assert "on the way back" in way_back["found"]
 
 
 @contextmanager

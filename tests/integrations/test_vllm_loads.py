@@ -5,6 +5,8 @@ What vLLM does with the reports is tested with vLLM itself, in tests/vllm.
 
 import signal
 import sys
+import time
+import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,6 +19,7 @@ from kvbus.integrations.vllm.transfer_params import HandoffParams
 from tests.agents import Agents, agents_ended, wait_until
 from tests.integrations.vllm_sides import (
     GROUP,
+    LOADED_BLOCKS,
     PROMPT_TOKENS,
     both_sides,
     ticket_of,
@@ -55,6 +58,23 @@ def test_what_was_offered_is_loaded_and_both_sides_hear_of_it_once(agents: Agent
         assert torch.equal(rest, offering.blocks([9])[:, :, :8])
         assert (loading.over, loading.failed, offering.sent) == (["r"], [], ["r"])
         agents.check()
+
+
+def test_the_wait_for_blocks_is_in_the_spans_of_a_load(agents: Agents) -> None:
+    name = uuid.uuid4().hex
+    with both_sides(*agents.all) as (offering, loading):
+        handoff = offering.offered(name)
+        before = time.monotonic()
+        load = Load(name, PROMPT_TOKENS, handoff)
+        loading.loads.expect(load)
+        given = time.monotonic()
+        loading.loads.start(name, LOADED_BLOCKS, loading.loads.matched(name, 0) or 0)
+        asked = time.monotonic()
+        loading.until(lambda: loading.over, "the load is over")
+
+    spans = {one["name"]: one for one in agents.all[1].trace(fetch_id=load.fetch_id)}
+    assert before <= spans["pending"]["start_s"] <= given
+    assert given <= spans["asked"]["start_s"] == spans["pending"]["end_s"] <= asked
 
 
 def test_only_what_the_decode_engine_lacks_is_loaded(agents: Agents) -> None:

@@ -15,6 +15,7 @@ from kvbus.integrations.vllm.transfer_params import (
     prompt_digest,
     read_params,
     read_readers,
+    read_trace,
 )
 from kvbus.protocol.ticket import Ticket
 
@@ -90,3 +91,13 @@ def test_a_ticket_is_for_one_reader_unless_the_router_says_more() -> None:
 def test_a_number_of_readers_that_is_none_is_refused_by_the_key(readers: object) -> None:
     with pytest.raises(ProtocolError, match="readers"):
         read_readers({"readers": readers})
+
+
+def test_the_trace_of_a_request_is_that_of_its_headers_or_of_the_router() -> None:
+    headers, routers = (f"00-{letter * 32}-{letter * 16}-01" for letter in "ab")
+
+    assert read_trace({"traceparent": routers}, {"traceparent": headers}) == headers
+    assert read_trace({"traceparent": routers}, None) == routers
+    assert read_trace({"traceparent": routers}, {"traceparent": "wrong"}) == routers
+    assert read_trace({"traceparent": 7}, {}) == ""
+    assert read_trace({}, None) == ""

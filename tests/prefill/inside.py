@@ -1,6 +1,5 @@
 """A prefill agent inside the test's process, so that a test can hold a copy up in its thread."""
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
@@ -12,25 +11,21 @@ import anyio
 from kvbus.agent.engines.local_engine import EngineProcess, LocalEngine
 from kvbus.agent.process.config import convert_config
 from kvbus.agent.process.runtime import Runtime
-from kvbus.agent.staging.devices import StagingDevices
 from kvbus.bus import BusContext, RequestClient, new_boot_id, new_context
 from kvbus.engine import PrefillSession
 from kvbus.geometry import EngineSpec
-from kvbus.memory.attach.seat import Seat
 from kvbus.protocol.engine import AgentRole
 from kvbus.protocol.message import R, Request
-from kvbus.transport import Transport
 from kvbus_prefill.agent import PrefillService
 from kvbus_prefill.config import PrefillConfig
 from tests.agents import until
 from tests.engines import Engine, engine
-from tests.namespaces import EVERYWHERE
+from tests.inside_agents import BINDS, inside_agent
 
 WITHIN_S = 30.0
 SETTINGS: dict[str, Any] = {
     "agent_id": "prefill",
-    "peer_bind": "tcp://127.0.0.1:0",
-    "events_bind": "tcp://127.0.0.1:0",
+    **BINDS,
     "late_read_s": 0.01,
     "staging_bytes": 4 * 65536,
     "slot_bytes": 65536,
@@ -101,21 +96,8 @@ async def prefill_agent(folder: Path, **settings: Any) -> AsyncIterator[PrefillA
     """An agent that has started, with everything real but the process."""
     fields = {**SETTINGS, "runtime_dir": str(folder / "run"), **settings}
     config = convert_config(PrefillConfig, fields, source="the test")
-    boot, loop = new_boot_id(), asyncio.get_running_loop()
-    transport = Transport(f"prefill/{boot}", deliver=loop.call_soon_threadsafe)
-    await asyncio.wrap_future(transport.start())
-    staging = await StagingDevices.open(config, transport)
-    try:
-        with new_context() as context, Seat.take(config.runtime_path) as seat:
-            async with anyio.create_task_group() as tasks:
-                runtime = Runtime(
-                    AgentRole.PREFILL, config, boot, seat, transport, tasks, staging, EVERYWHERE
-                )
-                await runtime.start(context, lambda agent: PrefillService(agent, config))
-                yield PrefillAgent(runtime, config, context)
-                runtime.service.stop()
-                tasks.cancel_scope.cancel()
-    finally:
-        with anyio.CancelScope(shield=True):
-            await staging.close()
-            await asyncio.wrap_future(transport.close(timeout_s=2.0))
+    with new_context() as context:
+        async with inside_agent(
+            AgentRole.PREFILL, config, lambda agent: PrefillService(agent, config), context
+        ) as runtime:
+            yield PrefillAgent(runtime, config, context)

@@ -627,3 +627,31 @@ def test_what_is_known_of_offers_that_ended_is_bounded_by_its_bytes() -> None:
     assert kept == [f"o{i}" for i in range(100 - len(kept), 100)]
     assert table.retired_bytes == sum(one.story.kept_bytes for one in table.retired.values())
     assert 10 < len(kept) < 50
+
+
+def test_the_offers_of_a_request_are_found_as_long_as_they_are_known() -> None:
+    table = OfferTable(replace(OfferLimits(), max_retired=2))
+    for offer_id in ("o1", "o2", "o3"):
+        table.handle(altered(opened(offer_id), request_id="r"), 1.0)
+        table.handle(ev.Withdrawn(offer_id, None, "withdraw"), 1.0)
+    table.handle(altered(opened("o4"), request_id="r"), 1.0)
+
+    found = [offer.key for offer in table.named("r")]
+    hand_over(table, "o5", 2.0)
+    hand_over(table, "o6", 2.0)
+
+    assert found == ["o2", "o3", "o4"]
+    assert [offer.key for offer in table.named("r")] == ["o4"]
+    assert not table.named("other")
+
+
+def test_of_many_offers_of_one_name_the_last_are_found() -> None:
+    table = OfferTable()
+    for number in range(200):
+        table.handle(altered(opened(f"o{number}"), request_id="r"), 1.0)
+        table.handle(ev.Withdrawn(f"o{number}", None, "withdraw"), 1.0)
+
+    found = [offer.key for offer in table.named("r")]
+
+    assert found == [f"o{number}" for number in range(200 - len(found), 200)]
+    assert 10 < len(found) < 100

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from msgspec import inspect as types
 
 from kvbus.errors import ProtocolError
-from kvbus.protocol import attach, engine, handover, mapped, peer
+from kvbus.protocol import attach, engine, events, handover, mapped, peer
 from kvbus.protocol.message import Empty, ErrorBody, Message
 
 REQUESTS = (
@@ -27,7 +27,7 @@ MESSAGES: tuple[type[Message], ...] = tuple(
             REQUESTS,
             (kind.reply for kind in REQUESTS),
             engine.NOTICES,
-            peer.EVENTS.values(),
+            events.EVENTS.values(),
             (Empty, ErrorBody),
         )
     )

@@ -47,6 +47,7 @@ FIELDS = Ticket(
     "agent", "boot", "tcp://h:1", "engine", "instance", "offer", "request", 9, 32 * "0"
 ).to_json()
 OPTIONAL = {
+    "traceparent",
     "kvbus",
     "server_key",
     "audience",

@@ -31,6 +31,7 @@ UNSIGNED = Ticket(
 )
 SIGNED = OLD.sign(UNSIGNED, now_s=NOW_S, lifetime_s=LIFETIME_S)
 OTHER_VALUES: dict[type, Any] = {str: "tcp://10.0.0.2:7501", int: 1_760_000_001}
+NOT_SIGNED = {"traceparent"}
 NUM_FORGED = 100_000
 
 
@@ -59,16 +60,23 @@ def test_a_signed_ticket_passes_through_json() -> None:
     assert is_taken(OLD, Ticket.from_json(carried | {"added_by_a_router": 1}))
 
 
-@pytest.mark.parametrize("field", sorted(Ticket.__struct_fields__))
+@pytest.mark.parametrize("field", sorted(set(Ticket.__struct_fields__) - NOT_SIGNED))
 def test_a_ticket_with_another_value_in_any_field_is_refused(field: str) -> None:
     altered = msgspec.structs.replace(SIGNED, **{field: OTHER_VALUES[type(getattr(SIGNED, field))]})
 
     assert not is_taken(OLD, altered)
 
 
+def test_the_trace_of_a_ticket_is_not_signed() -> None:
+    """Agents that do not know the field drop it, and check the rest."""
+    traced = msgspec.structs.replace(SIGNED, traceparent="00-" + 32 * "a" + "-" + 16 * "b" + "-01")
+
+    assert is_taken(OLD, traced)
+
+
 def test_a_ticket_without_blocks_is_signed_as_by_agents_that_do_not_know_the_field() -> None:
     fields = {**SIGNED.to_json(), "signature": ""}
-    del fields["blocks"]
+    del fields["blocks"], fields["traceparent"]
 
     signature = hmac.digest(32 * b"o", b"kvbus ticket\n" + msgspec.json.encode(fields), "sha256")
 
@@ -110,7 +118,7 @@ def test_a_ticket_is_of_its_time_and_a_clock_that_is_off_is_said(
 
 
 def test_none_of_many_forged_tickets_is_taken() -> None:
-    random, fields = Random(1), sorted(set(Ticket.__struct_fields__) - {"kvbus"})
+    random, fields = Random(1), sorted(set(Ticket.__struct_fields__) - {"kvbus", *NOT_SIGNED})
     num_taken = 0
     for number in range(NUM_FORGED):
         match number % 5:

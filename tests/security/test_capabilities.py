@@ -1,7 +1,6 @@
 """Who hears the events and reaches the peer socket has no right, and so no effect."""
 
 import json
-import urllib.request
 import uuid
 from functools import partial
 from typing import Any
@@ -73,8 +72,9 @@ async def test_no_event_log_line_status_metric_or_story_has_a_right(prefill, dec
                 if forged:
                     await offer.withdraw()
             story = [
-                ask(agent.peer, "status", {kind: one})
+                ask(agent.peer, op, {kind: one})
                 for agent in (prefill, decode)
+                for op in ("status", "trace")
                 for kind, one in (("offer_id", offer.offer_id), ("fetch_id", fetch.fetch_id))
             ]
         texts = {
@@ -108,6 +108,4 @@ def read_by_hand(agent: AgentProcess, source: Engine, ticket: dict[str, Any]) ->
 
 
 def metrics_of(agent: AgentProcess) -> str:
-    with urllib.request.urlopen(f"http://{agent.settings['metrics_bind']}/metrics") as page:
-        text: str = page.read().decode()
-        return text
+    return agent.page("/metrics")[1]

@@ -32,7 +32,7 @@ def config(**changes: Any) -> PrefillConfig:
 
 def ports_of(agent: AgentProcess) -> list[int]:
     said = agent.started
-    endpoints = [said["peer"], said["events"], said["metrics"], *said["data"]]
+    endpoints = [said["peer"], said["events"], said["http"], *said["data"]]
     return [int(at.rpartition(":")[2]) for at in endpoints]
 
 

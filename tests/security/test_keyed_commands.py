@@ -38,6 +38,21 @@ def test_kvbus_status_asks_with_the_keys_of_its_options(ring, prefill) -> None:
     assert "refused our key" in refused.stderr
 
 
+def test_kvbus_trace_asks_each_agent_with_its_own_key(ring, prefill, keyed_decode) -> None:
+    secret = str(ring.secret_path("any-observer"))
+    peers = ["--peer", prefill.peer, "--peer", keyed_decode.peer, "--key-file", secret]
+    keys = [f"--server-key={ring.pair(name).public}" for name in ("prefill", "decode")]
+
+    asked = kvbus("trace", "never", *peers, *keys)
+    with_one_key = kvbus("trace", "never", *peers, keys[0])
+
+    names = [agent.settings["agent_id"] for agent in (prefill, keyed_decode)]
+    assert all(name in asked.stderr for name in names)
+    assert "warning" not in asked.stderr
+    assert with_one_key.exit_code == 2
+    assert "given 1 times for 2 agents" in with_one_key.stderr
+
+
 def test_kvbus_doctor_sees_that_an_agent_with_keys_runs(prefill) -> None:
     config = str(prefill.folder / "config.toml")
 

@@ -24,10 +24,10 @@ OPS = {
     "decode": sorted(kind.op for kind in DECODE_PEER_REQUESTS),
 }
 ALLOWED = {
-    Role.PREFILL: {"status"},
+    Role.PREFILL: {"status", "trace"},
     Role.DECODE: {*OPS["prefill"], *OPS["decode"]},
-    Role.ROUTER: {"withdraw", "status"},
-    Role.OBSERVER: {"status"},
+    Role.ROUTER: {"cost", "withdraw", "status", "trace"},
+    Role.OBSERVER: {"cost", "status", "trace"},
 }
 
 

@@ -28,7 +28,9 @@ ENGINE_REQUESTS = {
     "prefill": (*STAYING, *requests.PREFILL_REQUESTS),
     "decode": (*STAYING, *requests.DECODE_REQUESTS),
 }
-HARMLESS = {"status", "ping", "unpack", "abort_delegate", "forgo"}
+OF_COST = ("engine_unknown", "invalid")
+"""What a request is refused with that observers may make, and that names engines."""
+HARMLESS = {"status", "trace", "cost", "ping", "unpack", "abort_delegate", "forgo"}
 """What anybody with the role may ask; slots, reads and names that are not there are given back."""
 NUM_HANDOFFS = 12
 SIDES = ("prefill", "decode")
@@ -119,4 +121,4 @@ async def test_a_hundred_thousand_lies_have_one_answer_each_and_no_effect(agents
         assert not liar.twice
         assert liar.accepted <= HARMLESS
     for observer in liars[0::4]:
-        assert set(observer.answers) <= {"ok", "forbidden", "busy"}
+        assert set(observer.answers) <= {"ok", "forbidden", "busy", *OF_COST}

@@ -48,4 +48,4 @@ def test_an_agent_with_a_key_that_others_can_read_does_not_start(tmp_path: Path)
         agent.launch()
 
         assert agent.exit_status() == 1
-        assert "others can read the secret key; run 'chmod 0600" in agent.process.log_text()
+        assert "others can read the secret in it; run 'chmod 0600" in agent.process.log_text()

@@ -247,9 +247,9 @@ async def failure_of_spread(home: AgentProcess, target: Engine, elsewhere: str) 
 @pytest.mark.parametrize(
     ("key", "mode", "said"),
     [
-        (KEY, 0o640, "others may read it; chmod 600"),
-        (b"short", 0o600, "has a key of 5 bytes; 32 to 4096 are needed"),
-        (b"x" * 5000, 0o600, "has a key of 4097 bytes"),
+        (KEY, 0o640, "others can read the secret in it; run 'chmod 0600"),
+        (b"short", 0o600, "has a key of 5 bytes; 32 at least are needed"),
+        (b"x" * 5000, 0o600, "larger than 4096 bytes"),
     ],
     ids=["readable", "short", "long"],
 )

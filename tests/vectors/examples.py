@@ -21,15 +21,19 @@ from kvbus.geometry import (
     state_group,
 )
 from kvbus.protocol import attach as a
+from kvbus.protocol import cost as c
 from kvbus.protocol import digests as d
 from kvbus.protocol import engine as e
+from kvbus.protocol import events as v
 from kvbus.protocol import handover as h
 from kvbus.protocol import mapped as m
 from kvbus.protocol import peer as p
 from kvbus.protocol import remote_ranks as s
 from kvbus.protocol import rendezvous as r
 from kvbus.protocol import staging as g
+from kvbus.protocol import trace as t
 from kvbus.protocol.message import Empty, Message
+from kvbus.protocol.peer_view import PeerView
 from kvbus.protocol.ticket import Ticket, packed_tables
 from kvbus.protocol.ticket_keys import TicketKeys
 
@@ -107,6 +111,7 @@ UNSIGNED = Ticket(
     prompt_digest=DIGEST,
     blocks=packed_tables(TABLES, max_blocks=3),
 )
+TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 TICKET = KEYS.sign(UNSIGNED, now_s=1_760_000_000, lifetime_s=3600).to_json()
 MEMORY = p.EngineMemory(engine=SPEC, ranks=(RANK,), addresses=({"kv": 0x7F00_0000_0000},))
 OTHERS = (e.AgentRanks(OTHER_ENDPOINT, (1,), ACCESS, SERVER_KEY),)
@@ -196,7 +201,10 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
         e.Register: (e.Register(engine=SPEC, rank=RANK, notices=True, access=ACCESS), Empty()),
         e.AwaitReady: (e.AwaitReady(), Empty()),
         e.Detach: (e.Detach(), Empty()),
-        e.Acknowledge: (e.Acknowledge(upto=3, boot=PREFILL_BOOT), Empty()),
+        e.Acknowledge: (
+            e.Acknowledge(upto=3, boot=PREFILL_BOOT, told_s=(81_234.5, 81_234.625)),
+            Empty(),
+        ),
         e.Ping: (e.Ping(), Empty()),
     },
     "prefill": {
@@ -210,6 +218,8 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
                 audience="decode-0",
                 prompt_digest=DIGEST,
                 readers=2,
+                traceparent=TRACE,
+                asked_s=81_234.25,
             ),
             e.OfferMade(offer_id="offer-1", ticket=TICKET),
         ),
@@ -233,6 +243,9 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
                 chunk_tokens=16,
                 prompt_digest=DIGEST,
                 priority=-1,
+                traceparent=TRACE,
+                asked_s=81_234.25,
+                wanted_s=81_230.0,
             ),
             Empty(),
         ),
@@ -401,18 +414,63 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
             s.Delegated(num_bytes=6_144, path="direct", one_in=64),
         ),
         s.AbortDelegate: (s.AbortDelegate(fetch_id="fetch-1", access=ACCESS), Empty()),
+        c.Cost: (
+            c.Cost(endpoint="tcp://10.0.0.7:7501", num_tokens=4096, first_token=64),
+            c.Predicted(
+                predicted_s=0.0125,
+                queue_s=0.0025,
+                num_bytes=67_108_864,
+                decode_engine="decode-0",
+                path="direct",
+                num_observed=12,
+                observed_s_ago=1.5,
+            ),
+        ),
+        t.Trace: (
+            t.Trace(request_id="request-1"),
+            t.Traced(
+                agent_id="decode-agent-0",
+                role=e.AgentRole.DECODE,
+                boot="boot-1",
+                now_s=812.25,
+                wall_s=1_700_000_000.5,
+                spans=(
+                    t.Span(
+                        name="fetch",
+                        start_s=811.0,
+                        end_s=811.5,
+                        attributes={"fetch_id": "fetch-1", "num_bytes": 6_144},
+                    ),
+                    t.Span(name="claiming", start_s=811.0, end_s=811.25, depth=1),
+                    t.Span(name="reading", start_s=811.25, end_s=811.5, depth=1),
+                    t.Span(name="READ", start_s=811.25, depth=2, about="leg 0"),
+                ),
+                others=(t.OtherAgent(endpoint="tcp://10.0.0.1:7701"),),
+            ),
+        ),
         p.Status: (
-            p.Status(),
+            p.Status(echo="x", peer="tcp://10.0.0.9:7501", key=SERVER_KEY),
             p.AgentStatus(
                 agent_id="prefill-agent-0",
                 role=e.AgentRole.PREFILL,
                 engines={"prefill-0": True},
                 draining=False,
                 counts={"offers": 2, "leases": 1},
+                engine_instances={"prefill-0": "1d0c5f7e"},
+                peer_endpoint="tcp://10.0.0.7:7501",
+                events_endpoint="tcp://10.0.0.7:7502",
+                echo="x",
+                view=PeerView(
+                    min_protocol=1,
+                    max_protocol=1,
+                    server_key=SERVER_KEY,
+                    roles=("decode",),
+                ),
                 sharing=m.Sharing(
                     machine="5b7e2c1a-3f60-4d0e-9c55-0a1b2c3d4e5f",
                     uid=1000,
                     mount_namespace="mnt:[4026531841]",
+                    pid_namespace="pid:[4026531836]",
                     path="/run/kvbus/memory.sock",
                 ),
             ),
@@ -439,22 +497,30 @@ NOTICES: dict[type[Message], Message] = {
     e.Replaced: e.Replaced(),
 }
 
-_OPENED = p.OfferEvent(offer_id="offer-1", num_tokens=40)
-_LEASE = p.LeaseEvent(offer_id="offer-1", epoch=1)
-_ENGINE = p.EngineEvent(engine_id="prefill-0", engine_instance=INSTANCE)
+_OPENED = v.OfferEvent(offer_id="offer-1", num_tokens=40)
+_LEASE = v.LeaseEvent(offer_id="offer-1", epoch=1)
+_ENGINE = v.EngineEvent(engine_id="prefill-0", engine_instance=INSTANCE)
 EVENTS: dict[str, Message] = {
-    "heartbeat": p.Heartbeat(seqs={"offer.opened": 4, "lease.granted": 2}, uptime_s=12.5),
+    "cost.changed": c.CostEvent(
+        endpoint="tcp://10.0.0.7:7501",
+        prefill_engine="prefill-0",
+        decode_engine="decode-0",
+        token_bytes=131_072,
+        fixed_s=0.001,
+        bytes_per_s=5e9,
+    ),
+    "heartbeat": v.Heartbeat(seqs={"offer.opened": 4, "lease.granted": 2}, uptime_s=12.5),
     "offer.opened": _OPENED,
-    "offer.extended": p.OfferEvent(offer_id="offer-1", num_tokens=50),
-    "offer.sealed": p.OfferEvent(offer_id="offer-1", num_tokens=50),
-    "offer.released": p.OfferEvent(offer_id="offer-1", num_tokens=50, outcome="completed"),
+    "offer.extended": v.OfferEvent(offer_id="offer-1", num_tokens=50),
+    "offer.sealed": v.OfferEvent(offer_id="offer-1", num_tokens=50),
+    "offer.released": v.OfferEvent(offer_id="offer-1", num_tokens=50, outcome="completed"),
     "lease.granted": _LEASE,
     "lease.revoked": _LEASE,
     "lease.expired": _LEASE,
     "lease.ended": _LEASE,
-    "fetch.completed": p.FetchEvent(fetch_id="fetch-1", request_id="request-1"),
-    "fetch.failed": p.FetchEvent(fetch_id="fetch-1", request_id="request-1", code="timeout"),
-    "fetch.cancelled": p.FetchEvent(fetch_id="fetch-1", request_id="request-1", code="cancelled"),
+    "fetch.completed": v.FetchEvent(fetch_id="fetch-1", request_id="request-1"),
+    "fetch.failed": v.FetchEvent(fetch_id="fetch-1", request_id="request-1", code="timeout"),
+    "fetch.cancelled": v.FetchEvent(fetch_id="fetch-1", request_id="request-1", code="cancelled"),
     "engine.ready": _ENGINE,
     "engine.lost": _ENGINE,
 }

@@ -18,8 +18,8 @@ from kvbus.protocol.envelope import (
     encode_reply,
     encode_request,
 )
+from kvbus.protocol.events import EVENTS as EVENT_KINDS
 from kvbus.protocol.message import ErrorBody, Message, to_body
-from kvbus.protocol.peer import EVENTS as EVENT_KINDS
 from tests.vectors import examples, refused_examples
 
 FOLDER = Path(__file__).parent

@@ -9,7 +9,7 @@ import pytest
 from kvbus.errors import ErrorCode
 from kvbus.geometry import validate_rank, validate_ranks
 from kvbus.memory.attach import wire
-from kvbus.protocol import attach, engine, handover, mapped, peer
+from kvbus.protocol import attach, engine, events, handover, mapped
 from kvbus.protocol.envelope import Notice, Reply, RequestFrame, decode
 from kvbus.protocol.message import ErrorBody, Request, from_body, to_body
 from tests.protocol.strategies import MESSAGES, REQUESTS
@@ -132,11 +132,11 @@ def test_every_request_has_a_vector_and_its_reply_another(kind: type[Request[Any
 
 
 def test_every_event_notice_and_error_code_has_a_vector() -> None:
-    events = {v["message"]["op"] for v in VECTORS if v["kind"] == "event"}
+    told = {v["message"]["op"] for v in VECTORS if v["kind"] == "event"}
     notices = {v["name"] for v in VECTORS if v["kind"] == "notice"}
     codes = {v["message"]["error"]["code"] for v in VECTORS if "error" in v["message"]}
 
-    assert events == set(peer.EVENTS)
+    assert told == set(events.EVENTS)
     assert notices == {kind.__name__ for kind in engine.NOTICES}
     assert codes == {code.value for code in ErrorCode}
     assert from_body(ErrorBody, {"code": "busy", "message": ""}).code is ErrorCode.BUSY

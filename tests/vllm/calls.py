@@ -7,6 +7,7 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from http.client import HTTPConnection, HTTPResponse
+from types import MappingProxyType
 from typing import Any
 
 ANSWERS_WITHIN_S = 180.0
@@ -84,13 +85,21 @@ class Call:
         return response
 
 
-def ask(port: int, prompt: Sequence[int], num_tokens: int, **fields: Any) -> Call:
+def ask(
+    port: int,
+    prompt: Sequence[int],
+    num_tokens: int,
+    *,
+    headers: Mapping[str, str] | None = None,
+    **fields: Any,
+) -> Call:
     """Send a request to a server on loopback and do not wait for what it answers.
 
     ``fields`` are vLLM's own.
     """
     asked = {"prompt": list(prompt), "detokenize": False}
-    return _send(port, "/v1/completions", {**COMMON, "max_tokens": num_tokens, **asked, **fields})
+    body = {**COMMON, "max_tokens": num_tokens, **asked, **fields}
+    return _send(port, "/v1/completions", body, headers or {})
 
 
 def ask_in_words(
@@ -115,8 +124,10 @@ def words_of(prompt: Sequence[int]) -> str:
     return " ".join(f"t{token}" for token in prompt)
 
 
-def _send(port: int, path: str, body: Mapping[str, Any]) -> Call:
+def _send(
+    port: int, path: str, body: Mapping[str, Any], more: Mapping[str, str] = MappingProxyType({})
+) -> Call:
     connection = HTTPConnection("127.0.0.1", port, timeout=ANSWERS_WITHIN_S)
-    headers = {"Content-Type": "application/json", "Connection": "close"}
+    headers = {"Content-Type": "application/json", "Connection": "close", **more}
     connection.request("POST", path, json.dumps(body), headers)
     return Call(connection)

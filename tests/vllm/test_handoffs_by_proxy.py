@@ -1,5 +1,6 @@
 """Clients of the proxy get what decode says alone, and leave nothing when they hang up."""
 
+import uuid
 from collections.abc import Iterator
 from contextlib import ExitStack
 
@@ -84,3 +85,19 @@ def test_a_client_that_hangs_up_during_the_stream_leaves_nothing(
     stream.close()
 
     pair.check()
+
+
+def test_the_trace_of_a_client_is_known_to_both_agents(pair: Cluster, proxy: ProxyProcess) -> None:
+    trace = f"00-{uuid.uuid4().hex}-{uuid.uuid4().hex[:16]}-01"
+    pair.decode_agent.skip_log()
+
+    call = proxy.begin(prompt_of(100, seed=9), NUM_TOKENS, headers={"traceparent": trace})
+    call.completion()
+
+    request_id = pair.decode_agent.says("handoff.completed")[-1]["request_id"]
+    for agent in (pair.prefill_agent, pair.decode_agent):
+        spans = agent.trace(request_id=request_id)
+        assert spans[0]["attributes"]["traceparent"] == trace
+    waited = next(span for span in spans if span["name"] == "pending")
+    asked = next(span for span in spans if span["name"] == "asked")
+    assert waited["start_s"] < waited["end_s"] == asked["start_s"]

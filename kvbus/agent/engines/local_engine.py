@@ -10,6 +10,7 @@ import structlog
 
 from kvbus.agent.engines.rank_memory import RankMemory, Segments
 from kvbus.bus import Call, Session, new_secret
+from kvbus.bus.session import OnTold
 from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError
 from kvbus.geometry import EngineSpec, RankSpec, validate_ranks
 from kvbus.memory.attach import AttachConnection
@@ -41,11 +42,11 @@ class EngineProcess:
     detaching: bool = False
     gone: bool = False
 
-    def notify(self, op: str, body: Body) -> None:
+    def notify(self, op: str, body: Body, on_told: OnTold | None = None) -> None:
         """Tell the process; one that does not take notices any more is sent away."""
         try:
             if self.session is not None:
-                self.session.notify(op, body)
+                self.session.notify(op, body, on_told)
         except KVBusError as error:
             log.error("engine.unresponsive", engine_id=self.engine_id, error=error.message)
             self.connection.hang_up()
@@ -197,13 +198,14 @@ class LocalEngine:
         held = [rank.num_blocks[group] for rank in self.ranks.values() if group in rank.num_blocks]
         return min(held, default=MAX_BLOCK_ID + 1)
 
-    def notify(self, notice: Message) -> None:
-        """Tell the control process, and those that asked for it."""
+    def notify(self, notice: Message, on_told: OnTold | None = None) -> None:
+        """Tell the control process, for which ``on_told`` is, and those that asked for it."""
         if self.lost or self.control is None:
             return
         body = to_body(notice)
         for process in [each for each in self.processes if each.wants_notices]:
-            process.notify(notice.op, body)
+            is_control = process is self.control
+            process.notify(notice.op, body, on_told if is_control else None)
 
 
 def _memory_id(rank_boots: Mapping[int, str]) -> str:

@@ -56,6 +56,7 @@ class Access:
         self.on_change: list[OnChange] = []
         self._num_refused = 0
         self._lines: LimitedLog | None = None
+        self._our_roles: frozenset[str] = frozenset(self.roles_of(self.server_key))
 
     @classmethod
     def open(cls, config: AgentConfig) -> "Access":
@@ -73,7 +74,10 @@ class Access:
         trusted.refresh()
         if trusted.problems:
             raise ConfigError(f"key 'authorized_keys': {trusted.problems[0]}")
-        return cls(read_secret(Path(config.key_file)), trusted)
+        try:
+            return cls(read_secret(Path(config.key_file)), trusted)
+        except ConfigError as error:
+            raise ConfigError(f"key 'key_file': {error.message}", key="key_file") from error
 
     @property
     def server_key(self) -> str:
@@ -141,6 +145,19 @@ class Access:
             endpoint=endpoint,
         )
 
+    def roles_of(self, key: str) -> tuple[str, ...]:
+        """What a key is trusted as; nothing without keys."""
+        return tuple(sorted(self._trusted.roles_of(key))) if self._trusted else ()
+
+    def has_lost(self, role: Role) -> bool:
+        """Whether the folder does not have our own key with this role, but had it, or has others.
+
+        A folder that only says whom we trust need not have it.
+        """
+        if self._trusted is None or role in self.roles_of(self.server_key):
+            return False
+        return role in self._our_roles or any(role in one.roles for one in self._trusted)
+
     def gate(self, call: Call) -> None:
         """Raise `KVBusError` (``forbidden``) unless the key of the caller may ask this."""
         if self._trusted is None:
@@ -189,6 +206,7 @@ class Access:
         before = {one.key: trusted.roles_of(one.key) for one in trusted}
         if not trusted.refresh():
             return
+        self._our_roles |= frozenset(self.roles_of(self.server_key))
         lost = frozenset(key for key, roles in before.items() if roles - trusted.roles_of(key))
         log.info("keys.changed", num_keys=len(list(trusted)), num_lost=len(lost))
         for problem in trusted.problems:

@@ -36,6 +36,20 @@ def check_address(address: str, *, key: str, source: str, is_named: bool) -> Non
         )
 
 
+def http_address(bind: str) -> tuple[str, int]:
+    """The host, without brackets, and the port of a checked HOST:PORT."""
+    host, _, port = bind.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def check_http_address(bind: str, *, source: str) -> None:
+    """Raise `ConfigError` unless it is HOST:PORT."""
+    host, _, port = bind.rpartition(":")
+    if not host or not _are_ports([port]):
+        message = f"{source}: key 'http_bind': '{bind}' is not HOST:PORT"
+        raise ConfigError(message, key="http_bind")
+
+
 def check_room_beside(address: str, *, key: str) -> None:
     """Raise `ConfigError` unless two agents can have the address, with a port each."""
     ports = address.rpartition(":")[2]

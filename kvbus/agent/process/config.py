@@ -1,45 +1,27 @@
-"""Configuration of an agent: TOML into typed structs, and a commented default.
+"""Configuration of an agent: what was given into typed structs.
 
 Refuses unknown keys, wrong types and values out of range with a `ConfigError` that names the key
-and the file.
+and where it stands.
 """
 
 import os
-import tomllib
-from collections.abc import Iterator
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args, get_type_hints
+from types import MappingProxyType
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
-from kvbus.agent.process.addresses import BINDS, check_address
+from kvbus.agent.process.addresses import BINDS, check_address, check_http_address
+from kvbus.agent.process.config_sources import Given, gather, variable
 from kvbus.agent.process.connection_config import ConnectionConfig
+from kvbus.agent.process.transport_config import TransportConfig
 from kvbus.errors import ConfigError
 
 Duration = Annotated[float, Meta(gt=0, le=86_400)]
 Bound = Annotated[int, Meta(ge=1, le=1 << 20)]
 MEMORY_SOCKET = "memory.sock"
-
-
-class TransportConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the agent moves bytes with NIXL."""
-
-    slice_bytes: Annotated[
-        int,
-        Meta(
-            ge=4096,
-            le=1 << 30,
-            description="Largest post of one transfer, and largest part of a copy out of mapped "
-            "memory, in bytes.",
-        ),
-    ] = 8 << 20
-    slice_descriptors: Annotated[
-        int, Meta(ge=1, le=1 << 16, description="Most descriptors in one post.")
-    ] = 2048
-    close_timeout_s: Annotated[
-        Duration, Meta(description="How long a stop waits for posted transfers to end.")
-    ] = 5.0
 
 
 class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -110,8 +92,30 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "XDG_RUNTIME_DIR, or below /tmp."
         ),
     ] = ""
-    metrics_bind: Annotated[
-        str, Meta(description="host:port of the Prometheus page; empty turns it off.")
+    http_bind: Annotated[
+        str,
+        Meta(
+            description="HOST:PORT for /metrics, /healthz, /readyz and /status; empty: no port. "
+            "One that is not loopback needs http_token_file."
+        ),
+    ] = ""
+    http_token_file: Annotated[
+        str,
+        Meta(
+            description="File of mode 0600 with the token that all of http_bind but /healthz and "
+            "/readyz asks for: as a bearer's, or as the password of any user."
+        ),
+    ] = ""
+    ready_needs_engine: Annotated[
+        bool, Meta(description="Whether /readyz is 503 until an engine is attached.")
+    ] = False
+    otlp_endpoint: Annotated[
+        str,
+        Meta(
+            pattern=r"^(https?://[^\s/]+(/\S*)?)?$",
+            description="Where an OpenTelemetry collector takes spans by OTLP over HTTP, such as "
+            "http://127.0.0.1:4318; needs kvbus[otel]. Empty: nothing is sent.",
+        ),
     ] = ""
     log_level: Annotated[
         Literal["debug", "info", "warning", "error"],
@@ -221,48 +225,60 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 C = TypeVar("C", bound=AgentConfig)
 
 
-def load_config(kind: type[C], path: Path) -> C:
-    """Read ``path``; raises `ConfigError` that names the file and the key."""
-    return convert_config(kind, _read_fields(path), source=str(path))
-
-
-def load_shared_config(path: Path) -> AgentConfig:
-    """The keys of ``path`` that all agents have, of whatever role; the others are not looked at.
-
-    Raises `ConfigError` that names the file and the key.
+def load_config(kind: type[C], path: Path | None, *, settings: Iterable[str] = ()) -> C:
+    """What the file, the environment and ``settings`` give; raises `ConfigError` that names key and
+    source.
     """
-    shared = {field.encode_name for field in msgspec.structs.fields(AgentConfig)}
-    fields = {key: value for key, value in _read_fields(path).items() if key in shared}
-    return convert_config(AgentConfig, fields, source=str(path))
+    return _converted(kind, gather(kind, path, settings=settings), path)
 
 
-def _read_fields(path: Path) -> dict[str, Any]:
-    try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from error
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path} is not TOML: {error}") from error
+def load_shared_config(path: Path | None) -> AgentConfig:
+    """The keys that all agents have, of whatever role; the others are not looked at.
+
+    Raises `ConfigError` that names key and source.
+    """
+    return _converted(AgentConfig, gather(AgentConfig, path, knows_all=False), path)
 
 
-def convert_config(kind: type[C], fields: dict[str, Any], *, source: str) -> C:
-    """The typed config of ``fields``; raises `ConfigError` that names ``source`` and the key."""
+def _converted(kind: type[C], given: Given, path: Path | None) -> C:
+    source = str(path or "the environment and --set")
+    for field in msgspec.structs.fields(kind):
+        key = field.encode_name
+        if field.required and key not in given.values:
+            raise ConfigError(
+                f"{source}: key '{key}' is missing: write it into CONFIG.toml (--print-config "
+                f"shows one), or set {variable(key)} or --set {key}=VALUE",
+                key=key,
+            )
+    return convert_config(kind, given.nested(), source=source, origins=given.origins)
+
+
+def convert_config(
+    kind: type[C],
+    fields: dict[str, Any],
+    *,
+    source: str,
+    origins: Mapping[str, str] = MappingProxyType({}),
+) -> C:
+    """The typed config of ``fields``; raises `ConfigError` that names the key and where it stands.
+
+    That is ``source``, unless ``origins`` says otherwise.
+    """
     try:
         config = msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
-        reason, _, key = str(error).partition(" - at `$.")
-        where = f"key '{key.rstrip('`')}': " if key else ""
-        raise ConfigError(f"{source}: {where}{reason}", key=key.rstrip("`")) from error
+        reason, _, where = str(error).partition(" - at `$.")
+        key = where.rstrip("`").partition("[")[0]
+        named = f"key '{key}': " if key else ""
+        raise ConfigError(f"{origins.get(key, source)}: {named}{reason}", key=key) from error
     for key in BINDS:
         is_named = bool(config.advertise_host)
-        check_address(getattr(config, key), key=key, source=source, is_named=is_named)
-    _check_staging(config, source)
+        origin = origins.get(key, source)
+        check_address(getattr(config, key), key=key, source=origin, is_named=is_named)
+    if config.http_bind:
+        check_http_address(config.http_bind, source=origins.get("http_bind", source))
+    _check_staging(config, origins.get("staging_bytes", source))
     return config
-
-
-def commented_default(kind: type[AgentConfig], **values: str) -> str:
-    """A TOML file with every key, its meaning and its default; ``values`` fill required keys."""
-    return "\n".join(_comment_lines(kind, dict(values), prefix="")) + "\n"
 
 
 def _check_staging(config: AgentConfig, source: str) -> None:
@@ -272,34 +288,3 @@ def _check_staging(config: AgentConfig, source: str) -> None:
             f"'slot_bytes' = {config.slot_bytes}; make it larger, or 0 to turn packing off",
             key="staging_bytes",
         )
-
-
-def _comment_lines(
-    kind: type[msgspec.Struct], values: dict[str, Any], prefix: str
-) -> Iterator[str]:
-    hints = get_type_hints(kind, include_extras=True)
-    sections: list[tuple[str, type[msgspec.Struct]]] = []
-    for field in msgspec.structs.fields(kind):
-        hint = hints[field.name]
-        if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
-            sections.append((field.name, hint))
-            continue
-        yield f"# {_description(hint)}"
-        yield f"{field.name} = {_toml(values.get(field.name, field.default))}"
-        yield ""
-    for name, section in sections:
-        yield f"[{prefix}{name}]"
-        yield from _comment_lines(section, {}, prefix=f"{prefix}{name}.")
-
-
-def _description(hint: Any) -> str:
-    found = [meta.description for meta in get_args(hint)[1:] if isinstance(meta, Meta)]
-    return next((text for text in reversed(found) if text), "")
-
-
-def _toml(value: object) -> str:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    if isinstance(value, tuple):
-        return f"[{', '.join(_toml(one) for one in value)}]"
-    return f'"{value}"' if isinstance(value, str) else repr(value)

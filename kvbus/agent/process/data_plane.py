@@ -58,23 +58,23 @@ class DataPlane:
 
         RDMA devices are such.
         """
-        try:
-            stats = psutil.net_if_stats()
-        except OSError:  # no descriptor is left
-            return False
-        return not any(name not in stats or stats[name].isup for name in self.interfaces)
+        return len(without_link(self.interfaces)) == len(self.interfaces)
 
     def check(self) -> None:
         """Raise `DataPlaneExposed` when UCX listens outside of the interfaces."""
-        allowed = _addresses(self.interfaces)
-        outside = [f"{host}:{port}" for host, port in self._listening() if host not in allowed]
-        if outside:
+        self._look_again_at = 0.0
+        if outside := self.outside():
             raise DataPlaneExposed(
-                f"UCX listens at {', '.join(outside)}, which data_interfaces = "
-                f"{list(self.interfaces)} does not allow; look at the UCX_ settings of the "
-                "environment",
-                outside=", ".join(outside),
+                f"UCX listens at {outside}, which data_interfaces = {list(self.interfaces)} does "
+                "not allow; look at the UCX_ settings of the environment",
+                outside=outside,
             )
+
+    def outside(self) -> str:
+        """Where UCX listens outside of the interfaces, as of the last seconds; mostly empty."""
+        allowed = _addresses(self.interfaces)
+        ends = self.endpoints()
+        return ", ".join(end for end in ends if end.rpartition(":")[0] not in allowed)
 
     def end_if_exposed(self) -> None:
         """End the process, as `check` fails: it must not serve another request."""
@@ -109,6 +109,15 @@ def choose_interfaces(config: AgentConfig) -> tuple[str, ...]:
         "ports (docs/security.md)",
         key="data_interfaces",
     )
+
+
+def without_link(interfaces: Iterable[str]) -> tuple[str, ...]:
+    """Those without a link now; one that cannot be asked, as an RDMA device, counts as linked."""
+    try:
+        stats = psutil.net_if_stats()
+    except OSError:  # no descriptor is left
+        return ()
+    return tuple(name for name in interfaces if name in stats and not stats[name].isup)
 
 
 def restrict_ucx(interfaces: Iterable[str]) -> None:

@@ -11,8 +11,8 @@ import anyio
 import structlog
 from anyio.abc import TaskGroup
 
+from kvbus.agent.http.port import HttpPort
 from kvbus.agent.process.handover import Handover
-from kvbus.agent.process.metrics_pages import MetricsPages
 from kvbus.agent.process.service import Service
 
 log = structlog.get_logger()
@@ -28,7 +28,7 @@ class Ending:
 
     service: Service
     handover: Handover
-    page: MetricsPages
+    page: HttpPort
     timeout_s: float
     num_unacknowledged: Callable[[], int]
     is_draining: bool = False

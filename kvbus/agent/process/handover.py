@@ -15,8 +15,8 @@ import structlog
 
 from kvbus.agent.engines.directory import EngineDirectory
 from kvbus.agent.engines.local_engine import LocalEngine
+from kvbus.agent.http.port import HttpPort
 from kvbus.agent.process.identity import AgentIdentity
-from kvbus.agent.process.metrics_pages import MetricsPages
 from kvbus.errors import ErrorCode, KVBusError, LocalError, ProtocolError
 from kvbus.memory.attach import AttachConnection, AttachServer, PassingAnswer
 from kvbus.memory.attach.path import AttachPlace
@@ -41,7 +41,7 @@ class Handover:
         identity: AgentIdentity,
         engines: EngineDirectory,
         attach: AttachServer,
-        page: MetricsPages,
+        page: HttpPort,
     ) -> None:
         self._identity, self._engines, self._attach, self._page = identity, engines, attach, page
         self._asking: dict[AttachConnection, str] = {}

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from kvbus.protocol.mapped import Sharing
 
-_MOUNT_NAMESPACE = Path("/proc/self/ns/mnt")
+_NAMESPACES = Path("/proc/self/ns")
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
@@ -23,8 +23,17 @@ def machine_id() -> str:
 
 def mount_namespace() -> str:
     """What the kernel calls the mount namespace: paths of another lead elsewhere."""
+    return _namespace("mnt")
+
+
+def pid_namespace() -> str:
+    """What the kernel calls the PID namespace: UCX reads the memory of its processes alone."""
+    return _namespace("pid")
+
+
+def _namespace(kind: str) -> str:
     try:
-        return str(_MOUNT_NAMESPACE.readlink())
+        return str((_NAMESPACES / kind).readlink())
     except OSError:
         return ""
 
@@ -35,6 +44,7 @@ def sharing(*, path: str = "", closed: str = "", engines: dict[str, str] | None 
         machine=machine_id(),
         uid=os.geteuid(),
         mount_namespace=mount_namespace(),
+        pid_namespace=pid_namespace(),
         path=path,
         closed=closed,
         engines=engines or {},

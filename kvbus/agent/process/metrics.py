@@ -1,26 +1,14 @@
-"""Prometheus metrics of a process and the HTTP page that serves them.
+"""Prometheus metrics of a process.
 
 Each agent has a registry of its own, so that a test may run several in one process.
 """
 
 import asyncio
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, start_http_server
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
-
-from kvbus.errors import ConfigError
-
-
-@dataclass(frozen=True, slots=True)
-class MetricsPage:
-    """The page while it is served, by a thread of its own; `stop` waits for it."""
-
-    port: int
-    stop: Callable[[], None]
-
 
 STAGE_BUCKETS_S = (
     0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0,
@@ -46,6 +34,7 @@ class AgentMetrics:
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
         self.loop_lag_s = Histogram(
             "kvbus_event_loop_lag_seconds",
             "How much later than asked for the event loop ran a timer.",
@@ -71,25 +60,3 @@ class AgentMetrics:
     def add_readings(self, read: Callable[[], dict[str, float]], meanings: dict[str, str]) -> None:
         """Serve what ``read`` returns at each look; ``meanings`` has a sentence for each name."""
         self.registry.register(_Readings(read, meanings))
-
-    def serve(self, bind: str) -> MetricsPage:
-        """Serve the page at ``host:port``.
-
-        Raises `ConfigError` when the address cannot be bound.
-        """
-        host, _, port = bind.rpartition(":")
-        if not port.isdigit():
-            raise ConfigError(f"key 'metrics_bind': '{bind}' is not host:port", key="metrics_bind")
-        try:
-            server, thread = start_http_server(int(port), host or "127.0.0.1", self.registry)
-        except (OSError, OverflowError) as error:  # the latter: no such port
-            raise ConfigError(
-                f"key 'metrics_bind': cannot bind {bind}: {error}", key="metrics_bind"
-            ) from error
-
-        def stop() -> None:
-            server.shutdown()
-            server.server_close()
-            thread.join()
-
-        return MetricsPage(server.server_port, stop)

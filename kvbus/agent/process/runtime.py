@@ -14,6 +14,10 @@ from anyio.abc import TaskGroup
 from kvbus.agent.engines.directory import EngineDirectory
 from kvbus.agent.engines.local_engine import LocalEngine
 from kvbus.agent.engines.memory_return import MemoryReturn
+from kvbus.agent.http.answer import Route
+from kvbus.agent.http.loop_asker import LoopAsker
+from kvbus.agent.http.port import HttpPort
+from kvbus.agent.http.routes import AgentPages
 from kvbus.agent.process.access import Access
 from kvbus.agent.process.addresses import advertised
 from kvbus.agent.process.agent_sockets import AgentSockets
@@ -25,9 +29,10 @@ from kvbus.agent.process.ending import Ending, Signals
 from kvbus.agent.process.handover import OPS, Answer, Handover
 from kvbus.agent.process.identity import AgentIdentity
 from kvbus.agent.process.metrics import AgentMetrics
-from kvbus.agent.process.metrics_pages import MetricsPages
 from kvbus.agent.process.refusals import Refusals
+from kvbus.agent.process.self_report import SelfReport
 from kvbus.agent.process.service import Agent, Service
+from kvbus.agent.process.span_export import start_export
 from kvbus.agent.process.takeover import Predecessor, take_over
 from kvbus.agent.staging.devices import StagingDevices
 from kvbus.bus import BusContext, Call
@@ -36,8 +41,10 @@ from kvbus.memory.attach import AttachConnection, AttachServer
 from kvbus.memory.attach.seat import Seat
 from kvbus.memory.bus_errors import BusErrors
 from kvbus.protocol.engine import AgentRole, AwaitReady, Detach, Register
+from kvbus.protocol.events import EngineEvent
 from kvbus.protocol.handover import HandOver
-from kvbus.protocol.peer import AgentStatus, EngineEvent, Status
+from kvbus.protocol.peer import Status
+from kvbus.protocol.trace import Trace
 from kvbus.transport import Transport
 
 log = structlog.get_logger()
@@ -46,6 +53,17 @@ AttachHandler = Callable[[AttachConnection, dict[str, Any], list[int]], Awaitabl
 ServiceFactory = Callable[[Agent], Service]
 WAIT_FOR_DRAIN = 2
 """An agent has its drain timeout for its engines to go over, and again for what did not."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What there is once the sockets are bound."""
+
+    agent: Agent
+    service: Service
+    handover: Handover
+    ending: Ending
+    report: SelfReport
 
 
 @dataclass(slots=True)
@@ -64,44 +82,33 @@ class Runtime:
     access: Access = field(default_factory=Access)
     replaces: bool = False
     metrics: AgentMetrics = field(default_factory=AgentMetrics)
-    _service: Service | None = None
-    _agent: Agent | None = None
-    _handover: Handover | None = None
-    _ending: Ending | None = None
-    _predecessor: Predecessor | None = None
+    _parts: Parts | None = None
+
+    @property
+    def parts(self) -> Parts:
+        """What `start` has made; raises `KVBusError` (``busy``) before."""
+        if self._parts is None:
+            raise KVBusError("the agent is starting", code=ErrorCode.BUSY)
+        return self._parts
 
     @property
     def service(self) -> Service:
         """The service; only asked after `start`."""
-        if self._service is None:
-            raise KVBusError("the agent is starting", code=ErrorCode.BUSY)
-        return self._service
+        return self.parts.service
 
     @property
     def agent(self) -> Agent:
         """What the service was given; only asked after `start`."""
-        if self._agent is None:
-            raise KVBusError("the agent is starting", code=ErrorCode.BUSY)
-        return self._agent
+        return self.parts.agent
 
     @property
-    def draining(self) -> bool:
-        """Whether it takes nothing new any more."""
-        return self._ending is not None and self._ending.is_draining
+    def report(self) -> SelfReport:
+        """What it says of itself; only asked after `start`."""
+        return self.parts.report
 
     async def start(self, context: BusContext, make_service: ServiceFactory) -> None:
         """Bind every socket, then let engines in."""
-        engines = EngineDirectory(
-            transport=self.transport,
-            staging=self.staging,
-            memory=MemoryReturn(self.transport, lambda: self.service),
-            bus_errors=self.bus_errors,
-            max_process_segments=self.config.max_process_segments,
-            lend=self.role is AgentRole.PREFILL and self.config.mapped,
-            tasks=self.tasks,
-            on_ready=self._on_engine_ready,
-            on_lost=self._on_engine_lost,
-        )
+        engines = self._engine_directory()
         attach = self._attach_server(engines)
         if not self.replaces:
             await self.tasks.start(attach.serve)
@@ -117,22 +124,55 @@ class Runtime:
             watch=watch,
             admit=engines.admit,
         )
-        page = MetricsPages(self.metrics, self.config.metrics_bind, self.tasks)
+        page = HttpPort(self.config, self._routes(), self.tasks)
         if not self.replaces:
             page.serve()
-        self._agent = self._assemble(context, engines, sockets, page)
-        self._service = make_service(self._agent)
-        engines.server, engines.identity = sockets.engine, self._agent.identity
-        self._handover = Handover(self._agent.identity, engines, attach, page)
-        self._ending = Ending(
-            self._service,
-            self._handover,
+        agent = self._assemble(context, engines, sockets, page)
+        engines.server, engines.identity = sockets.engine, agent.identity
+        self._parts = self._wire(agent, make_service(agent), attach, sockets, page)
+        self._take_requests(sockets)
+        await self.service.start()
+        self._run(sockets, attach, watch)
+        agent.data_plane.check()
+        if self.replaces:
+            await self._take_over(attach)
+            page.serve()
+        self.report.is_started = True
+        self._log_started()
+
+    def _engine_directory(self) -> EngineDirectory:
+        return EngineDirectory(
+            transport=self.transport,
+            staging=self.staging,
+            memory=MemoryReturn(self.transport, lambda: self.service),
+            bus_errors=self.bus_errors,
+            max_process_segments=self.config.max_process_segments,
+            lend=self.role is AgentRole.PREFILL and self.config.mapped,
+            tasks=self.tasks,
+            on_ready=self._on_engine_ready,
+            on_lost=self._on_engine_lost,
+        )
+
+    def _wire(
+        self,
+        agent: Agent,
+        service: Service,
+        attach: AttachServer,
+        sockets: AgentSockets,
+        page: HttpPort,
+    ) -> Parts:
+        handover = Handover(agent.identity, agent.engines, attach, page)
+        ending = Ending(
+            service,
+            handover,
             page,
             self.config.drain_timeout_s,
             lambda: sockets.engine.num_unacknowledged,
         )
-        self._take_requests(sockets)
-        await self._service.start()
+        report = SelfReport(self.config, agent, service, handover, ending)
+        return Parts(agent, service, handover, ending, report)
+
+    def _run(self, sockets: AgentSockets, attach: AttachServer, watch: ConnectionBounds) -> None:
         for owner in (sockets.engine, sockets.peer, sockets.events, watch):
             self.tasks.start_soon(owner.run)
         self.tasks.start_soon(self.metrics.watch_loop_lag)
@@ -140,18 +180,21 @@ class Runtime:
             lambda: bus_readings(sockets.engine, sockets.peer, attach, watch.guard), BUS_READINGS
         )
         self.access.guard(sockets.peer, sockets.events, metrics=self.metrics, tasks=self.tasks)
-        self.agent.data_plane.check()
-        if self.replaces:
-            await self._take_over(attach)
-            page.serve()
-        self._log_started()
+
+    def _routes(self) -> dict[str, Route]:
+        return AgentPages(
+            LoopAsker(asyncio.get_running_loop()),
+            registry=self.metrics.registry,
+            ping=self.transport.ping,
+            report=lambda: self.report,
+        ).routes()
 
     async def _take_over(self, attach: AttachServer) -> None:
         """Take the place of the agent that runs, or the one that is free."""
         wanted = HandOver(agent_id=self.config.agent_id, role=self.role, agent_boot=self.boot)
         within_s = WAIT_FOR_DRAIN * self.config.drain_timeout_s
         before = await take_over(self.config.attach_path, wanted, within_s=within_s)
-        self._predecessor = before
+        self.report.predecessor = before
         if before is None:
             await self.tasks.start(attach.serve)
             return
@@ -159,10 +202,10 @@ class Runtime:
         self.tasks.start_soon(self._await_end, before)
 
     async def _await_end(self, before: Predecessor) -> None:
-        if self._handover is not None:
-            self._handover.refusal = "the agent waits for the end of the one that it replaced"
-            await before.watch()
-            self._handover.refusal = ""
+        handover = self.parts.handover
+        handover.refusal = "the agent waits for the end of the one that it replaced"
+        await before.watch()
+        handover.refusal = ""
 
     def _attach_server(self, engines: EngineDirectory) -> AttachServer:
         return AttachServer(
@@ -178,7 +221,7 @@ class Runtime:
         context: BusContext,
         engines: EngineDirectory,
         sockets: AgentSockets,
-        page: MetricsPages,
+        page: HttpPort,
     ) -> Agent:
         host = self.config.advertise_host
         identity = AgentIdentity(
@@ -204,11 +247,12 @@ class Runtime:
             folder=self.seat.folder,
             access=self.access,
             bus_errors=self.bus_errors,
+            outbox=start_export(self.config, identity, self.metrics, self.tasks),
         )
 
-    def _data_plane(self, sockets: AgentSockets, page: MetricsPages) -> DataPlane:
+    def _data_plane(self, sockets: AgentSockets, page: HttpPort) -> DataPlane:
         """The ports that UCX must not have outside of its interfaces; our own are not UCX's."""
-        pages = {page.port} if page.port is not None else set()
+        pages = {page.number} if page.number is not None else set()
         return DataPlane(self.interfaces, frozenset(sockets.ports | pages))
 
     def _log_started(self) -> None:
@@ -218,17 +262,16 @@ class Runtime:
             attach=str(self.config.attach_path),
             peer=self.agent.identity.peer_endpoint,
             events=self.agent.identity.events_endpoint,
-            metrics=self.config.metrics_bind,
+            http=self.config.http_bind,
             server_key=self.access.server_key,
             data=self.agent.data_plane.endpoints(),
-            predecessor=self._predecessor.boot if self._predecessor is not None else "",
+            predecessor=before.boot if (before := self.report.predecessor) is not None else "",
         )
 
     async def stop_when_told(self, signals: Signals) -> None:
         """Wait until it is to end, drain, and end what the drain did not."""
-        if self._ending is not None:
-            await self._ending.wait(signals)
-            await self._ending.drain(signals)
+        await self.parts.ending.wait(signals)
+        await self.parts.ending.drain(signals)
 
     def _take_requests(self, sockets: AgentSockets) -> None:
         engines = self.agent.engines
@@ -241,7 +284,13 @@ class Runtime:
                 **self.service.engine_handlers(),
             }
         )
-        sockets.peer.on({Status: self._answer_status, **self.service.peer_handlers()})
+        sockets.peer.on(
+            {
+                Status: self._answer_status,
+                Trace: self._answer_trace,
+                **self.service.peer_handlers(),
+            }
+        )
 
     def _on_attach_message(self, engines: EngineDirectory) -> AttachHandler:
         refusals = Refusals(self.metrics, lines_s=self.config.max_refusal_lines_s)
@@ -250,8 +299,8 @@ class Runtime:
             connection: AttachConnection, message: dict[str, Any], fds: list[int]
         ) -> Answer:
             try:
-                if message.get("op") in OPS and self._handover is not None:
-                    return await self._handover.answer(connection, message)
+                if message.get("op") in OPS:
+                    return await self.parts.handover.answer(connection, message)
                 return await engines.on_attach_message(connection, message, fds)
             except KVBusError as error:
                 refusals.note(str(message.get("op")), f"pid {connection.peer.pid}", error)
@@ -262,33 +311,21 @@ class Runtime:
     def _on_attach_closed(self, engines: EngineDirectory) -> Callable[[AttachConnection], None]:
         def forget(connection: AttachConnection) -> None:
             engines.on_attach_closed(connection)
-            if self._handover is not None:
-                self._handover.on_closed(connection)
+            if self._parts is not None:
+                self._parts.handover.on_closed(connection)
 
         return forget
 
     def _register(self, wanted: Register, call: Call) -> None:
-        if self.draining:
+        if self.report.ending.is_draining:
             raise KVBusError("the agent is draining", code=ErrorCode.DRAINING)
         self.agent.engines.register(wanted, call)
 
     def _answer_status(self, asked: Status, call: Call) -> None:
-        engines, before = self.agent.engines.engines, self._predecessor
-        call.reply(
-            AgentStatus(
-                agent_id=self.config.agent_id,
-                role=self.role,
-                engines={name: engine.ready for name, engine in engines.items()},
-                draining=self.draining,
-                counts=self.service.counts(),
-                data_endpoints=tuple(self.agent.data_plane.endpoints()),
-                story=tuple(self.service.story(asked)),
-                sharing=self.service.sharing(),
-                successor=self._handover.successor if self._handover is not None else "",
-                predecessor=before.peer_endpoint if before is not None and before.is_there else "",
-                silent_peers=self.service.silent_peers(),
-            )
-        )
+        call.reply(self.report.status(asked))
+
+    def _answer_trace(self, asked: Trace, call: Call) -> None:
+        call.reply(self.report.trace(asked))
 
     def _on_engine_ready(self, engine: LocalEngine) -> None:
         self._publish_engine("engine.ready", engine)

@@ -12,6 +12,7 @@ from anyio.abc import TaskGroup
 
 from kvbus.agent.engines.directory import EngineDirectory
 from kvbus.agent.engines.local_engine import LocalEngine
+from kvbus.agent.otlp.outbox import SpanOutbox
 from kvbus.agent.process.access import Access
 from kvbus.agent.process.data_plane import DataPlane
 from kvbus.agent.process.identity import AgentIdentity
@@ -19,14 +20,20 @@ from kvbus.agent.process.metrics import AgentMetrics
 from kvbus.agent.staging.devices import StagingDevices
 from kvbus.bus import BusContext, EventPublisher, Handlers
 from kvbus.memory.bus_errors import BusErrors
+from kvbus.protocol.cost import Cost, Predicted
 from kvbus.protocol.mapped import Sharing
 from kvbus.protocol.peer import Status
+from kvbus.protocol.peer_view import PeerView
+from kvbus.protocol.trace import Remembered, Trace
 from kvbus.transport import Transport
 
 
 @dataclass(frozen=True, slots=True)
 class Agent:
-    """What a service may use of its agent; ``folder`` is for sockets of its own."""
+    """What a service may use of its agent; ``folder`` is for sockets of its own.
+
+    ``outbox`` takes what has ended where a collector wants spans.
+    """
 
     identity: AgentIdentity
     transport: Transport
@@ -41,6 +48,7 @@ class Agent:
     access: Access
     bus_errors: BusErrors
     folder: Path
+    outbox: SpanOutbox | None = None
 
 
 class Service(Protocol):
@@ -99,6 +107,26 @@ class Service(Protocol):
 
     def silent_peers(self) -> dict[str, float]:
         """Agents that do not answer, and in how many seconds each is tried again."""
+        ...
+
+    def key_of(self, endpoint: str) -> str:
+        """The CURVE key of one of `silent_peers`; empty without keys."""
+        ...
+
+    def view(self, endpoint: str) -> PeerView:
+        """What it knows of another agent; who it is itself is not in it."""
+        ...
+
+    def cost(self, asked: Cost) -> Predicted:
+        """What a fetch would take now; raises `LocalError`, as a prefill agent does always."""
+        ...
+
+    def recent(self, number: int) -> Remembered:
+        """The spans of the newest offers or fetches, the newest first, live ones before others."""
+        ...
+
+    def spans(self, asked: Trace) -> Remembered:
+        """What is remembered of the request, fetch or offer that is asked for."""
         ...
 
     def story(self, asked: Status) -> list[str]:

@@ -3,15 +3,14 @@
 Refuses files that others can read, and keys that are too short, as `ConfigError`.
 """
 
-import stat
 from collections.abc import Sequence
 from pathlib import Path
 
 from kvbus.errors import ConfigError
+from kvbus.keys.files import read_private
 from kvbus.protocol.ticket_keys import TicketKeys
 
 MIN_KEY_BYTES = 32
-MAX_KEY_BYTES = 4096
 
 
 def load_ticket_keys(paths: Sequence[str]) -> TicketKeys | None:
@@ -21,16 +20,12 @@ def load_ticket_keys(paths: Sequence[str]) -> TicketKeys | None:
 
 def _read(path: Path) -> bytes:
     try:
-        with path.open("rb") as file:
-            mode = stat.S_IMODE(path.stat().st_mode)
-            key = file.read(MAX_KEY_BYTES + 1).strip()
-    except OSError as error:
-        raise _wrong(f"cannot read {path}: {error.strerror}") from error
-    if mode & 0o077:
-        raise _wrong(f"{path} has mode {mode:04o}: others may read it; chmod 600 {path}")
-    if not MIN_KEY_BYTES <= len(key) <= MAX_KEY_BYTES:
+        key = read_private(path).strip()
+    except ConfigError as error:
+        raise _wrong(error.message) from error
+    if len(key) < MIN_KEY_BYTES:
         raise _wrong(
-            f"{path} has a key of {len(key)} bytes; {MIN_KEY_BYTES} to {MAX_KEY_BYTES} are needed, "
+            f"{path} has a key of {len(key)} bytes; {MIN_KEY_BYTES} at least are needed, "
             f"such as from: (umask 077; head -c 32 /dev/urandom | base64 > {path})"
         )
     return key

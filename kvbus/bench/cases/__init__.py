@@ -10,6 +10,7 @@ import anyio
 from rich.console import Console
 
 from kvbus.bench.cases.burst import measure_burst
+from kvbus.bench.cases.cost import measure_cost
 from kvbus.bench.cases.digests import measure_digests
 from kvbus.bench.cases.idle import measure_idle, measure_memory
 from kvbus.bench.cases.large import measure_large
@@ -19,6 +20,7 @@ from kvbus.bench.cases.publishing import measure_chunked, measure_host
 from kvbus.bench.cases.rate import measure_rate
 from kvbus.bench.cases.reshapes import OF_NAIVE, PACKED_OF_NAIVE, measure_reshape
 from kvbus.bench.cases.transfers import measure_fixed, measure_transfer
+from kvbus.bench.cases.warm import measure_warm
 from kvbus.bench.engines import Bench
 from kvbus.bench.figures import CaseName, Figure, Figures, Scale
 from kvbus.bench.processes import agent, answering
@@ -83,6 +85,8 @@ CASES: Mapping[CaseName, Case] = {
     CaseName.MEMORY: measure_memory,
     CaseName.LARGE: measure_large,
     CaseName.DIGESTS: measure_digests,
+    CaseName.WARM: measure_warm,
+    CaseName.COST: measure_cost,
 }
 
 

@@ -6,7 +6,7 @@ from kvbus.bench.engines import UNMAPPED, Bench, EnginePair
 from kvbus.bench.figures import Figure, Scale, Target, milliseconds
 from kvbus.bench.processes import BenchAgent
 from kvbus.bench.shapes import BIG, TINY_RUNS, PairedBlocks, Shape, contiguous, scattered
-from kvbus.bench.stats import added_counts, histogram_quantile
+from kvbus.histograms import added_counts, histogram_quantile
 
 BIG_BLOCKS = (4 << 30) // BIG.block_bytes
 NUM_RUNS = 655_360

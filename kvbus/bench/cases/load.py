@@ -9,8 +9,9 @@ from kvbus.bench.engines import Bench, EnginePair
 from kvbus.bench.figures import Figure, Scale, Target, milliseconds, speed
 from kvbus.bench.processes import BenchAgent
 from kvbus.bench.shapes import BIG, SMALL, contiguous, scattered
-from kvbus.bench.stats import added_counts, histogram_quantile, quantile
+from kvbus.bench.stats import quantile
 from kvbus.bus import RequestClient, new_boot_id, new_context
+from kvbus.histograms import added_counts, histogram_quantile
 from kvbus.protocol.engine import Ping
 
 NUM_LARGE = 4

@@ -65,7 +65,7 @@ PLACES = (
     Place(RequestServer, "answer", lambda _, call, __: _of_op(call.op, "answered")),
     Place(RequestServer, "_on_ack", lambda _, __, request: _of_op(request.op, "read")),
     Place(RequestServer, "_post_ok", lambda _, __, request: _of_op(request.op, "answered")),
-    Place(Session, "notify", lambda _, op, __: _of_op(op, "notice sent")),
+    Place(Session, "notify", lambda _, op, *__: _of_op(op, "notice sent")),
     Place(EventPublisher, "publish", lambda _, op, __: _of_op(op, "event sent")),
     Place(Driver, "dispatch", _event),
     Place(Transport, "read", lambda *_, **__: "READ: asked for"),

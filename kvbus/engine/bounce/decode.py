@@ -87,6 +87,7 @@ class HostDecode:
         zero_tail: bool = False,
         fetch_id: str | None = None,
         priority: int = 0,
+        traceparent: str = "",
     ) -> "HostFetch":
         """Ask for tokens as `DecodeSession.fetch` does, into the engine's own blocks.
 
@@ -120,6 +121,7 @@ class HostDecode:
                 on_landed=on_landed,
                 fetch_id=fetch_id,
                 priority=priority,
+                traceparent=traceparent,
             )
 
         fetch = HostFetch(self, start, loaded, tables)

@@ -114,7 +114,7 @@ class HostOffer:
                 self._closed = self._closed or "a save of it did not end well"
                 raise
 
-    async def offer(self, *, ttl_s: float | None = None) -> dict[str, Any]:
+    async def offer(self, *, ttl_s: float | None = None, traceparent: str = "") -> dict[str, Any]:
         """Offer what is saved, and what will be; returns the ticket. Raises `RequestRefused`.
 
         A `save` may be under way: what it copies is offered after this.
@@ -131,6 +131,7 @@ class HostOffer:
                     sealed=False,
                     ttl_s=ttl_s,
                     first_blocks=self._blocks.first_blocks,
+                    traceparent=traceparent,
                 )
             self._offer = offer
             offer.when_released(self._end)

@@ -17,12 +17,14 @@ from starlette.responses import JSONResponse, Response
 from kvbus.errors import ErrorCode, LocalError
 from kvbus.integrations.proxy.access_log import RequestRecord
 from kvbus.integrations.proxy.servers import Server
+from kvbus.protocol.traceparent import known_trace
 
 Headers = list[tuple[bytes, bytes]]
 TransferParams = Mapping[str, Any]
 
 TRANSFER_PARAMS = "kv_transfer_params"
 CONVERSATION_ID = "conversation_id"
+TRACEPARENT = "traceparent"
 ONLY_FOR_MANY_TOKENS = ("stream_options", "min_tokens")
 BODY_SENT = "http11.send_request_body.complete"
 LONGEST_REQUEST_ID = 200
@@ -90,10 +92,15 @@ class ClientRequest:
         """What has a server compute or load the prompt, make one token, and end."""
         left_out = (*ONLY_FOR_MANY_TOKENS, CONVERSATION_ID)
         made = {key: value for key, value in self.body.items() if key not in left_out}
-        made |= {"max_tokens": 1, "stream": False, TRANSFER_PARAMS: params}
+        made |= {"max_tokens": 1, "stream": False, TRANSFER_PARAMS: {**params, **self._trace()}}
         if "max_completion_tokens" in made:
             made["max_completion_tokens"] = 1
         return ServerRequest(self.http, made)
+
+    def _trace(self) -> Mapping[str, str]:
+        """The client's trace: a vLLM that sends no spans itself drops the header."""
+        trace = known_trace(self.http.headers.get(TRACEPARENT, ""))
+        return {TRACEPARENT: trace} if trace else {}
 
     def for_decode(self, params: TransferParams | None) -> ServerRequest:
         """The client's request with ``params``; what it brought under that name is not trusted."""

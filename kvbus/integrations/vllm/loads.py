@@ -5,6 +5,7 @@ methods are for the scheduler's thread; fetches live in the thread of the link.
 """
 
 import logging
+import time
 import uuid
 from collections import deque
 from collections.abc import Container, Sequence
@@ -38,7 +39,8 @@ class Load:
 
     With a ``problem`` the load is to fail as loads do; ``handoff`` is None if its params were
     refused. Loads of a greater ``priority`` are more urgent. Fewer than ``min_tokens`` are not
-    loaded.
+    loaded. ``seen_at`` is when vLLM's scheduler got the request, ``started_at`` when that gave it
+    blocks, by `time.monotonic`.
     """
 
     request_id: str
@@ -46,9 +48,12 @@ class Load:
     handoff: HandoffParams | None
     problem: str = ""
     priority: int = 0
+    traceparent: str = ""
     first_token: int = 0
     min_tokens: int = 1
     fetch_id: str = field(default_factory=lambda: uuid.uuid4().hex)
+    seen_at: float = field(default_factory=time.monotonic)
+    started_at: float | None = None
     fetch: Fetch | None = None
     is_given_up: bool = False
 
@@ -111,6 +116,7 @@ class Loads:
         if num_tokens == 0:
             self._unwanted.release(load)
             return
+        load.started_at = time.monotonic()
         self._running[request_id] = load
         self._started.append((request_id, load.fetch_id))
         stop = load.first_token + num_tokens
@@ -196,6 +202,9 @@ class Loads:
             fetch_id=load.fetch_id,
             prompt_digest=load.handoff.prompt_digest,
             priority=load.priority,
+            traceparent=load.traceparent,
+            asked_s=load.started_at,
+            wanted_s=load.seen_at,
         )
 
     def _on_ended(self, load: Load, fetch: Fetch) -> None:

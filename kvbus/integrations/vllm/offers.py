@@ -58,6 +58,7 @@ class Offers:
         *,
         ttl_s: float | None = None,
         readers: int = 1,
+        traceparent: str = "",
     ) -> Reservation:
         """Ask for the ticket of a request that is going to be computed; again is no more.
 
@@ -67,7 +68,9 @@ class Offers:
         reservation = self._reserved.get(request_id)
         if reservation is None:
             ttl_s = self._ttl_s if ttl_s is None else ttl_s
-            reservation = Reservation(request_id, digest(), transfer_id, ttl_s, readers)
+            reservation = Reservation(
+                request_id, digest(), transfer_id, ttl_s, readers, traceparent
+            )
             self._reserved[request_id] = reservation
             self._link.post(partial(self._make, reservation))
         return reservation
@@ -176,6 +179,7 @@ class Offers:
                 prompt_digest=reservation.prompt_digest,
                 transfer_id=reservation.transfer_id,
                 readers=reservation.readers,
+                traceparent=reservation.traceparent,
             )
             self._answers = True
             if reservation.state is not State.OPEN or reservation.asked is not session:

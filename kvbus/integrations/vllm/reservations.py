@@ -33,6 +33,7 @@ class Reservation:
     transfer_id: str | None = None
     ttl_s: float | None = None
     readers: int = 1
+    traceparent: str = ""
     told: dict[str, int] = field(default_factory=dict)
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
     state: State = State.OPEN

@@ -40,6 +40,7 @@ from kvbus.integrations.vllm.transfer_params import (
     HandoffParams,
     read_params,
     read_readers,
+    read_trace,
     read_transfer_id,
 )
 from kvbus.protocol.message import MAX_PRIORITY, MIN_PRIORITY
@@ -217,7 +218,13 @@ class SchedulerSide:
             readers = read_readers(params)
         except ProtocolError as error:
             logger.error("kvbus: request %s: %s", request_id, error.message)
-        offers.reserve(request_id, partial(digest_of_prompt, request), transfer_id, readers=readers)
+        offers.reserve(
+            request_id,
+            partial(digest_of_prompt, request),
+            transfer_id,
+            readers=readers,
+            traceparent=read_trace(params, request.trace_headers),
+        )
         if transfer_id is not None and not self._backs_off:
             self._growing.begin(request_id)
 
@@ -274,7 +281,8 @@ class SchedulerSide:
         except ProtocolError as error:
             return Load(request.request_id, num_wanted, None, error.message)
         num_tokens, priority = min(num_wanted, handoff.remote_num_tokens), urgency_of(request)
-        return Load(request.request_id, num_tokens, handoff, priority=priority)
+        trace = read_trace(params, request.trace_headers)
+        return Load(request.request_id, num_tokens, handoff, priority=priority, traceparent=trace)
 
     def _handoff_of(self, request: "Request", params: Mapping[str, Any]) -> HandoffParams:
         """What the router carries; by a rendezvous, all of the prompt is going to be there."""

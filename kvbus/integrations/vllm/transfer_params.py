@@ -14,6 +14,7 @@ import msgspec
 from kvbus.errors import ProtocolError
 from kvbus.protocol.message import Readers, Secret
 from kvbus.protocol.ticket import Ticket
+from kvbus.protocol.traceparent import known_trace
 
 ASKS_TO_OFFER = "do_remote_decode"
 ASKS_TO_FETCH = "do_remote_prefill"
@@ -21,6 +22,7 @@ TICKET = "ticket"
 TRANSFER_ID = "transfer_id"
 READERS = "readers"
 RENDEZVOUS = "rendezvous"
+TRACEPARENT = "traceparent"
 
 
 class HandoffParams(msgspec.Struct, frozen=True):
@@ -69,6 +71,14 @@ def read_readers(params: Mapping[str, Any]) -> int:
         return msgspec.convert(params.get(READERS, 1), Readers)
     except msgspec.ValidationError as error:
         raise ProtocolError(f"kv_transfer_params: {READERS}: {error}") from error
+
+
+def read_trace(params: Mapping[str, Any], headers: Mapping[str, str] | None) -> str:
+    """The trace of a request: of its HTTP headers, or what the router says; empty for none.
+
+    vLLM keeps the headers only where it sends spans itself (``--otlp-traces-endpoint``).
+    """
+    return known_trace((headers or {}).get(TRACEPARENT, ""), str(params.get(TRACEPARENT, "")))
 
 
 def prompt_digest(token_ids: Sequence[int], conditions: Iterable[str]) -> str:

@@ -22,6 +22,8 @@ class ActiveFetch:
     peers: list[Peer] = field(default_factory=list)
     route: Route | None = None
     replica_index: int = 0
+    was_alone: bool = True
+    """Whether no other fetch was under way at any time meanwhile."""
     take_token: str = field(default_factory=new_secret, repr=False)
 
     @property

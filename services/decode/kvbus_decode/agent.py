@@ -1,5 +1,7 @@
 """The decode agent: requests become events of the fetch table, its commands become work."""
 
+from functools import partial
+
 import anyio
 import structlog
 from msgspec.structs import replace
@@ -9,14 +11,19 @@ from kvbus.agent.process.service import Agent
 from kvbus.agent.process.ticket_keys import load_ticket_keys
 from kvbus.bus import Call, Handlers
 from kvbus.errors import ErrorCode, KVBusError, LocalError
+from kvbus.protocol.cost import Cost, Predicted
 from kvbus.protocol.engine import AgentRanks, BlocksFreed, CancelFetch, Fetched, Landed, StartFetch
+from kvbus.protocol.events import FetchEvent
 from kvbus.protocol.mapped import Sharing
-from kvbus.protocol.peer import FetchEvent, Status
+from kvbus.protocol.peer import Status
+from kvbus.protocol.peer_view import PeerView
 from kvbus.protocol.remote_ranks import AbortDelegate, Delegate
 from kvbus.protocol.rendezvous import Rendezvous
+from kvbus.protocol.trace import Remembered, Trace
 from kvbus.table import Driver
 from kvbus_decode.active import ActiveFetch
 from kvbus_decode.config import DecodeConfig
+from kvbus_decode.costs import CostBook
 from kvbus_decode.fetch import events as ev
 from kvbus_decode.fetch.state import FetchState
 from kvbus_decode.fetch.table import FetchTable
@@ -25,6 +32,7 @@ from kvbus_decode.peer.directory import PeerAddress
 from kvbus_decode.peer.lease_client import LeaseClient
 from kvbus_decode.peer.meeting_client import MeetingClient
 from kvbus_decode.peer.route import Route
+from kvbus_decode.peer.warm import WarmPeers
 from kvbus_decode.read.chunk import check_tables, make_chunk
 from kvbus_decode.read.delegate import DelegateServer
 from kvbus_decode.read.events import ChunkEnded
@@ -32,6 +40,7 @@ from kvbus_decode.read.leg import Leg, Stage
 from kvbus_decode.read.reader import Reader
 from kvbus_decode.read.remote_ranks import DelegateJob
 from kvbus_decode.read_ahead import ahead_of
+from kvbus_decode.spans import FetchSpans
 from kvbus_decode.tickets import TicketGate
 
 log = structlog.get_logger()
@@ -48,6 +57,9 @@ class DecodeService:
         self._leases = leases = LeaseClient(agent, config, self._dispatch, self._prepare)
         self._metrics = DecodeMetrics(agent.metrics)
         self._reader = Reader(agent, config, leases.peers, self._metrics)
+        self._costs = CostBook(agent, leases, self._reader)
+        self._warm = WarmPeers(agent, config, leases.peers, leases.routes, self._reader.warm_up)
+        leases.on_news = self._warm.see_peer
         self._tickets = TicketGate(agent.identity.agent_id, load_ticket_keys(config.ticket_keys))
         self._delegates = DelegateServer(agent, self._tickets, leases, self._reader)
         meetings = MeetingClient(leases, self._tickets, self._dispatch)
@@ -68,28 +80,40 @@ class DecodeService:
             ev.ReportFetched: self._report_fetched,
             ev.ReportBlocksFreed: self._report_blocks_freed,
         }
+        self._spans = FetchSpans(self._table, self._reader.story_of)
         self._idle = anyio.Event()
         agent.metrics.add_readings(self._readings, READINGS)
 
     async def start(self) -> None:
-        """Nothing is opened before it is asked for."""
+        """Agents that are listed are met; all else is opened when it is asked for."""
+        self._warm.start()
 
     def engine_handlers(self) -> Handlers:
         """A fetch, or its cancellation."""
         return {StartFetch: self._start_fetch, CancelFetch: self._cancel_fetch}
 
     def peer_handlers(self) -> Handlers:
-        """Another decode agent, with the control session of an engine of ours, asks for help."""
-        return {Delegate: self._delegates.delegate, AbortDelegate: self._delegates.abort}
+        """Another decode agent asks for help, with an engine of ours; or a router what it costs."""
+        return {
+            Delegate: self._delegates.delegate,
+            AbortDelegate: self._delegates.abort,
+            Cost: lambda asked, call: call.reply(self.cost(asked)),
+        }
+
+    def cost(self, asked: Cost) -> Predicted:
+        """What a fetch would take now; raises `LocalError`."""
+        return self._costs.cost(asked, self._table.queued())
 
     def on_engine_ready(self, engine: LocalEngine) -> None:
         """What its copies need is made ready."""
         self._reader.expect(engine)
+        self._warm.see_engine()
 
     def on_engine_lost(self, engine: LocalEngine) -> None:
         """Its fetches end; nobody is there to be told."""
         self._dispatch(ev.EngineLost(engine.engine_id))
         self._reader.lose_engine(engine)
+        self._costs.forget(engine)
         self._leases.routes.forget_engine(engine)
 
     async def copied(self, engine: LocalEngine) -> None:
@@ -136,11 +160,32 @@ class DecodeService:
         """The agents that do not answer, and in how many seconds each is tried again."""
         return self._leases.peers.silent()
 
+    def key_of(self, endpoint: str) -> str:
+        """The key of an agent that does not answer, as its tickets have it."""
+        return self._leases.peers.key_of_silent(endpoint)
+
+    def view(self, endpoint: str) -> PeerView:
+        """Whether it is listed and warm, and what came of handshakes with it."""
+        routes, listed = self._leases.routes, self._warm.view(endpoint)
+        return replace(
+            listed,
+            num_routes=routes.num_from(endpoint),
+            problem=listed.problem or routes.refusals.get(endpoint, ""),
+        )
+
     def story(self, asked: Status) -> list[str]:
         """What happened to a fetch, and to its reads: those here, and those for another agent."""
         fetch_id = asked.fetch_id
         reads = self._reader.story(fetch_id) + self._delegates.story(fetch_id)
         return self._table.story(fetch_id) + [f"read  {line}" for line in reads]
+
+    def recent(self, number: int) -> Remembered:
+        """The newest fetches."""
+        return self._spans.recent(number)
+
+    def spans(self, asked: Trace) -> Remembered:
+        """What is remembered of fetches, and of reads for another agent."""
+        return self._spans.remembered(asked)
 
     def _start_fetch(self, fetch: StartFetch, call: Call) -> None:
         engine = self._agent.engines.engine_of(call)
@@ -170,6 +215,9 @@ class DecodeService:
             meets=meets,
             prompt_digest=fetch.prompt_digest,
             priority=fetch.priority,
+            traceparent=fetch.traceparent,
+            asked_s=fetch.asked_s,
+            wanted_s=fetch.wanted_s,
         )
         route = self._leases.routes.find(ticket, engine) if meets is None else None
         if route is not None and self._reader.is_ready(route, requested):
@@ -265,13 +313,16 @@ class DecodeService:
                 num_bytes=fetched.num_bytes,
                 path=fetched.path,
                 stages_s=fetched.stages_s,
-            )
+            ),
+            is_last=fetched.blocks_free,
         )
         fetch = self._leases.active.get(fetched.fetch_id)
         if fetch is not None and fetched.error is None:
             self._tickets.complete(fetch.requested.ticket)
+            self._costs.observe(fetched, fetch)
         if fetched.blocks_free:
             self._leases.end(fetched.fetch_id)
+            self._export(fetched.fetch_id)
         else:
             self._leases.drain(fetched.fetch_id)
         total_s = self._metrics.observe(fetched)
@@ -281,14 +332,27 @@ class DecodeService:
 
     def _report_blocks_freed(self, freed: ev.ReportBlocksFreed) -> None:
         log.info("blocks.freed", fetch_id=freed.fetch_id)
-        self._notify(BlocksFreed(fetch_id=freed.fetch_id))
+        self._notify(BlocksFreed(fetch_id=freed.fetch_id), is_last=True)
         self._leases.end(freed.fetch_id)
+        self._export(freed.fetch_id)
 
-    def _notify(self, notice: Landed | Fetched | BlocksFreed) -> None:
+    def _export(self, fetch_id: str) -> None:
+        """Its spans go to the collector, if there is one."""
+        fetch = self._table.find(fetch_id)
+        if self._agent.outbox is not None and fetch is not None:
+            ticket = fetch.requested.ticket
+            traces = fetch.requested.traceparent, ticket.traceparent
+            self._agent.outbox.put(self._spans.later(fetch), ticket.offer_id, *traces)
+
+    def _notify(self, notice: Landed | Fetched | BlocksFreed, *, is_last: bool = False) -> None:
         """Tell the engine that asked; one that came back under its id does not know the fetch."""
         fetch = self._leases.active.get(notice.fetch_id)
         if fetch is not None:
-            fetch.engine.notify(notice)
+            on_told = partial(self._note_told, notice.fetch_id) if is_last else None
+            fetch.engine.notify(notice, on_told)
+
+    def _note_told(self, fetch_id: str, told_at: float) -> None:
+        self._table.note_told(fetch_id, told_at, self._driver.now)
 
     def _log_fetched(self, fetched: ev.ReportFetched, total_s: float) -> None:
         """The canonical line of a handoff."""
@@ -336,12 +400,16 @@ class DecodeService:
             "quarantined_blocks": self._table.num_quarantined_blocks(),
             "peers": len(self._leases.peers),
             "silent_peers": len(self._leases.peers.silent()),
+            "silent_peer_refusals": self._leases.peers.num_refused,
+            "listed_peers": self._warm.num_listed,
+            "warm_peers": self._warm.num_warm,
             "engines": len(self._agent.engines.engines),
             "copies": self._reader.num_copies,
             "outstanding_handles": stats.outstanding_handles,
             "outstanding_bytes": stats.outstanding_bytes,
             "unreleased_handles": stats.unreleased_handles,
             "recycled_transports": stats.retired_agents,
+            "recycled_timestamp_seconds": stats.retired_at,
             "registered_bytes": stats.registered_bytes,
             "mapped_bytes": self._leases.routes.borrower.num_bytes,
         }

@@ -9,6 +9,10 @@ from kvbus.planning.digests import SAMPLED_ONE_IN
 from kvbus_decode.fetch.state import FetchLimits
 from kvbus_decode.read.table import ReadLimits
 
+LISTING = r"^tcp://[^\s/;,]+:[0-9]{1,5}( [!-~]{40})?$"
+Listing = Annotated[str, Meta(pattern=LISTING, max_length=300)]
+"""Where a prefill agent is, and its public key."""
+
 
 class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Configuration of `kvbus-decode`; every key but three has a default."""
@@ -56,6 +60,26 @@ class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields
             "Empty: any that a ticket or another agent names.",
         ),
     ] = ()
+    peers: Annotated[
+        tuple[Listing, ...],
+        Meta(
+            max_length=1024,
+            description="Prefill agents to connect to, and to shake hands with, before the first "
+            "fetch from them: each `tcp://HOST:PORT`, with keys `tcp://HOST:PORT KEY`, their "
+            "public key behind a blank. A HOST with several addresses, as the name of a headless "
+            "service of Kubernetes, is all of them. They have to allow it (shake_hands_ahead).",
+        ),
+    ] = ()
+    peers_file: Annotated[
+        str, Meta(description="File with more of them, one a line; read again when it changes.")
+    ] = ""
+    peers_refresh_s: Annotated[
+        Duration,
+        Meta(
+            description="How often names in `peers` are looked up, `peers_file` is looked at, and "
+            "these agents are asked for their engines."
+        ),
+    ] = 15.0
     max_peers: Annotated[
         Bound, Meta(description="Most prefill agents at a time; idle ones make room.")
     ] = 256

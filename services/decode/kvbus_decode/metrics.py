@@ -17,6 +17,9 @@ READINGS = {
     "quarantined_blocks": "Blocks that are withheld because a transfer can still write into them.",
     "peers": "Prefill agents that this agent talks to.",
     "silent_peers": "Prefill agents that do not answer, and are tried now and then.",
+    "silent_peer_refusals": "Fetches that were refused at once, as the prefill agent is silent.",
+    "listed_peers": "Prefill agents that are listed in peers and peers_file.",
+    "warm_peers": "Those of them that are ready for the first fetch, with an engine on both sides.",
     "engines": "Local engines.",
     "slots": "Staging slots in use.",
     "ended_bytes": "What is known of fetches that have ended.",
@@ -25,6 +28,7 @@ READINGS = {
     "outstanding_bytes": "Bytes under NIXL handles that are not terminal.",
     "unreleased_handles": "NIXL handles that could not be given back.",
     "recycled_transports": "How often NIXL was made anew, as transfers never ended.",
+    "recycled_timestamp_seconds": "When that was last, in seconds since 1970; 0: never.",
     "registered_bytes": "Memory registered with NIXL.",
     "mapped_bytes": "Memory of prefill engines of this machine that is mapped here.",
 }

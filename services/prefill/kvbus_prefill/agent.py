@@ -15,6 +15,7 @@ from kvbus.agent.process.service import Agent
 from kvbus.agent.process.ticket_keys import load_ticket_keys
 from kvbus.bus import Call, Handlers, new_secret
 from kvbus.errors import ErrorCode, LocalError
+from kvbus.protocol.cost import Cost, Predicted
 from kvbus.protocol.digests import Digest
 from kvbus.protocol.engine import ExtendOffer, MakeOffer, Released, SealOffer, WithdrawOffer
 from kvbus.protocol.mapped import Sharing
@@ -28,8 +29,11 @@ from kvbus.protocol.peer import (
     Status,
     Take,
 )
+from kvbus.protocol.peer_view import PeerView
 from kvbus.protocol.rendezvous import Forgo, Meet
 from kvbus.protocol.ticket import Ticket, packed_tables
+from kvbus.protocol.trace import Remembered, Trace
+from kvbus.protocol.traceparent import known_trace
 from kvbus.table import Driver
 from kvbus.transport import ProgressToken
 from kvbus_prefill.config import PrefillConfig
@@ -44,6 +48,7 @@ from kvbus_prefill.offer import events as ev
 from kvbus_prefill.offer.entry import OfferEntry
 from kvbus_prefill.offer.table import OfferTable
 from kvbus_prefill.requests import check_tables
+from kvbus_prefill.spans import OfferSpans
 
 log = structlog.get_logger()
 
@@ -69,12 +74,14 @@ class PrefillService:
         self._tokens: dict[tuple[str, int], ProgressToken] = {}
         self._metrics = PrefillMetrics(agent.metrics)
         self._packing = Packing(agent, config, self._metrics, self._table)
+        self._spans = OfferSpans(self._table, self._meetings, self._packing.boxes_of)
         self._digests = DigestServer(agent, self._packing, self._table)
         self._lender = MemoryLender(agent, config)
         agent.metrics.add_readings(self._readings, READINGS)
 
     async def start(self) -> None:
-        """Open the memory socket."""
+        """Open the memory socket; heartbeats say how much is read."""
+        self._agent.publisher.count_reads = self._table.num_reads
         await self._lender.open()
 
     def engine_handlers(self) -> Handlers:
@@ -155,9 +162,29 @@ class PrefillService:
         """It asks nobody."""
         return {}
 
+    def key_of(self, endpoint: str) -> str:
+        """It asks nobody."""
+        return ""
+
+    def view(self, endpoint: str) -> PeerView:
+        """It connects to nobody, and knows decode agents by what they ask alone."""
+        return PeerView()
+
     def story(self, asked: Status) -> list[str]:
         """What happened to an offer."""
         return self._table.story(asked.offer_id)
+
+    def cost(self, asked: Cost) -> Predicted:
+        """Raises `LocalError`: who reads knows what it takes."""
+        raise LocalError("only decode agents know what a handoff costs", code=ErrorCode.INVALID)
+
+    def recent(self, number: int) -> Remembered:
+        """The newest offers."""
+        return self._spans.recent(number)
+
+    def spans(self, asked: Trace) -> Remembered:
+        """What is remembered of offers."""
+        return self._spans.remembered(asked)
 
     def _shake_hands(self, handshake: Handshake, call: Call) -> None:
         shake = partial(
@@ -232,7 +259,7 @@ class PrefillService:
         if offer.transfer_id is not None:
             self._meetings.check_free(offer.transfer_id)
         identity, offer_id, secret = self._agent.identity, uuid.uuid4().hex, new_secret()
-        max_blocks = self._config.ticket_blocks
+        max_blocks, traceparent = self._config.ticket_blocks, known_trace(offer.traceparent)
         ticket = Ticket(
             agent_id=identity.agent_id,
             agent_boot=identity.boot,
@@ -247,6 +274,7 @@ class PrefillService:
             audience=offer.audience,
             prompt_digest=offer.prompt_digest,
             blocks=packed_tables(offer.tables, max_blocks=max_blocks) if offer.sealed else "",
+            traceparent=traceparent,
         )
         if self._ticket_keys is not None:
             lifetime_s = self._config.ticket_lifetime_s
@@ -265,6 +293,8 @@ class PrefillService:
                 reply_to=call,
                 ticket_blocks=max_blocks if self._may_name_blocks(offer) else 0,
                 readers=offer.readers,
+                traceparent=traceparent,
+                asked_s=offer.asked_s,
             )
         )
         if offer.transfer_id is not None and offer_id in self._table.live:
@@ -334,10 +364,12 @@ class PrefillService:
                     offer_id=released.offer_id,
                     request_id=released.request_id,
                     outcome=released.outcome,
-                )
+                ),
+                partial(self._note_told, released.offer_id),
             )
         over = LocalError("the offer is over", code=ErrorCode(f"offer_{released.outcome}"))
         self._meeting_driver.dispatch(meeting.Ended(released.offer_id, over))
+        self._export(released.offer_id)
         lived_s = self._driver.now - released.opened_at
         self._metrics.offers.labels(released.outcome).inc()
         self._metrics.offer_life_s.observe(lived_s)
@@ -350,6 +382,16 @@ class PrefillService:
             num_tokens=released.num_tokens,
             lived_s=round(lived_s, 6),
         )
+
+    def _note_told(self, offer_id: str, told_at: float) -> None:
+        self._table.note_told(offer_id, told_at, self._driver.now)
+
+    def _export(self, offer_id: str) -> None:
+        """Its spans go to the collector, if there is one."""
+        offer = self._table.find(offer_id)
+        if self._agent.outbox is not None and offer is not None:
+            make_spans = self._spans.later(offer)
+            self._agent.outbox.put(make_spans, offer_id, offer.opened.traceparent)
 
     def _check_idle(self) -> None:
         if not self._table.live:

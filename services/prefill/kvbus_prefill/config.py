@@ -3,7 +3,7 @@
 Refuses nothing itself; `kvbus.agent.process.config` reads and checks.
 """
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from msgspec import Meta
 
@@ -47,6 +47,15 @@ class PrefillConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_field
             "their reader gets its blocks back; and how long a dead engine's addresses are kept."
         ),
     ] = 30.0
+    shake_hands_ahead: Annotated[
+        Literal["keys", "anybody", "nobody"],
+        Meta(
+            description="Which decode agents may shake hands before they have a ticket, as those "
+            "do that list this agent in their `peers`: `keys` those whose key is trusted as "
+            "`decode`, `anybody` all that reach the peer socket. It tells them where the engines' "
+            "memory is, which is all that NIXL asks for to read it."
+        ),
+    ] = "keys"
     pack_threads: Annotated[
         int, Meta(ge=1, le=64, description="Most boxes that are packed at the same time.")
     ] = 1

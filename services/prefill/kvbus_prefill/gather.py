@@ -30,6 +30,7 @@ from kvbus_prefill.offer.entry import OfferedBox
 from kvbus_prefill.offer.table import OfferTable
 from kvbus_prefill.progress_lease import ProgressLeases
 from kvbus_prefill.slots import events as ev
+from kvbus_prefill.slots.entry import SlotEntry
 from kvbus_prefill.slots.table import SlotTable
 
 MOST_LOST = 64
@@ -102,6 +103,10 @@ class Packing:
             "slots": sum(table.num_slots_in_use for table in tables),
         }
 
+    def boxes_of(self, offer_id: str) -> list[SlotEntry]:
+        """The boxes that were asked for under leases of an offer, as far as they are known."""
+        return [box for table, _ in self._devices.values() for box in table.named(offer_id)]
+
     def _dispatch_all(self, event: ev.Event) -> None:
         for _, driver in list(self._devices.values()):
             driver.dispatch(event)
@@ -148,6 +153,7 @@ class Packing:
             work=gather,
             reply_to=call,
             priority=pack.priority,
+            offer_id=pack.offer_id,
         )
         if offered_here:
             offered = OfferedBox(

@@ -13,6 +13,7 @@ from kvbus.agent.process.guard import guarded
 from kvbus.agent.process.identity import check_protocol
 from kvbus.agent.process.service import Agent
 from kvbus.bus import Call
+from kvbus.errors import ErrorCode, LocalError
 from kvbus.planning import check_compatible
 from kvbus.protocol.envelope import PROTOCOL_VERSION
 from kvbus.protocol.peer import Handshake, HandshakeDone
@@ -56,7 +57,7 @@ async def _shake_hands(
     lender: MemoryLender,
 ) -> HandshakeDone:
     check_protocol(handshake.min_protocol, handshake.max_protocol)
-    engine = _engine(agent, offers, handshake)
+    engine = _engine(agent, config, offers, handshake)
     memory, memory_id = engine.memory(), engine.memory_id
     check_compatible(memory.engine, handshake.reader.engine)
     metadata = await _metadata(agent, engine)
@@ -89,14 +90,35 @@ async def _metadata(agent: Agent, engine: LocalEngine) -> tuple[bytes, ...]:
     return tuple([await asyncio.wrap_future(future) for future in futures])
 
 
-# Who asks holds a ticket of the engine; an agent that has only ranks of it knows no tickets, and is
-# shown what the engine's home hands out for it. Nothing is told, and nothing looked up, before.
-def _engine(agent: Agent, offers: OfferTable, handshake: Handshake) -> LocalEngine:
+# Who asks holds a ticket of the engine, or is one of those who may ask ahead of it; an agent that
+# has only ranks of it knows no tickets, and is shown what the engine's home hands out for it.
+# Nothing is told, and nothing looked up, before.
+def _engine(
+    agent: Agent, config: PrefillConfig, offers: OfferTable, handshake: Handshake
+) -> LocalEngine:
     """The engine of the ticket, or those of its ranks that are here; raises `LocalError`."""
     engines, wanted = agent.engines, handshake.engine_id
     if handshake.ranks:
         return engines.part(wanted, handshake.ranks, access=handshake.access)
+    if not handshake.offer_id and handshake.secret is None:
+        _check_ahead(agent, config)
+        return engines.engine(wanted, instance=handshake.engine_instance)
     offered = offers.check_reader(handshake.offer_id, handshake.secret)
     engine = engines.engine(wanted, instance=handshake.engine_instance)
     check_right(wanted, offered)
     return engine
+
+
+def _check_ahead(agent: Agent, config: PrefillConfig) -> None:
+    """Raise `LocalError` (``forbidden``) unless who asks may do so without a ticket.
+
+    With keys, the peer socket lets nobody shake hands whose key is not trusted as ``decode``.
+    """
+    allowed = config.shake_hands_ahead
+    if allowed == "nobody" or (allowed == "keys" and agent.access.keys is None):
+        raise LocalError(
+            "this agent shakes hands with those who have a ticket only (shake_hands_ahead = "
+            f"'{allowed}'{', and it has no keys' if allowed == 'keys' else ''}); the first request "
+            "does it then",
+            code=ErrorCode.FORBIDDEN,
+        )

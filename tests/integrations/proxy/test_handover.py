@@ -4,6 +4,7 @@ import pytest
 
 from tests.integrations.proxy.engines import TICKET, offers, says
 
+TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 ASKED = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 40, "temperature": 0.0}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hé"}], "max_tokens": 40}
 
@@ -180,3 +181,16 @@ def test_one_log_line_says_who_served_a_request_and_how_long_it_took(proxy, pref
     assert line["decode"] == decode.url
     assert (line["outcome"], line["status"], line["handover"]) == ("completed", 200, "handed_over")
     assert 0 < line["prefill_s"] < line["first_token_s"] <= line["total_s"]
+
+
+@pytest.mark.parametrize(("sent", "passed_on"), [(TRACE, {"traceparent": TRACE}), ("wrong", {})])
+def test_the_trace_of_a_client_goes_to_prefill_with_the_params(
+    proxy, prefill, decode, sent, passed_on
+):
+    headers = {"traceparent": sent}
+
+    proxy([prefill], [decode]).post("/v1/completions", json=ASKED, headers=headers)
+
+    asked = {"do_remote_decode": True, **passed_on}
+    assert prefill.bodies[0]["kv_transfer_params"] == asked
+    assert decode.bodies == [{**ASKED, "kv_transfer_params": TICKET}]

@@ -74,7 +74,8 @@ class Requested(Value, frozen=True):
     is not known yet and the peer has to be resolved, or when this agent is not ready to read.
     ``ahead`` when the route is known and the ticket's own blocks can be read at once. While it
     ``meets``, there is no ticket yet, and ``ticket`` says what is known of it; it is to be of the
-    prompt with ``prompt_digest``.
+    prompt with ``prompt_digest``. ``traceparent`` is what the engine said of the trace, ``asked_s``
+    when it asked by its own word, and ``wanted_s`` since when it had the request.
     """
 
     fetch_id: str
@@ -93,6 +94,9 @@ class Requested(Value, frozen=True):
     meets: Rendezvous | None = None
     prompt_digest: str = ""
     priority: int = 0
+    traceparent: str = ""
+    asked_s: float | None = None
+    wanted_s: float | None = None
 
 
 class OfferMet(Value, frozen=True):

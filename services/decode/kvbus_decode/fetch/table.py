@@ -65,10 +65,17 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
         """Fetches in ``state`` now."""
         return sum(fetch.state is state for fetch in self.live.values())
 
+    def queued(self) -> set[str]:
+        """The ids of those that wait for their turn."""
+        return {one.key for one in self.live.values() if one.state is FetchState.QUEUED}
+
     def num_quarantined_blocks(self) -> int:
         """Blocks of ended fetches that a read can still write into."""
         draining = (f for f in self.live.values() if f.state is FetchState.DRAINING)
         return sum(len(table) for f in draining for table in f.requested.tables.values())
+
+    def _name_of(self, entry: FetchEntry) -> str:
+        return entry.requested.ticket.request_id
 
     def _request(self, event: ev.Requested, now: float) -> Commands:
         """Admit a fetch; raises `LocalError`."""

@@ -39,6 +39,9 @@ REACH_OF_A_PEER = 4
 TOPICS = ("offer.extended", "offer.sealed", "lease.revoked", "lease.expired", "lease.ended")
 """Of an offer that is read, or waited for while another reader has it."""
 
+ENGINE_READY = "engine.ready"
+"""Of an agent that is kept warm."""
+
 Extent = tuple[int, int]
 """First and one-past-last address of registered memory."""
 
@@ -73,6 +76,8 @@ class Peer:
     nixl_turn: anyio.Lock = field(default_factory=anyio.Lock)
     events_endpoint: str = ""
     boot: str = ""
+    num_reads_elsewhere: int = 0
+    """Reads by other agents, as of its last heartbeat."""
     num_users: int = 0
     used_at: float = 0.0
     """When the last fetch from it ended, while there is none."""
@@ -142,7 +147,7 @@ class PeerDirectory:
         self._subscriber = EventSubscriber(
             agent.context,
             listener,
-            topics=TOPICS,
+            topics=(*TOPICS, ENGINE_READY),
             silence_s=config.silence_s,
             max_endpoints=config.max_peers,
             on_fault=_log_fault,
@@ -166,6 +171,11 @@ class PeerDirectory:
         peer.num_users += 1
         return peer
 
+    def num_reads_elsewhere(self, endpoint: str) -> int:
+        """How many reads by other agents are under way there, as far as is known."""
+        known = (one for address, one in self._peers.items() if address.endpoint == endpoint)
+        return max((one.num_reads_elsewhere for one in known), default=0)
+
     def find(self, address: PeerAddress) -> Peer | None:
         """The peer at ``address``, if it is known."""
         return self._peers.get(address)
@@ -184,6 +194,16 @@ class PeerDirectory:
         waits = ((who.endpoint, self._reach.retry_s(who, self._client(who))) for who in known)
         return {endpoint: wait_s for endpoint, wait_s in waits if wait_s is not None}
 
+    def key_of_silent(self, endpoint: str) -> str:
+        """The key of one of `silent`; empty without keys."""
+        known = [who for who in self._reach.known() if isinstance(who, PeerAddress)]
+        return next((who.server_key for who in known if who.endpoint == endpoint), "")
+
+    @property
+    def num_refused(self) -> int:
+        """Fetches that were refused for those, as of `silent`."""
+        return self._reach.num_refused
+
     def _client(self, address: PeerAddress) -> RequestClient | None:
         peer = self._peers.get(address)
         return peer.client if peer is not None else None
@@ -201,10 +221,9 @@ class PeerDirectory:
         self._subscriber.add(events_endpoint, server_key=peer.address.server_key)
         self._by_events[events_endpoint] = peer
 
-    def note_heartbeat(self, events_endpoint: str, boot: str) -> None:
-        """The peer of these events lives: it need not be asked whether it does."""
-        if (peer := self._by_events.get(events_endpoint)) is not None:
-            peer.client.note_alive(boot)
+    def of_events(self, events_endpoint: str) -> Peer | None:
+        """The peer whose events are there."""
+        return self._by_events.get(events_endpoint)
 
     def _connect(self, address: PeerAddress) -> Peer:
         options = self._agent.access.connected(*address)

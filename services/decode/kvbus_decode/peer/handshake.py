@@ -74,10 +74,27 @@ class RouteBook:
         """The memory that is mapped here."""
         self._routes: dict[RouteKey, Route] = {}
         self._shaking: dict[RouteKey, asyncio.Future[Route]] = {}
+        self._max_refusals = config.max_peers
+        self.refusals: dict[str, str] = {}
+        """Of each agent with which the last handshake came to nothing, why."""
 
     def find(self, ticket: Ticket, engine: LocalEngine) -> Route | None:
         """The route, if it is known."""
         return self._routes.get(_key(ticket, engine))
+
+    def between(self, endpoint: str, engine_id: str, engine: LocalEngine) -> Route | None:
+        """The route from an engine of the agent there; without a name, the only one it has."""
+        found = [
+            route
+            for key, route in self._routes.items()
+            if (key.endpoint, key.memory_id) == (endpoint, engine.memory_id)
+            and engine_id in ("", key.engine_id)
+        ]
+        return found[0] if len(found) == 1 else None
+
+    def num_from(self, endpoint: str) -> int:
+        """Routes from engines of the agent there."""
+        return sum(key.endpoint == endpoint for key in self._routes)
 
     async def route(
         self, peer: Peer, ticket: Ticket, engine: LocalEngine, *, timeout_s: float
@@ -145,12 +162,14 @@ class RouteBook:
         self._keep_only(lambda key, _: key.memory_id != memory_id)
 
     def forget_peer(self, peer: Peer) -> None:
-        """Drop the routes through a peer, and its NIXL agents."""
+        """Drop the routes through a peer, its NIXL agents, and what was refused."""
+        self.refusals.pop(peer.endpoint, None)
         self._keep_only(lambda _, route: all(source.peer is not peer for source in route.sources))
         self._agent.tasks.start_soon(self._forget_nixl, peer)
 
     def see_boot(self, peer: Peer, boot: str) -> list[str]:
         """A peer's boot id; returns the earlier ones whose offers are lost with their process."""
+        self.refusals.pop(peer.endpoint, None)
         old = {
             (route, source)
             for route in self._routes.values()
@@ -190,6 +209,8 @@ class RouteBook:
             waiting.set_result(route)
 
         def fail(error: KVBusError) -> None:
+            if error.code not in OF_THE_TICKET:
+                self._remember(key.endpoint, error.message)
             bound.warning(
                 "handshake.refused",
                 code=error.code,
@@ -202,6 +223,12 @@ class RouteBook:
         await guarded(shake, fail)
         del self._shaking[key]
 
+    def _remember(self, endpoint: str, refusal: str) -> None:
+        self.refusals.pop(endpoint, None)
+        self.refusals[endpoint] = refusal
+        if len(self.refusals) > self._max_refusals:
+            del self.refusals[next(iter(self.refusals))]
+
     async def _negotiate(
         self, peer: Peer, ticket: Ticket, engine: LocalEngine, timeout_s: float
     ) -> Route:
@@ -210,7 +237,7 @@ class RouteBook:
             self._handshake(engine, ticket.engine_id),
             engine_instance=ticket.engine_instance,
             offer_id=ticket.offer_id,
-            secret=ticket.secret,
+            secret=ticket.secret or None,
         )
         asking = ask_handshake(peer.client, ticket, handshake, timeout_s=timeout_s)
         done = await self._watched(peer, asking)
@@ -300,6 +327,7 @@ class RouteBook:
             )
         )
         self._routes[key] = route
+        self.refusals.pop(key.endpoint, None)
 
 
 def _key(ticket: Ticket, engine: LocalEngine) -> RouteKey:

@@ -21,7 +21,7 @@ from kvbus.protocol.ticket import Ticket
 from kvbus_decode.active import ActiveFetch
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.fetch import events as ev
-from kvbus_decode.peer.directory import Peer, PeerAddress, PeerDirectory
+from kvbus_decode.peer.directory import ENGINE_READY, Peer, PeerAddress, PeerDirectory
 from kvbus_decode.peer.draining import Draining
 from kvbus_decode.peer.handshake import RouteBook
 from kvbus_decode.peer.memory_check import check_memory
@@ -65,6 +65,8 @@ class LeaseClient(EventListener):
             listener=self,
         )
         self.routes = RouteBook(agent, config, self.peers)
+        self.on_news: Callable[[Peer], object] = _ignore
+        """Told of a peer that is another process, or has a new engine."""
         self._draining = Draining(agent, lambda fetch_id: fetch_id not in self.active)
 
     def end(self, fetch_id: str) -> None:
@@ -219,14 +221,20 @@ class LeaseClient(EventListener):
 
     def on_event(self, endpoint: str, event: Notice) -> None:
         """An offer or lease changed: its fetches ask what is true."""
+        if event.op == ENGINE_READY and (peer := self.peers.of_events(endpoint)) is not None:
+            self.on_news(peer)
         offer_id = event.body.get("offer_id")
         known = self._by_offer.get(offer_id, ()) if isinstance(offer_id, str) else ()
         for fetch_id in list(known):
             self._dispatch(ev.OfferAdvanced(fetch_id))
 
-    def on_heartbeat(self, endpoint: str, boot: str) -> None:
-        """A peer lives."""
-        self.peers.note_heartbeat(endpoint, boot)
+    def on_heartbeat(self, endpoint: str, boot: str, reads: int) -> None:
+        """A peer lives; what is not ours of its reads is by other agents."""
+        peer = self.peers.of_events(endpoint)
+        if peer is not None:
+            peer.client.note_alive(boot)
+            ours = sum(one.home is peer for one in self.active.values() if one.peers)
+            peer.num_reads_elsewhere = max(0, reads - ours)
 
     def on_gap(self, endpoint: str, boot: str, topic: str) -> None:
         """Something of this agent was missed: all of its fetches ask."""
@@ -253,6 +261,9 @@ class LeaseClient(EventListener):
         if fetch is None:
             engine = self._agent.engines.engine(requested.engine_id)
             fetch = ActiveFetch(requested, engine, self._agent.loop.time() + requested.timeout_s)
+            for other in self.active.values() if len(self.active) == 1 else ():
+                other.was_alone = False  # of more, all are marked already
+            fetch.was_alone = not self.active
             self.active[fetch.fetch_id] = fetch
             self._by_offer[requested.ticket.offer_id].add(fetch.fetch_id)
         elif fetch.requested.ticket is not requested.ticket:
@@ -361,3 +372,8 @@ class LeaseClient(EventListener):
     def _see_boot(self, peer: Peer, boot: str) -> None:
         for lost in self.routes.see_boot(peer, boot):
             self._dispatch(ev.PeerGone(lost))
+        self.on_news(peer)
+
+
+def _ignore(_: Peer) -> None:
+    """Nobody wants to know."""

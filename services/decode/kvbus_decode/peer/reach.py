@@ -35,11 +35,13 @@ class ReachState(StrEnum):
 class Reach:
     """One peer; ``next_at`` is when it is tried, or the next may try.
 
+    ``num_refused`` were turned away since it was last heard.
     ``boot`` is the process that is asked; None while none was heard of.
     """
 
     state: ReachState = ReachState.ANSWERING
     num_timeouts: int = 0
+    num_refused: int = 0
     pause_s: float = FIRST_PAUSE_S
     next_at: float = 0.0
     heard_at: float = float("-inf")
@@ -55,7 +57,7 @@ class Reach:
         if at <= self.heard_at:
             return
         self.heard_at, self.state = at, ReachState.ANSWERING
-        self.num_timeouts, self.pause_s = 0, FIRST_PAUSE_S
+        self.num_timeouts, self.num_refused, self.pause_s = 0, 0, FIRST_PAUSE_S
 
     def time_out(self, asked_at: float, now: float, *, jitter: float) -> None:
         """A request of ``asked_at`` has had no answer; ``jitter`` is from 0 to 1."""
@@ -74,6 +76,7 @@ class Reach:
         if self.state is ReachState.ANSWERING:
             return 0.0
         if now < self.next_at:
+            self.num_refused += 1
             return self.next_at - now
         self.state, self.next_at = ReachState.TRIED, now + TRIAL_S
         return 0.0

@@ -87,6 +87,11 @@ class ReachBook:
             return None
         return max(0.0, reach.next_at - self._loop.time())
 
+    @property
+    def num_refused(self) -> int:
+        """Fetches that were refused for agents that had not been heard since, by the last look."""
+        return sum(reach.num_refused for reach in self._known.values())
+
     def known(self) -> list[Hashable]:
         """All that left a request without an answer; some of them answer again."""
         return list(self._known)

@@ -112,7 +112,7 @@ class Route:
             places={number: memory.device for number, memory in engine.ranks.items()},
         )
         self._num_blocks = _num_blocks(ranks)
-        self._position_bytes = _position_bytes(self.readers.values())
+        self._position_bytes = position_bytes(self.readers.values())
         self._plans = [tuple(self._make_plans(n)) for n in range(self._map.num_choices)]
         holders = {rank: placed for s in sources for rank, placed in s.ranks.items()}
         self.work = FetchWork(holders, self.readers, self._map.shares(), self._map.joined())
@@ -224,7 +224,7 @@ def _num_blocks(ranks: list[RankSpec]) -> dict[str, int]:
     return num_blocks
 
 
-def _position_bytes(readers: Iterable[PlacedRank]) -> Counter[str]:
+def position_bytes(readers: Iterable[PlacedRank]) -> Counter[str]:
     """Bytes of one position over all ranks, by group."""
     position_bytes = Counter[str]()
     for placed in readers:

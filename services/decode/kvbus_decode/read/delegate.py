@@ -24,6 +24,7 @@ from kvbus_decode.peer.route import Route
 from kvbus_decode.read import events as ev
 from kvbus_decode.read.chunk import Chunk, check_tables, make_chunk
 from kvbus_decode.read.reader import Reader
+from kvbus_decode.spans import delegated_key
 from kvbus_decode.tickets import TicketGate
 
 PROGRESS_S = 3.0
@@ -47,8 +48,8 @@ class _Delegated:
 
     @property
     def key(self) -> tuple[str, str]:
-        """Names the read in the table; no fetch of an engine at home here has it."""
-        return "delegated", self.asked.fetch_id
+        """Names the read in the table."""
+        return delegated_key(self.asked.fetch_id)
 
 
 class DelegateServer:
@@ -69,7 +70,7 @@ class DelegateServer:
 
     def story(self, fetch_id: str) -> list[str]:
         """What happened to the chunks that were read for a fetch."""
-        return self._reader.story(("delegated", fetch_id))
+        return self._reader.story(delegated_key(fetch_id))
 
     def delegate(self, asked: Delegate, call: Call) -> None:
         """Read a chunk; the reply comes when nothing of it is in flight any more."""

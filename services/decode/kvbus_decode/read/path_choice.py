@@ -11,7 +11,7 @@ import structlog
 from kvbus.agent.process.calibration import Calibration
 from kvbus.agent.process.service import Agent
 from kvbus.errors import ErrorCode, LocalError
-from kvbus.planning import FetchShape, Path, PeerRates, Spans
+from kvbus.planning import FetchShape, Path, PeerRates, Rates, Spans
 from kvbus.transport import ReadOutcome
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.peer.route import Route
@@ -55,6 +55,11 @@ class PathChooser:
         if config.calibrate:
             name = f"{agent.transport.name}-calibration"
             agent.tasks.start_soon(self._calibration.measure_reads, name)
+
+    @property
+    def rates(self) -> Rates:
+        """Of this machine, as far as they were measured."""
+        return self._calibration.rates
 
     def choose(
         self, route: Route, spans: Spans, replica_index: int, *, leased: bool = True

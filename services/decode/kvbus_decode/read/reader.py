@@ -20,8 +20,8 @@ from kvbus.agent.process.guard import guarded
 from kvbus.agent.process.service import Agent
 from kvbus.agent.staging.copiers import Copiers
 from kvbus.errors import ErrorCode, KVBusError, LocalError
-from kvbus.planning import Overlaps, Path, chunk_spans
-from kvbus.table import Driver
+from kvbus.planning import Overlaps, Path, Rates, chunk_spans
+from kvbus.table import Driver, Story
 from kvbus.transport import ReadOutcome, ReadStatus
 from kvbus_decode.config import DecodeConfig
 from kvbus_decode.fetch.events import Requested
@@ -43,6 +43,8 @@ from kvbus_decode.read.table import ReadTable
 
 MAX_INLINE_DESCRIPTORS = 16_384
 LOSS_KNOWN_WITHIN_S = 2.0
+WARM_TOKENS = 2048
+"""Of a fetch that is yet to come."""
 
 OnEnd = Callable[[ev.ChunkEnded], None]
 
@@ -86,6 +88,11 @@ class Reader:
         return self._table.num_slots_in_use
 
     @property
+    def rates(self) -> Rates:
+        """Of this machine, as far as they were measured."""
+        return self._chooser.rates
+
+    @property
     def num_copies(self) -> int:
         """Copies into engines' memory that have not ended."""
         return self._copiers.num_running
@@ -93,6 +100,11 @@ class Reader:
     def story(self, key: Hashable) -> list[str]:
         """What happened to the reads of a key, a line for each event."""
         return self._table.story(key)
+
+    def story_of(self, key: Hashable) -> Story | None:
+        """The story of the reads of a key, if there is one."""
+        read = self._table.find(key)
+        return None if read is None else read.story
 
     # The import of torch takes a second or more, and stops the event loop for a part of it. So it
     # comes before the claim of the first fetch that will need it: under the lease, a renewal would
@@ -116,7 +128,11 @@ class Reader:
 
     def _path_of_all(self, route: Route, requested: Requested) -> Path | None:
         """The path that all of the fetch would take now; None when there is none."""
-        whole = requested.first_token, requested.num_tokens
+        return self.path_of(route, requested.first_token, requested.num_tokens)
+
+    def path_of(self, route: Route, first_token: int, num_tokens: int) -> Path | None:
+        """The path that a fetch of these tokens would take now; None when there is none."""
+        whole = first_token, num_tokens
         spans = chunk_spans(route.prefill.groups, whole, whole, last=True)
         try:
             return self._chooser.choose(route, spans, replica_index=0).path
@@ -130,6 +146,11 @@ class Reader:
     async def prepare(self, route: Route, requested: Requested) -> None:
         """Return when `is_ready` is true of the fetch."""
         if not self.is_ready(route, requested):
+            await asyncio.wrap_future(self._copiers.prepare())
+
+    async def warm_up(self, route: Route) -> None:
+        """Return when the first fetch on a route finds ready what its copies need."""
+        if self.path_of(route, 0, WARM_TOKENS) is Path.PACKED:
             await asyncio.wrap_future(self._copiers.prepare())
 
     def start(

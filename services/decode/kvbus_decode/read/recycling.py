@@ -30,7 +30,7 @@ class Recycling:
 
     def __init__(self, agent: Agent) -> None:
         self._agent = agent
-        self._under_way = False
+        self._under_way, self._is_unlinked = False, False
 
     def begin(self, _: RecycleTransport) -> None:
         """READs drain that will not end."""
@@ -43,6 +43,9 @@ class Recycling:
         log.warning("transport.recycling", num_handles=stats.outstanding_handles)
         while (report := await self._try()) is None:  # noqa: ASYNC110 - a link tells nobody
             await anyio.sleep(AGAIN_S)
+        if self._is_unlinked:
+            self._is_unlinked = False
+            log.info("transport.linked", interfaces=list(self._agent.data_plane.interfaces))
         log.warning("transport.recycled", num_handles=report.num_handles)
         self._agent.data_plane.end_if_exposed()
         self._under_way = False
@@ -55,8 +58,10 @@ class Recycling:
                 return await asyncio.wrap_future(recycled)
         except (TimeoutError, KVBusError) as error:
             if isinstance(error, TransferFailed) and self._agent.data_plane.is_down():
-                down = list(self._agent.data_plane.interfaces)
-                log.warning("transport.unlinked", interfaces=down, reason=error.message)
+                if not self._is_unlinked:
+                    self._is_unlinked = True
+                    down = list(self._agent.data_plane.interfaces)
+                    log.warning("transport.unlinked", interfaces=down, reason=error.message)
                 return None
             reason = str(error) or f"NIXL has kept its thread for {WITHIN_S:g} s"
             log.critical("transport.stuck", reason=reason, exit_status=EXIT_STATUS)

@@ -50,6 +50,16 @@ class MeetingTable(Table[str, MeetingEntry, MeetingLimits, ev.Command]):
             offer_id=known.offer_id,
         )
 
+    def of_offer(self, offer_id: str) -> MeetingEntry | None:
+        """The name of an offer, live or retired, if it has one that is known."""
+        name = self._by_offer.get(offer_id)
+        if name is not None:
+            return self.live[name]
+        return next((self.retired[key] for key in self._retired_as.get(offer_id, ())), None)
+
+    def _name_of(self, entry: MeetingEntry) -> str:
+        return entry.offer_id
+
     def _handle(self, event: ev.Event, now: float) -> Commands:
         """A handler that refuses does so by raising, before it changed anything."""
         match event:

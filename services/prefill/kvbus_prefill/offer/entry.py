@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from kvbus.errors import ErrorCode, GeometryError, LocalError
 from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import Outcome
-from kvbus.protocol.peer import LeaseEvent, OfferEvent
+from kvbus.protocol.events import LeaseEvent, OfferEvent
 from kvbus.protocol.rights import check_right
 from kvbus.table import Context as AnyContext
 from kvbus.table import Story

@@ -55,6 +55,8 @@ class Opened(Value, frozen=True):
 
     Whoever claims the offer, or withdraws it from outside, shows its ``secret``. The engine itself
     may name ``ticket_blocks`` of its blocks in the ticket. It is done when ``readers`` have all.
+    ``traceparent`` is the trace of the request, empty for none; ``asked_s`` is when the engine
+    asked by its own word.
     """
 
     offer_id: str
@@ -69,6 +71,8 @@ class Opened(Value, frozen=True):
     reply_to: object
     ticket_blocks: int = 0
     readers: int = 1
+    traceparent: str = ""
+    asked_s: float | None = None
 
 
 class Extended(Value, frozen=True):

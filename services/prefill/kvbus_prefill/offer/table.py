@@ -57,6 +57,11 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         """Leases that are live now."""
         return sum(len(offer.live_leases) for offer in self.live.values())
 
+    def num_reads(self) -> int:
+        """Of these, those on offers that have all their tokens."""
+        sealed = (one for one in self.live.values() if one.state is OfferState.SEALED)
+        return sum(len(offer.live_leases) for offer in sealed)
+
     def check_box(self, box: OfferedBox, now: float) -> None:
         """Raise `LocalError` or `GeometryError` unless the lease is live and the offer has it.
 
@@ -82,6 +87,9 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         if offer.is_over:
             raise ended(offer)
         return offer.opened.engine_id
+
+    def _name_of(self, entry: OfferEntry) -> str:
+        return entry.opened.request_id
 
     def _open(self, event: ev.Opened, now: float) -> Commands:
         self._check_admission(event)

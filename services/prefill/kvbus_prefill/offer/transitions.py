@@ -9,8 +9,9 @@ from collections.abc import Mapping
 from kvbus.errors import ErrorCode, LocalError
 from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import Outcome
+from kvbus.protocol.events import LeaseEvent
 from kvbus.protocol.message import Empty
-from kvbus.protocol.peer import Granted, LeaseEvent
+from kvbus.protocol.peer import Granted
 from kvbus.table import Transition
 from kvbus_prefill.offer import events as ev
 from kvbus_prefill.offer.entry import Context, Lease, OfferEntry, OfferState

@@ -43,6 +43,7 @@ class SlotWanted(Value, frozen=True):
     work: object
     reply_to: object
     priority: int = 0
+    offer_id: str = ""
 
 
 class TurnCame(Value, frozen=True):

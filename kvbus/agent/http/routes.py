@@ -1,0 +1,96 @@
+"""What there is at the HTTP port of an agent.
+
+The page itself is three files in the folder beside this one, which ask `/live` and `/trace` again
+and again.
+"""
+
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future
+from pathlib import Path
+
+import msgspec
+from prometheus_client import CollectorRegistry
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.samples import Sample
+
+from kvbus.agent.http.answer import Answer, Query, Route, as_json
+from kvbus.agent.http.health import Health
+from kvbus.agent.http.loop_asker import LoopAsker
+from kvbus.agent.process.self_report import SelfReport
+from kvbus.errors import ErrorCode, LocalError
+from kvbus.protocol.cost import Cost
+from kvbus.protocol.peer import Status
+from kvbus.protocol.trace import Trace
+
+PAGE = Path(__file__).parent / "page"
+
+
+class AgentPages:
+    """What an agent answers; its report is asked in the loop."""
+
+    def __init__(
+        self,
+        loop: LoopAsker,
+        *,
+        registry: CollectorRegistry,
+        ping: Callable[[], Future[None]],
+        report: Callable[[], SelfReport],
+    ) -> None:
+        self._loop, self._registry, self._report = loop, registry, report
+        self._health = Health(loop, ping, lambda: report().unready())
+
+    def routes(self) -> dict[str, Route]:
+        """By path."""
+        return {
+            "/": _file("page.html", "text/html; charset=utf-8"),
+            "/page.css": _file("page.css", "text/css; charset=utf-8"),
+            "/page.js": _file("page.js", "text/javascript; charset=utf-8"),
+            "/live": Route(self._live),
+            "/healthz": Route(lambda *_: self._health.healthz(), is_open=True),
+            "/readyz": Route(lambda *_: self._health.readyz(), is_open=True),
+            "/metrics": Route(self._metrics),
+            "/status": Route(self._status),
+            "/trace": Route(self._trace),
+            "/cost": Route(self._cost),
+        }
+
+    def _metrics(self, _: Query, accept: str) -> Answer:
+        encode, content_type = choose_encoder(accept)
+        return Answer(encode(self._registry), content_type)
+
+    def _status(self, query: Query, _: str) -> Answer:
+        asked = Status(fetch_id=query.get("fetch", ""), offer_id=query.get("offer", ""))
+        return as_json(self._loop.ask(lambda: self._report().status(asked)))
+
+    def _trace(self, query: Query, _: str) -> Answer:
+        name = query.get("id", "")
+        asked = Trace(request_id=name, offer_id=name, fetch_id=name)
+        return as_json(self._loop.ask(lambda: self._report().trace(asked)))
+
+    def _cost(self, query: Query, _: str) -> Answer:
+        try:
+            asked = msgspec.convert(query, Cost, strict=False)
+        except msgspec.ValidationError as error:
+            raise LocalError(f"/cost: {error}", code=ErrorCode.INVALID) from error
+        return as_json(self._loop.ask(lambda: self._report().service.cost(asked)))
+
+    def _live(self, query: Query, _: str) -> Answer:
+        wanted = query.get("recent", "")
+        number = int(wanted) if wanted.isascii() and wanted.isdigit() and len(wanted) < 9 else 0
+        samples = _samples(self._registry)
+        return as_json(self._loop.ask(lambda: self._report().live(number, samples)))
+
+
+def _file(name: str, content_type: str) -> Route:
+    return Route(lambda *_: Answer((PAGE / name).read_bytes(), content_type))
+
+
+def _samples(registry: CollectorRegistry) -> dict[str, float]:
+    """Each sample by its name and labels, as the Prometheus page writes them."""
+    samples: Iterable[Sample] = (one for family in registry.collect() for one in family.samples)
+    return {f"{one.name}{_labels(one)}": one.value for one in samples}
+
+
+def _labels(sample: Sample) -> str:
+    pairs = [f'{name}="{value}"' for name, value in sorted(sample.labels.items())]
+    return f"{{{','.join(pairs)}}}" if pairs else ""

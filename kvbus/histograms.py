@@ -1,0 +1,30 @@
+"""Cumulative histograms, as Prometheus has them: what was added, and quantiles (pure).
+
+A histogram is a count for each upper bound of a bucket, of all that does not exceed it.
+"""
+
+import math
+from collections.abc import Mapping
+
+
+def added_counts(before: Mapping[float, float], after: Mapping[float, float]) -> dict[float, float]:
+    """What two looks at a cumulative histogram lie apart; keys are upper bounds of buckets."""
+    return {bound: count - before.get(bound, 0.0) for bound, count in after.items()}
+
+
+def histogram_quantile(cumulative: Mapping[float, float], fraction: float) -> float:
+    """A quantile from a cumulative histogram, taken as evenly spread within its bucket.
+
+    NaN without samples; the last finite bound when the quantile lies beyond it.
+    """
+    bounds = sorted(cumulative)
+    rank = fraction * cumulative[bounds[-1]] if bounds else 0.0
+    below, below_count = 0.0, 0.0
+    for bound in bounds:
+        count = cumulative[bound]
+        if count and count >= rank:
+            if math.isinf(bound):
+                return below
+            return below + (bound - below) * (rank - below_count) / (count - below_count or 1.0)
+        below, below_count = bound, count
+    return math.nan

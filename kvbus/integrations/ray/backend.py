@@ -1,0 +1,94 @@
+"""What Ray Serve asks a connector: to get ready beside a replica, and to shape both requests.
+
+decode replica ── chooses a prefill replica ──▶ its metadata: where its agent is
+               ── names the offer (rendezvous) and sends both requests at once
+"""
+
+import secrets
+from collections import OrderedDict
+from typing import Any
+
+import ray
+from ray.llm._internal.serve.engines.vllm.kv_transfer.base import (
+    BaseConnectorBackend,
+    DefaultPDProtocolMixin,
+)
+
+from kvbus.errors import ConfigError
+from kvbus.integrations.keeper import KeptAgent
+from kvbus.protocol.rendezvous import MAX_REQUEST_ID, Rendezvous
+
+MAX_NAMES = 1024
+"""Names that were given to one side of a request and not yet to the other."""
+ROLES = {"kv_producer": "prefill", "kv_consumer": "decode"}
+
+
+class KvbusConnectorBackend(DefaultPDProtocolMixin, BaseConnectorBackend):
+    """One replica's; Ray makes it where the engine of the replica starts."""
+
+    requires_peer_binding = True
+
+    def __init__(self, llm_config: Any) -> None:
+        super().__init__(llm_config)
+        self._agent: KeptAgent | None = None
+        self._names: OrderedDict[str, Rendezvous] = OrderedDict()
+        self._signs = False
+
+    @property
+    def concurrent_handoff(self) -> bool:
+        """Both requests at once; where tickets are signed Ray has no key to sign names with."""
+        return not self._signs
+
+    def setup(self) -> None:
+        """Start the agent beside this replica, and tell vLLM's connector where it is."""
+        config = self.kv_transfer_config
+        role = ROLES.get(config.get("kv_role"))
+        if role is None:
+            raise ConfigError(
+                f"kv_role is {config.get('kv_role')!r}; with Ray it is kv_producer for prefill, "
+                "kv_consumer for decode"
+            )
+        extra = config.setdefault("kv_connector_extra_config", {})
+        settings = dict(extra.pop("agent", {}))
+        self._signs = bool(settings.get("ticket_keys"))
+        self._agent = KeptAgent.start(role, ray.util.get_node_ip_address(), settings)
+        extra["endpoint"] = str(self._agent.attach)
+
+    def replica_metadata(self) -> dict[str, Any]:
+        """Where the agent of this replica is, for decode replicas that choose it."""
+        if self._agent is None:
+            return {}
+        return {"kvbus": {"endpoint": self._agent.peer, "server_key": self._agent.server_key}}
+
+    def prepare_prefill_request(self, *, request: Any, peer: dict[str, Any] | None) -> Any:
+        """The request to prefill, which names its offer where the agent there is known."""
+        shaped = super().prepare_prefill_request(request=request, peer=peer)
+        at = (peer or {}).get("kvbus")
+        if at is not None and self.concurrent_handoff:
+            name = Rendezvous(
+                secrets.token_hex(16),
+                at["endpoint"],
+                at["server_key"],
+                request_id=str(request.request_id)[:MAX_REQUEST_ID],
+            )
+            shaped.kv_transfer_params["transfer_id"] = name.transfer_id
+            self._names[request.request_id] = name
+            while len(self._names) > MAX_NAMES:
+                self._names.popitem(last=False)
+        return shaped
+
+    def prepare_decode_request(
+        self, *, request: Any, peer: dict[str, Any] | None, prefill_response: Any | None
+    ) -> Any:
+        """The request to this replica's own engine: by the name, or by prefill's ticket."""
+        shaped = super().prepare_decode_request(
+            request=request, peer=peer, prefill_response=prefill_response
+        )
+        name = self._names.pop(request.request_id, None)
+        if name is not None and prefill_response is None:
+            shaped.kv_transfer_params = {
+                "do_remote_prefill": True,
+                "do_remote_decode": False,
+                "rendezvous": name.to_json(),
+            }
+        return shaped

@@ -1,0 +1,132 @@
+"""Where the time of an entry went, out of its story: a span for each stay in a state (pure).
+
+    steps   t0 queued   t1 claiming   t2 reading   t3 reading, a new chunk   t4 completed
+    spans      ├ queued ┤├ claiming ──┤├ reading ──┤├ reading ────────────────┤
+
+Refuses to know more than the story, which keeps the last steps only.
+"""
+
+from collections import deque
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from kvbus.protocol.trace import Span
+from kvbus.table.table import Story
+
+FORGOTTEN = "forgotten"
+"""The name of the time before the first step that is kept."""
+PENDING, MAX_PENDING_S = "pending", 86_400.0
+"""The name of the wait in an engine before it asked, and the longest one that is believed."""
+ASKED, TELLING, MAX_ASKED_S = "asked", "telling", 3600.0
+"""The ways between the engine that began an entry and its agent, and the longest way there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How the story of a table reads as spans.
+
+    The ``ends`` are states that are no span. A command of ``cuts`` begins a new span though the
+    state stays. A span has the name of its state, or that in ``names`` by the state before it and
+    its own.
+    """
+
+    ends: Collection[str]
+    cuts: Collection[type] = ()
+    names: Mapping[tuple[str, str], str] = field(default_factory=dict)
+
+
+def state_spans(story: Story, reading: Reading, *, depth: int) -> list[Span]:
+    """The stays in states, by their start, of each part that the story is about."""
+    spans: list[Span] = []
+    stays: dict[str, tuple[str, str, float]] = {}
+    cuts = frozenset(reading.cuts)
+    for now, about, _, state, commands, error in story.steps:
+        before = stays.get(about)
+        if before is not None:
+            if before[1] == state and not (cuts and cuts.intersection(commands)):
+                continue
+            spans.append(_span(before, now, depth, about, error))
+            del stays[about]
+        if state not in reading.ends:
+            was = before[1] if before is not None else ""
+            stays[about] = reading.names.get((was, state), state), str(state), now
+    spans += [_span(stay, None, depth, about, "") for about, stay in stays.items()]
+    spans = [span for span in spans if span.end_s != span.start_s or span.error]
+    return sorted(spans, key=lambda span: span.start_s)
+
+
+def command_spans(story: Story, begins: type, ends: type, *, name: str, depth: int) -> list[Span]:
+    """From each command of the kind ``begins`` to the next one of ``ends`` that is not taken."""
+    spans: list[Span] = []
+    begun: deque[float] = deque()
+    for now, _, _, _, commands, _ in story.steps:
+        for kind in commands:
+            if kind is begins:
+                begun.append(now)
+            elif kind is ends and begun:
+                spans.append(Span(name, begun.popleft(), now, depth))
+    return spans + [Span(name, start_s, None, depth) for start_s in begun]
+
+
+def forgotten_span(story: Story, *, depth: int) -> list[Span]:
+    """The time before the first step that is kept, if there is some."""
+    if story.started_at is None or story.steps[0][0] <= story.started_at:
+        return []
+    return [Span(FORGOTTEN, story.started_at, story.steps[0][0], depth)]
+
+
+# Another clock than the agent's, as in another time namespace, is found out by the order of things:
+# whatever it is ahead or behind, one of these two ways would take less than no time.
+#
+#     asked ──▶ started ── stages ── ended ──▶ told ──▶ heard that it was told
+#
+# So both ways are believed, or none.
+def way_spans(
+    story: Story, asked_at: float | None, ended_at: float | None, *, depth: int
+) -> tuple[list[Span], list[Span]]:
+    """The ways before the first step and behind the end, by the word of the engine that asked.
+
+    Each is empty when it is not known, and both when one cannot be. Until the entry has ended,
+    there is no way back. The way there is long where the engine asks again after ``busy``.
+    """
+    started_at, there, back = story.started_at, list[Span](), list[Span]()
+    if asked_at is not None and started_at is not None:
+        if not 0 < started_at - asked_at <= MAX_ASKED_S:
+            return [], []
+        there = [Span(ASKED, asked_at, started_at, depth)]
+    if story.told is not None and ended_at is not None:
+        told_at, heard_at = story.told
+        if not ended_at < told_at <= heard_at:
+            return [], []
+        back = [Span(TELLING, ended_at, told_at, depth)]
+    return there, back
+
+
+def pending_span(wanted_at: float | None, asked: Span) -> list[Span]:
+    """Since when the engine had the request, by its own word, until it ``asked`` for it."""
+    if wanted_at is None or not 0 < asked.start_s - wanted_at <= MAX_PENDING_S:
+        return []
+    return [Span(PENDING, wanted_at, asked.start_s)]
+
+
+def nested(parents: Iterable[Span], children: Iterable[Span]) -> list[Span]:
+    """Each child behind the last parent that began before it; both are in order of their start."""
+    left, spans = deque(parents), list[Span]()
+    for child in children:
+        while left and left[0].start_s <= child.start_s:
+            spans.append(left.popleft())
+        spans.append(child)
+    return spans + list(left)
+
+
+def last_end(spans: Iterable[Span]) -> float | None:
+    """When the last of some spans ended; None while one goes on, or when there are none."""
+    ends = [span.end_s for span in spans]
+    return max((end for end in ends if end is not None), default=None) if None not in ends else None
+
+
+def _span(
+    stay: tuple[str, str, float], end_s: float | None, depth: int, about: str, error: str
+) -> Span:
+    name, _, start_s = stay
+    return Span(name, start_s, end_s, depth, about, error)

@@ -1,0 +1,1 @@
+"""The command ``kvbus top``: what some agents do now, in a terminal."""

@@ -1,0 +1,167 @@
+"""The spans of all agents on one clock, and where the time of the request went (pure).
+
+    offer     ├ open ────────┤├ sealed ─────────────────────────────────────────┤
+    fetch             ├ asked ┤├ claiming ┤├ waiting ┤├ reading ┤├ confirming ┤├ telling ┤
+    the time  ├ open ┤├ asked ┤├ claiming ┤├ waiting ┤├ reading ┤├ confirming ┤├ telling ┤
+
+What the fetch does counts before what the offer does at the same time: the decode engine waits for
+the fetch.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise
+
+from msgspec import structs
+
+from kvbus.clocks import ClockOffset
+from kvbus.protocol.trace import Span, Traced
+
+FETCH, OFFER, AWAITED, PENDING = "fetch", "offer", "awaited", "pending"
+PHRASES = {
+    FETCH: {
+        "asked": "on the way from the decode engine to its agent",
+        "meeting": "waiting for the prefill engine to make the offer",
+        "resolving": "meeting the prefill agent",
+        "queued": "waiting for a turn behind other fetches",
+        "claiming": "waiting for the lease of the offer",
+        "waiting": "waiting for prefill to compute",
+        "reading": "reading",
+        "confirming": "asking whether the bytes are good",
+        "draining": "waiting for reads of a fetch that has ended",
+        "telling": "on the way from the decode agent to its engine",
+        "forgotten": "steps that the agent does not keep",
+    },
+    OFFER: {
+        "asked": "on the way from the prefill engine to its agent",
+        "open": "computing the prompt, before a decode engine asked for it",
+        "sealed": "ready, but nobody fetched it",
+        "telling": "on the way from the prefill agent to its engine",
+        "forgotten": "steps that the agent does not keep",
+    },
+    PENDING: {PENDING: "waiting in the decode engine for its turn"},
+    AWAITED: {AWAITED: "waiting for the prefill engine to make the offer"},
+}
+UNKNOWN = "nothing that an agent knows of"
+
+
+@dataclass(frozen=True, slots=True)
+class AgentTrace:
+    """What one agent remembers; its ``spans`` are on our clock."""
+
+    endpoint: str
+    answer: Traced
+    clock: ClockOffset
+    spans: tuple[Span, ...] = ()
+
+    @classmethod
+    def of(cls, endpoint: str, answer: Traced, clock: ClockOffset) -> "AgentTrace":
+        """With each span moved to our clock."""
+        moved = tuple(_moved(span, clock.offset_s) for span in answer.spans)
+        return cls(endpoint, answer, clock, moved)
+
+
+@dataclass(frozen=True, slots=True)
+class Timeline:
+    """All agents that remember something; ``end_s`` is now while something goes on."""
+
+    agents: tuple[AgentTrace, ...]
+    start_s: float
+    end_s: float
+
+    @classmethod
+    def of(cls, agents: Iterable[AgentTrace], *, now_s: float) -> "Timeline":
+        """Agents in order of their first span; what goes on, goes on until ``now_s``."""
+        known = [_closed(one, now_s) for one in agents if one.spans]
+        known.sort(key=lambda one: min(span.start_s for span in one.spans))
+        spans = [span for one in known for span in one.spans]
+        start_s = min((span.start_s for span in spans), default=now_s)
+        return cls(tuple(known), start_s, max((end_of(span) for span in spans), default=now_s))
+
+    @property
+    def total_s(self) -> float:
+        """From the start of the first span to the end of the last."""
+        return self.end_s - self.start_s
+
+    def shares(self) -> dict[str, float]:
+        """Seconds by what they went to, the most first; they add up to the whole."""
+        covers = [cover for one in self.agents for cover in _covers(one.spans)]
+        times = sorted({self.start_s, self.end_s, *(t for one in covers for t in one.times)})
+        seconds: defaultdict[str, float] = defaultdict(float)
+        for start_s, end_s in pairwise(times):
+            found = [one for one in covers if one.start_s <= start_s and end_s <= one.end_s]
+            best = max(found, key=lambda one: one.rank, default=None)
+            seconds[UNKNOWN if best is None else best.phrase] += end_s - start_s
+        return dict(sorted(seconds.items(), key=lambda one: -one[1]))
+
+    def verdict(self) -> str:
+        """One line: where most of the time went."""
+        shares = self.shares()
+        phrase, seconds = next(iter(shares.items()), (UNKNOWN, 0.0))
+        share = seconds / self.total_s if self.total_s else 0.0
+        part = self._largest_part() if phrase == PHRASES[FETCH]["reading"] else ""
+        return f"{share:.0%} of {self.total_s * 1e3:.3f} ms: {phrase}{part}"
+
+    def _largest_part(self) -> str:
+        """Of the reading, by the time in which some leg was at it."""
+        parts: defaultdict[str, list[Span]] = defaultdict(list)
+        for one in self.agents:
+            for span in one.spans:
+                if span.about.startswith("leg"):
+                    parts[span.name].append(span)
+        if not parts:
+            return ""
+        name = max(parts, key=lambda part: covered_s(parts[part]))
+        return f", most of it {name} ({covered_s(parts[name]) * 1e3:.3f} ms)"
+
+
+def end_of(span: Span) -> float:
+    """Its end; its start when it has none."""
+    return span.start_s if span.end_s is None else span.end_s
+
+
+def covered_s(spans: Sequence[Span]) -> float:
+    """Seconds in which one of ``spans`` at least went on."""
+    covered, until = 0.0, float("-inf")
+    for span in sorted(spans, key=lambda one: one.start_s):
+        end_s = end_of(span)
+        covered += max(0.0, end_s - max(span.start_s, until))
+        until = max(until, end_s)
+    return covered
+
+
+@dataclass(frozen=True, slots=True)
+class _Cover:
+    rank: int
+    start_s: float
+    end_s: float
+    phrase: str
+
+    @property
+    def times(self) -> tuple[float, float]:
+        return self.start_s, self.end_s
+
+
+_RANKS = {AWAITED: 0, OFFER: 1, PENDING: 2, FETCH: 3}
+
+
+def _covers(spans: Sequence[Span]) -> Iterator[_Cover]:
+    """Those that say where the time went: the stages of roots, and roots without stages."""
+    root = ""
+    for span in spans:
+        root = span.name if span.depth == 0 else root
+        phrase = PHRASES.get(root, {}).get(span.name)
+        if phrase is not None and span.depth <= 1:
+            yield _Cover(_RANKS[root], span.start_s, end_of(span), phrase)
+
+
+def _moved(span: Span, by_s: float) -> Span:
+    end_s = None if span.end_s is None else span.end_s + by_s
+    return structs.replace(span, start_s=span.start_s + by_s, end_s=end_s)
+
+
+def _closed(agent: AgentTrace, now_s: float) -> AgentTrace:
+    spans = agent.spans
+    closed = (structs.replace(one, end_s=now_s) if one.end_s is None else one for one in spans)
+    return replace(agent, spans=tuple(closed))

@@ -1,0 +1,122 @@
+"""What the prefill agent remembers of offers, as spans: their states, leases, and boxes gathered.
+
+Refuses to record anything: all of it comes out of the stories of the tables.
+"""
+
+from collections.abc import Callable, Iterable
+from functools import partial
+
+from kvbus.protocol.trace import Remembered, Span, Trace
+from kvbus.protocol.traceparent import trace_attributes
+from kvbus.table import Story
+from kvbus.table.spans import (
+    Reading,
+    command_spans,
+    forgotten_span,
+    last_end,
+    nested,
+    state_spans,
+    way_spans,
+)
+from kvbus_prefill.meeting.entry import MeetingState
+from kvbus_prefill.meeting.table import MeetingTable
+from kvbus_prefill.offer import events as ev
+from kvbus_prefill.offer.entry import OfferEntry, OfferState
+from kvbus_prefill.offer.table import OfferTable
+from kvbus_prefill.slots.entry import SlotEntry, SlotState
+
+OFFER = Reading(ends=(OfferState.RELEASED,))
+NAME = Reading(ends=tuple(state for state in MeetingState if state is not MeetingState.AWAITED))
+BOX = Reading(ends=(SlotState.OVER,))
+LEASE = "leased"
+
+
+class OfferSpans:
+    """The offers of ``offers``, the names of ``meetings``, and boxes by the id of their offer."""
+
+    def __init__(
+        self,
+        offers: OfferTable,
+        meetings: MeetingTable,
+        boxes: Callable[[str], Iterable[SlotEntry]],
+    ) -> None:
+        self._offers, self._meetings, self._boxes = offers, meetings, boxes
+
+    def remembered(self, asked: Trace) -> Remembered:
+        """The offers that are asked for; boxes of an offer whose engine has its home elsewhere."""
+        offers = self._found(asked)
+        entries = [self.of(offer) for offer in offers]
+        if asked.offer_id and not offers:
+            boxes = _box_spans(self._boxes(asked.offer_id), depth=0)
+            entries += [boxes] if boxes else []
+        return Remembered(tuple(map(tuple, entries)))
+
+    def recent(self, number: int) -> Remembered:
+        """The newest offers, live ones before the others."""
+        return Remembered(tuple(tuple(self.of(one)) for one in self._offers.newest(number)))
+
+    def of(self, offer: OfferEntry) -> list[Span]:
+        """One offer: who waited for it, itself, its states, its leases, and the boxes in these."""
+        return self.later(offer)()
+
+    def later(self, offer: OfferEntry) -> Callable[[], list[Span]]:
+        """`of`, to be called in any thread when the offer has ended; no table is asked then."""
+        meeting, boxes = self._meetings.of_offer(offer.key), self._boxes(offer.key)
+        return partial(_spans, offer, None if meeting is None else meeting.story, tuple(boxes))
+
+    def _found(self, asked: Trace) -> list[OfferEntry]:
+        found = self._offers.named(asked.request_id)
+        offer = self._offers.find(asked.offer_id)
+        if offer is None or any(one is offer for one in found):
+            return found
+        return [*found, offer]
+
+
+def _spans(offer: OfferEntry, waits: Story | None, boxes: Iterable[SlotEntry]) -> list[Span]:
+    story, states = offer.story, state_spans(offer.story, OFFER, depth=1)
+    states = forgotten_span(story, depth=1) + states
+    there, back = way_spans(story, offer.opened.asked_s, last_end(states), depth=1)
+    parts = there + states + back
+    root = Span(
+        name="offer",
+        start_s=parts[0].start_s if parts else offer.opened_at,
+        end_s=last_end(parts) or (offer.opened_at if not parts else None),
+        attributes=_attributes(offer),
+    )
+    leases = command_spans(story, ev.BeginLease, ev.EndLease, name=LEASE, depth=1)
+    waited = [] if waits is None else state_spans(waits, NAME, depth=0)
+    inner = nested(leases, _box_spans(boxes, depth=2))
+    return [*waited, root, *there, *states, *inner, *back]
+
+
+def _box_spans(boxes: Iterable[SlotEntry], *, depth: int) -> list[Span]:
+    spans = (
+        _of_box(span, box) for box in boxes for span in state_spans(box.story, BOX, depth=depth)
+    )
+    return sorted(spans, key=lambda span: span.start_s)
+
+
+def _of_box(span: Span, box: SlotEntry) -> Span:
+    num_bytes = box.asked.num_bytes
+    return Span(
+        span.name,
+        span.start_s,
+        span.end_s,
+        span.depth,
+        f"box {box.slot_id}",
+        span.error,
+        {"num_bytes": num_bytes},
+    )
+
+
+def _attributes(offer: OfferEntry) -> dict[str, str | int | float]:
+    opened = offer.opened
+    return {
+        "request_id": opened.request_id,
+        "offer_id": opened.offer_id,
+        "engine_id": opened.engine_id,
+        "state": str(offer.outcome or offer.state),
+        "num_tokens": offer.num_tokens,
+        "readers": opened.readers,
+        **trace_attributes(opened.traceparent),
+    }

@@ -1,0 +1,275 @@
+"""The HTTP port of an agent: who is answered, with what, and what it says of a loop that hangs."""
+
+import asyncio
+import base64
+import http.client
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from contextlib import contextmanager
+from pathlib import Path
+from typing import NoReturn
+
+import msgspec
+import pytest
+
+from kvbus.agent.http.answer import Route, as_text
+from kvbus.agent.http.door import Door
+from kvbus.agent.http.health import Health
+from kvbus.agent.http.loop_asker import LoopAsker
+from kvbus.agent.http.server import HttpServer
+from kvbus.agent.process.config import AgentConfig
+from kvbus.errors import ConfigError
+from kvbus.protocol.live import Fault
+
+TOKEN = "a-token-of-some-length"
+FAILS_WITHIN_S = 5.0
+
+
+def fail(*_: object) -> NoReturn:
+    raise ZeroDivisionError
+
+
+ROUTES = {
+    "/open": Route(lambda *_: as_text("open"), is_open=True),
+    "/closed": Route(lambda query, _: as_text(query.get("word", "closed"))),
+    "/failing": Route(fail),
+}
+
+
+@contextmanager
+def served(door: Door, bind: str = "127.0.0.1:0") -> Iterator[HttpServer]:
+    server = HttpServer(bind, ROUTES, door)
+    try:
+        yield server
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def guarded() -> Iterator[HttpServer]:
+    """A server that asks for a token."""
+    with served(Door(TOKEN)) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def local() -> Iterator[HttpServer]:
+    """A server without one, on loopback."""
+    with served(Door(only_by_address=True)) as server:
+        yield server
+
+
+def ask(
+    server: HttpServer, path: str, *, method: str = "GET", host: str = "127.0.0.1", **headers: str
+) -> tuple[int, str]:
+    connection = http.client.HTTPConnection(host, server.port, timeout=20)
+    try:
+        connection.request(method, path, headers=headers)
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+    finally:
+        connection.close()
+
+
+def basic(password: str) -> str:
+    return "Basic " + base64.b64encode(f"anybody:{password}".encode()).decode()
+
+
+@pytest.mark.parametrize(
+    "shown",
+    ["", TOKEN, "Bearer", "Bearer x", f"Bearer {TOKEN}x", basic("x"), "Basic x", "Basic /w=="],
+)
+def test_a_stranger_is_told_401_and_how_to_show_the_token(guarded, shown):
+    status, said = ask(guarded, "/closed", Authorization=shown)
+
+    assert (status, "http_token_file" in said) == (401, True)
+
+
+def test_a_browser_is_asked_for_a_password(guarded):
+    connection = http.client.HTTPConnection("127.0.0.1", guarded.port, timeout=20)
+    connection.request("GET", "/closed")
+
+    assert "Basic" in (connection.getresponse().getheader("WWW-Authenticate") or "")
+    connection.close()
+
+
+@pytest.mark.parametrize("shown", [f"Bearer {TOKEN}", f"bearer {TOKEN}", basic(TOKEN)])
+def test_who_shows_the_token_is_answered(guarded, shown):
+    assert ask(guarded, "/closed?word=in", Authorization=shown) == (200, "in\n")
+
+
+def test_what_is_open_asks_for_no_token_and_what_is_not_there_does(guarded):
+    assert ask(guarded, "/open") == (200, "open\n")
+    assert ask(guarded, "/other")[0] == 401
+
+
+@pytest.mark.parametrize(
+    ("host", "expected"),
+    [
+        ("127.0.0.1:1", 200),
+        ("127.8.8.8", 200),
+        ("localhost:7703", 200),
+        ("[::1]:7703", 200),
+        ("kvbus.example", 403),
+        ("127.0.0.1.example", 403),
+        ("[::1].example", 403),
+        ("lo", 403),
+        ("", 403),
+    ],
+)
+def test_without_a_token_a_request_names_the_port_by_a_local_address(local, host, expected):
+    assert ask(local, "/closed", Host=host)[0] == expected
+
+
+def test_a_wrong_method_and_a_wrong_path_say_what_is_there(local):
+    assert ask(local, "/closed", method="POST")[0] == 405
+    assert ask(local, "/closed", method="HEAD") == (200, "")
+    status, said = ask(local, "/other")
+    assert (status, "/closed" in said) == (404, True)
+
+
+def test_a_request_that_fails_does_so_alone(local):
+    assert ask(local, "/failing")[0] == 500
+    assert ask(local, "/closed") == (200, "closed\n")
+
+
+def test_a_header_without_end_is_cut_off(local):
+    assert ask(local, "/closed", Long=20_000 * "x")[0] == 431
+
+
+def test_silent_connections_do_not_keep_others_out(local):
+    silent = [http.client.HTTPConnection("127.0.0.1", local.port, timeout=20) for _ in range(40)]
+    for one in silent:
+        one.connect()
+
+    assert ask(local, "/closed") == (200, "closed\n")
+    for one in silent:
+        one.close()
+
+
+def test_the_address_is_free_again_after_a_stop():
+    with served(Door()) as first:
+        assert ask(first, "/open")[0] == 200
+        bind = f"127.0.0.1:{first.port}"
+        with pytest.raises(ConfigError, match="key 'http_bind': cannot bind"), served(Door(), bind):
+            pass
+
+    with served(Door(), bind) as second:
+        assert ask(second, "/open")[0] == 200
+
+
+def test_it_is_served_at_an_ipv6_address():
+    with served(Door(only_by_address=True), "[::1]:0") as server:
+        assert ask(server, "/closed", host="::1") == (200, "closed\n")
+
+
+CONFIG = AgentConfig(agent_id="a", peer_bind="tcp://127.0.0.1:0", events_bind="tcp://127.0.0.1:0")
+
+
+def token_file(folder: Path, content: bytes, mode: int = 0o600) -> str:
+    path = folder / "token"
+    path.write_bytes(content)
+    path.chmod(mode)
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("content", "mode", "reason"),
+    [
+        (b"short\n", 0o600, "16 to 1024"),
+        (b"two lines of it\nand more", 0o600, "one line"),
+        ("nicht-nur-ä-sondern-auch-ö".encode(), 0o600, "printable"),
+        (TOKEN.encode(), 0o644, "chmod 0600"),
+        (None, 0o600, "No such file"),
+    ],
+)
+def test_a_wrong_token_file_is_named_with_its_key(tmp_path, content, mode, reason):
+    path = str(tmp_path / "none") if content is None else token_file(tmp_path, content, mode)
+    config = replaced(http_bind="0.0.0.0:0", http_token_file=path)
+
+    with pytest.raises(ConfigError, match=reason) as refused:
+        Door.open(config)
+
+    assert "http_token_file" in refused.value.message
+    assert path in refused.value.message
+    assert TOKEN not in refused.value.message
+
+
+def test_the_token_is_the_line_in_the_file(tmp_path):
+    path = token_file(tmp_path, f"{TOKEN}\n".encode())
+
+    assert Door.open(replaced(http_bind="0.0.0.0:0", http_token_file=path)) == Door(TOKEN)
+
+
+def test_a_port_that_others_reach_needs_a_token():
+    with pytest.raises(ConfigError, match="http_token_file"):
+        Door.open(replaced(http_bind="0.0.0.0:0"))
+
+    assert Door.open(replaced(http_bind="0.0.0.0:0", insecure=True)) == Door()
+    assert Door.open(replaced(http_bind="127.0.0.1:0")) == Door(only_by_address=True)
+
+
+def replaced(**changes: object) -> AgentConfig:
+    return msgspec.structs.replace(CONFIG, **changes)
+
+
+@contextmanager
+def running_loop() -> Iterator[asyncio.AbstractEventLoop]:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield loop
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+def pong() -> Future[None]:
+    answered: Future[None] = Future()
+    answered.set_result(None)
+    return answered
+
+
+def verdict(ask_health: Callable[[], object]) -> tuple[str, str]:
+    answer = ask_health()
+    return answer.status[:3], answer.body.decode()
+
+
+def test_an_agent_whose_loop_hangs_is_not_alive_and_says_so_in_time():
+    with running_loop() as loop:
+        health = Health(LoopAsker(loop), pong, lambda: [])
+        assert verdict(health.healthz) == verdict(health.readyz) == ("200", "ok\n")
+        goes_on = threading.Event()
+        loop.call_soon_threadsafe(goes_on.wait, 20)
+
+        began = time.monotonic()
+        alive, ready = verdict(health.healthz), verdict(health.readyz)
+        took_s = time.monotonic() - began
+        goes_on.set()
+
+        assert alive[0] == ready[0] == "503"
+        assert "event loop" in alive[1]
+        assert took_s < 2 * FAILS_WITHIN_S
+        assert verdict(health.healthz) == ("200", "ok\n")
+
+
+def test_an_agent_whose_transport_hangs_is_not_alive():
+    with running_loop() as loop:
+        health = Health(LoopAsker(loop), Future, lambda: [])
+
+        assert verdict(health.healthz)[0] == "503"
+        assert "transport" in verdict(health.healthz)[1]
+        assert verdict(health.readyz) == ("200", "ok\n")
+
+
+def test_who_is_not_ready_says_why_and_is_alive():
+    faults = [Fault("no engine", ""), Fault("draining", "")]
+    with running_loop() as loop:
+        health = Health(LoopAsker(loop), pong, lambda: faults)
+
+        assert verdict(health.readyz) == ("503", "no engine\ndraining\n")
+        assert verdict(health.healthz) == ("200", "ok\n")

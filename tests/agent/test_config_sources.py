@@ -1,0 +1,226 @@
+"""Where an agent's configuration comes from, which source wins, and what a mistake is told as."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from kvbus.agent.process.config import load_config
+from kvbus.agent.process.config_sources import variable
+from kvbus.doctor.agents import wanted_agents
+from kvbus.errors import ConfigError
+from kvbus_decode.config import DecodeConfig
+from kvbus_prefill.config import PrefillConfig
+
+REQUIRED = {
+    "KVBUS_AGENT_ID": "d",
+    "KVBUS_PEER_BIND": "tcp://127.0.0.1:7711",
+    "KVBUS_EVENTS_BIND": "tcp://127.0.0.1:7712",
+}
+FILE = 'agent_id = "of-file"\npeer_bind = "tcp://127.0.0.1:1"\nevents_bind = "tcp://127.0.0.1:2"\n'
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """An environment with what has no default, and no other variable of ours."""
+    for name in [name for name in os.environ if name.startswith("KVBUS_")]:
+        monkeypatch.delenv(name)
+    for name, value in REQUIRED.items():
+        monkeypatch.setenv(name, value)
+    return monkeypatch
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A file of a decode agent."""
+    path = tmp_path / "decode.toml"
+    path.write_text(FILE)
+    return path
+
+
+def keys_of(kind: type[msgspec.Struct], section: str = "") -> Iterator[str]:
+    """All keys of a configuration, dotted in a section."""
+    for one in msgspec.structs.fields(kind):
+        if isinstance(one.default, msgspec.Struct):
+            yield from keys_of(type(one.default), f"{section}{one.name}.")
+        else:
+            yield f"{section}{one.name}"
+
+
+def refusal(path: Path | None = None, settings: tuple[str, ...] = ()) -> str:
+    """What a decode agent is told of its configuration, which is wrong."""
+    with pytest.raises(ConfigError) as refused:
+        load_config(DecodeConfig, path, settings=settings)
+    return refused.value.message
+
+
+def test_variables_are_enough_and_are_of_the_type_of_their_keys(environment):
+    environment.setenv("KVBUS_TRANSPORT__SLICE_BYTES", "1048576")
+    environment.setenv("KVBUS_OPTIMISTIC", "false")
+    environment.setenv("KVBUS_LEASE_S", "2.5")
+    environment.setenv("KVBUS_DATA_INTERFACES", "eth0, eth1")
+    environment.setenv("KVBUS_ALLOWED_PEERS", "")
+
+    config = load_config(DecodeConfig, None)
+
+    assert (config.agent_id, config.peer_bind) == ("d", REQUIRED["KVBUS_PEER_BIND"])
+    assert config.transport.slice_bytes == 1 << 20
+    assert (config.optimistic, config.lease_s) == (False, 2.5)
+    assert config.data_interfaces == ("eth0", "eth1")
+    assert config.allowed_peers == ()
+
+
+def test_a_setting_wins_over_a_variable_and_that_over_the_file(environment, path):
+    path.write_text(FILE + "lease_s = 1.0\nheartbeat_s = 1.0\nsilence_s = 1.0\n")
+    environment.setenv("KVBUS_HEARTBEAT_S", "2")
+    environment.setenv("KVBUS_SILENCE_S", "2")
+
+    config = load_config(DecodeConfig, path, settings=["silence_s=3", "agent_id=a"])
+
+    assert (config.lease_s, config.heartbeat_s, config.silence_s) == (1.0, 2.0, 3.0)
+    assert (config.agent_id, config.peer_bind) == ("a", REQUIRED["KVBUS_PEER_BIND"])
+
+
+@pytest.mark.parametrize("source", ["file", "variable", "setting"])
+def test_references_to_variables_are_replaced_wherever_they_stand(environment, path, source):
+    environment.setenv("POD_IP", "10.1.2.3")
+    text = "$(POD_IP).example"
+    path.write_text(FILE + (f'advertise_host = "{text}"\n' if source == "file" else ""))
+    if source == "variable":
+        environment.setenv("KVBUS_ADVERTISE_HOST", text)
+    settings = [f"advertise_host={text}"] if source == "setting" else []
+
+    config = load_config(DecodeConfig, path, settings=settings)
+
+    assert config.advertise_host == "10.1.2.3.example"
+
+
+def test_references_in_a_list_are_replaced_and_two_dollars_stand_for_the_text(environment, path):
+    environment.setenv("NET", "10.0.0.0/8")
+    path.write_text(FILE + 'allowed_peers = ["$(NET)", "$$(NET)"]\n')
+
+    config = load_config(DecodeConfig, path)
+
+    assert config.allowed_peers == ("10.0.0.0/8", "$(NET)")
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "named"),
+    [
+        ("KVBUS_PER_BIND", "x", "did you mean KVBUS_PEER_BIND?"),
+        ("KVBUS_SLICE_BYTES", "1", "did you mean KVBUS_TRANSPORT__SLICE_BYTES?"),
+        ("KVBUS_OFFER_TTL_S", "1", "KVBUS_OFFER_TTL_S is the variable of no key"),
+        ("KVBUS_MAX_FETCHES", "many", "KVBUS_MAX_FETCHES: key 'max_fetches': "),
+        ("KVBUS_MAX_FETCHES", "0", "KVBUS_MAX_FETCHES: key 'max_fetches': "),
+        ("KVBUS_OPTIMISTIC", "maybe", "KVBUS_OPTIMISTIC: key 'optimistic': "),
+        ("KVBUS_PEER_BIND", "127.0.0.1:1", "KVBUS_PEER_BIND: key 'peer_bind': "),
+        ("KVBUS_STAGING_BYTES", "1", "KVBUS_STAGING_BYTES: key 'staging_bytes': "),
+        ("KVBUS_KEY_FILE", "$(GONE)/k", "KVBUS_KEY_FILE: key 'key_file': the variable GONE"),
+    ],
+)
+def test_a_wrong_variable_is_named_with_its_key(environment, name, value, named):
+    environment.setenv(name, value)
+
+    assert named in refusal()
+
+
+@pytest.mark.parametrize(
+    ("setting", "named"),
+    [
+        ("lease", "--set lease: not key=value"),
+        ("lease=1", "did you mean lease_s?"),
+        ("slice_bytes=1", "did you mean transport.slice_bytes?"),
+        ("lease_s=-1", "--set lease_s: key 'lease_s': "),
+        ("transport.slice_bytes=1", "--set transport.slice_bytes: key 'transport.slice_bytes': "),
+        ("peer_bind=x", "--set peer_bind: key 'peer_bind': "),
+    ],
+)
+def test_a_wrong_setting_is_named_with_its_key(environment, setting, named):
+    assert named in refusal(settings=(setting,))
+
+
+def test_a_section_that_is_none_is_refused_by_the_file(environment, path):
+    environment.setenv("KVBUS_TRANSPORT__SLICE_BYTES", "1048576")
+    path.write_text(f"{FILE}transport = 3\n")
+
+    said = refusal(path)
+
+    assert str(path) in said
+    assert "key 'transport'" in said
+
+
+@pytest.mark.parametrize("section", ["[transprt]", "[transport]\nslices = 1"])
+def test_a_section_or_a_key_in_one_that_there_is_not_is_refused(environment, path, section):
+    path.write_text(FILE + section)
+
+    assert "unknown field" in refusal(path)
+
+
+def test_the_doctor_refuses_what_is_wrong_in_a_section_of_all_agents(environment, path):
+    path.write_text(f"{FILE}[transport]\nslices = 1")
+
+    with pytest.raises(ConfigError, match="unknown field `slices`"):
+        wanted_agents([path])
+
+
+def test_what_has_no_default_is_asked_for_by_name(environment):
+    environment.delenv("KVBUS_AGENT_ID")
+
+    said = refusal()
+
+    assert "key 'agent_id' is missing" in said
+    assert "KVBUS_AGENT_ID" in said
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "KVBUS_ATTACH",
+        "KVBUS_SERVER_KEY",
+        "KVBUS_PREFILL_SERVICE_HOST",
+        "KVBUS_PREFILL_PORT",
+        "KVBUS_PREFILL_SERVICE_PORT_PEER",
+        "KVBUS_PREFILL_PORT_7701_TCP_ADDR",
+    ],
+)
+def test_variables_of_others_are_left_alone(environment, name):
+    environment.setenv(name, "tcp://10.0.0.1:80")
+
+    assert load_config(DecodeConfig, None).agent_id == "d"
+
+
+@pytest.mark.parametrize("kind", [PrefillConfig, DecodeConfig])
+def test_every_key_has_a_variable_and_a_setting(environment, kind):
+    keys = list(keys_of(kind))
+
+    assert {"log_level", "transport.slice_bytes", "connections.max_connections"} <= set(keys)
+    for key in keys:
+        with pytest.raises(ConfigError, match=f"--set {key}: key '{key}': the variable NOT_SET"):
+            load_config(kind, None, settings=[f"{key}=$(NOT_SET)"])
+        with environment.context() as there:
+            there.setenv(variable(key), "$(NOT_SET)")
+            with pytest.raises(ConfigError, match=f"{variable(key)}: key '{key}': the variable"):
+                load_config(kind, None)
+
+
+def test_the_doctor_looks_at_the_agent_of_the_environment(environment, path):
+    environment.setenv("KVBUS_FETCH_TIMEOUT_S", "1")  # a key of one role only
+
+    ((source, alone),) = wanted_agents([])
+    ((_, overlaid),) = wanted_agents([path])
+
+    assert (source, alone.agent_id) == ("the environment", "d")
+    assert overlaid.agent_id == "d"
+
+
+def test_the_command_takes_settings_and_refuses_a_wrong_one(environment):
+    command = [sys.executable, "-m", "kvbus_decode", "--set", "lease_z=1"]
+
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+
+    assert ended.returncode == 2
+    assert ended.stderr == "error: --set lease_z: there is no such key; did you mean lease_s?\n"

@@ -1,0 +1,90 @@
+"""What is said to be wrong: of now first, of the last minutes with its time, of earlier nothing."""
+
+from kvbus.agent.process.faults import OLD_S, current_faults
+from kvbus.protocol.engine import AgentRole
+from kvbus.protocol.peer import AgentStatus
+from kvbus.protocol.trace import Span
+
+NOW_S, WALL_S = 5_000.0, 1_700_000_000.0
+PEER = "tcp://10.0.0.7:7701"
+
+
+def faults(
+    *errors: tuple[float, str],
+    is_linked: bool = True,
+    silent: dict[str, float] | None = None,
+    **metrics: float,
+) -> list[tuple[str, str]]:
+    """Of an agent whose last handoffs ended so many seconds ago, each with an error or none."""
+    status = AgentStatus(
+        agent_id="d",
+        role=AgentRole.DECODE,
+        engines={},
+        draining=False,
+        counts={},
+        silent_peers=silent or {},
+    )
+    recent = [
+        [Span(name="fetch", start_s=NOW_S - ago_s - 1, end_s=NOW_S - ago_s, error=error)]
+        for ago_s, error in errors
+    ]
+    found = current_faults(
+        status, metrics, recent, now_s=NOW_S, wall_s=WALL_S, is_linked=is_linked, key_options={}
+    )
+    return [(fault.what, fault.do) for fault in found]
+
+
+def test_failed_handoffs_say_when_the_last_one_was():
+    ((what, _),) = faults((290.0, "timeout: the last"), (400.0, "timeout: the first"), (1.0, ""))
+
+    assert what == "2 of the last 3 handoffs failed, last 5 min ago, with timeout: the last"
+
+
+def test_what_last_failed_long_ago_is_no_fault():
+    assert not faults((OLD_S + 1, "timeout: t"), (OLD_S + 9, "busy: b"), (1.0, ""))
+
+
+def test_nixl_made_anew_is_a_fault_for_some_minutes():
+    recycled = {"kvbus_recycled_transports": 2.0}
+
+    ((what, _),) = faults(**recycled, kvbus_recycled_timestamp_seconds=WALL_S - 42)
+
+    assert "last 42 s ago (2 times since the start)" in what
+    assert not faults(**recycled, kvbus_recycled_timestamp_seconds=WALL_S - OLD_S)
+    assert not faults(kvbus_recycled_transports=0.0, kvbus_recycled_timestamp_seconds=0.0)
+
+
+def test_what_is_wrong_now_stands_before_what_was():
+    found = faults(
+        (1.0, "timeout: t"),
+        silent={PEER: 1.0},
+        kvbus_quarantined_blocks=50.0,
+        kvbus_recycled_timestamp_seconds=WALL_S,
+    )
+
+    words = ["does not answer", "50 blocks are withheld", "made anew", "handoffs failed"]
+    assert [word in what for word, (what, _) in zip(words, found, strict=True)] == 4 * [True]
+
+
+def test_a_silent_agent_that_is_due_is_tried_at_the_next_fetch():
+    due, later = faults(silent={PEER: 0.0, "tcp://h:1": 0.2})
+
+    assert due[0].endswith("it is tried again at the next fetch")
+    assert later[0].endswith("it is tried again in 1 s")
+
+
+def test_fetches_that_were_refused_for_a_silent_agent_are_counted():
+    ((one, _),) = faults(silent={PEER: 3.0}, kvbus_silent_peer_refusals=37.0)
+    (first, _), _ = faults(silent={PEER: 3.0, "tcp://h:1": 3.0}, kvbus_silent_peer_refusals=37.0)
+
+    assert "does not answer, and 37 fetches were refused for it; it is tried again in 3 s" in one
+    assert "37 fetches were refused for 2 such agents" in first
+
+
+def test_blocks_are_withheld_by_a_prefill_agent_or_by_our_own_link():
+    ((_, theirs),) = faults(kvbus_quarantined_blocks=50.0)
+    ((_, ours),) = faults(kvbus_quarantined_blocks=50.0, is_linked=False)
+
+    assert "A prefill agent is stopped" in theirs
+    assert "they come back with the link" in ours
+    assert "prefill agent" not in ours

@@ -1,0 +1,63 @@
+"""An agent beside an engine's process is gone when that is, however it has ended."""
+
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvbus.errors import PeerLost
+from kvbus.integrations.keeper import KeptAgent
+from tests.agents import wait_until
+from tests.plain_sockets import ask
+
+STARTER = """
+import sys, threading, time
+from kvbus.integrations.keeper import KeptAgent
+def start():
+    agent = KeptAgent.start("prefill", "127.0.0.1", {"transport.slice_bytes": 4096})
+    print(agent.peer, flush=True)
+threading.Thread(target=start).start()
+time.sleep(100)
+"""
+
+
+@pytest.fixture
+def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with a short name for the files of agents."""
+    with tempfile.TemporaryDirectory(prefix="kk-") as name:
+        monkeypatch.setattr(tempfile, "tempdir", name)
+        monkeypatch.setenv("TMPDIR", name)
+        yield Path(name)
+
+
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGKILL])
+def test_the_agent_ends_with_the_process_that_started_it_in_a_thread(folder, ending):
+    starter = subprocess.Popen([sys.executable, "-c", STARTER], stdout=subprocess.PIPE, text=True)
+    try:
+        assert starter.stdout is not None
+        peer = starter.stdout.readline().strip()
+        alive = ask(peer, "status", {})["ok"]["role"]
+        tasks = Path(f"/proc/{starter.pid}/task").glob("*/children")
+        children = "".join(task.read_text() for task in tasks)
+    finally:
+        starter.send_signal(ending)
+        starter.wait()
+        starter.stdout.close()
+
+    assert alive == "prefill"
+    assert children == "", "who kills the children of the process does not kill the agent"
+    wait_until(
+        lambda: not list(folder.iterdir()), "the agent has ended well, and its files are gone"
+    )
+
+
+def test_an_agent_that_cannot_start_says_why_and_its_log_stays(folder):
+    with pytest.raises(PeerLost, match="key 'lease_s'"):
+        KeptAgent.start("decode", "127.0.0.1", {"lease_s": -1})
+
+    (files,) = folder.iterdir()
+    assert "lease_s" in (files / "log").read_text()

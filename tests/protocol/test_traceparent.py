@@ -1,0 +1,38 @@
+"""What is a trace is read as W3C Trace Context says, and what is none is nothing."""
+
+import pytest
+
+from kvbus.protocol.traceparent import TraceParent, known_trace
+
+TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+
+
+@pytest.mark.parametrize(("flags", "sampled"), [("01", True), ("00", False), ("03", True)])
+def test_a_trace_is_its_two_ids_and_whether_it_is_sampled(flags: str, sampled: bool) -> None:
+    assert TraceParent.read(f"00-{TRACE}-{SPAN}-{flags}") == TraceParent(TRACE, SPAN, sampled)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "no trace",
+        f"01-{TRACE}-{SPAN}-01",
+        f"00-{TRACE}-{SPAN}-01-more",
+        f"00-{TRACE}-{SPAN}-01\n",
+        f"00-{TRACE.upper()}-{SPAN}-01",
+        f"00-{32 * '0'}-{SPAN}-01",
+        f"00-{TRACE}-{16 * '0'}-01",
+        f"00-{TRACE}-{SPAN}-0\N{ARABIC-INDIC DIGIT ONE}",
+    ],
+)
+def test_what_is_not_of_the_form_is_no_trace(text: str) -> None:
+    assert TraceParent.read(text) is None
+
+
+def test_the_first_of_several_that_is_a_trace_counts() -> None:
+    first, second = f"00-{TRACE}-{SPAN}-01", f"00-{TRACE}-{SPAN}-00"
+
+    assert known_trace("wrong", first, second) == first
+    assert known_trace("", second) == second
+    assert known_trace("wrong", "") == ""
