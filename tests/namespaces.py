@@ -150,6 +150,8 @@ def bridged(*names: str) -> Iterator[dict[str, Host]]:
             _ip("link", "set", host.port, "master", bridge)
             host.set_interface("up")
             host.set_cable("up")
+        for name in names:
+            _wait_for_link(made[name], BRIDGED)
         yield made
 
 
@@ -163,6 +165,20 @@ def link(interface: str, **ends: tuple[Host, str]) -> None:
     for host, address in ((one, one_address), (other, other_address)):
         _ip("-n", host.name, "address", "add", address, "dev", interface)
         _ip("-n", host.name, "link", "set", interface, "up")
+    for host in (one, other):
+        _wait_for_link(host, interface)
+
+
+def _wait_for_link(host: Host, interface: str) -> None:
+    """Return once the interface says that it is up: up to a second after both ends are.
+
+    UCX does not start before that.
+    """
+    deadline = time.monotonic() + WITHIN_S
+    while " state UP " not in _ip("-n", host.name, "link", "show", interface):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"{interface} of {host.name} has no link")
+        time.sleep(0.01)
 
 
 def _remove_left() -> None:

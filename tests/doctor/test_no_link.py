@@ -1,4 +1,4 @@
-"""``kvbus doctor`` on a machine whose interface has no link: it says so, and not that all works."""
+"""A machine whose interface has no link: `kvbus doctor` says so, and an agent that cannot start."""
 
 import json
 import subprocess
@@ -57,3 +57,20 @@ def test_an_interface_that_is_down_is_found_and_the_peer_is_not_blamed(
     assert interfaces["found"].endswith(f"without a link now: {INTERFACE}")
     assert "Network is unreachable" in socket["found"]
     assert "data_interfaces is down here" in socket["fix"]
+
+
+def test_an_agent_that_cannot_start_says_which_interface_has_no_link(
+    host: Host, tmp_path: Path
+) -> None:
+    config = tmp_path / "config.toml"
+    config.write_text(f"{CONFIG}runtime_dir = '{tmp_path}'\n")
+    agent = [sys.executable, "-c", "from kvbus_decode.__main__ import main; main()", str(config)]
+
+    ended = subprocess.run(
+        [*host.command, *agent], capture_output=True, text=True, check=False, timeout=60
+    )
+
+    assert ended.returncode == 1
+    assert f"UCX does not start on data_interfaces = ['{INTERFACE}']" in ended.stderr
+    assert f"no link: {INTERFACE}" in ended.stderr
+    assert "Traceback" not in ended.stderr

