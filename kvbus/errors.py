@@ -124,6 +124,12 @@ class ClosedError(LocalError):
     default_code = ErrorCode.CLOSED
 
 
+class TooEarly(LocalError):
+    """It may be there later, and whoever wants it asks again: nothing is wrong."""
+
+    default_code = ErrorCode.BUSY
+
+
 class RemoteError(KVBusError):
     """The peer, the agent or the fabric did not do its part."""
 

@@ -74,7 +74,7 @@ async def test_the_reader_asks_again_when_its_question_has_waited_long_enough(
     prefill, patient_decode
 ):
     async with pair(prefill.attach, patient_decode.attach) as (source, target):
-        meets = rendezvous(prefill)
+        meets, before = rendezvous(prefill), prefill.metric("refusals_total", code="busy")
         theirs, ours = source.some_blocks(5, NUM_TOKENS), target.some_blocks(6, NUM_TOKENS)
         fetch = target.decode.fetch(meets, num_tokens=NUM_TOKENS, block_ids=ours, timeout_s=30)
         await anyio.sleep(1.0)  # of its questions each has 0.2 s
@@ -84,6 +84,7 @@ async def test_the_reader_asks_again_when_its_question_has_waited_long_enough(
         fetched = await fetch.completed()
 
         assert fetched.stages_s.meeting > 0.9
+        assert prefill.metric("refusals_total", code="busy") == before
 
 
 async def test_an_offer_that_is_never_made_ends_the_fetch_at_its_deadline(prefill, decode):

@@ -26,8 +26,8 @@ GONE_WITHIN_S = 60.0
 AGENT = {
     "insecure": True,  # all nodes are this machine
     "data_interfaces": ["lo"],
-    "mapped": False,  # as two machines do it
 }
+OF_SIDE = {"agent": {"mapped": False}}  # as two machines do it
 
 
 class RayApp:
@@ -88,7 +88,7 @@ class RayApp:
                 "generation_config": "vllm",
                 "kv_transfer_config": {
                     "kv_load_failure_policy": "recompute",
-                    "kv_connector_extra_config": {"fetch_timeout_s": 20.0},
+                    "kv_connector_extra_config": {"fetch_timeout_s": 20.0, **OF_SIDE},
                 },
             },
         )

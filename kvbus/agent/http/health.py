@@ -3,6 +3,7 @@
 Not alive is what only a restart mends. Not ready mends itself, or is somebody else's to mend.
 """
 
+import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
@@ -24,9 +25,10 @@ class Health:
 
     def healthz(self) -> Answer:
         """503 with the reasons when a thread that moves KV or messages does not answer."""
-        pong = self._ping()  # both have the same time
-        problems = [text for text in (self._loop_problem(), _transport_problem(pong)) if text]
-        return _verdict(problems)
+        pong, until = self._ping(), time.monotonic() + ANSWERS_WITHIN_S  # both have the same time
+        loop_problem = self._loop_problem()
+        problems = loop_problem, _transport_problem(pong, max(0.0, until - time.monotonic()))
+        return _verdict([text for text in problems if text])
 
     def readyz(self) -> Answer:
         """503 with the reasons when the agent would refuse work, or could not do it."""
@@ -43,9 +45,9 @@ class Health:
         return ""
 
 
-def _transport_problem(pong: Future[None]) -> str:
+def _transport_problem(pong: Future[None], within_s: float) -> str:
     try:
-        pong.result(ANSWERS_WITHIN_S)
+        pong.result(within_s)
     except TimeoutError:
         return f"the transport's thread has not answered within {ANSWERS_WITHIN_S:g} s"
     except KVBusError as error:

@@ -1,7 +1,8 @@
 """What is counted and logged of requests that were refused.
 
 Not all of them mean that something is wrong: who reads ahead of a seal asks too early now and then
-(``offer_open``), and asks again; a lease that is given back may have ended before.
+(``offer_open``), and asks again; a lease that is given back may have ended before. Whoever waits
+for an offer that is not made yet is refused until it is, which is not counted (`TooEarly`).
 """
 
 import structlog
@@ -9,7 +10,7 @@ import structlog
 from kvbus.agent.process.limited_log import LimitedLog
 from kvbus.agent.process.metrics import AgentMetrics
 from kvbus.bus import Call
-from kvbus.errors import ErrorCode, KVBusError
+from kvbus.errors import ErrorCode, KVBusError, TooEarly
 from kvbus.protocol.peer import Release
 
 log = structlog.get_logger()
@@ -29,6 +30,8 @@ class Refusals:
 
     def note(self, op: str, peer: str, error: KVBusError) -> None:
         """A request of ``peer``, the start of a boot id or a process, was refused."""
+        if isinstance(error, TooEarly):
+            return
         self._metrics.refusals.labels(error.code.value).inc()
         fields = {
             "op": op,

@@ -25,7 +25,8 @@ def build_pd_openai_app(
 ) -> Any:
     """As Ray's, which gets ``pd_serving_args``; ``agent`` are keys of the agents' configuration.
 
-    A side that has a ``kv_transfer_config`` keeps it. Raises `ConfigError`.
+    A side that has a ``kv_transfer_config`` keeps it, and its keys of ``agent`` are over these.
+    Raises `ConfigError`.
     """
     args = dict(pd_serving_args)
     for side, role in ROLES.items():
@@ -39,7 +40,7 @@ def build_pd_openai_app(
         transfer.setdefault("kv_connector_module_path", "kvbus.integrations.vllm")
         transfer.setdefault("kv_role", role)
         extra = transfer.setdefault("kv_connector_extra_config", {})
-        extra.setdefault("agent", dict(agent or {}))
+        extra["agent"] = {**(agent or {}), **extra.get("agent", {})}
         args[side] = config
     register()
     return ray_build_pd_openai_app(args)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from kvbus.errors import ErrorCode, KVBusError, LocalError
+from kvbus.errors import ErrorCode, KVBusError, LocalError, TooEarly
 from kvbus.protocol.message import Empty
 from kvbus.protocol.rendezvous import Met
 from kvbus.table import Context as AnyContext
@@ -117,10 +117,8 @@ def end_wait(meeting: MeetingEntry, _event: ev.DeadlinePassed, at: Context) -> C
     meeting.waiting = [one for one in meeting.waiting if one[0] > at.now]
     if not meeting.waiting:
         meeting.state = LEFT
-    early = LocalError(
-        "the prefill engine has not made this offer yet",
-        code=ErrorCode.BUSY,
-        retry_after_s=at.limits.retry_s,
+    early = TooEarly(
+        "the prefill engine has not made this offer yet", retry_after_s=at.limits.retry_s
     )
     return [ev.Refuse(reply_to, early) for reply_to in over]
 
