@@ -8,7 +8,6 @@ that started it, and who starts engines does so in threads of its own, as Ray do
 child of the engine's process either: Ray kills these when a replica ends, and agents are to drain.
 """
 
-import json
 import os
 import select
 import shutil
@@ -17,17 +16,22 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvbus.errors import PeerLost
+from anyio.from_thread import start_blocking_portal
+
+from kvbus.engine.greet import greet
+from kvbus.errors import PeerLost, RequestRefused
 from kvbus.spawn import Child, write_agent_config
 
 STARTS_WITHIN_S = 60.0
 LOOK_S = 0.05
-STARTED = b'"event":"agent.started"'
 ENDED = "the agent has ended with status"
+MAX_LOG_BYTES = 64 << 20
+LOOK_AT_LOG_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,8 +47,8 @@ class KeptAgent:
         """Start a prefill or decode agent that others reach at ``host``.
 
         ``settings`` are keys of its configuration, over those that are chosen here; a key in a
-        section has its name before it, as ``transport.slice_bytes``. Raises
-        `PeerLost` with the last lines of its log when it does not start.
+        section has its name before it, as ``transport.slice_bytes``; ``runtime_dir`` is always
+        chosen here. Raises `PeerLost` with the last lines of its log when it does not start.
         """
         folder = Path(tempfile.mkdtemp(prefix="kvbus-"))
         chosen = {
@@ -53,33 +57,28 @@ class KeptAgent:
             "events_bind": f"tcp://{host}:0",
             "log_format": "json",
         }
-        path = write_agent_config("agent", folder, **{**chosen, **settings})
+        attach = folder / "agent" / "attach.sock"
+        own = {**chosen, **settings, "runtime_dir": str(attach.parent)}
+        path = write_agent_config("agent", folder, **own)
         log = folder / "log"
         log.touch(mode=0o600)
         command = ["-m", __name__, str(os.getpid()), role, str(path), str(log)]
-        _start([sys.executable, *command], log)
-        return cls._once_started(log)
-
-    @classmethod
-    def _once_started(cls, log: Path) -> "KeptAgent":
-        deadline = time.monotonic() + STARTS_WITHIN_S
-        while time.monotonic() < deadline:
-            text = log.read_bytes()
-            for line in text.splitlines():
-                if STARTED in line:
-                    said = json.loads(line)
-                    return cls(Path(said["attach"]), said["peer"], said["server_key"])
-            if ENDED.encode() in text:
-                break
-            time.sleep(LOOK_S)
+        if _start([sys.executable, *command], log) == 0:
+            with start_blocking_portal() as portal:
+                deadline = time.monotonic() + STARTS_WITHIN_S
+                while time.monotonic() < deadline and ENDED.encode() not in log.read_bytes():
+                    with suppress(PeerLost, RequestRefused):  # it is starting
+                        welcome = portal.call(greet, attach)
+                        return cls(attach, welcome.peer_endpoint, welcome.server_key)
+                    time.sleep(LOOK_S)
         tail = log.read_text(encoding="utf-8", errors="replace")[-2000:]
         raise PeerLost(
             f"the agent beside this process did not start; its log {log} ends with\n{tail}"
         )
 
 
-def _start(command: list[str], log: Path) -> None:
-    """A process in a session of its own."""
+def _start(command: list[str], log: Path) -> int:
+    """The exit status of a process in a session of its own, which leaves another one behind."""
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND
     files = [
         (os.POSIX_SPAWN_OPEN, 0, os.devnull, os.O_RDONLY, 0),
@@ -87,7 +86,7 @@ def _start(command: list[str], log: Path) -> None:
         (os.POSIX_SPAWN_DUP2, 1, 2),
     ]
     pid = os.posix_spawn(command[0], command, os.environ, file_actions=files, setsid=True)
-    os.waitpid(pid, 0)  # it leaves another one behind
+    return os.waitpid(pid, 0)[1]
 
 
 def keep(parent: int, role: str, config: str, log: str) -> int:
@@ -100,7 +99,8 @@ def keep(parent: int, role: str, config: str, log: str) -> int:
         ended = os.pidfd_open(agent.pid)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: agent.ask_to_end())
-        select.select([watched, ended], [], [])
+        while not select.select([watched, ended], [], [], LOOK_AT_LOG_S)[0]:
+            bound_log(Path(log), MAX_LOG_BYTES)
         agent.ask_to_end()
         status = agent.process.wait()
     if status == 0:
@@ -108,6 +108,13 @@ def keep(parent: int, role: str, config: str, log: str) -> int:
     else:
         print(ENDED, status, flush=True)
     return status
+
+
+def bound_log(log: Path, max_bytes: int) -> None:
+    """Begin a log anew that is longer; what it had is in `log.1`. Nobody else rotates it."""
+    if log.stat().st_size > max_bytes:
+        shutil.copyfile(log, log.with_name("log.1"))
+        os.truncate(log, 0)
 
 
 if __name__ == "__main__":

@@ -10,15 +10,16 @@ from pathlib import Path
 import pytest
 
 from kvbus.errors import PeerLost
-from kvbus.integrations.keeper import KeptAgent
+from kvbus.integrations.keeper import KeptAgent, bound_log
 from tests.agents import wait_until
 from tests.plain_sockets import ask
 
-STARTER = """
+IMPORT = "from kvbus.integrations.keeper import KeptAgent"
+STARTER = f"""
 import sys, threading, time
-from kvbus.integrations.keeper import KeptAgent
+{IMPORT}
 def start():
-    agent = KeptAgent.start("prefill", "127.0.0.1", {"transport.slice_bytes": 4096})
+    agent = KeptAgent.start("prefill", "127.0.0.1", {{"transport.slice_bytes": 4096}})
     print(agent.peer, flush=True)
 threading.Thread(target=start).start()
 time.sleep(100)
@@ -53,6 +54,34 @@ def test_the_agent_ends_with_the_process_that_started_it_in_a_thread(folder, end
     wait_until(
         lambda: not list(folder.iterdir()), "the agent has ended well, and its files are gone"
     )
+
+
+def test_an_agent_that_logs_little_and_for_people_starts_as_any_other(folder):
+    quiet = {"log_level": "error", "log_format": "console", "runtime_dir": "/nowhere"}
+    start = f"agent = KeptAgent.start('decode', '127.0.0.1', {quiet})"
+    ended = subprocess.run(
+        [sys.executable, "-c", f"{IMPORT}; {start}; print(agent.attach.exists(), agent.peer)"],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=60,
+    )
+
+    assert ended.stdout.startswith("True tcp://127.0.0.1:")
+    wait_until(lambda: not list(folder.iterdir()), "it has ended with the process")
+
+
+def test_a_long_log_is_begun_anew_and_whoever_writes_it_goes_on(tmp_path):
+    log = tmp_path / "log"
+    with log.open("ab", buffering=0) as writer:
+        writer.write(b"0123456789")
+        bound_log(log, 10)
+        writer.write(b"a")
+        bound_log(log, 10)
+        writer.write(b"b")
+
+    assert (tmp_path / "log.1").read_bytes() == b"0123456789a"
+    assert log.read_bytes() == b"b"
 
 
 def test_an_agent_that_cannot_start_says_why_and_its_log_stays(folder):
