@@ -8,7 +8,7 @@ import pytest
 from kvbus.engine import DecodeSession, PrefillSession
 from kvbus.errors import ErrorCode, FetchFailed
 from kvbus.geometry import KvLayout
-from tests.agents import AgentProcess
+from tests.agents import AgentProcess, until
 from tests.engines import (
     LARGE,
     NUM_LARGE_BLOCKS,
@@ -32,7 +32,8 @@ LONG = {"groups": (LARGE,), "num_blocks": NUM_LARGE_BLOCKS}
 ONE_BLOCK = {"num_tokens": 16, "block_ids": {"full": [1]}}
 SLOW = {"transport": {"slice_bytes": 1 << 16}}
 QUARANTINE_S = 2.0
-NUM_TRIES, RETRY_S = 8, 0.5
+NUM_TRIES, NUM_LOOKS, RETRY_S = 8, 8, 0.5
+WARM_WITHIN_S = 60.0
 
 
 @pytest.fixture
@@ -198,3 +199,37 @@ async def test_a_prefill_agent_begins_no_connection_to_its_reader(link, agents):
     assert probes
     assert worked == [True, True]
     assert link.num_connects_from_there == probes
+
+
+async def test_a_listed_agent_is_cold_while_its_data_is_dropped_and_warm_after(
+    link: FaultyLink, fresh: Started
+) -> None:
+    common = {"data_interfaces": [link.interface], "insecure": True}
+    prefill = fresh.prefill(
+        peer_bind=f"tcp://{THERE}:7701",
+        events_bind=f"tcp://{THERE}:7702",
+        shake_hands_ahead="anybody",
+        **common,
+    )
+    prefill.runner = link.host.command
+    decode = fresh.decode(
+        peer_bind=f"tcp://{HERE}:7701",
+        events_bind=f"tcp://{HERE}:7702",
+        peers=[prefill.settings["peer_bind"]],
+        **common,
+    )
+    fresh.start(prefill)
+    link.hole_ports = frozenset(int(at.rpartition(":")[2]) for at in prefill.started["data"])
+    fresh.start(decode)
+    async with pair(prefill.attach, decode.attach) as (source, target):
+        await until(lambda: decode.logged("peer.cold"))
+        was_warm = []
+        for _ in range(NUM_LOOKS):  # it is tried again after 1 s and 2 s
+            await anyio.sleep(RETRY_S)
+            was_warm.append(decode.metric("warm_peers"))
+        link.hole_ports = frozenset()
+        await until(lambda: decode.metric("warm_peers") == 1, WARM_WITHIN_S)
+
+        assert not any(was_warm)
+        assert await works(source, target)
+    fresh.end()

@@ -27,15 +27,15 @@ class FirstReader:
         self._agent = agent
         self._page: SharedSegment | None = None
         self._made = anyio.Lock()
-        self._unended: set[str] = set()
-        """NIXL agents whose READ has not ended: another one would not, either."""
+        self._under_way: dict[str, asyncio.Future[ReadOutcome]] = {}
+        """By NIXL agent: where one has not ended, another one would not, either."""
 
     async def read(self, route: Route, *, timeout_s: float) -> int:
         """How many were read; what NIXL knows no memory of is left alone. Raises `KVBusError`."""
         wanted = [(source, _first_address(source)) for source in route.sources]
         num_read = 0
         for source, address in wanted:
-            if address is not None and source.nixl_agent not in self._unended:
+            if address is not None:
                 await self._read(route, source, address, timeout_s)
                 num_read += 1
         return num_read
@@ -45,7 +45,9 @@ class FirstReader:
         await self._ask(route, source, name, timeout_s=timeout_s, progress_s=timeout_s)
         try:
             with anyio.fail_after(timeout_s):
-                outcome = await self._post(source, address, await self._scratch())
+                scratch = await self._scratch()
+                read = self._under_way.get(source.nixl_agent)
+                outcome = await asyncio.shield(read or self._post(source, address, scratch))
         except TimeoutError as error:
             raise RequestTimeout(
                 f"the first READ from the agent at {source.peer.endpoint} has not ended within "
@@ -58,19 +60,18 @@ class FirstReader:
             raise outcome.error
         await self._ask(route, source, name, timeout_s=timeout_s)
 
-    async def _post(self, source: Source, address: int, scratch: int) -> ReadOutcome:
+    def _post(self, source: Source, address: int, scratch: int) -> asyncio.Future[ReadOutcome]:
         ended: asyncio.Future[ReadOutcome] = self._agent.loop.create_future()
 
         def settle(outcome: ReadOutcome) -> None:
-            self._unended.discard(source.nixl_agent)
-            if not ended.done():
-                ended.set_result(outcome)
+            del self._under_way[source.nixl_agent]
+            ended.set_result(outcome)
 
-        self._unended.add(source.nixl_agent)
+        self._under_way[source.nixl_agent] = ended
         self._agent.transport.read(
             source.nixl_agent, _row(scratch), _row(address), on_end=settle, priority=-1
         )
-        return await ended
+        return ended
 
     async def _scratch(self) -> int:
         """Where the bytes go; it stays registered until the agent ends."""
