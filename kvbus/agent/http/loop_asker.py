@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import TypeVar
 
 from kvbus.errors import ErrorCode, LocalError
@@ -35,12 +35,12 @@ class LoopAsker:
 
         try:
             self._loop.call_soon_threadsafe(run)
-            return answer.result(ANSWERS_WITHIN_S)
-        except TimeoutError as error:
+        except RuntimeError as error:  # it is closed
+            raise LocalError("the agent has ended", code=ErrorCode.DRAINING) from error
+        if not wait([answer], ANSWERS_WITHIN_S).done:
             answer.cancel()
             raise LocalError(
                 f"the event loop has not answered within {ANSWERS_WITHIN_S:g} s",
                 code=ErrorCode.TIMEOUT,
-            ) from error
-        except RuntimeError as error:  # it is closed
-            raise LocalError("the agent has ended", code=ErrorCode.DRAINING) from error
+            )
+        return answer.result()

@@ -26,7 +26,7 @@ PAGE = Path(__file__).parent / "page"
 
 
 class AgentPages:
-    """What an agent answers; its report is asked in the loop."""
+    """What an agent answers; its report and its metrics are read in the loop, their owner."""
 
     def __init__(
         self,
@@ -56,7 +56,7 @@ class AgentPages:
 
     def _metrics(self, _: Query, accept: str) -> Answer:
         encode, content_type = choose_encoder(accept)
-        return Answer(encode(self._registry), content_type)
+        return Answer(self._loop.ask(lambda: encode(self._registry)), content_type)
 
     def _status(self, query: Query, _: str) -> Answer:
         asked = Status(fetch_id=query.get("fetch", ""), offer_id=query.get("offer", ""))
@@ -77,8 +77,9 @@ class AgentPages:
     def _live(self, query: Query, _: str) -> Answer:
         wanted = query.get("recent", "")
         number = int(wanted) if wanted.isascii() and wanted.isdigit() and len(wanted) < 9 else 0
-        samples = _samples(self._registry)
-        return as_json(self._loop.ask(lambda: self._report().live(number, samples)))
+        return as_json(
+            self._loop.ask(lambda: self._report().live(number, _samples(self._registry)))
+        )
 
 
 def _file(name: str, content_type: str) -> Route:

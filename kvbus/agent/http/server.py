@@ -18,13 +18,14 @@ from kvbus.errors import ConfigError, ErrorCode, KVBusError
 
 log = structlog.get_logger()
 
-NUM_THREADS, MAX_CONNECTIONS, IDLE_S = 4, 64, 30
+NUM_THREADS, MAX_CONNECTIONS = 4, 64
+IDLE_S, LOOK_S = 5, 1  # until then, connections that say nothing keep probes out
 LIMITS: dict[str, Any] = {
     "threads": NUM_THREADS,
     "connection_limit": MAX_CONNECTIONS,
     "channel_timeout": IDLE_S,
-    "cleanup_interval": IDLE_S,
-    "asyncore_loop_timeout": IDLE_S,
+    "cleanup_interval": LOOK_S,
+    "asyncore_loop_timeout": LOOK_S,
     "max_request_header_size": 16 << 10,
     "max_request_body_size": 1 << 10,
     "ident": "kvbus",
@@ -67,7 +68,7 @@ class HttpServer:
     def _run(self) -> None:
         """The loop of waitress; what wakes it must not be closed before `stop` has used it."""
         while not self._is_stopped:
-            wasyncore.loop(IDLE_S, use_poll=True, map=self._sockets, count=1)
+            wasyncore.loop(LOOK_S, use_poll=True, map=self._sockets, count=1)
 
     def _answer(self, environ: Mapping[str, Any], start: Start) -> Iterable[bytes]:
         answer = self._reply(environ)

@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import http.client
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -13,11 +14,14 @@ from typing import NoReturn
 
 import msgspec
 import pytest
+from prometheus_client import CollectorRegistry, Metric
+from prometheus_client.registry import Collector
 
 from kvbus.agent.http.answer import Route, as_text
 from kvbus.agent.http.door import Door
 from kvbus.agent.http.health import Health
 from kvbus.agent.http.loop_asker import LoopAsker
+from kvbus.agent.http.routes import AgentPages
 from kvbus.agent.http.server import HttpServer
 from kvbus.agent.process.config import AgentConfig
 from kvbus.errors import ConfigError
@@ -79,7 +83,17 @@ def basic(password: str) -> str:
 
 @pytest.mark.parametrize(
     "shown",
-    ["", TOKEN, "Bearer", "Bearer x", f"Bearer {TOKEN}x", basic("x"), "Basic x", "Basic /w=="],
+    [
+        "",
+        TOKEN,
+        "Bearer",
+        "Bearer x",
+        f"Bearer {TOKEN}x",
+        basic("x"),
+        "Basic x",
+        "Basic /w==",
+        "Basic ä",
+    ],
 )
 def test_a_stranger_is_told_401_and_how_to_show_the_token(guarded, shown):
     status, said = ask(guarded, "/closed", Authorization=shown)
@@ -147,6 +161,15 @@ def test_silent_connections_do_not_keep_others_out(local):
     assert ask(local, "/closed") == (200, "closed\n")
     for one in silent:
         one.close()
+
+
+def test_connections_without_a_request_keep_others_out_for_a_few_seconds_at_most(local):
+    silent = [socket.create_connection(("127.0.0.1", local.port)) for _ in range(80)]
+    try:
+        assert ask(local, "/closed") == (200, "closed\n")
+    finally:
+        for one in silent:
+            one.close()
 
 
 def test_the_address_is_free_again_after_a_stop():
@@ -237,6 +260,35 @@ def pong() -> Future[None]:
 def verdict(ask_health: Callable[[], object]) -> tuple[str, str]:
     answer = ask_health()
     return answer.status[:3], answer.body.decode()
+
+
+@pytest.mark.parametrize("error", [RuntimeError, TimeoutError])
+def test_what_a_function_raises_in_the_loop_is_not_taken_for_the_loop_s_own(error):
+    def fails() -> NoReturn:
+        raise error("its own")
+
+    with running_loop() as loop, pytest.raises(error, match="its own"):
+        LoopAsker(loop).ask(fails)
+
+
+def test_metrics_and_live_are_read_in_the_loop():
+    read_by: list[int] = []
+
+    class Noting(Collector):
+        def collect(self) -> list[Metric]:
+            read_by.append(threading.get_ident())
+            return []
+
+    registry = CollectorRegistry()
+    registry.register(Noting())
+    read_by.clear()
+    with running_loop() as loop:
+        pages = AgentPages(LoopAsker(loop), registry=registry, ping=pong, report=fail)
+        routes, asker = pages.routes(), LoopAsker(loop)
+        of_loop = asker.ask(threading.get_ident)
+        routes["/metrics"].reply({}, "")
+
+    assert read_by == [of_loop]
 
 
 def test_an_agent_whose_loop_hangs_is_not_alive_and_says_so_in_time():
