@@ -119,10 +119,15 @@ async def test_reads_by_another_agent_make_it_longer_until_they_are_over(prefill
         large = cost(decode, prefill, target, num_tokens=160)["ok"]["queue_s"]
         small = cost(decode, prefill, target, num_tokens=16)["ok"]["queue_s"]
         shown = {key: claim[key] for key in ("agent_boot", "offer_id")}
-        ask(prefill.peer, "release", {**shown, "epoch": lease["epoch"], "token": lease["token"]})
+        given_back = ask(
+            prefill.peer,
+            "release",
+            {**shown, "epoch": lease["epoch"], "token": lease["token"], "code": "aborted"},
+        )
         await until_alone(decode, prefill, target)
         await offer.withdraw()
 
+    assert "ok" in given_back
     assert large > small
 
 
