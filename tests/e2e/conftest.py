@@ -14,9 +14,9 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def shared() -> Iterator[Agents]:
-    """The agents of this folder, ended with the session."""
+    """The agents of this folder, ended with its last test."""
     with agents_ended(Agents) as agents:
         agents.start(agents.prepare("prefill"), agents.prepare("decode"), agents.prepare("decode"))
         yield agents
@@ -47,7 +47,7 @@ def other_decode(agents: Agents) -> AgentProcess:
     return agents.all[2]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def shaped() -> Iterator[Agents]:
     """Agents with few and small staging slots, so that a few tokens are many boxes."""
     with agents_ended(Agents) as agents:

@@ -37,7 +37,7 @@ def short_folder() -> Iterator[Path]:
     shutil.rmtree(path)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def shared_few() -> Iterator[Agents]:
     """A prefill agent that names two blocks at most, and a decode agent that claims first."""
     with agents_ended(Agents) as agents:

@@ -93,9 +93,9 @@ async def test_one_staged_rank_among_others_keeps_the_engine_from_direct_reads(s
         assert fetched.path in ("packed", "reordered")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def shared_sites() -> Iterator[Agents]:
-    """Two prefill and two decode agents, ended with the session."""
+    """Two prefill and two decode agents, ended with its last test."""
     with agents_ended(Agents) as agents:
         for role in ("prefill", "decode"):
             agents.start(*(agents.prepare(role, **SLOTS) for _ in range(2)))
@@ -121,9 +121,9 @@ async def test_staged_ranks_may_be_at_several_agents(sites, prefill, decode):
         assert await works(source, target)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def shared_slotless() -> Iterator[Agents]:
-    """A prefill and a decode agent without slots, ended with the session."""
+    """A prefill and a decode agent without slots, ended with its last test."""
     with agents_ended(Agents) as agents:
         agents.start(*(agents.prepare(role, staging_bytes=0) for role in ("prefill", "decode")))
         yield agents

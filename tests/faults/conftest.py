@@ -35,9 +35,9 @@ class Started(Agents):
         return self.prepare("decode", **{**DECODE, **settings})
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def shared() -> Iterator[Started]:
-    """The agents of this folder, ended with the session."""
+    """The agents of this folder, ended with its last test."""
     with agents_ended(Started) as agents:
         agents.start(agents.prefill(), agents.decode())
         yield agents
@@ -70,7 +70,7 @@ def fresh() -> Iterator[Started]:
         agents.check()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def shared_slow() -> Iterator[Started]:
     """Two agents whose reads need both of them, and take long."""
     with agents_ended(Started) as agents:
@@ -85,7 +85,7 @@ def slow(shared_slow: Started) -> Iterator[Started]:
     shared_slow.check()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def shared_copying() -> Iterator[Started]:
     """Two agents on one machine whose copies take long."""
     with agents_ended(Started) as agents:

@@ -43,9 +43,9 @@ class Site:
         )
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def shared_site() -> Iterator[Site]:
-    """The agents of this file, ended with the session."""
+    """The agents of this file, ended with its last test."""
     with agents_ended(Agents) as agents:
         site = Site(agents)
         agents.start(site.prefill, site.decode)

@@ -53,9 +53,9 @@ class Sites:
         )
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def shared_sites() -> Iterator[Sites]:
-    """The agents of this file, ended with the session."""
+    """The agents of this file, ended with its last test."""
     with agents_ended(Agents) as agents:
         sites = Sites(agents)
         for side in (sites.prefill, sites.direct, sites.packed):

@@ -71,9 +71,9 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def shared_network() -> Iterator[Network]:
-    """The agents of this folder, ended with the session."""
+    """The agents of this folder, ended with its last test."""
     if not HAVE_NAMESPACES:
         pytest.skip("needs root and iproute2")
     with bridged(*PREFILL_HOSTS, *DECODE_HOSTS) as hosts, agents_ended(Network) as network:

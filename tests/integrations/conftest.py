@@ -11,9 +11,9 @@ PATIENT_S = 20.0
 """For the handshake of agents that have just started, on a busy machine."""
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def shared_agents() -> Iterator[Agents]:
-    """The agents of this folder, ended with the session."""
+    """The agents of this folder, ended with its last test."""
     with agents_ended(Agents) as agents:
         agents.prepare("prefill")
         agents.prepare("decode", request_timeout_s=PATIENT_S)

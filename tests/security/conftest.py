@@ -20,7 +20,7 @@ def fresh() -> Iterator[Agents]:
         agents.check()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def shared() -> Iterator[Agents]:
     """The agents that survive what is tried here; they log all that they can."""
     with agents_ended(Agents) as agents:
@@ -56,13 +56,13 @@ def anyio_backend() -> str:
     return "asyncio"
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def ring(tmp_path_factory: pytest.TempPathFactory) -> KeyRing:
     """The keys of the agents of `pair`, and of others."""
     return KeyRing(tmp_path_factory.mktemp("keys"))
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def pair(ring: KeyRing) -> Iterator[Agents]:
     """A prefill and a decode agent with keys; there is a key of each role beside theirs."""
     with agents_ended(Agents) as agents:

@@ -39,7 +39,7 @@ SHARED_MEMORY: dict[str, Any] = {"env": {}}
 MAPPED = {"env": {}, "mapped": True, "path": "mapped"}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def shared_slow(request: pytest.FixtureRequest) -> Iterator[Agents]:
     """Two agents whose reads take long, over a fabric or out of mapped memory."""
     env = {"env": request.param["env"]}

@@ -36,7 +36,7 @@ def key_file(folder: Path, key: bytes, *, mode: int = 0o600) -> str:
     return str(path)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agents]:
     """A prefill agent that still signs with the old key, and a decode agent that knows both."""
     folder = tmp_path_factory.mktemp("keys")

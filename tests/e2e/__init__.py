@@ -1,0 +1,1 @@
+"""Whole handoffs between engines and agents."""

@@ -1,0 +1,1 @@
+"""Agents of several hosts, which are network namespaces."""

@@ -1,0 +1,1 @@
+"""What stands beside an engine or joins it to kvbus."""
