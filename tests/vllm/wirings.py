@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvbus.spawn import free_port
-from tests.agents import AgentProcess
+from tests.agents import AgentProcess, wait_until
 from tests.vllm.servers import VllmServer
 
 Options = Mapping[str, Any]
@@ -81,7 +81,11 @@ def by_nixl_connector(_: AgentProcess, __: bool) -> Wiring:
 
 
 def read_bytes(agent: AgentProcess, _: VllmServer) -> float:
-    """Bytes that a decode agent has read; an offer that is only released moves none."""
+    """Bytes that a decode agent has read; an offer that is only released moves none.
+
+    It counts them when a fetch ends, which is a little after its engine has the KV.
+    """
+    wait_until(lambda: not agent.status()["counts"]["fetches"], "its fetches have ended", 60.0)
     return agent.metric("read_bytes_total")
 
 
