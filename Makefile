@@ -19,6 +19,7 @@ AGENTS ?= 100
 LOSS ?= 0.01
 CAPS ?= small
 PYTEST := $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal
+FAILED := --last-failed --last-failed-no-failures none --maxfail 1
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 CONSTRAINTS_VLLM := $(VENV_VLLM)/constraints.txt
 PIP_VLLM := $(BIN_VLLM)/pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS_VLLM)
@@ -27,10 +28,10 @@ PIP_VLLM := $(BIN_VLLM)/pip install --quiet --disable-pip-version-check --constr
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv debian-packages demo test test-long chaos soak mutants simulate test-vllm vllm-contract check format bench docs clean
+.PHONY: help venv debian-packages demo test test-failed test-long chaos soak mutants simulate test-vllm test-vllm-failed vllm-contract check format bench docs clean
 
 help: ## Show the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 12
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 20
 
 venv: $(INSTALLED) ## Build .venv
 
@@ -79,6 +80,9 @@ demo: $(INSTALLED) ## Move KV between two real engines and compare the tokens
 test: $(INSTALLED) $(KERNEL) ## Run all tests, TEST_PROCESSES=2 side by side
 	$(PYTEST)
 
+test-failed: $(INSTALLED) $(KERNEL) ## Run what failed last again, one after the other
+	$(BIN)/python -m pytest $(FAILED)
+
 test-long: $(INSTALLED) $(KERNEL) ## Run all tests, with more examples and shapes
 	HYPOTHESIS_PROFILE=long $(PYTEST) --timeout 600
 
@@ -93,6 +97,9 @@ mutants: $(INSTALLED) $(KERNEL) ## Break the code in known ways: a test and a ch
 
 test-vllm: $(INSTALLED_VLLM) ## Run the tests with real vLLM servers (needs x86-64, 10 GB of memory)
 	$(BIN_VLLM)/python -m pytest tests/vllm
+
+test-vllm-failed: $(INSTALLED_VLLM) ## Run what failed last with vLLM again
+	$(BIN_VLLM)/python -m pytest tests/vllm $(FAILED)
 
 vllm-contract: $(INSTALLED) ## Write down what the newest vLLM calls of a connector (340 MB; or VLLM=0.33.0)
 	$(BIN)/python -m tests.integrations.vllm_contract --version '$(VLLM)'
