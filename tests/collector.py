@@ -27,10 +27,11 @@ class CollectedSpan:
 
 @dataclass
 class Collector:
-    """What it was sent; it answers with ``status``."""
+    """What it was sent; it answers with ``status``, or sends who asks to ``redirects_to``."""
 
     port: int = 0
     status: int = 200
+    redirects_to: str = ""
     spans: list[CollectedSpan] = field(default_factory=list)
     headers: list[dict[str, str]] = field(default_factory=list)
 
@@ -45,7 +46,7 @@ class Collector:
     def take(self, path: str, headers: dict[str, str], body: bytes) -> int:
         """What a request is answered with."""
         self.headers.append(headers)
-        if path != "/v1/traces" or headers["Content-Type"] != "application/x-protobuf":
+        if path != "/v1/traces" or headers.get("Content-Type") != "application/x-protobuf":
             return 404
         if self.status == 200:
             request = ExportTraceServiceRequest.FromString(body)
@@ -60,10 +61,15 @@ def collecting(port: int = 0) -> Iterator[Collector]:
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:  # the name that http.server looks for
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            self.send_response(collector.take(self.path, dict(self.headers), body))
+            body = self.rfile.read(int(self.headers["Content-Length"] or 0))
+            status = collector.take(self.path, dict(self.headers), body)
+            self.send_response(302 if collector.redirects_to else status)
+            if collector.redirects_to:
+                self.send_header("Location", collector.redirects_to)
             self.send_header("Content-Length", "0")
             self.end_headers()
+
+        do_GET = do_POST  # noqa: N815 - as above
 
         def log_message(self, *_: object) -> None: ...
 

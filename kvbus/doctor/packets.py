@@ -8,6 +8,7 @@ was sent: who could would use agents against others.
 """
 
 from collections.abc import Iterator
+from shlex import quote
 
 from kvbus.doctor.asking import (
     LEADS_TO,
@@ -71,5 +72,5 @@ def _lost(peer: PeerToCheck, question: str, way: str) -> Finding:
         f"small questions are answered, {question} is not: large packets are lost on the way {way}",
         f"{LEADS_TO}peer_unreachable or timeout.",
         FIX,
-        command=f"ping -M do -s 1472 {peer.host}",
+        command=f"ping -M do -s 1472 {quote(peer.host)}",
     )

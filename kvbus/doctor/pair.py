@@ -4,6 +4,7 @@ Refuses to have one agent try the other: what they have done already is what is 
 """
 
 from collections.abc import Iterator
+from shlex import quote
 from typing import NamedTuple
 
 from kvbus.agent.process.machine import machine_id
@@ -151,7 +152,8 @@ def _distrusts(side: Side, other: Side) -> Iterator[tuple[str, str]]:
         trusted = " and ".join(roles) or "nothing"
         yield (
             f"{side.name} trusts the key {other.key} of {other.name} as {trusted}, not as {role}",
-            f"kvbus keys trust FOLDER '{other.key}' --name {other.status.agent_id} --role {role}",
+            f"kvbus keys trust FOLDER {quote(other.key)} --name {quote(other.status.agent_id)} "
+            f"--role {role}",
         )
 
 

@@ -26,7 +26,10 @@ class AgentToAsk:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What came of all questions; ``problems`` are by endpoint."""
+    """What came of all questions; ``problems`` are by endpoint.
+
+    An agent that was asked at two of its addresses has one trace.
+    """
 
     traces: tuple[AgentTrace, ...]
     problems: dict[str, KVBusError]
@@ -52,7 +55,8 @@ class Questions:
         if len(silent) < len(self._traces):
             ids = {key: self._id(key) for key in ("request_id", "offer_id", "fetch_id")}
             await self._ask_all(silent, Trace(**ids))
-        return Asked(tuple(self._traces.values()), self._problems)
+        by_boot = {one.answer.boot: one for one in self._traces.values()}
+        return Asked(tuple(by_boot.values()), self._problems)
 
     async def _ask_all(self, agents: Sequence[AgentToAsk], question: Trace) -> None:
         async with anyio.create_task_group() as tasks:

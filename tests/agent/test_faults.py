@@ -73,6 +73,12 @@ def test_a_silent_agent_that_is_due_is_tried_at_the_next_fetch():
     assert later[0].endswith("it is tried again in 1 s")
 
 
+def test_an_address_of_a_peer_is_one_word_of_the_command():
+    ((_, do),) = faults(silent={"tcp://h:1; reboot": 1.0})
+
+    assert do.endswith("kvbus doctor --peer 'tcp://h:1; reboot'")
+
+
 def test_fetches_that_were_refused_for_a_silent_agent_are_counted():
     ((one, _),) = faults(silent={PEER: 3.0}, kvbus_silent_peer_refusals=37.0)
     (first, _), _ = faults(silent={PEER: 3.0, "tcp://h:1": 3.0}, kvbus_silent_peer_refusals=37.0)

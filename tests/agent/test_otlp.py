@@ -12,8 +12,9 @@ import structlog
 
 from kvbus.agent.otlp import sender as sending
 from kvbus.agent.otlp.outbox import SETTLE_S, SpanOutbox
-from kvbus.agent.otlp.post import Collector
+from kvbus.agent.otlp.post import HEADERS, Answer, Collector
 from kvbus.agent.otlp.sender import SpanSender
+from kvbus.errors import ConfigError
 from kvbus.protocol.trace import Span
 from tests.agents import until
 from tests.collector import collecting
@@ -239,3 +240,23 @@ async def test_headers_come_from_the_environment() -> None:
 
     assert collector.headers[0]["Authorization"] == "Basic abc"
     assert collector.headers[0]["X-Tenant"] == "one"
+
+
+@pytest.mark.parametrize("headers", ["x-key=sec%0Aret", "x key=secret", "x-key=secr%E2%82%ACet"])
+@pytest.mark.parametrize("variable", HEADERS)
+def test_a_header_that_cannot_be_sent_is_refused_at_the_start_and_not_told(variable, headers):
+    with pytest.raises(ConfigError, match=variable) as refused:
+        Collector("http://127.0.0.1:4318", {variable: f"fine=yes,{headers}"})
+
+    assert "header 2" in refused.value.message
+    assert "sec" not in refused.value.message
+
+
+def test_a_redirect_is_a_refusal_and_its_target_is_not_asked():
+    with collecting() as collector, collecting() as elsewhere:
+        collector.redirects_to = elsewhere.endpoint
+        answer = Collector(collector.endpoint, {HEADERS[0]: "x-key=secret"}).post(b"")
+
+    assert answer == (Answer.REFUSED, "HTTP status 302")
+    assert len(collector.headers) == 1
+    assert elsewhere.headers == []

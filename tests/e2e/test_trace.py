@@ -71,6 +71,15 @@ async def test_one_decode_agent_leads_to_the_spans_of_both(prefill, decode):
     assert all(one["clock_error_s"] < 0.1 for one in answer["agents"])
 
 
+async def test_an_agent_that_is_asked_at_two_of_its_addresses_is_one(prefill, decode):
+    await handed_off(prefill, decode, "twice")
+    elsewhere = decode.peer.replace("127.0.0.1", "localhost")
+
+    answer = await told("twice", "--peer", decode.peer, "--peer", elsewhere)
+
+    assert sorted(one["role"] for one in answer["agents"]) == ["decode", "prefill"]
+
+
 async def test_what_is_gathered_and_scattered_is_told_by_both(shapes):
     decode = shapes.decode["packed"]
     async with two_engines(shapes, "packed", Side(tp=2), Side(tp=3), max_tokens=64) as engines:

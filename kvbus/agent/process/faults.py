@@ -5,6 +5,7 @@ Refuses to look at anything itself: it reads what an agent says of itself.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from shlex import quote
 
 from kvbus.protocol.live import Fault
 from kvbus.protocol.peer import AgentStatus
@@ -53,7 +54,8 @@ def current_faults(
     refused = _refused(len(status.silent_peers), metrics.get("kvbus_silent_peer_refusals", 0.0))
     for endpoint, wait_s in status.silent_peers.items():
         options = key_options.get(endpoint, "")
-        look = f"--only peer --peer {endpoint}{options}" if options else f"--peer {endpoint}"
+        peer = f"--peer {quote(endpoint)}"
+        look = f"--only peer {peer}{options}" if options else peer
         yield Fault(
             f"the agent at {endpoint} does not answer{refused}; it is tried again "
             f"{retry_time(wait_s)}",

@@ -1,7 +1,7 @@
 // Asks the agent again and again, and draws what it says. All text is set as text, never as HTML.
 "use strict";
 
-const EVERY_MS = 1000, RECENT = 60;
+const EVERY_MS = 1000, WITHIN_MS = 5000, RECENT = 60;
 const WAITS = ["meeting", "resolving", "queued", "claiming", "waiting", "open", "sealed", "awaited", "wanted", "asked", "telling", "pending"];
 const CHECKS = ["confirming", "comparing", "asking", "known"];
 let before = null, paused = false, opened = "", endpoint = "", keyOptions = "", shown = 0;
@@ -156,7 +156,7 @@ async function drawRequest() {
   const spans = traced.spans;
   at("request-title").textContent = spans.length ? `${spans[0].name} of ${rootOf(spans).attributes.request_id}` : "not remembered any more";
   const readers = traced.role === "decode" ? "" : ` --peer the decode agent's${keyOptions && " --server-key=its key"}`;
-  at("request-hint").textContent = `This agent's part. Over all agents: kvbus trace ${opened} --peer ${endpoint}${keyOptions}${readers}`;
+  at("request-hint").textContent = `This agent's part. Over all agents: kvbus trace ${quote(opened)} --peer ${quote(endpoint)}${keyOptions}${readers}`;
   if (!spans.length) return at("waterfall").replaceChildren();
   const first = Math.min(...spans.map((span) => span.start_s)), last = Math.max(...spans.map((span) => end(span, traced.now_s)));
   at("waterfall").replaceChildren(...spans.map((span, index) => {
@@ -168,8 +168,12 @@ async function drawRequest() {
   }));
 }
 
+function quote(text) {
+  return /^[\w@%+=:,./-]+$/.test(text) ? text : `'${text.replaceAll("'", `'"'"'`)}'`;
+}
+
 async function ask(path) {
-  const answer = await fetch(path);
+  const answer = await fetch(path, { signal: AbortSignal.timeout(WITHIN_MS) });
   if (!answer.ok) throw new Error(`${answer.status}: ${(await answer.text()).trim()}`);
   return answer.json();
 }
