@@ -1,6 +1,7 @@
 """The prefill agents that a configuration lists: in it, in a file, behind names."""
 
 import socket
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -107,3 +108,41 @@ async def test_more_than_the_most_are_left_out_and_said() -> None:
 
     assert found == {PeerAddress("tcp://127.0.0.1:1")}
     assert "2 agents are listed, 1 are the most" in lines[0]["reason"]
+
+
+async def test_those_that_were_chosen_stay_so_when_the_name_server_tells_them_in_turns(
+    names: dict[str, list[str]],
+) -> None:
+    names["prefill.svc"] = ["10.0.0.1", "10.0.0.2", "10.0.0.3"]
+    peers = listed(peers=("tcp://prefill.svc:7501",), max_peers=2)
+    first = await peers.look()
+    names["prefill.svc"].reverse()
+
+    assert await peers.look() == first
+    names["prefill.svc"] = ["10.0.0.3", "10.0.0.2"]
+    assert await peers.look() == {PeerAddress(f"tcp://10.0.0.{n}:7501") for n in (2, 3)}
+
+
+async def test_one_name_that_has_no_answer_holds_up_no_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    answers = threading.Barrier(2)
+    monkeypatch.setattr(
+        "kvbus_decode.peer.listed.look_up_all", lambda _: [f"10.0.0.{answers.wait(20)}"]
+    )
+
+    assert len(await listed(peers=("tcp://a:1", "tcp://b:1")).look()) == 2
+
+
+async def test_a_name_that_is_listed_no_more_is_forgotten(names, tmp_path: Path) -> None:
+    path = tmp_path / "peers"
+    path.write_text("tcp://a:1\n")
+    names["a"] = ["10.0.0.1"]
+    peers = listed(peers_file=str(path))
+    await peers.look()
+    path.write_text("# none for now\n")
+    assert await peers.look() == set()
+    names.clear()
+    path.write_text("tcp://a:1\n")
+
+    assert await peers.look() == set()

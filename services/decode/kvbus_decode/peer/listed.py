@@ -6,6 +6,7 @@ that cannot be read, leaves what was known.
 
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 import anyio
 import structlog
@@ -20,6 +21,20 @@ LOOK_UP_WITHIN_S = 5.0
 MAX_FILE_BYTES = 1 << 20
 
 
+class _Line(NamedTuple):
+    """What is listed on one line."""
+
+    host: str
+    port: str
+    key: str
+
+    @classmethod
+    def of(cls, text: str) -> "_Line":
+        endpoint, _, key = text.partition(" ")
+        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+        return cls(host, port, key)
+
+
 class ListedPeers:
     """Looks them up, again and again; what is wrong is said once, until it is something else."""
 
@@ -31,6 +46,7 @@ class ListedPeers:
         """Of each name, what it was last resolved to."""
         self._problems: dict[str, str] = {}
         self._lookups = anyio.CapacityLimiter(4)
+        self._chosen: set[PeerAddress] = set()
 
     @property
     def any(self) -> bool:
@@ -38,18 +54,24 @@ class ListedPeers:
         return bool(self._config.peers or self._config.peers_file)
 
     async def look(self) -> set[PeerAddress]:
-        """All that are listed now, by their addresses; at most ``max_peers`` of them."""
+        """All that are listed now, by their addresses.
+
+        At most ``max_peers`` of them; those that were among them before come first.
+        """
         if self._config.peers_file:
             await anyio.to_thread.run_sync(self._read, Path(self._config.peers_file))
-        found: dict[PeerAddress, None] = {}
-        for line in (*self._config.peers, *self._lines):
-            endpoint, _, key = line.partition(" ")
-            for one in await self._endpoints(endpoint):
-                found[PeerAddress(one, key)] = None
+        lines = [_Line.of(text) for text in (*self._config.peers, *self._lines)]
+        await self._look_up({line.host for line in lines})
+        found = dict.fromkeys(
+            PeerAddress(f"tcp://{address}:{line.port}", line.key)
+            for line in lines
+            for address in self._addresses[line.host]
+        )
         most = self._config.max_peers
         crowded = f"{len(found)} agents are listed, {most} are the most (max_peers)"
         self._tell("max_peers", crowded if len(found) > most else "")
-        return set(list(found)[:most])
+        self._chosen = set(sorted(found, key=lambda one: one not in self._chosen)[:most])
+        return self._chosen
 
     def _read(self, path: Path) -> None:
         """Its lines, if it has changed."""
@@ -71,8 +93,14 @@ class ListedPeers:
         wrong = next((line for line in wanted if line not in self._lines), "")
         self._tell(str(path), f"'{wrong}' is not tcp://HOST:PORT or with a KEY" if wrong else "")
 
-    async def _endpoints(self, endpoint: str) -> list[str]:
-        host, _, port = endpoint.removeprefix("tcp://").rpartition(":")
+    async def _look_up(self, hosts: set[str]) -> None:
+        """Those of before that are still listed keep what they had, should that fail."""
+        self._addresses = {host: self._addresses.get(host, []) for host in hosts}
+        async with anyio.create_task_group() as tasks:
+            for host in hosts:
+                tasks.start_soon(self._look_up_one, host)
+
+    async def _look_up_one(self, host: str) -> None:
         try:
             with anyio.fail_after(LOOK_UP_WITHIN_S):
                 self._addresses[host] = await anyio.to_thread.run_sync(
@@ -83,7 +111,6 @@ class ListedPeers:
             self._tell(host, f"the name server says nothing within {LOOK_UP_WITHIN_S:g} s")
         except (OSError, UnicodeError) as error:
             self._tell(host, getattr(error, "strerror", None) or "it is not a host name")
-        return [f"tcp://{address}:{port}" for address in self._addresses.get(host, ())]
 
     def _tell(self, what: str, problem: str) -> None:
         if problem and self._problems.get(what) != problem:
