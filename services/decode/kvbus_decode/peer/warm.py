@@ -9,12 +9,14 @@ Refuses to be in the way: few at a time, ever more slowly where it fails, which 
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from weakref import WeakSet
 
 import anyio
 import structlog
 
 from kvbus.agent.engines.local_engine import LocalEngine
+from kvbus.agent.process.guard import guarded
 from kvbus.agent.process.service import Agent
 from kvbus.errors import ErrorCode, KVBusError, RemoteError
 from kvbus.protocol.engine import AgentRole
@@ -47,6 +49,7 @@ class _Listed:
     """Engines of theirs and ours that are not of the same model."""
     is_warm: bool = False
     told: str = ""
+    """What keeps it cold."""
     named: str = ""
     """Where its tickets said that it is."""
 
@@ -123,13 +126,12 @@ class WarmPeers:
             try:
                 while True:
                     one.news = anyio.Event()
-                    try:
-                        async with self._turns:
-                            await self._warm(one)
-                        pause_s, retry_s = self._config.peers_refresh_s, RETRY_S
-                    except KVBusError as error:
-                        self._note_cold(one, error)
+                    async with self._turns:
+                        await guarded(partial(self._warm, one), partial(self._note_cold, one))
+                    if one.told:
                         pause_s, retry_s = retry_s, min(2 * retry_s, MAX_RETRY_S)
+                    else:
+                        pause_s, retry_s = self._config.peers_refresh_s, RETRY_S
                     with anyio.move_on_after(pause_s):
                         await one.news.wait()
             finally:
