@@ -1,14 +1,17 @@
 """Whoever connects to UCX over TCP owns the process: it listens on the named interfaces only."""
 
+import socket
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import psutil
 import pytest
 
-from kvbus.agent.process.data_plane import choose_interfaces
+from kvbus.agent.process.data_plane import DataPlane, choose_interfaces
 from kvbus.errors import ConfigError
 from kvbus_prefill.config import PrefillConfig
 from tests.agents import AgentProcess, Agents
@@ -23,6 +26,24 @@ DataPlane(("lo",)).{method}()
 """
 MANY_HOSTS = pytest.mark.skipif(not HAVE_NAMESPACES, reason="needs root and iproute2")
 LOOPBACK, WILDCARD = "tcp://127.0.0.1:0", "tcp://0.0.0.0:0"
+
+
+LISTENS = """
+import socket
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+input()
+"""
+
+
+@contextmanager
+def elsewhere() -> Iterator[int]:
+    """A port at which another process of this machine listens."""
+    command = [sys.executable, "-c", LISTENS]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        yield int(process.stdout.readline())
+        process.communicate(b"\n", timeout=60)
 
 
 def config(**changes: Any) -> PrefillConfig:
@@ -91,6 +112,29 @@ def test_an_agent_says_where_ucx_listens(fresh: Agents):
     assert data
     assert all(at.startswith("127.0.0.1:") for at in data)
     assert agent.status()["data_endpoints"] == data
+
+
+def test_the_sockets_of_this_process_that_listen_are_found_and_no_others():
+    inside = socket.create_server(("127.0.0.1", 0))
+    at = inside.getsockname()
+    plane = DataPlane(("lo",), lambda: {ours.getsockname()[1]})
+    with (
+        inside,
+        socket.create_server(("127.0.0.1", 0)) as ours,
+        socket.create_server(("::1", 0), family=socket.AF_INET6) as six,
+        socket.create_connection(at),
+        socket.socket(socket.AF_UNIX) as unix,
+        elsewhere() as other,
+    ):
+        unix.bind("")
+        unix.listen()
+        found = plane.endpoints()
+
+        assert f"127.0.0.1:{at[1]}" in found
+        assert f"::1:{six.getsockname()[1]}" in found
+        ports = [int(end.rpartition(":")[2]) for end in found]
+        assert {other, ours.getsockname()[1]}.isdisjoint(ports)
+        assert plane.outside() == ""
 
 
 @MANY_HOSTS

@@ -4,11 +4,13 @@ UCX over TCP never asks whether an address was registered: whoever connects to o
 reads and writes any memory of this process. Left alone, UCX listens on every interface.
 """
 
+import errno
 import ipaddress
 import os
 import socket
+import stat
 import time
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -38,19 +40,21 @@ class DataPlane:
     """The interfaces that UCX may use, and the ports of the agent that are not UCX's."""
 
     interfaces: tuple[str, ...]
-    other_ports: frozenset[int] = frozenset()
+    other_ports: Callable[[], Collection[int]] = frozenset
     _endpoints: list[str] = field(default_factory=list)
     _look_again_at: float = 0.0
 
     def endpoints(self) -> list[str]:
         """HOST:PORT of each TCP socket at which UCX listens, as of the last seconds.
 
-        To look takes ten milliseconds, and anybody may ask.
+        To look takes a while, and anybody may ask.
         """
         now = time.monotonic()
         if now >= self._look_again_at:
             self._look_again_at = now + LOOK_AGAIN_S
-            self._endpoints = [f"{host}:{port}" for host, port in self._listening()]
+            ours = self.other_ports()
+            ends = sorted(end for end in _listening() if end[1] not in ours)
+            self._endpoints = [f"{host}:{port}" for host, port in ends]
         return self._endpoints
 
     def is_down(self) -> bool:
@@ -83,13 +87,6 @@ class DataPlane:
         except DataPlaneExposed as error:
             log.critical("data_plane.exposed", reason=error.message)
             os._exit(1)
-
-    def _listening(self) -> list[tuple[str, int]]:
-        return sorted(
-            (one.laddr.ip, one.laddr.port)
-            for one in psutil.Process().net_connections("tcp")
-            if one.status == psutil.CONN_LISTEN and one.laddr.port not in self.other_ports
-        )
 
 
 def choose_interfaces(config: AgentConfig) -> tuple[str, ...]:
@@ -136,6 +133,26 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return host in ("localhost", *_loopback_interfaces())  # ZeroMQ binds to interfaces too
+
+
+def _listening() -> Iterator[tuple[str, int]]:
+    """Host and port of each TCP socket at which this process listens.
+
+    Its descriptors are asked: what Linux lists has the sockets of the whole machine, maybe 100,000.
+    """
+    for path in Path("/proc/self/fd").iterdir():
+        number = int(path.name)
+        try:
+            if not stat.S_ISSOCK(os.fstat(number).st_mode):
+                continue
+            with socket.socket(fileno=os.dup(number)) as one:
+                is_tcp = one.family in _IP_FAMILIES and one.type == socket.SOCK_STREAM
+                if is_tcp and one.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+                    host, port, *_ = one.getsockname()
+                    yield host.partition("%")[0], port
+        except OSError as error:
+            if error.errno != errno.EBADF:  # it was closed meanwhile
+                raise
 
 
 def _from_environment() -> tuple[str, ...]:

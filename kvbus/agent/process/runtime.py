@@ -252,8 +252,7 @@ class Runtime:
 
     def _data_plane(self, sockets: AgentSockets, page: HttpPort) -> DataPlane:
         """The ports that UCX must not have outside of its interfaces; our own are not UCX's."""
-        pages = {page.number} if page.number is not None else set()
-        return DataPlane(self.interfaces, frozenset(sockets.ports | pages))
+        return DataPlane(self.interfaces, lambda: {*sockets.ports, page.number or 0})
 
     def _log_started(self) -> None:
         log.info(
