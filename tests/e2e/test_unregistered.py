@@ -225,5 +225,5 @@ async def test_agents_that_expose_only_their_staging_hand_over_all_the_same():
             assert await works(source, target)
 
         assert prefill.metric("packed_bytes_total") > 0
-        assert decode.logged("handoff.completed", path="packed")
+        assert decode.says("handoff.completed", path="packed")
         agents.check()
