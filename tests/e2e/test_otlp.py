@@ -7,9 +7,12 @@ from collections.abc import Iterator
 import anyio
 import pytest
 
+from kvbus.agent.otlp.sender import MAX_PAUSE_S
+from kvbus.engine import DecodeSession
+from kvbus.protocol.rendezvous import Rendezvous
 from tests.agents import Agents, agents_ended, free_port, until
 from tests.collector import collecting
-from tests.engines import failure_of, pair
+from tests.engines import engine, failure_of, pair
 
 pytestmark = pytest.mark.anyio
 
@@ -113,12 +116,12 @@ async def test_a_collector_that_is_away_costs_nothing_but_a_line(sending, port):
 
     with collecting(port) as collector:
         for agent in sending.all:
-            await until(lambda a=agent: a.logged("collector.reached"))
-        assert len({span.trace_id for span in collector.spans}) >= 3
+            await until(lambda a=agent: a.logged("collector.reached"), 2 * MAX_PAUSE_S)
+        await until(lambda: len({span.trace_id for span in collector.spans}) >= 3)
 
     for agent in sending.all:
+        await until(lambda a=agent: a.metric("otlp_handoffs") >= 3)
         assert agent.metric("otlp_dropped") == 0
-        assert agent.metric("otlp_handoffs") >= 3
 
 
 async def test_agents_that_send_nothing_import_nothing_for_it(sending, prefill):
@@ -136,3 +139,22 @@ async def test_an_agent_that_lacks_the_package_says_what_to_install(tmp_path):
 
         assert agent.exit_status() == 1
         assert "pip install 'kvbus[otel]'" in agent.log_path.read_text()
+
+
+async def test_fetches_of_offers_that_were_never_made_are_traces_of_their_own(sending, port):
+    prefill, decode = sending.all
+    with collecting(port) as collector:
+        async with engine(DecodeSession, decode.attach) as target:
+            fetches = [
+                target.decode.fetch(
+                    Rendezvous(uuid.uuid4().hex, prefill.peer).to_json(),
+                    num_tokens=16,
+                    block_ids={"full": [number]},
+                    timeout_s=0.3,
+                )
+                for number in range(2)
+            ]
+            for fetch in fetches:
+                await failure_of(fetch)
+            names = {fetch.fetch_id for fetch in fetches}
+            await until(lambda: names <= {span.trace_id for span in collector.spans})

@@ -32,24 +32,24 @@ def encoded(resource: Mapping[str, str], clock_ns: int, ended: Sequence[Ended]) 
     return body
 
 
-def own_trace_id(offer_id: str) -> bytes:
+def own_trace_id(name: str) -> bytes:
     """The trace of a request that came without one: both agents know the id of the offer.
 
-    It is that id, which our prefill agents draw from as many numbers, so that it can be found.
+    It is that id, which our agents draw from as many numbers, so that it can be found.
     """
     try:
-        trace_id = bytes.fromhex(offer_id)
+        trace_id = bytes.fromhex(name)
     except ValueError:
         trace_id = b""
     if len(trace_id) == TRACE_ID_BYTES:
         return trace_id
-    return hashlib.blake2b(offer_id.encode(), digest_size=TRACE_ID_BYTES).digest()
+    return hashlib.blake2b(name.encode(), digest_size=TRACE_ID_BYTES).digest()
 
 
 def _add_spans(add: Any, ended: Ended, clock_ns: int) -> None:
     """Those of one offer or fetch, each a child of the one that it is a part of."""
     spans, parent = ended.make_spans(), ended.parent
-    trace_id = bytes.fromhex(parent.trace_id) if parent else own_trace_id(ended.offer_id)
+    trace_id = bytes.fromhex(parent.trace_id) if parent else own_trace_id(ended.name)
     random = os.urandom(SPAN_ID_BYTES * len(spans))
     above = [bytes.fromhex(parent.span_id) if parent else b""]
     for number, span in enumerate(spans):

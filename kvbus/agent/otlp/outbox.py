@@ -24,14 +24,16 @@ MakeSpans = Callable[[], Sequence[Span]]
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """One offer or fetch; its trace is that of ``parent``, or without one has the offer's id.
+    """One offer or fetch; its trace is that of ``parent``, or without one is named by ``name``.
+
+    That is the offer's id, or the fetch's where no offer was met.
 
     The spans are made in the sending thread: an event loop under load has something else to do.
     """
 
     make_spans: MakeSpans
     parent: TraceParent | None
-    offer_id: str
+    name: str
     settled_at: float
     """By `time.monotonic`."""
 
@@ -44,7 +46,7 @@ class SpanOutbox:
         self._max_waiting = max_waiting
         self.num_sent = self.num_dropped = 0
 
-    def put(self, make_spans: MakeSpans, offer_id: str, *traceparents: str) -> None:
+    def put(self, make_spans: MakeSpans, name: str, *traceparents: str) -> None:
         """Something has ended; it is of the first trace that is one, and of one that is sampled."""
         parent = TraceParent.first_of(*traceparents)
         if parent is not None and not parent.sampled:
@@ -53,7 +55,7 @@ class SpanOutbox:
             self.num_dropped += 1
             return
         settled_at = time.monotonic() + SETTLE_S
-        self._waiting.append(Ended(make_spans, parent, offer_id, settled_at))
+        self._waiting.append(Ended(make_spans, parent, name, settled_at))
 
     def take(self, most: int, *, settled_by: float) -> list[Ended]:
         """The first of those that wait and have settled by then."""

@@ -340,9 +340,10 @@ class DecodeService:
         """Its spans go to the collector, if there is one."""
         fetch = self._table.find(fetch_id)
         if self._agent.outbox is not None and fetch is not None:
-            ticket = fetch.requested.ticket
-            traces = fetch.requested.traceparent, ticket.traceparent
-            self._agent.outbox.put(self._spans.later(fetch), ticket.offer_id, *traces)
+            asked, ticket = fetch.requested, fetch.requested.ticket
+            trace_name = fetch_id if asked.meets else ticket.offer_id  # it may never have met one
+            traces = asked.traceparent, ticket.traceparent
+            self._agent.outbox.put(self._spans.later(fetch), trace_name, *traces)
 
     def _notify(self, notice: Landed | Fetched | BlocksFreed, *, is_last: bool = False) -> None:
         """Tell the engine that asked; one that came back under its id does not know the fetch."""
