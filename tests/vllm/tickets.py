@@ -7,6 +7,9 @@ import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import msgspec
+
+from kvbus.protocol.ticket import Ticket
 from kvbus.spawn import free_port
 
 Params = Mapping[str, Any]
@@ -14,16 +17,7 @@ ROUTED = ("do_remote_prefill", "do_remote_decode")
 """What vLLM's routers look at; the other keys are the connector's."""
 
 NEEDED = ("ticket", "remote_num_tokens", "prompt_digest")
-OPTIONAL = {
-    "kvbus",
-    "server_key",
-    "audience",
-    "blocks",
-    "prompt_digest",
-    "issued_at_s",
-    "expires_at_s",
-    "signature",
-}
+OPTIONAL = {field.name for field in msgspec.structs.fields(Ticket) if not field.required}
 """Of the ticket: one without is right, too."""
 
 
