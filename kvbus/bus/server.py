@@ -104,8 +104,7 @@ class RequestServer(SocketActor):
         error = KVBusError("this key is not trusted any more", code=ErrorCode.FORBIDDEN)
         for session in self.sessions:
             if session.sender.key == key:
-                for call in list(session.pending.values()):
-                    call.refuse(error)
+                _end_calls(session, error)
         self.sessions.end_key(key)
         self._replies.forget(key)
 
@@ -116,8 +115,7 @@ class RequestServer(SocketActor):
         """Refuse what is pending, and stay until it was read: see `_GRACE_S`."""
         self._closing = True
         for session in self.sessions:
-            for call in list(session.pending.values()):
-                call.refuse(CLOSING)
+            _end_calls(session, CLOSING)
         if len(self.sessions):
             await anyio.sleep(_GRACE_S)
 
@@ -261,6 +259,8 @@ class RequestServer(SocketActor):
 
     def answer(self, call: Call, outcome: Message | KVBusError) -> None:
         """The end of every call, whoever answers it and whenever; `Call` calls it."""
+        if call.was_ended:
+            return
         if call.answered:
             raise LocalError(f"call '{call.op}' was answered before", request_id=call.request_id)
         call.answered = True
@@ -293,3 +293,8 @@ class RequestServer(SocketActor):
             owner = self.sessions.get(sender)
             if owner is not None:
                 owner.evicted_upto = max(owner.evicted_upto, evicted_id)
+
+
+def _end_calls(session: Session, error: KVBusError) -> None:
+    for call in list(session.pending.values()):
+        call.end(error)

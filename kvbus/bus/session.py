@@ -37,16 +37,19 @@ class ServerView(Protocol):
 
 
 class Call:
-    """One request to be answered exactly once, now or later, from the event loop's thread."""
+    """One request to be answered exactly once, now or later, from the event loop's thread.
 
-    __slots__ = ("_server", "answered", "fingerprint", "op", "request_id", "session")
+    One that its server has ended (`end`) was answered; what its owner says then goes nowhere.
+    """
+
+    __slots__ = ("_server", "answered", "fingerprint", "op", "request_id", "session", "was_ended")
 
     def __init__(
         self, server: ServerView, session: "Session", request_id: int, op: str, fingerprint: int
     ) -> None:
         self._server, self.session = server, session
         self.request_id, self.op, self.fingerprint = request_id, op, fingerprint
-        self.answered = False
+        self.answered = self.was_ended = False
 
     def reply(self, message: Message) -> None:
         """Answer ``ok``; a message that cannot be encoded becomes an error reply and a fault."""
@@ -55,6 +58,11 @@ class Call:
     def refuse(self, error: KVBusError) -> None:
         """Answer with the code, message and detail of ``error``."""
         self._server.answer(self, error)
+
+    def end(self, error: KVBusError) -> None:
+        """Refuse it while its owner may still be at it."""
+        self.refuse(error)
+        self.was_ended = True
 
 
 class Session:

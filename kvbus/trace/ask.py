@@ -9,6 +9,7 @@ import anyio
 from kvbus.bus import ClientCurve, KeyPair, agent_client
 from kvbus.clocks import ClockOffset, Exchange
 from kvbus.errors import KVBusError
+from kvbus.protocol.rendezvous import UNKNOWN
 from kvbus.protocol.trace import OtherAgent, Trace, Traced
 from kvbus.trace.timeline import AgentTrace
 
@@ -95,7 +96,7 @@ class Questions:
         return [AgentToAsk(one.endpoint, one.server_key) for one in others]
 
     def _id(self, key: str) -> str:
-        """The last id of this kind that an agent told."""
+        """The last id of this kind that an agent told; not that of all offers that are not met."""
         spans = (span for trace in self._traces.values() for span in trace.spans)
-        ids = [str(span.attributes[key]) for span in spans if key in span.attributes]
-        return ids[-1] if ids else ""
+        ids = [str(span.attributes.get(key, UNKNOWN)) for span in spans]
+        return next((one for one in reversed(ids) if one != UNKNOWN), "")

@@ -11,13 +11,14 @@ from click.testing import Result
 from typer.testing import CliRunner
 
 from kvbus.cli import app
+from kvbus.engine import DecodeSession
 from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import MakeOffer, StartFetch
 from kvbus.protocol.rendezvous import Rendezvous
 from kvbus.table.spans import ASKED, TELLING
 from tests.agents import until
 from tests.e2e.shapes import Side, two_engines
-from tests.engines import failure_of, pair
+from tests.engines import engine, failure_of, pair
 
 pytestmark = pytest.mark.anyio
 
@@ -69,6 +70,33 @@ async def test_one_decode_agent_leads_to_the_spans_of_both(prefill, decode):
     assert spent_s == pytest.approx(whole["end_s"] - whole["start_s"], rel=0.03)
     assert sum(answer["shares_s"].values()) == pytest.approx(answer["total_s"])
     assert all(one["clock_error_s"] < 0.1 for one in answer["agents"])
+
+
+async def test_fetches_whose_offer_is_not_met_are_not_those_of_each_other(
+    prefill, decode, other_decode
+):
+    """Without an id of its request such a fetch has the name of all of them."""
+    async with (
+        engine(DecodeSession, decode.attach) as one,
+        engine(DecodeSession, other_decode.attach) as other,
+    ):
+        fetches = [
+            target.decode.fetch(
+                Rendezvous(uuid.uuid4().hex, prefill.peer).to_json(),
+                num_tokens=16,
+                block_ids={"full": [1]},
+                timeout_s=0.3,
+            )
+            for target in (one, other)
+        ]
+        for fetch in fetches:
+            await failure_of(fetch)
+
+    peers = "--peer", decode.peer, "--peer", other_decode.peer
+    answer = await told(fetches[0].fetch_id, *peers)
+
+    assert names(answer[decode.settings["agent_id"]])[0] == "fetch"
+    assert other_decode.settings["agent_id"] not in answer
 
 
 async def test_an_agent_that_is_asked_at_two_of_its_addresses_is_one(prefill, decode):

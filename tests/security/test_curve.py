@@ -215,6 +215,7 @@ async def test_the_calls_and_kept_replies_of_a_key_end_with_it(context, running)
         await hold.arrived.get()
         server.end_key(STRANGER.public)
         refused = await outcomes.get()
+        hold.calls[0].reply(Echoed())  # who was at it does not know
         reader.send(Ask(number=5), timeout_s=30, on_reply=outcomes.put_nowait)
         await hold.echo_next()
         reply = await outcomes.get()

@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import anyio
 import msgpack
 import pytest
 import zmq
@@ -13,7 +14,7 @@ from kvbus.keys.roles import MAY_ASK, Role
 from kvbus.protocol.peer import DECODE_PEER_REQUESTS, PREFILL_PEER_REQUESTS
 from tests.agents import AgentProcess, Agents, agents_ended, until
 from tests.e2e.spread_engines import spread_engine
-from tests.engines import engine, failure_of
+from tests.engines import engine, failure_of, pair, works
 from tests.keyring import KeyRing, envelope, hand_over
 from tests.plain_sockets import Curve, apply, ask
 
@@ -287,3 +288,32 @@ async def test_keys_are_rotated_without_a_failed_handoff(tmp_path: Path) -> None
 
         assert is_refused(curve, new[0].peer)
         agents.check()
+
+
+async def test_events_go_on_where_an_agent_has_come_back_with_another_key(tmp_path: Path) -> None:
+    """The lease is renewed too seldom for the fetch: events alone tell it that the offer grew."""
+    ring = KeyRing(tmp_path)
+    with agents_ended(Agents) as agents:
+        old = ring.prepare(agents, Role.PREFILL, "old")
+        binds = {key: old.settings[key] for key in ("peer_bind", "events_bind")}
+        new = ring.prepare(agents, Role.PREFILL, "new", max_lease_s=600.0, **binds)
+        decode = ring.prepare(agents, Role.DECODE, "decode", lease_s=600.0)
+        agents.start(old, decode)
+        await hand_over(old, decode)
+        old.kill()
+        agents.start(new)
+
+        async with pair(new.attach, decode.attach) as (source, target):
+            assert await works(source, target)
+            ring.revoke("old")
+            await until(lambda: decode.logged("peer.distrusted"))
+            offer = await source.prefill.offer(
+                "grows", num_tokens=0, block_ids={"full": [1]}, sealed=False
+            )
+            fetch = target.decode.fetch(offer.ticket, num_tokens=16, block_ids={"full": [2]})
+            await until(lambda: new.status()["counts"]["leases"] == 1)
+            await offer.extend(16)
+            await offer.seal()
+            with anyio.fail_after(30):
+                await fetch.completed()
+            await offer.released()

@@ -218,6 +218,8 @@ class PeerDirectory:
         if peer.events_endpoint != events_endpoint:
             self._forget_events(peer)
             peer.events_endpoint = events_endpoint
+        if self._by_events.get(events_endpoint, peer) is not peer:  # its earlier key was another
+            self._subscriber.remove(events_endpoint)
         self._subscriber.add(events_endpoint, server_key=peer.address.server_key)
         self._by_events[events_endpoint] = peer
 
@@ -280,8 +282,10 @@ class PeerDirectory:
         peer.scope.cancel()
 
     def _forget_events(self, peer: Peer) -> None:
-        self._subscriber.remove(peer.events_endpoint)
-        self._by_events.pop(peer.events_endpoint, None)
+        """Unless another peer has taken them over: the same agent under its new key."""
+        if self._by_events.get(peer.events_endpoint) is peer:
+            self._subscriber.remove(peer.events_endpoint)
+            del self._by_events[peer.events_endpoint]
 
     def _drop_distrusted(self, keys: frozenset[str]) -> None:
         """Agents of these keys are met anew, if they are trusted at all; their fetches fail."""

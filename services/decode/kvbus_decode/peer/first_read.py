@@ -68,9 +68,13 @@ class FirstReader:
             ended.set_result(outcome)
 
         self._under_way[source.nixl_agent] = ended
-        self._agent.transport.read(
-            source.nixl_agent, _row(scratch), _row(address), on_end=settle, priority=-1
-        )
+        try:
+            self._agent.transport.read(
+                source.nixl_agent, _row(scratch), _row(address), on_end=settle, priority=-1
+            )
+        except KVBusError:
+            del self._under_way[source.nixl_agent]
+            raise
         return ended
 
     async def _scratch(self) -> int:

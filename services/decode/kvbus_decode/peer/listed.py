@@ -95,6 +95,8 @@ class ListedPeers:
 
     async def _look_up(self, hosts: set[str]) -> None:
         """Those of before that are still listed keep what they had, should that fail."""
+        for host in self._addresses.keys() - hosts:
+            self._problems.pop(host, None)
         self._addresses = {host: self._addresses.get(host, []) for host in hosts}
         async with anyio.create_task_group() as tasks:
             for host in hosts:

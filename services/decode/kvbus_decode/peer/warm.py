@@ -147,16 +147,20 @@ class WarmPeers:
             if is_ready and engine_id in status.engine_instances
         ]
         engines = [one for one in self._agent.engines.engines.values() if one.ready]
-        pairs = [(ticket, engine) for ticket in tickets for engine in engines]
+        pairs = {
+            (ticket.agent_boot, ticket.engine_instance, engine.memory_id): (ticket, engine)
+            for ticket in tickets
+            for engine in engines
+        }
+        one.unfit &= pairs.keys()
         routes, refusal = [], None
-        for ticket, engine in pairs:
-            if (ticket.agent_boot, ticket.engine_instance, engine.memory_id) in one.unfit:
+        for key, (ticket, engine) in pairs.items():
+            if key in one.unfit:
                 continue
             try:
                 routes.append(await self._warm_route(peer, ticket, engine))
             except KVBusError as error:
                 if error.code is ErrorCode.INCOMPATIBLE:  # of another model: nothing to warm
-                    key = ticket.agent_boot, ticket.engine_instance, engine.memory_id
                     one.unfit.add(key)
                 elif error.code is ErrorCode.FORBIDDEN:
                     refusal = refusal or error
@@ -197,7 +201,7 @@ class WarmPeers:
             await self._prepare(route)
             num_read = 0
             if not route.is_mapped:
-                num_read = await self._reader.read(route, timeout_s=timeout_s)
+                num_read = await self._read_first(route, ticket.agent_boot, timeout_s)
             self._ready.add(route)
             log.info(
                 "route.warmed",
@@ -207,6 +211,15 @@ class WarmPeers:
                 num_first_reads=num_read,
             )
         return route
+
+    async def _read_first(self, route: Route, agent_boot: str, timeout_s: float) -> int:
+        """As `FirstReader.read`; a connection that UCX has given up is made anew by the next."""
+        try:
+            return await self._reader.read(route, timeout_s=timeout_s)
+        except KVBusError as error:
+            if error.code is ErrorCode.PEER_LOST:
+                self._routes.forget_connection(agent_boot)
+            raise
 
     def _note_warm(self, one: _Listed, num_routes: int, seconds: float) -> None:
         is_warm = num_routes > 0
