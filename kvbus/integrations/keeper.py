@@ -112,9 +112,10 @@ def keep(parent: int, role: str, config: str, log: str) -> int:
 
 def bound_log(log: Path, max_bytes: int) -> None:
     """Begin a log anew that is longer; what it had is in `log.1`. Nobody else rotates it."""
-    if log.stat().st_size > max_bytes:
-        shutil.copyfile(log, log.with_name("log.1"))
-        os.truncate(log, 0)
+    with suppress(OSError):  # a full disk, or a log that was removed, is no reason to end an agent
+        if log.stat().st_size > max_bytes:
+            shutil.copyfile(log, log.with_name("log.1"))
+            os.truncate(log, 0)
 
 
 if __name__ == "__main__":

@@ -117,6 +117,16 @@ def test_an_answer_comes_back_at_the_end_of_its_time(agents: Agents) -> None:
         side.until(lambda: side.sent == ["r"], "its blocks are the engine's again")
 
 
+def test_a_vllm_that_is_a_producer_for_vllm_loads_nothing_and_says_why(agents: Agents) -> None:
+    """Only of others vLLM keeps blocks until the steps that may write them are over."""
+    spec = EngineSpec("e", "model", 1, (GROUP,))
+    link = control_link(agents.all[1].attach, spec, (), kv_role="kv_producer")
+    try:
+        wait_until(lambda: "kv_role" in str(link.problem), "it says what to do")
+    finally:
+        link.close()
+
+
 def test_an_agent_of_the_other_kind_is_refused_with_what_to_do(agents: Agents) -> None:
     spec = EngineSpec("e", "model", 1, (GROUP,))
     link = control_link(agents.all[1].attach, spec, (), AgentRole.PREFILL)

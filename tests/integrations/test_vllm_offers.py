@@ -1,6 +1,7 @@
 """Offers of the connector for vLLM with real agents: one for each request, and its blocks once."""
 
 import signal
+import uuid
 from typing import Any
 
 import pytest
@@ -201,6 +202,32 @@ def test_a_request_that_is_preempted_is_not_read_any_more(
         assert "[offer_withdrawn, stage " in caplog.text
         assert reservation.state is State.UNWANTED
         assert offering.offers.publish("r", BLOCKS, PROMPT_TOKENS) is None
+
+
+def test_an_offer_that_has_lost_its_name_keeps_nothing_of_a_preempted_request(
+    agents: Agents,
+) -> None:
+    with both_sides(*agents.all) as (offering, loading):
+        reservation = offering.offers.reserve("r", transfer_id=uuid.uuid4().hex)
+        offering.until(lambda: ticket_of(offering.offers, "r"), "the ticket is there")
+        agents.all[0].kill()
+        wait_until(lambda: reservation.transfer_id is None, "its end is known")
+        agents.all[0].start()
+        offering.until(lambda: ticket_of(offering.offers, "r"), "there is another")
+        named = offering.offers.reserve("named", transfer_id=uuid.uuid4().hex)
+        offering.until(lambda: ticket_of(offering.offers, "named"), "a ticket is there")
+        for name in ("r", "named"):
+            offering.offers.grow(Ready(name, 16, LOADED_BLOCKS))
+        wait_until(lambda: named.told, "both were told of")
+        offering.offers.abandon("named")
+        offering.offers.take_back("r")
+        ticket = offering.offers.publish("r", BLOCKS, PROMPT_TOKENS)
+        assert ticket is not None
+        loading.load("s", HandoffParams(ticket, PROMPT_TOKENS, ""))
+        loading.until(lambda: loading.over, "it was loaded")
+
+        assert not loading.failed
+        assert torch.equal(loading.blocks([1, 2]), offering.blocks([7, 3]))
 
 
 def test_blocks_come_back_when_the_prefill_agent_is_gone(agents: Agents) -> None:

@@ -273,6 +273,30 @@ def test_with_a_window_the_last_token_of_a_prompt_is_left_to_decode(
         assert list(request.all_token_ids) == PROMPT[:num_tokens]
 
 
+def test_with_a_window_a_prompt_that_has_embeddings_is_left_whole(agents: Agents) -> None:
+    """vLLM's worker ends when the tokens are not as many as the embeddings."""
+    with scheduler_side(agents.all[0], window=32) as prefill:
+        embeds = torch.zeros(PROMPT_TOKENS, 8)
+        request = request_of({"do_remote_decode": True}, prompt_embeds=embeds)
+
+        prefill.expect(request)
+
+        assert request.prompt_token_ids == PROMPT
+        assert request.num_prompt_tokens == PROMPT_TOKENS
+
+
+def test_the_offer_of_a_request_that_decode_has_refused_is_given_back(agents: Agents) -> None:
+    """vLLM's frontend tells of it by a request of one token that is aborted at once."""
+    with scheduler_side(agents.all[0]) as prefill, scheduler_side(agents.all[1]) as decode:
+        params = prefilled(agents.all[0], prefill)
+        refused = request_of(params, [0], abort_immediately=True)
+        decode.expect(refused)
+        refused.status = RequestStatus.FINISHED_ABORTED
+        decode.finished(refused, [[]])
+
+        wait_until(agents.all[0].idle, "the offer is over")
+
+
 def test_a_prompt_of_one_token_is_left_whole(agents: Agents) -> None:
     with scheduler_side(agents.all[0], window=32) as prefill:
         request = request_of({"do_remote_decode": True}, prompt=[5])
@@ -307,5 +331,11 @@ def test_ranks_are_elsewhere_whose_agent_is_not_that_of_the_first() -> None:
 
 def test_ranks_that_met_no_agent_are_not_elsewhere() -> None:
     workers = [WorkerPlace(0, "tcp://10.0.0.1:7711", ACCESS), WorkerPlace(1, "", ACCESS)]
+
+    assert ranks_elsewhere(workers) == []
+
+
+def test_where_the_first_rank_met_no_agent_none_is_elsewhere() -> None:
+    workers = [WorkerPlace(0, "", ACCESS), WorkerPlace(1, "tcp://10.0.0.1:7711", ACCESS)]
 
     assert ranks_elsewhere(workers) == []

@@ -30,7 +30,7 @@ def build_pd_openai_app(
     """
     args = dict(pd_serving_args)
     for side, role in ROLES.items():
-        config = LLMConfig.model_validate(args.get(side))
+        config = LLMConfig.model_validate(args.get(side)).model_copy(deep=True)
         transfer = config.engine_kwargs.setdefault("kv_transfer_config", {})
         if transfer.setdefault("kv_connector", CONNECTOR) != CONNECTOR:
             raise ConfigError(

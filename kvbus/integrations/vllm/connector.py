@@ -62,7 +62,11 @@ class KvbusConnector(KVConnectorBase_V1, SupportsHMA):
         )
         select = kv_cache_config.select_transfer_block_ids
         self._scheduler = SchedulerSide(
-            options, engine, select, num_blocks=kv_cache_config.num_blocks
+            options,
+            engine,
+            select,
+            num_blocks=kv_cache_config.num_blocks,
+            kv_role=transfer.kv_role,
         )
         self._worker = WorkerSide(options, engine)
 

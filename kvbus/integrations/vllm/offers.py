@@ -208,12 +208,16 @@ class Offers:
                 self._make(reservation, latest)
 
     async def _grow(self, reservation: Reservation, ready: Ready) -> None:
-        """What is not told now, as there is no offer yet, is told with the next step."""
+        """What is not told now, as there is no offer yet, is told with the next step.
+
+        One that was made anew has lost its name, so that nobody can read it yet: it need not grow,
+        and has nothing to take back.
+        """
         num_tokens = ready.num_tokens
         try:
             async with reservation.turn:
-                offer = reservation.offer
-                if offer is not None and reservation.state is State.OPEN:
+                offer, is_named = reservation.offer, reservation.transfer_id is not None
+                if offer is not None and is_named and reservation.state is State.OPEN:
                     tables = tables_of(self._engine, ready.block_ids, 0, num_tokens)
                     await offer.extend(num_tokens, reservation.untold(tables.block_ids))
         except KVBusError as error:  # it matters when the request is computed: then it is told

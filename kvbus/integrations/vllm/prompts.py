@@ -59,7 +59,7 @@ def leave_last_token(request: "Request") -> None:
     The decode engine computes that one in any case, for its logits. With a sliding window it needs
     a token for it that vLLM drops once the last one was computed, if it is the last of its block.
     """
-    if request.num_prompt_tokens > 1 and request.prompt_token_ids is not None:
+    if request.num_prompt_tokens > 1 and has_tokens(request):
         del request.prompt_token_ids[-1]
         del request._all_token_ids[-1]
         request.num_prompt_tokens -= 1

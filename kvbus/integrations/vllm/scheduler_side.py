@@ -68,8 +68,9 @@ class SchedulerSide:
         select: Callable[[BlockIds], BlockIds] = tuple,
         *,
         num_blocks: int = 0,
+        kv_role: str = "kv_both",
     ) -> None:
-        self._options, self._engine = options, engine
+        self._options, self._engine, self._kv_role = options, engine, kv_role
         self._stats = StatsRecorder()
         self._backs_off = any(group.window is not None for group in engine.groups)
         self._num_blocks = num_blocks
@@ -90,7 +91,7 @@ class SchedulerSide:
         for number, (path, role) in enumerate(options.agents):
             places = sorted((each[number] for each in told), key=lambda place: place.rank)
             others = ranks_elsewhere(places)
-            self._links.append(control_link(path, self._engine, others, role))
+            self._links.append(control_link(path, self._engine, others, role, self._kv_role))
         offering, loading = self._links[0], self._links[-1]
         self._loads = Loads(self._engine, loading, self._stats, timeout_s=options.fetch_timeout_s)
         self._offers = Offers(self._engine, offering, self._stats, ttl_s=options.offer_ttl_s)
@@ -277,7 +278,10 @@ class SchedulerSide:
         num_wanted = request.num_prompt_tokens - self._backs_off
         try:
             handoff = self._handoff_of(request, params)
-            check_prompt(request, handoff)
+            if (
+                not request.abort_immediately
+            ):  # vLLM refused it, and tells by one without its prompt
+                check_prompt(request, handoff)
         except ProtocolError as error:
             return Load(request.request_id, num_wanted, None, error.message)
         num_tokens, priority = min(num_wanted, handoff.remote_num_tokens), urgency_of(request)

@@ -30,11 +30,13 @@ def control_link(
     engine: EngineSpec,
     others: Sequence[AgentRanks],
     role_wanted: AgentRole | None = None,
+    kv_role: str = "kv_both",
 ) -> ControlLink:
     """The engine's control session, open whenever all of its ranks are registered.
 
     The agent's role says whether this vLLM offers or fetches; of an engine with two agents it is
-    to be the ``role_wanted``.
+    to be the ``role_wanted``. A ``kv_producer`` must not fetch: that vLLM lets blocks go which a
+    step that runs may still write.
     """
 
     @asynccontextmanager
@@ -45,6 +47,11 @@ def control_link(
             raise LocalError(
                 f"the agent at {attach_path} is a {role} agent, and 'endpoint' of this vLLM's "
                 f"options has it under '{role_wanted}': exchange the two"
+            )
+        if role is AgentRole.DECODE and kv_role == "kv_producer":
+            raise LocalError(
+                f"the agent at {attach_path} is a decode agent, which loads, and kv_role of this "
+                "vLLM is kv_producer: set it to kv_consumer or kv_both"
             )
         kind = PrefillSession if role is AgentRole.PREFILL else DecodeSession
         async with kind(attach_path, engine) as session:
@@ -87,7 +94,12 @@ def memory_link(
 
 
 def ranks_elsewhere(workers: Sequence[WorkerPlace]) -> list[AgentRanks]:
-    """The ranks whose agent is not that of the first; one access to an agent does for all."""
+    """The ranks whose agent is not that of the first; one access to an agent does for all.
+
+    Where the first has no agent yet, nobody knows which are elsewhere.
+    """
+    if not workers[0].peer_endpoint:
+        return []
     elsewhere: dict[str, list[WorkerPlace]] = {}
     for worker in workers:
         if worker.peer_endpoint not in ("", workers[0].peer_endpoint):
