@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from kvbus.integrations.vllm.growing import BlockIds, Growing, Ready
 
-BLOCK_SIZE = 4
+BLOCK_SIZE, MANY = 4, 1000
 
 
 def of_one_group(block_ids: BlockIds) -> BlockIds:
@@ -41,7 +41,7 @@ def step(
 
 def test_tokens_are_ready_when_their_step_is_done_and_not_before() -> None:
     growing = Growing(of_one_group)
-    growing.begin("r")
+    growing.begin("r", MANY)
     first = growing.schedule(step(new={"r": (0, [1, 2])}, tokens={"r": 8}))
     second = growing.schedule(step(running={"r": (8, [3])}, tokens={"r": 4}))
 
@@ -53,18 +53,29 @@ def test_tokens_are_ready_when_their_step_is_done_and_not_before() -> None:
 
 def test_what_the_prefix_cache_has_is_ready_with_the_first_step() -> None:
     growing = Growing(of_one_group)
-    growing.begin("r")
+    growing.begin("r", MANY)
     number = growing.schedule(step(new={"r": (8, [1, 2, 3])}, tokens={"r": 3}))
 
     assert list(growing.done(number)) == [Ready("r", 11, [[1, 2, 3]])]
 
 
+def test_what_is_computed_behind_the_prompt_is_not_ready() -> None:
+    growing = Growing(of_one_group)
+    growing.begin("r", 10)
+    growing.schedule(step(new={"r": (0, [1, 2])}, tokens={"r": 8}))
+    ends = growing.schedule(step(running={"r": (8, [3])}, tokens={"r": 3}))
+    answers = growing.schedule(step(running={"r": (11, None)}, tokens={"r": 1}))
+
+    assert list(growing.done(ends)) == [Ready("r", 10, [[1, 2, 3]])]
+    assert list(growing.done(answers)) == []
+
+
 def test_one_that_was_preempted_comes_back_with_all_its_blocks() -> None:
     growing = Growing(of_one_group)
-    growing.begin("r")
+    growing.begin("r", MANY)
     growing.schedule(step(new={"r": (0, [1, 2])}, tokens={"r": 8}))
     growing.end("r")
-    growing.begin("r")
+    growing.begin("r", MANY)
     number = growing.schedule(step(running={"r": (4, [7, 8, 9])}, tokens={"r": 5}))
 
     assert list(growing.done(number)) == [Ready("r", 9, [[7, 8, 9]])]
@@ -74,7 +85,7 @@ def test_nobody_is_told_of_steps_while_no_request_is_followed() -> None:
     growing = Growing(of_one_group)
 
     assert growing.schedule(step(new={"r": (0, [1])}, tokens={"r": 4})) == 0
-    growing.begin("s")
+    growing.begin("s", MANY)
     number = growing.schedule(step(new={"s": (0, [2])}, tokens={"s": 4}))
     growing.end("s")
 
@@ -88,7 +99,7 @@ def test_what_is_ready_was_computed_and_lies_in_the_blocks(
     chunks: list[int], data: st.DataObject
 ) -> None:
     growing, told, computed, blocks, done_tokens = Growing(of_one_group), 0, 0, [], {}
-    growing.begin("r")
+    growing.begin("r", MANY)
     for number, chunk in enumerate(chunks):
         end = -(-(computed + chunk) // BLOCK_SIZE)
         more = list(range(100 + len(blocks), 100 + end))

@@ -1,8 +1,10 @@
 """The scheduler's side with vLLM's own requests and real agents, but no engine around it."""
 
 import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -15,7 +17,7 @@ from vllm.lora.request import LoRARequest
 from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
 from kvbus.geometry import EngineSpec
@@ -133,6 +135,57 @@ def test_the_same_request_is_loaded(agents: Agents, kind: str) -> None:
         params = prefilled(agents.all[0], prefill, **SAME[kind]())
 
         assert loaded(decode, request_of(params, **SAME[kind]()))
+
+
+def computed(side: SchedulerSide, request: Request, num_tokens: int) -> None:
+    """One step computes the request up to ``num_tokens``."""
+    before, output = request.num_computed_tokens, replace(EMPTY)
+    output.num_scheduled_tokens = {request.request_id: num_tokens - before}
+    if before == 0:
+        output.scheduled_new_reqs = [NewRequestData.from_request(request, tuple(BLOCKS))]
+    else:
+        output.scheduled_cached_reqs = CachedRequestData(
+            req_ids=[request.request_id],
+            resumed_req_ids=set(),
+            new_token_ids=[],
+            all_token_ids={},
+            new_block_ids=[None],
+            num_computed_tokens=[before],
+            num_output_tokens=[request.num_output_tokens],
+        )
+    side.done(side.step(output).step)
+    request.num_computed_tokens = num_tokens
+
+
+def readable(agent: AgentProcess) -> int:
+    """How many tokens of the request's offer may be read."""
+    (offer,) = (one for one in agent.trace(request_id="r") if one["name"] == "offer")
+    num_tokens: int = offer["attributes"]["num_tokens"]
+    return num_tokens
+
+
+def test_a_named_request_that_answers_more_than_a_token_is_offered_with_its_prompt(
+    agents: Agents, caplog: pytest.LogCaptureFixture
+) -> None:
+    with scheduler_side(agents.all[0]) as prefill, scheduler_side(agents.all[1]) as decode:
+        request = request_of({"do_remote_decode": True, "transfer_id": uuid.uuid4().hex})
+        prefill.expect(request)
+        prefill.allocated(request, BLOCKS, 0)
+        wait_until(lambda: agents.all[0].status()["counts"]["offers"], "its ticket is made")
+        for num_tokens in (30, PROMPT_TOKENS, PROMPT_TOKENS + 1, PROMPT_TOKENS + 2):
+            computed(prefill, request, num_tokens)
+            wait_until(
+                lambda n=num_tokens: readable(agents.all[0]) >= min(n, PROMPT_TOKENS),
+                "it has grown",
+            )
+        request.append_output_token_ids([7, 8, 9])
+        request.status = RequestStatus.FINISHED_LENGTH_CAPPED
+        _, params = prefill.finished(request, BLOCKS)
+        assert params is not None
+        assert params["remote_num_tokens"] == PROMPT_TOKENS
+
+        assert loaded(decode, request_of(params))
+        assert "not offered" not in caplog.text
 
 
 def test_blocks_are_held_until_they_are_read_and_their_request_is_over(agents: Agents) -> None:

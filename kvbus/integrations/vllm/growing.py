@@ -26,8 +26,9 @@ class Ready(NamedTuple):
 
 @dataclass(slots=True)
 class _Progress:
-    """Blocks by group, and after which steps how many tokens will be computed."""
+    """Blocks by group, and after which steps how many tokens of the prompt will be computed."""
 
+    num_prompt_tokens: int
     block_ids: list[list[int]] = field(default_factory=list)
     planned: deque[tuple[int, int]] = field(default_factory=deque)
 
@@ -40,9 +41,12 @@ class Growing:
         self._requests: dict[str, _Progress] = {}
         self._step = 0
 
-    def begin(self, request_id: str) -> None:
-        """Follow a request that is about to be scheduled for the first time."""
-        self._requests.setdefault(request_id, _Progress())
+    def begin(self, request_id: str, num_prompt_tokens: int) -> None:
+        """Follow a request that is about to be scheduled for the first time, to its prompt's end.
+
+        What it computes behind that is its answer, which no offer has.
+        """
+        self._requests.setdefault(request_id, _Progress(num_prompt_tokens))
 
     def end(self, request_id: str) -> None:
         """It is over, or its blocks are not its own any more."""
@@ -82,5 +86,7 @@ class Growing:
     def _plan(
         self, progress: _Progress, num_computed: int, output: "SchedulerOutput", request_id: str
     ) -> None:
-        num_tokens = num_computed + output.num_scheduled_tokens[request_id]
-        progress.planned.append((self._step, num_tokens))
+        if num_computed < progress.num_prompt_tokens:
+            num_tokens = num_computed + output.num_scheduled_tokens[request_id]
+            num_tokens = min(num_tokens, progress.num_prompt_tokens)
+            progress.planned.append((self._step, num_tokens))

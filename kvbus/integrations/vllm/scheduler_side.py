@@ -227,7 +227,7 @@ class SchedulerSide:
             traceparent=read_trace(params, request.trace_headers),
         )
         if transfer_id is not None and not self._backs_off:
-            self._growing.begin(request_id)
+            self._growing.begin(request_id, request.num_prompt_tokens)
 
     def _offer_answer(
         self, request: "Request", block_ids: Sequence[Sequence[int]]
