@@ -7,10 +7,8 @@ that hold a layer twice or not at all; each refusal is a `GeometryError` that na
 from collections import Counter
 from collections.abc import Iterable
 from itertools import product
-from math import prod
-
-import numpy as np
-import numpy.typing as npt
+from operator import attrgetter
+from typing import NamedTuple
 
 from kvbus.errors import GeometryError
 from kvbus.geometry.spec import (
@@ -23,7 +21,8 @@ from kvbus.geometry.spec import (
     Region,
 )
 
-MAX_COMPARED_RUNS = 1 << 22
+MAX_COMPARED_SPANS = 1 << 15
+"""A rank whose regions interleave regularly needs one for each region and axis."""
 
 
 def validate_engine(spec: EngineSpec) -> None:
@@ -157,7 +156,7 @@ def _validate_extent(group: GroupSpec, region: Region, size_bytes: int, where: s
             f"{where}: axis '{axis.name}' steps {axis.stride_bytes} bytes over {extent} bytes "
             "of inner axes, so elements overlap",
         )
-        extent += (axis.size - 1) * axis.stride_bytes
+        extent += _reach(axis)
     _require(
         region.offset_bytes + extent <= size_bytes,
         "offset_bytes",
@@ -192,24 +191,47 @@ def _validate_coverage(group: GroupSpec, rank: RankSpec, *, whole: bool) -> None
     _require(len(blocks) <= 1, "axes.block", f"regions of group '{group.name}' differ in blocks")
 
 
+class _Span(NamedTuple):
+    """A region, or a part of one, from its first byte to its last.
+
+    ``axes`` are those along which its contiguous runs repeat, outermost first.
+    """
+
+    start: int
+    stop: int
+    axes: tuple[Axis, ...]
+    region: Region
+
+
+def _span(spec: EngineSpec, region: Region) -> _Span:
+    run_bytes = _itemsize(spec, region)
+    axes = [axis for axis in _inner_first(region) if axis.size > 1]
+    while axes and axes[0].stride_bytes == run_bytes:
+        run_bytes *= axes.pop(0).size
+    stop = region.offset_bytes + run_bytes + sum(_reach(axis) for axis in axes)
+    return _Span(region.offset_bytes, stop, tuple(reversed(axes)), region)
+
+
+def _reach(axis: Axis) -> int:
+    return (axis.size - 1) * axis.stride_bytes
+
+
 def _refuse_overlaps(spec: EngineSpec, rank: RankSpec) -> None:
-    by_segment: dict[str, list[tuple[int, int, Region]]] = {}
+    by_segment: dict[str, list[_Span]] = {}
     for region in rank.regions:
-        span = sum((axis.size - 1) * axis.stride_bytes for axis in region.axes)
-        stop = region.offset_bytes + span + _itemsize(spec, region)
-        by_segment.setdefault(region.segment_id, []).append((region.offset_bytes, stop, region))
+        by_segment.setdefault(region.segment_id, []).append(_span(spec, region))
     for spans in by_segment.values():
-        for cluster in _touching(sorted(spans, key=lambda span: span[:2])):
-            for regions in _by_group(cluster) if _share_a_cell(spec, cluster) else [cluster]:
-                if len(regions) > 1:
-                    _refuse_interleaved(spec, regions)
+        for cluster in _touching(spans):
+            for one in _by_group(cluster) if _share_a_cell(spec, cluster) else [cluster]:
+                _refuse_interleaved(one)
 
 
-def _share_a_cell(spec: EngineSpec, regions: list[Region]) -> bool:
+def _share_a_cell(spec: EngineSpec, spans: list[_Span]) -> bool:
     """Whether block b of a region can only share bytes with block b of another.
 
     So it is when all step as far from block to block, and what they have of one block fits there.
     """
+    regions = [span.region for span in spans]
     steps = {region.stride_bytes(AxisName.BLOCK) for region in regions}
     start = min(region.offset_bytes for region in regions)
     stop = max(region.offset_bytes + _block_bytes(spec, region) for region in regions)
@@ -219,66 +241,73 @@ def _share_a_cell(spec: EngineSpec, regions: list[Region]) -> bool:
 def _block_bytes(spec: EngineSpec, region: Region) -> int:
     """From the first byte that the region has of a block to the last."""
     inner = [axis for axis in region.axes if axis.name is not AxisName.BLOCK]
-    return sum((axis.size - 1) * axis.stride_bytes for axis in inner) + _itemsize(spec, region)
+    return sum(_reach(axis) for axis in inner) + _itemsize(spec, region)
 
 
-def _by_group(regions: list[Region]) -> list[list[Region]]:
-    groups: dict[str, list[Region]] = {}
-    for region in regions:
-        groups.setdefault(region.group, []).append(region)
+def _by_group(spans: list[_Span]) -> list[list[_Span]]:
+    groups: dict[str, list[_Span]] = {}
+    for span in spans:
+        groups.setdefault(span.region.group, []).append(span)
     return list(groups.values())
 
 
-def _touching(spans: list[tuple[int, int, Region]]) -> list[list[Region]]:
-    """Regions whose spans overlap, directly or through others; most are alone."""
-    clusters: list[list[Region]] = []
-    reach = -1 if not spans else spans[0][0]
-    for start, stop, region in spans:
-        if not clusters or start >= reach:
+def _touching(spans: list[_Span]) -> list[list[_Span]]:
+    """Spans that overlap, directly or through others; most are alone."""
+    clusters: list[list[_Span]] = []
+    reach = 0
+    for span in sorted(spans, key=attrgetter("start")):
+        if not clusters or span.start >= reach:
             clusters.append([])
-        clusters[-1].append(region)
-        reach = max(reach, stop)
+        clusters[-1].append(span)
+        reach = max(reach, span.stop)
     return clusters
 
 
-def _refuse_interleaved(spec: EngineSpec, regions: list[Region]) -> None:
-    """Compare the runs of regions whose spans interleave, such as K and V of one tensor."""
-    shapes = [(region, *_run_shape(region, _itemsize(spec, region))) for region in regions]
-    num_runs = sum(prod(axis.size for axis in outer) for _, _, outer in shapes)
-    _require(
-        num_runs <= MAX_COMPARED_RUNS,
-        "regions",
-        f"{num_runs} interleaved runs are more than {MAX_COMPARED_RUNS}: "
-        "describe them as one region",
-    )
-    runs = []
-    for region, run_bytes, outer in shapes:
-        offsets = _run_offsets(region, outer)
-        runs.append(np.stack([offsets, offsets + run_bytes], axis=1))
-    every = np.concatenate(runs)
-    every = every[np.argsort(every[:, 0])]
-    _require(
-        bool((every[1:, 0] >= every[:-1, 1]).all()),
-        "regions",
-        f"two of {len(regions)} regions in segment '{regions[0].segment_id}' overlap",
-    )
+# Regions whose spans interleave, such as K and V of one tensor, are compared from the outermost
+# axis inwards, and never block by block. Where all of them step S bytes along that axis, index i
+# of one meets index j of another only if |i - j| * S is less than what all of them have of their
+# first index, from its first byte to its last. So it is enough to compare the few indices that are
+# as near as that: index 0 alone where this fits into S bytes, as it does where a block is one cell,
+# however many blocks there are. Each of them is a span with one axis less.
+def _refuse_interleaved(spans: list[_Span]) -> None:
+    num_compared, pending = 0, [spans]
+    while pending:
+        for cluster in _touching(pending.pop()):
+            if len(cluster) == 1:
+                continue
+            segment = cluster[0].region.segment_id
+            steps = {span.axes[0].stride_bytes if span.axes else 0 for span in cluster}
+            step = max(steps)
+            _require(step > 0, "regions", f"two regions in segment '{segment}' overlap")
+            sizes = [_size(span, step) for span in cluster]
+            if len(steps) == 1:
+                start = min(span.start for span in cluster)
+                stop = max(_at(span, step, 0).stop for span in cluster)
+                sizes = [min(size, (stop - start - 1) // step + 1) for size in sizes]
+            num_compared += sum(sizes)
+            _require(
+                num_compared <= MAX_COMPARED_SPANS,
+                "regions",
+                f"regions in segment '{segment}' interleave in more than {MAX_COMPARED_SPANS} "
+                "spans: describe them as one region",
+            )
+            pairs = zip(cluster, sizes, strict=True)
+            pending.append([_at(span, step, n) for span, size in pairs for n in range(size)])
 
 
-def _run_shape(region: Region, itemsize: int) -> tuple[int, list[Axis]]:
-    """Bytes of one contiguous run, and the axes along which runs repeat, innermost first."""
-    outer = [axis for axis in _inner_first(region) if axis.size > 1]
-    run_bytes = itemsize
-    while outer and outer[0].stride_bytes == run_bytes:
-        run_bytes *= outer.pop(0).size
-    return run_bytes, outer
+def _size(span: _Span, step: int) -> int:
+    """The size of its outermost axis, if that has this stride, else 1."""
+    return span.axes[0].size if span.axes and span.axes[0].stride_bytes == step else 1
 
 
-def _run_offsets(region: Region, outer: list[Axis]) -> npt.NDArray[np.int64]:
-    offsets = np.array([region.offset_bytes], dtype=np.int64)
-    for axis in outer:
-        steps = np.arange(axis.size, dtype=np.int64) * axis.stride_bytes
-        offsets = (steps[:, None] + offsets[None, :]).ravel()
-    return offsets
+def _at(span: _Span, step: int, index: int) -> _Span:
+    """What the span has of one index of its outermost axis, if that has this stride, else all."""
+    size = _size(span, step)
+    if size == 1:
+        return span
+    by = index * step
+    stop = span.stop - (size - 1) * step + by
+    return _Span(span.start + by, stop, span.axes[1:], span.region)
 
 
 def _inner_first(region: Region) -> list[Axis]:

@@ -138,22 +138,40 @@ def test_a_stride_of_an_axis_with_one_index_does_not_matter() -> None:
     )
 
 
-def test_more_interleaved_runs_than_can_be_compared_are_refused_before_any_is_made() -> None:
-    huge = 2**31 - 1
-    axes = tuple(
-        replace(axis, size=huge) if axis.name is AxisName.BLOCK else axis
-        for axis in RANK.regions[0].axes
-        if axis.name is not AxisName.KV
-    )
+def k_and_v_in_one_tensor(num_blocks: int, *, v_offset: int = 32, v_step: int = 64) -> RankSpec:
+    """One layer of `ENGINE` whose K and V are regions of 32 bytes a block."""
+    inner = (Axis(AxisName.TOKEN, 2, 16), Axis(AxisName.HEAD, 2, 8), Axis(AxisName.DIM, 4, 2))
     regions = tuple(
-        Region("kv", 32 * part, "full", (0,), (kind,), 0, 2, axes)
-        for part, kind in enumerate((KvPart.KEY, KvPart.VALUE))
+        Region(
+            "kv", at, "full", (0,), (part,), 0, 2, (Axis(AxisName.BLOCK, num_blocks, by), *inner)
+        )
+        for part, at, by in ((KvPart.KEY, 0, 64), (KvPart.VALUE, v_offset, v_step))
     )
-    group = replace(ENGINE.groups[0], layers=(0,))
-    rank = RankSpec(0, (Segment("kv", 64 * huge),), regions)
+    return RankSpec(0, (Segment("kv", (num_blocks + 1) * (64 + v_step)),), regions)
 
-    with pytest.raises(GeometryError) as refused:
-        validate_rank(replace(ENGINE, groups=(group,)), rank)
+
+MOST_BLOCKS = 2**31 - 1
+ONE_LAYER = replace(ENGINE, groups=(replace(ENGINE.groups[0], layers=(0,)),))
+
+
+@pytest.mark.parametrize("v_offset", [32, 64 + 32, 1000 * 64 + 32])
+def test_regions_of_one_tensor_are_compared_however_many_blocks_there_are(v_offset: int) -> None:
+    validate_rank(ONE_LAYER, k_and_v_in_one_tensor(MOST_BLOCKS, v_offset=v_offset))
+
+
+@pytest.mark.parametrize("v_offset", [31, 33, 64 + 31, 1000 * 64 + 33])
+def test_one_byte_that_two_regions_share_is_found_however_many_blocks_there_are(
+    v_offset: int,
+) -> None:
+    with pytest.raises(GeometryError, match="two regions in segment 'kv' overlap") as refused:
+        validate_rank(ONE_LAYER, k_and_v_in_one_tensor(MOST_BLOCKS, v_offset=v_offset))
+
+    assert refused.value.detail["field"] == "regions"
+
+
+def test_regions_that_interleave_in_too_many_ways_are_refused_before_any_is_made() -> None:
+    with pytest.raises(GeometryError, match="interleave in more than") as refused:
+        validate_rank(ONE_LAYER, k_and_v_in_one_tensor(MOST_BLOCKS, v_step=65))
 
     assert refused.value.detail["field"] == "regions"
 

@@ -131,6 +131,43 @@ def aliased(draw: st.DrawFn) -> tuple[EngineSpec, RankSpec]:
     return engine, RankSpec(0, (Segment("kv", num_blocks * cell),), tuple(regions))
 
 
+@st.composite
+def interleaved(draw: st.DrawFn) -> tuple[EngineSpec, RankSpec]:
+    """Regions anywhere in one segment, each with strides of its own or those of the first one."""
+    num_regions = draw(st.integers(2, 4))
+    sizes = {
+        AxisName.BLOCK: draw(st.integers(1, 6)),
+        AxisName.TOKEN: draw(st.integers(1, 3)),
+        AxisName.HEAD: draw(st.integers(1, 2)),
+    }
+    regions: list[Region] = []
+    for number in range(num_regions):
+        axes, extent = [], 1
+        for name in draw(st.permutations(list(sizes))):
+            stride = extent + draw(st.integers(0, 9))
+            axes.append(Axis(name, sizes[name], stride))
+            extent += (sizes[name] - 1) * stride
+        same = bool(regions) and draw(st.booleans())
+        regions.append(
+            Region(
+                "kv",
+                draw(st.integers(0, 40)),
+                "full",
+                (number,),
+                ("k",),
+                0,
+                sizes[AxisName.HEAD],
+                regions[0].axes if same else tuple(axes),
+            )
+        )
+    layers = tuple(range(num_regions))
+    group = GroupSpec(
+        "full", layers, sizes[AxisName.TOKEN], sizes[AxisName.HEAD], 1, "uint8", ("k",)
+    )
+    engine = EngineSpec("engine", "model", 1, (group,))
+    return engine, RankSpec(0, (Segment("kv", 4096),), tuple(regions))
+
+
 def nests(region: Region, itemsize: int) -> bool:
     """The further rule: each axis steps over all that the axes of smaller strides span."""
     extent = itemsize
@@ -177,6 +214,17 @@ def test_a_nudged_rank_is_accepted_when_no_byte_is_used_twice_or_outside_or_only
     assert accepted or not (unique and nested)
     assert not accepted or (sound and nested)
     assert accepted or not (sound and nested) or len(engine.groups) > 1
+
+
+@settings(MANY, max_examples=num_examples(1000))
+@given(interleaved())
+def test_regions_that_interleave_in_any_way_are_accepted_when_no_byte_is_used_twice(
+    case: tuple[EngineSpec, RankSpec],
+) -> None:
+    is_sound = every_byte_is_used_once(*case)
+    event(f"sound: {is_sound}")
+
+    assert accepts(*case) == is_sound
 
 
 @MANY

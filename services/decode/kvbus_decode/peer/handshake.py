@@ -296,7 +296,8 @@ class RouteBook:
     async def _source(
         self, peer: Peer, boot: str, done: HandshakeDone, engine: LocalEngine, *, deadline: float
     ) -> Source:
-        placed, memory = placed_ranks(done.memory), NixlMemory.of(done)
+        placed = await anyio.to_thread.run_sync(placed_ranks, done.memory)  # ms a rank
+        memory = NixlMemory.of(done)
         live = [source.nixl for source in self._sources() if source.peer is peer]
         await self._nixl.add(peer, memory, live, deadline=deadline)
         self._agent.data_plane.end_if_exposed()
