@@ -7,11 +7,12 @@ from typing import Any
 import anyio
 import pytest
 
+from kvbus.engine import DecodeSession, PrefillSession
 from kvbus.errors import ErrorCode, RequestRefused
 from kvbus.protocol.engine import Outcome
 from kvbus.protocol.rendezvous import Rendezvous
 from tests.agents import AgentProcess, Agents, agents_ended, until
-from tests.engines import expected_after, failure_of, pair, same
+from tests.engines import engine, expected_after, failure_of, pair, same
 
 pytestmark = pytest.mark.anyio
 
@@ -100,6 +101,33 @@ async def test_an_offer_that_is_never_made_ends_the_fetch_at_its_deadline(prefil
 
         assert (failure.stage, failure.code) == ("meeting", ErrorCode.TIMEOUT)
         decode.says("handoff.failed", request_id="r-7", stage="meeting")
+
+
+async def test_an_offer_whose_engine_is_gone_is_not_waited_for(prefill, decode):
+    async with engine(DecodeSession, decode.attach) as target:
+        fetch_options = {"num_tokens": 16, "block_ids": {"full": [1]}, "timeout_s": 30}
+        async with engine(PrefillSession, prefill.attach):
+            fetch = target.decode.fetch(rendezvous(prefill), **fetch_options)
+            await until(lambda: prefill.metric("awaited_offers") == 1)
+        failure = await failure_of(fetch)
+        later = await failure_of(target.decode.fetch(rendezvous(prefill), **fetch_options))
+
+    assert (failure.stage, failure.code) == ("meeting", ErrorCode.ENGINE_LOST)
+    assert (later.stage, later.code) == ("meeting", ErrorCode.ENGINE_NOT_READY)
+
+
+async def test_an_offer_is_waited_for_while_an_engine_is_left(prefill, decode):
+    async with pair(prefill.attach, decode.attach) as (source, target):
+        meets = rendezvous(prefill)
+        async with engine(PrefillSession, prefill.attach):
+            fetch = target.decode.fetch(meets, num_tokens=16, block_ids={"full": [1]})
+            await until(lambda: prefill.metric("awaited_offers") == 1)
+        await until(lambda: prefill.metric("engines") == 1)
+        await source.prefill.offer(
+            "r", num_tokens=16, block_ids={"full": [2]}, transfer_id=meets["transfer_id"]
+        )
+
+        await fetch.completed()
 
 
 async def test_what_the_reader_gives_up_is_not_made(prefill, decode):

@@ -17,7 +17,7 @@ from kvbus_prefill.meeting.table import MeetingTable
 NAME, OTHER = "n" * 32, "m" * 32
 TICKET = {"secret": "s" * 32, "blocks": "many"}
 COMPLETED = LocalError("the offer is over", code=ErrorCode.OFFER_COMPLETED)
-LIMITS = MeetingLimits(max_names=2, max_waiting=2, max_wait_s=5.0)
+LIMITS = MeetingLimits(max_names=2, max_waiting=2, max_wait_s=5.0, engine_grace_s=2.0)
 
 
 @dataclass
@@ -152,6 +152,57 @@ def test_while_the_agent_drains_nobody_waits(told: Told) -> None:
     assert told.await_("c", name=OTHER) == Met(TICKET)
 
 
+def test_who_waits_is_told_at_once_when_no_engine_is_left(told: Told) -> None:
+    told.handle(ev.EngineReady())
+    told.await_("a", wait_s=5.0)
+    told.handle(ev.EnginesGone(), 1.0)
+
+    assert told.answer("a") is ErrorCode.ENGINE_LOST
+    assert not told.table.live
+
+
+def test_who_asks_while_no_engine_is_there_waits_for_one_for_a_while(told: Told) -> None:
+    told.handle(ev.EnginesGone(), 1.0)
+    assert told.await_("a", 1.5, wait_s=5.0) is None
+    told.handle(ev.DeadlinePassed(), 3.0)
+
+    assert told.answer("a") is ErrorCode.BUSY
+    assert told.await_("a again", 3.001, wait_s=5.0) is ErrorCode.ENGINE_NOT_READY
+    assert not told.table.live
+
+
+def test_the_while_counts_from_the_last_engine_and_not_from_each_that_never_was_ready(
+    told: Told,
+) -> None:
+    told.handle(ev.EnginesGone(), 1.0)
+    told.handle(ev.EnginesGone(), 2.9)
+
+    assert told.await_("a", 3.0) is ErrorCode.ENGINE_NOT_READY
+
+
+def test_an_engine_that_comes_in_time_makes_the_offer(told: Told) -> None:
+    told.handle(ev.EnginesGone())
+    told.await_("a", 1.5, wait_s=5.0)
+    told.handle(ev.EngineReady(), 1.9)
+    told.handle(ev.DeadlinePassed(), 2.0)
+    assert told.answer("a") is ErrorCode.BUSY
+    assert told.await_("a again", 2.001, wait_s=4.0) is None
+    told.handle(ev.Made(NAME, "offer", TICKET), 5.0)
+
+    assert told.answer("a again") == Met(TICKET)
+
+
+def test_what_was_made_and_given_up_is_known_without_an_engine(told: Told) -> None:
+    told.handle(ev.Made(NAME, "offer", TICKET))
+    told.handle(ev.EnginesGone())
+    told.handle(ev.Forgone(OTHER, "a"), 9.0)
+
+    assert told.await_("b", 10.0) == Met(TICKET)
+    assert told.await_("c", 10.0, name=OTHER) is ErrorCode.CANCELLED
+    told.handle(ev.DrainStarted(), 10.0)
+    assert told.await_("d", 10.0, name="k" * 32) is ErrorCode.DRAINING
+
+
 class Meetings(RuleBasedStateMachine):
     """Whatever comes in whatever order: each request is answered once, in time, and truly."""
 
@@ -161,6 +212,7 @@ class Meetings(RuleBasedStateMachine):
         self.asked: dict[int, tuple[str, float]] = {}
         self.made: dict[str, str] = {}
         self.forgone: set[str] = set()
+        self.gone_at: float | None = None
 
     names = st.sampled_from([c * 32 for c in "abc"])
 
@@ -197,6 +249,16 @@ class Meetings(RuleBasedStateMachine):
         for command in self.told.withdrawn:  # as the offer table does
             self.told.answers.setdefault(command.reply_to, [Empty()])
 
+    @rule()
+    def engine_comes(self) -> None:
+        self.gone_at = None
+        self.told.handle(ev.EngineReady(), self.now)
+
+    @rule()
+    def engines_go(self) -> None:
+        self.gone_at = self.now if self.gone_at is None else self.gone_at
+        self.told.handle(ev.EnginesGone(), self.now)
+
     @rule(by=st.floats(0.1, 3.0))
     def time_goes_by(self, by: float) -> None:
         self.now += by
@@ -216,6 +278,11 @@ class Meetings(RuleBasedStateMachine):
         for who, (name, _) in self.asked.items():
             if name in self.made or name in self.forgone:
                 assert self.told.answers.get(who)
+
+    @invariant()
+    def nobody_waits_for_an_engine_that_does_not_come(self) -> None:
+        if self.gone_at is not None and self.now > self.gone_at + LIMITS.engine_grace_s:
+            assert not self.told.table.num_waiting
 
     @invariant()
     def what_nobody_waits_for_is_forgotten(self) -> None:

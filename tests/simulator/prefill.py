@@ -141,6 +141,8 @@ class PrefillAgent:
         """The engine ends and comes back: what it had in its memory is gone."""
         self.tell(ev.EngineLost(self.engine_id))
         self.gathering.tell(SlotEngineLost(self.engine_id))
+        self.meeting.dispatch(meeting.EnginesGone())
+        self.meeting.dispatch(meeting.EngineReady())
         for offer in self.offers.values():
             if not offer.told and not offer.outcome:
                 self.free(offer, "engine lost")

@@ -80,8 +80,9 @@ class PrefillService:
         agent.metrics.add_readings(self._readings, READINGS)
 
     async def start(self) -> None:
-        """Open the memory socket; heartbeats say how much is read."""
+        """Open the memory socket; heartbeats say how much is read. Engines come later."""
         self._agent.publisher.count_reads = self._table.num_reads
+        self._meeting_driver.dispatch(meeting.EnginesGone())
         await self._lender.open()
 
     def engine_handlers(self) -> Handlers:
@@ -110,14 +111,17 @@ class PrefillService:
         }
 
     def on_engine_ready(self, engine: LocalEngine) -> None:
-        """What its copies need is made ready."""
+        """What its copies need is made ready, and its offers are waited for."""
         self._packing.copiers.prepare_for(engine)
+        self._meeting_driver.dispatch(meeting.EngineReady())
 
     def on_engine_lost(self, engine: LocalEngine) -> None:
         """Its offers end; nobody is there to be told."""
         self._packing.end_engine(engine)
         self._digests.forget(engine)
         self._driver.dispatch(ev.EngineLost(engine.engine_id))
+        if not any(other.ready for other in self._agent.engines.engines.values()):
+            self._meeting_driver.dispatch(meeting.EnginesGone())
         self._lender.end_engine(engine)
 
     async def copied(self, engine: LocalEngine) -> None:

@@ -40,12 +40,14 @@ ENDED, FORGONE, LEFT = MeetingState.ENDED, MeetingState.FORGONE, MeetingState.LE
 class MeetingLimits:
     """Bounds of the table; durations in seconds.
 
-    ``retry_s`` is when who was told that there is no offer yet may ask again.
+    ``retry_s`` is when who was told that there is no offer yet may ask again. Readers wait until
+    ``engine_grace_s`` after the last engine has gone: it may come back.
     """
 
     max_names: int = 4096
     max_waiting: int = 16
     max_wait_s: float = 30.0
+    engine_grace_s: float = 2.0
     retry_s: float = 0.001
     max_retired: int = 16_384
     max_retired_bytes: int = 32 << 20
@@ -159,6 +161,14 @@ def turn_away(meeting: MeetingEntry, _event: ev.DrainStarted, _: Context) -> Com
     return [ev.Refuse(reply_to, draining()) for _, reply_to in waiting]
 
 
+def lose_engines(meeting: MeetingEntry, _event: ev.EnginesGone, _: Context) -> Commands:
+    """The engine that was asked for it has ended, and nobody else here can make it."""
+    waiting, meeting.waiting = meeting.waiting, []
+    meeting.state = LEFT
+    lost = LocalError("the prefill engine is gone", code=ErrorCode.ENGINE_LOST)
+    return [ev.Refuse(reply_to, lost) for _, reply_to in waiting]
+
+
 def draining() -> LocalError:
     """Why no offer of this name will be made here."""
     return LocalError("the prefill agent is draining", code=ErrorCode.DRAINING)
@@ -174,6 +184,7 @@ TRANSITIONS: Mapping[tuple[MeetingState, type[Any]], Transition[MeetingState]] =
     (AWAITED, ev.Made): Transition(make, (MADE,)),
     (AWAITED, ev.Forgone): Transition(forgo, (FORGONE,)),
     (AWAITED, ev.DeadlinePassed): Transition(end_wait, (AWAITED, LEFT)),
+    (AWAITED, ev.EnginesGone): Transition(lose_engines, (LEFT,)),
     (AWAITED, ev.DrainStarted): Transition(turn_away, (LEFT,)),
     (MADE, ev.Awaited): Transition(tell, (MADE,)),
     (MADE, ev.Forgone): Transition(withdraw, (MADE,)),

@@ -16,6 +16,8 @@ __all__ = [
     "DeadlinePassed",
     "DrainStarted",
     "Ended",
+    "EngineReady",
+    "EnginesGone",
     "Event",
     "Forgone",
     "Made",
@@ -55,7 +57,15 @@ class Forgone(Value, frozen=True):
     reply_to: object
 
 
-Event = Awaited | Made | Ended | Forgone | DeadlinePassed | DrainStarted
+class EngineReady(Value, frozen=True):
+    """An engine of the agent is ready to make offers."""
+
+
+class EnginesGone(Value, frozen=True):
+    """No engine of the agent is ready to make offers: the last one is lost, or none has come."""
+
+
+Event = Awaited | Made | Ended | Forgone | EngineReady | EnginesGone | DeadlinePassed | DrainStarted
 
 
 class Withdraw(Value, frozen=True):

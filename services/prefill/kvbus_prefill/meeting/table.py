@@ -1,5 +1,7 @@
 """All named offers of one prefill agent: admission, and the dispatch of events (sans-IO)."""
 
+from msgspec.structs import replace
+
 from kvbus.errors import ErrorCode, KVBusError, LocalError
 from kvbus.table import Table
 from kvbus_prefill.meeting import events as ev
@@ -30,6 +32,7 @@ class MeetingTable(Table[str, MeetingEntry, MeetingLimits, ev.Command]):
             max_retired_bytes=limits.max_retired_bytes,
         )
         self.draining = False
+        self._engines_awaited_until: float | None = None
         self._by_offer: dict[str, str] = {}
 
     @property
@@ -63,12 +66,8 @@ class MeetingTable(Table[str, MeetingEntry, MeetingLimits, ev.Command]):
     def _handle(self, event: ev.Event, now: float) -> Commands:
         """A handler that refuses does so by raising, before it changed anything."""
         match event:
-            case ev.DeadlinePassed():
-                return []
-            case ev.DrainStarted():
-                self.draining = True
-                awaited = [one for one in self.live.values() if one.state is MeetingState.AWAITED]
-                return self._apply_all(awaited, event, now)
+            case ev.Awaited() | ev.Forgone():
+                return self._answer(event, now)
             case ev.Ended(offer_id):
                 name = self._by_offer.pop(offer_id, None)
                 return [] if name is None else self._apply(self.live[name], event, now)
@@ -76,10 +75,46 @@ class MeetingTable(Table[str, MeetingEntry, MeetingLimits, ev.Command]):
                 self._by_offer[offer_id] = transfer_id
                 entry = self.live.get(transfer_id) or self._new(transfer_id)
                 return self._apply(entry, event, now)
+            case ev.EngineReady():
+                self._engines_awaited_until = None
+            case ev.EnginesGone() if self._engines_awaited_until is None:
+                self._engines_awaited_until = now + self.limits.engine_grace_s
+                return self._apply_all(self._awaited(), event, now)
+            case ev.DrainStarted():
+                self.draining = True
+                return self._apply_all(self._awaited(), event, now)
+        return []
+
+    def _answer(self, event: ev.Awaited | ev.Forgone, now: float) -> Commands:
         try:
+            if isinstance(event, ev.Awaited):
+                event = self._within_grace(event, now)
             return self._apply(self._entry(event.transfer_id), event, now)
         except KVBusError as error:
             return [ev.Refuse(event.reply_to, error)]
+
+    def _awaited(self) -> list[MeetingEntry]:
+        return [one for one in self.live.values() if one.state is MeetingState.AWAITED]
+
+    # An engine that is gone makes no offer, so its reader had better compute at once. It may also
+    # be between two sessions, as when its agent was started again: that takes a moment.
+    #
+    #     engine  ready ──┤ gone                  grace ends
+    #     asked     └─────┴▶ engine_lost              │
+    #     asked               └───────────────────────┴▶ busy: the reader asks again
+    #     asked                                            └▶ engine_not_ready, if none is ready
+    def _within_grace(self, event: ev.Awaited, now: float) -> ev.Awaited:
+        """Bound the wait for an offer that no engine can make now; raises `LocalError`."""
+        until, known = self._engines_awaited_until, self.find(event.transfer_id)
+        is_over = known is not None and known.state is not MeetingState.AWAITED
+        if until is None or is_over or self.draining:
+            return event
+        if until <= now:
+            raise LocalError(
+                "no engine of this prefill agent is ready to make the offer",
+                code=ErrorCode.ENGINE_NOT_READY,
+            )
+        return replace(event, wait_s=min(event.wait_s, until - now))
 
     def _entry(self, transfer_id: str) -> MeetingEntry:
         """The one of this name, new when it is not known."""
