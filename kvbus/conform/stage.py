@@ -16,6 +16,8 @@ from kvbus.conform.sessions import Asked
 from kvbus.protocol.engine import AgentRole
 
 START_S = 60.0
+MAX_BLOCKS = 64
+NUM_ROUNDS = 4
 
 
 @dataclass(slots=True)
@@ -75,6 +77,23 @@ class Stage:
         self.book.expect("notices.once", not missing, f"no `{word}` line for {missing}")
         right = [self.desk.check_told(job) for job in jobs]
         return in_time and all(right)
+
+    def use_all_blocks(self, rule: str) -> None:
+        """Have jobs of one block, one after the other, until they had every block that is free.
+
+        A stack comes to a block that is wrongly free at once, a queue in the last of as many turns
+        as it has blocks, and who chooses at random misses two blocks in four rounds once in 3,000.
+        """
+        num_blocks = self.desk.num_blocks()
+        if not 0 < num_blocks < MAX_BLOCKS:
+            why = f"the cache has {num_blocks} blocks, not 1 to {MAX_BLOCKS - 1}"
+            self.book.untried(rule, why)
+            return
+        for _ in range(NUM_ROUNDS * num_blocks):
+            job = self.desk.begin(self.desk.block_size())
+            again = self.accepted(job) and self.over(job)
+            if not self.book.expect(rule, again, f"request {job.name} got no block"):
+                return
 
     def check_once(self) -> None:
         """No job was told over twice."""

@@ -9,9 +9,9 @@ from kvbus.protocol.engine import AgentRole
 HERE = Path(__file__).parent
 
 
-def raw_engine(role: AgentRole, *flaw: str) -> list[str]:
-    """The command of an engine on bare sockets, with one flaw or none."""
-    return [sys.executable, str(HERE / f"raw_{role}.py"), *flaw]
+def raw_engine(role: AgentRole, *words: str) -> list[str]:
+    """The command of an engine on bare sockets, with one flaw or none (""), and its allocator."""
+    return [sys.executable, str(HERE / f"raw_{role}.py"), *words]
 
 
 def named(outcomes: list[Outcome], verdict: Verdict) -> dict[str, list[str]]:

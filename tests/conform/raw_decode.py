@@ -53,6 +53,9 @@ class Decode(Engine):
         if FLAW == "no_cancel":
             return
         self.control.ask("cancel", {"fetch_id": self.jobs[name]["fetch"]}, lambda _: None)
+        if FLAW == "reuses_cancelled":
+            self.give_back(self.jobs[name])
+            self.jobs[name]["tables"] = {}
 
     def on_notice(self, op, body):
         if op not in ("fetched", "blocks_freed"):

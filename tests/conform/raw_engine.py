@@ -1,7 +1,9 @@
 """A small engine on bare sockets that can be told to have one flaw: its cache, its lines, its loop.
 
-    python raw_prefill.py [FLAW]
-    python raw_decode.py [FLAW]
+    python raw_prefill.py [FLAW [ALLOCATOR]]
+    python raw_decode.py [FLAW [ALLOCATOR]]
+
+The allocator is `stack` (the block that came back last is used first), `queue` or `random`.
 
 It knows nothing of kvbus but its protocol page, and docs/conformance.md.
 """
@@ -10,6 +12,7 @@ import ctypes
 import fcntl
 import mmap
 import os
+import random
 import struct
 import sys
 import time
@@ -33,6 +36,7 @@ from raw_session import (
     positions_of,
 )
 
+ALLOCATOR = sys.argv[2] if len(sys.argv) > 2 else "stack"
 SHARED = ctypes.CDLL(None, use_errno=True)
 
 
@@ -148,12 +152,18 @@ class Engine:
         count = -(-stop // BLOCK) - first if stop > start else 0
         if FLAW == "short_table" and count > 1:
             count -= 1
-        ids = [self.free[group].popleft() for _ in range(count)]
+        ids = [self.take_one(group) for _ in range(count)]
         return ids, first
+
+    def take_one(self, group):
+        free = self.free[group]
+        if ALLOCATOR == "random":
+            free.rotate(random.randrange(len(free)))
+        return free.popleft()
 
     def give_back(self, job):
         for group, (ids, _) in job["tables"].items():
-            self.free[group].extendleft(ids)
+            (self.free[group].extend if ALLOCATOR == "queue" else self.free[group].extendleft)(ids)
 
     def slots(self, job, start, stop):
         """Rank, layer, part, position, global head, and the address of a row."""

@@ -49,6 +49,9 @@ class Prefill(Engine):
         if FLAW == "ticket_fields":
             ticket.pop("a_later_field")
         tell("ticket", name, json.dumps(ticket))
+        if FLAW == "reuses_offered":
+            self.give_back(job)
+            job["tables"] = {}
         self.grow(name, job)
 
     def grow(self, name, job):
@@ -59,7 +62,7 @@ class Prefill(Engine):
             for group in GROUPS:
                 ids, first = job["tables"][group["name"]]
                 missing = -(-num_tokens // BLOCK) - first - len(ids)
-                new = [self.free[group["name"]].popleft() for _ in range(max(0, missing))]
+                new = [self.take_one(group["name"]) for _ in range(max(0, missing))]
                 if FLAW == "extends_with_all":
                     tables[group["name"]] = (ids + new, first)
                 elif new:

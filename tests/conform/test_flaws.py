@@ -75,6 +75,7 @@ OF_PREFILL = {
     "extends_with_all": ("grows", "offer.extend"),
     "never_sealed": ("grows", "offer.sealed"),
     "reuse_withdrawn": ("blocks", "offer.unchanged"),
+    "reuses_offered": ("blocks", "offer.unchanged"),
     "blocks_lost": ("blocks", "offer.reused"),
     "ticket_fields": ("sizes", "offer.ticket"),
     "ticket_letters": ("sizes", "offer.ticket"),
@@ -95,6 +96,7 @@ OF_DECODE = {
     "failed_is_used": ("failed", "fetch.failed"),
     "no_cancel": ("blocks", "fetch.cancel"),
     "reuses_early": ("blocks", "fetch.blocks"),
+    "reuses_cancelled": ("blocks", "fetch.blocks"),
     "same_memory": ("hang_up", "fetch.lost_blocks"),
     "writes_early": ("counts", "fetch.blocks"),
     "blocks_lost": ("blocks", "fetch.reused"),
@@ -104,6 +106,14 @@ CASES = [
     *((AgentRole.DECODE, flaw, *case) for flaw, case in {**FLAWS, **OF_DECODE}.items()),
     *((AgentRole.PREFILL, flaw, *case) for flaw, case in OF_PREFILL.items()),
 ]
+
+TOO_EARLY = [
+    case
+    for case in CASES
+    if case[1]
+    in ("reuse_withdrawn", "reuses_offered", "reuses_early", "reuses_cancelled", "same_memory")
+]
+"""Where blocks are used that are not free: it must not count which ones an allocator takes first."""
 
 
 @pytest.mark.parametrize(
@@ -126,6 +136,29 @@ def test_a_flaw_is_named_by_its_rule(
 
 def test_every_rule_has_a_flaw_that_breaks_it() -> None:
     assert {rule for *_, rule in CASES} == RULES.keys()
+
+
+@pytest.mark.parametrize("allocator", ["queue", "random"])
+@pytest.mark.parametrize("case", TOO_EARLY, ids=[f"{case[0]}-{case[1]}" for case in TOO_EARLY])
+def test_blocks_that_are_used_too_early_are_seen_whatever_the_allocator(
+    case: tuple[AgentRole, str, str, str], allocator: str, tmp_path: Path
+) -> None:
+    role, flaw, scene, rule = case
+    command = raw_engine(role, flaw, allocator)
+
+    outcomes = play(role, command, log=tmp_path / "log", patience_s=PATIENCE_S, only=[scene])
+
+    assert rule in named(outcomes, Verdict.FAILED)
+
+
+@pytest.mark.parametrize("allocator", ["queue", "random"])
+@pytest.mark.parametrize("role", AgentRole)
+def test_blocks_that_are_used_in_time_break_no_rule_whatever_the_allocator(
+    role: AgentRole, allocator: str, tmp_path: Path
+) -> None:
+    outcomes = play(role, raw_engine(role, "", allocator), log=tmp_path / "log", only=["blocks"])
+
+    assert named(outcomes, Verdict.FAILED) == {}
 
 
 @pytest.mark.parametrize("role", AgentRole)

@@ -5,7 +5,6 @@ import time
 from kvbus.conform.desk import Job
 from kvbus.conform.fetches import FetchDesk
 from kvbus.conform.offers import OfferDesk
-from kvbus.conform.scenes.offering import MAX_LOOPS
 from kvbus.conform.stage import Stage
 from kvbus.protocol.engine import Ping
 
@@ -36,8 +35,8 @@ def hang_up(stage: Stage) -> None:
         return
     files = stage.agent.files
     stage.agent.hang_up()
-    if _comes_back(stage, job, "ends.hang_up", files):
-        _need_blocks(stage, job)
+    if _comes_back(stage, job, "ends.hang_up", files) and isinstance(stage.desk, FetchDesk):
+        stage.use_all_blocks("fetch.lost_blocks")
 
 
 def new_agent(stage: Stage) -> None:
@@ -69,17 +68,6 @@ def _begun(stage: Stage, job: Job) -> bool:
         stage.wait(lambda: stage.engine.told("ticket", job.name))
     stage.agent.play(AWAY_S)
     return True
-
-
-def _need_blocks(stage: Stage, lost: Job) -> None:
-    """Have the engine need all blocks but those of the lost fetch."""
-    if not isinstance(stage.desk, FetchDesk):
-        return
-    num_held = sum(map(len, lost.tables.values()))
-    for _ in range(min(stage.desk.num_blocks(), MAX_LOOPS) - num_held):
-        job = stage.desk.begin(stage.desk.block_size())
-        if not (stage.accepted(job) and stage.over(job)):
-            return
 
 
 def _comes_back(stage: Stage, job: Job, rule: str, files: set[tuple[int, int]]) -> bool:

@@ -2,7 +2,6 @@
 
 from kvbus.conform.desk import Job
 from kvbus.conform.fetches import FetchDesk
-from kvbus.conform.scenes.offering import MAX_LOOPS
 from kvbus.conform.stage import Stage
 from kvbus.protocol.engine import Outcome
 
@@ -91,25 +90,11 @@ def blocks(stage: Stage) -> None:
         *desk.ended(cancelled, Outcome.CANCELLED, blocks_free=False, code="cancelled")
     )
     _told(stage, cancelled, "fetch.cancel", "cancelled")
-    held = [len(table) for one in (job, cancelled) for table in one.tables.values()]
-    _loop(stage, desk.num_blocks() - sum(held), "fetch.blocks")
+    stage.use_all_blocks("fetch.blocks")
     stage.agent.notify(*desk.freed(job))
     stage.agent.notify(*desk.freed(cancelled))
     stage.wait(stage.agent.are_acknowledged)
-    _loop(stage, desk.num_blocks() + 1, "fetch.reused")
-
-
-def _loop(stage: Stage, times: int, rule: str) -> None:
-    """Fetches of one block, one after the other."""
-    num_blocks = stage.desk.num_blocks()
-    if not 0 < num_blocks < MAX_LOOPS:
-        stage.book.untried(rule, f"the cache has {num_blocks} blocks, not 1 to {MAX_LOOPS - 1}")
-        return
-    for _ in range(times):
-        job = stage.desk.begin(stage.desk.block_size())
-        again = stage.accepted(job) and stage.over(job)
-        if not stage.book.expect(rule, again, f"request {job.name} got no block"):
-            return
+    stage.use_all_blocks("fetch.reused")
 
 
 def _told(stage: Stage, job: Job, rule: str, word: str) -> None:

@@ -6,8 +6,6 @@ from kvbus.conform.offers import OfferDesk
 from kvbus.conform.stage import Stage
 from kvbus.protocol.engine import Outcome, WithdrawOffer
 
-MAX_LOOPS = 64
-
 
 def sizes(stage: Stage) -> None:
     """Sealed offers: one token, whole blocks, parts of blocks, none."""
@@ -38,7 +36,7 @@ def grows(stage: Stage) -> None:
 
 
 def blocks(stage: Stage) -> None:
-    """One of several offers is withdrawn: its blocks stay until `released`, then all are reused."""
+    """Of several offers one is withdrawn: the blocks of all stay until `released`."""
     desk, block = _desk(stage), stage.desk.block_size()
     first, *others = (desk.begin(block + 1), desk.begin(block), desk.begin(2 * block))
     if not stage.accepted(first, *others):
@@ -49,27 +47,11 @@ def blocks(stage: Stage) -> None:
     stage.engine.say("withdraw", first.name)
     withdrawn = stage.wait(lambda: stage.agent.asked(WithdrawOffer.op, before))
     stage.book.expect("offer.answered", withdrawn, f"no `withdraw` for request {first.name}")
-    later = [desk.begin(block + 1) for _ in range(2)]
-    stage.accepted(*later)
+    stage.use_all_blocks("offer.reused")
     stage.agent.notify(*desk.released(first, Outcome.WITHDRAWN))
     stage.seen_over(first)
-    stage.over(*others, *later)
-    _loop(stage)
-
-
-def _loop(stage: Stage) -> None:
-    """More blocks than the cache has, one after the other."""
-    num_blocks = stage.desk.num_blocks()
-    if not 0 < num_blocks < MAX_LOOPS:
-        stage.book.untried(
-            "offer.reused", f"the cache has {num_blocks} blocks, not 1 to {MAX_LOOPS}"
-        )
-        return
-    for _ in range(num_blocks + 1):
-        job = stage.desk.begin(stage.desk.block_size())
-        again = stage.accepted(job) and stage.over(job)
-        if not stage.book.expect("offer.reused", again, f"request {job.name} got no block"):
-            return
+    stage.over(*others)
+    stage.use_all_blocks("offer.reused")
 
 
 def _desk(stage: Stage) -> OfferDesk:
