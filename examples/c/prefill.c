@@ -156,13 +156,14 @@ void on_line(char *line) {
 void on_notice(const char *op, const msgpack_object *body) {
     if (strcmp(op, "released"))
         return;
-    char outcome[32];
+    char outcome[32], request_id[32];
     copy_text(get(body, "outcome"), outcome, sizeof outcome);
-    for (job *j = jobs; j < jobs + MAX_JOBS; j++)
-        if (j->name && is_text(get(body, "offer_id"), j->offer_id)) {
-            end(j, "released", outcome);
-            return;
-        }
+    copy_text(get(body, "request_id"), request_id, sizeof request_id);
+    /* By its own name: the offer id is not known yet where the reply to `offer` comes later. */
+    long name = strtol(request_id, NULL, 10);
+    job *j = name ? find(name) : NULL;
+    if (j)
+        end(j, "released", outcome);
 }
 
 void on_lost(void) {

@@ -13,6 +13,7 @@ Scene = Callable[[Stage], None]
 
 _COMMON: Mapping[str, Scene] = {
     "lost_reply": requests.lost_reply,
+    "ended_first": requests.ended_first,
     "other_order": requests.other_order,
     "unknown_code": requests.unknown_code,
     "busy": requests.busy,

@@ -46,6 +46,7 @@ REQUESTS = (
 )
 NOTICES = (
     Rule("notices.once", "notices", "Each notice is delivered once, however often it comes."),
+    Rule("notices.before_reply", "notices", "A notice is taken before the reply to its request."),
     Rule("notices.order", "notices", "Notices are delivered in the order of `seq`."),
     Rule("notices.ack", "notices", "Notices are acknowledged soon, unknown ones too."),
     Rule("notices.honest_ack", "ack", "Only what has arrived is acknowledged."),

@@ -32,6 +32,7 @@ from kvbus.protocol.traceparent import known_trace
 
 BlockIds = Mapping[str, npt.ArrayLike]
 OnReleased = Callable[[Released], None]
+MAX_EARLY = 1_024
 
 
 class Offer:
@@ -139,6 +140,8 @@ class PrefillSession(ControlSession):
         super().__init__(attach_path, engine, **options)
         self._on_released = on_released
         self._offers: dict[str, Offer] = {}
+        self._early: dict[str, Outcome] = {}
+        """Of offers that ended before their reply came, which was lost and is asked for again."""
 
     async def offer(
         self,
@@ -199,6 +202,8 @@ class PrefillSession(ControlSession):
 
         def keep(made: OfferMade) -> Offer:
             offer = self._offers[made.offer_id] = Offer(self, request_id, made, _ends(tables))
+            if (outcome := self._early.pop(made.offer_id, None)) is not None:
+                self._offers.pop(made.offer_id).end(outcome)
             return offer
 
         return await self.when_not_busy(lambda: self.request_as(message, keep))
@@ -210,6 +215,10 @@ class PrefillSession(ControlSession):
         offer = self._offers.pop(released.offer_id, None)
         if offer is not None:
             offer.end(released.outcome)
+        else:
+            self._early[released.offer_id] = released.outcome
+            if len(self._early) > MAX_EARLY:
+                del self._early[next(iter(self._early))]
         if self._on_released is not None:
             self._on_released(released)
 

@@ -35,6 +35,8 @@ class Decode(Engine):
         self.begin(name, "fetch", body, self.on_fetch)
 
     def on_fetch(self, name, _):
+        if name in self.jobs:
+            self.jobs[name]["taken"] = True
         if FLAW == "uses_early":
             self.jobs[name]["early"] = self.num_wrong(name)
         if FLAW == "writes_early":
@@ -62,7 +64,7 @@ class Decode(Engine):
             return
         found = (one for one, job in self.jobs.items() if job["fetch"] == body["fetch_id"])
         name = next(found, None)
-        if name is None:
+        if name is None or (FLAW == "reply_first" and "taken" not in self.jobs[name]):
             return
         if op == "blocks_freed":
             self.give_back(self.jobs.pop(name))

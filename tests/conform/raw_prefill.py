@@ -82,6 +82,9 @@ class Prefill(Engine):
 
     def on_notice(self, op, body):
         if op == "released":
+            known = self.jobs.get(body["request_id"], {}).get("offer")
+            if FLAW == "reply_first" and body["offer_id"] != known:
+                return
             job = self.jobs.pop(body["request_id"], None)
             if job and FLAW != "blocks_lost":
                 self.give_back(job)

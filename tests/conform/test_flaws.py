@@ -49,6 +49,7 @@ FLAWS = {
     "busy_at_once": ("busy", "requests.busy"),
     "no_ping": ("silence", "requests.ping"),
     "end_not_told": ("twice", "notices.once"),
+    "reply_first": ("ended_first", "notices.before_reply"),
     "notices_as_they_come": ("early", "notices.order"),
     "no_ack": ("twice", "notices.ack"),
     "repeat_not_acked": ("twice", "notices.ack"),
@@ -64,6 +65,7 @@ FLAWS = {
 }
 OF_PREFILL = {
     "notices_repeated": ("twice", "notices.once"),
+    "reply_first": ("ended_first", "notices.before_reply"),
     "gives_up": ("silence", "ends.silence"),
     "stays_lost": ("new_agent", "ends.new_agent"),
     "short_table": ("sizes", "offer.tables"),
@@ -113,7 +115,7 @@ TOO_EARLY = [
     if case[1]
     in ("reuse_withdrawn", "reuses_offered", "reuses_early", "reuses_cancelled", "same_memory")
 ]
-"""Where blocks are used that are not free: it must not count which ones an allocator takes first."""
+"""Blocks are used that are not free: it must not count which ones an allocator takes first."""
 
 
 @pytest.mark.parametrize(

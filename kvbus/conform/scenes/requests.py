@@ -4,6 +4,7 @@ import time
 
 from kvbus.conform.desk import Job
 from kvbus.conform.stage import Stage
+from kvbus.protocol.engine import Outcome
 
 NUM_TIMES = 4
 RETRY_AFTER_S = 0.5
@@ -30,6 +31,27 @@ def lost_reply(stage: Stage) -> None:
     stage.book.expect("requests.late_reply", ended, f"request {job.name} did not go on")
     again = f"request {job.name} was asked for {len(stage.desk.requests(job))} times"
     stage.book.expect("requests.late_reply", len(stage.desk.requests(job)) == 1, again)
+
+
+def ended_first(stage: Stage) -> None:
+    """The reply is lost, and comes again when the job is over."""
+    with stage.agent.holding(stage.desk.op):
+        job = stage.desk.begin(20)
+        asked = stage.asked(job)
+    if asked is None:
+        stage.never_asked(job)
+        return
+    answer = stage.agent.answering[asked.op](asked)
+    stage.desk.finish(job)
+    stage.wait(stage.agent.are_acknowledged)
+    if answer is not None:
+        stage.agent.reply(asked, answer)
+    stage.wait(lambda: stage.desk.told_over(job))
+    told = stage.desk.told_over(job)
+    right = len(told) == 1 and told[0].startswith(Outcome.COMPLETED)
+    seen = f"request {job.name}: {told} instead of `completed`"
+    stage.book.expect("notices.before_reply", right, seen)
+    _goes_on(stage, "notices.before_reply")
 
 
 def other_order(stage: Stage) -> None:
