@@ -118,3 +118,13 @@ def bytes_of(memory: MappedMemory, source: Engine) -> bool:
         (address,) = memory.addresses[rank].values()
         found.append(np.array_equal(bytes_at(address, theirs.numel()), theirs.numpy()))
     return all(found)
+
+
+def files_at(first: int, end: int) -> list[str]:
+    """The files that are mapped between two addresses of this process, as the kernel lists them."""
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    bounds = [[int(part, 16) for part in line.split()[0].split("-")] for line in lines]
+    inside = [start < end and first < stop for start, stop in bounds]
+    return [
+        line for line, is_inside in zip(lines, inside, strict=True) if is_inside and "/" in line
+    ]

@@ -13,6 +13,7 @@ import pytest
 
 from kvbus.engine import Fetch, Offer
 from kvbus.errors import ErrorCode
+from kvbus.memory import libc
 from kvbus_decode.read import jobs
 from tests.agents import WITHIN_S, until
 from tests.decode.lent import Neighbours, neighbours
@@ -60,7 +61,8 @@ def end_memory(both: Neighbours) -> None:
     """Zeros are under the map from now on, and nobody has dropped the route yet."""
     memory = both.the_memory()
     memory.close("it was cut")
-    memory.discard()
+    for first, end in memory.extents:
+        libc.map_zeros_over(first, end - first)
 
 
 @pytest.mark.parametrize("num_tokens", [16, MANY_TOKENS], ids=["on the loop", "in a thread"])

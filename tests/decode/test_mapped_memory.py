@@ -19,7 +19,7 @@ from kvbus.protocol.mapped import MemorySocket
 from kvbus.protocol.peer import Handshake, HandshakeDone
 from kvbus_decode.peer.borrowing import is_near
 from tests.agents import until
-from tests.decode.lent import bytes_at, bytes_of, neighbours
+from tests.decode.lent import bytes_at, bytes_of, files_at, neighbours
 from tests.engines import NUM_BLOCKS, engine, make_spec, works
 from tests.memories import NHD, Memory
 from tests.prefill.inside import given_back
@@ -105,6 +105,20 @@ async def test_a_route_that_nobody_wants_leaves_the_bytes_to_who_still_copies(fo
         assert held() is None
         await until(lambda: both.lender.num_readers == 0)
         assert await works(source, target)
+
+
+async def test_the_event_loop_does_not_unmap_what_it_was_the_last_to_hold(folder) -> None:
+    async with neighbours(folder) as both, both.engines() as (source, target):
+        assert await works(source, target)
+        (first, end), *_ = both.the_memory().extents
+        mapped = files_at(first, end)
+        assert mapped
+
+        both.forget_routes()
+
+        assert both.routes.borrower.num_bytes == 0
+        assert files_at(first, end) == mapped
+        await until(lambda: files_at(first, end) != mapped)
 
 
 async def test_two_routes_to_one_engine_share_what_is_mapped(folder) -> None:

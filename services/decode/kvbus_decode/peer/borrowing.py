@@ -5,7 +5,7 @@ Refuses nothing to who asks for it: where memory cannot be mapped, KV is read wi
 
 import asyncio
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -18,6 +18,7 @@ from kvbus.agent.process.service import Agent
 from kvbus.agent.staging.devices import HOST
 from kvbus.errors import KVBusError, ProtocolError
 from kvbus.memory.attach.channel import FrameChannel, close_fds
+from kvbus.memory.mapping import LentMapping
 from kvbus.protocol.mapped import MemorySocket, Sharing
 from kvbus.protocol.peer import HandshakeDone
 from kvbus_decode.config import DecodeConfig
@@ -127,11 +128,13 @@ class MemoryBorrower:
         for mapping in lent.mapped.values():
             if not mapping.sealed:
                 mapping.survive_cuts(self._agent.bus_errors, on_cut)
-        tasks.start_soon(self._watch, channel, reference)
+        tasks.start_soon(self._watch, channel, tuple(lent.mapped.values()), reference)
         tasks.start_soon(_populate, memory)
 
-    async def _watch(self, channel: FrameChannel, reference: MemoryRef) -> None:
-        """Wait for the end of the connection, by whichever side."""
+    async def _watch(
+        self, channel: FrameChannel, mappings: Iterable[LentMapping], reference: MemoryRef
+    ) -> None:
+        """Wait for the end of the connection, by whichever side, and unmap in a thread then."""
         try:
             _, fds = await channel.receive()
             close_fds(fds)  # who speaks unasked is as good as gone
@@ -140,11 +143,14 @@ class MemoryBorrower:
         finally:
             if (memory := reference()) is not None:
                 self._end(memory)
+            del memory
             channel.close()
+            with anyio.CancelScope(shield=True):
+                await anyio.to_thread.run_sync(_unmap, mappings)
 
     def _end(self, memory: MappedMemory) -> None:
         memory.close("the prefill engine, or its agent, has ended")
-        self._agent.tasks.start_soon(_discard, memory)
+        memory.hang_up()
         for place in [place for place, known in self._known.items() if known is memory]:
             del self._known[place]
         self._note(memory.who, memory.closed)
@@ -160,8 +166,9 @@ class MemoryBorrower:
             del self.states[next(iter(self.states))]
 
 
-async def _discard(memory: MappedMemory) -> None:
-    await anyio.to_thread.run_sync(memory.discard)
+def _unmap(mappings: Iterable[LentMapping]) -> None:
+    for mapping in mappings:
+        mapping.close()
 
 
 async def _populate(memory: MappedMemory) -> None:

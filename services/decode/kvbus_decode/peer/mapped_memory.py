@@ -6,7 +6,7 @@ zeros, and they go when nobody holds the object any more.
 
 import time
 import weakref
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from kvbus.memory.attach.channel import FrameChannel
 from kvbus.memory.mapping import LentMapping
@@ -20,15 +20,17 @@ Lent = Mapping[tuple[int, str], LentMapping]
 
 # Who copies knows addresses only, in a thread that nobody can stop. So these rules:
 #
-#     the engine or its agent ends   end-of-file ──▶ `close`, then `discard`: zeros under all
-#                                    addresses; `is_open` is False before the first one is there
+#     the engine or its agent ends   end-of-file ──▶ `close`, then zeros under all addresses;
+#                                    `is_open` is False before the first one is there
 #     its file is cut                SIGBUS in a copy ──▶ zeros there, `is_open` is False; the loop
-#                                    then has the rest discarded
+#                                    then hangs up, and all of it is zeros
 #     nobody of ours wants it        the route is dropped: nothing changes for a fetch that still
 #                                    holds this object, as its confirm may say yes
-#     nobody holds it                the connection is closed, and the addresses go
+#     nobody holds it                the connection is hung up, and the addresses go
 #
 # A copy that has read a zero for a byte therefore finds `is_open` False when it asks afterwards.
+# To unmap takes tens of milliseconds a GiB, and the last holder may be the event loop. So it only
+# hangs up: the task that waits for the end of the connection unmaps in a thread.
 class MappedMemory:
     """Where each segment of the ranks is in this process, read-only, as long as somebody has this.
 
@@ -47,7 +49,9 @@ class MappedMemory:
         self.closed = ""
         """Why it is not open any more; empty while it is."""
         self._pages = tuple(one.pages for one in mappings)
-        self._let_go = weakref.finalize(self, _let_go, channel, mappings)
+        self.hang_up = weakref.finalize(self, channel.hang_up)
+        """Have it unmapped, once it is closed; so it is when nobody holds it any more."""
+        self.hang_up.atexit = False
 
     @property
     def is_open(self) -> bool:
@@ -67,10 +71,6 @@ class MappedMemory:
         """No copy from it counts any more; the first reason stays."""
         self.closed = self.closed or reason
 
-    def discard(self) -> None:
-        """All of it is zeros from now on; call it once it is closed, in a thread, as it is long."""
-        self._let_go()
-
     def populate(self) -> None:
         """Enter pages into the page table, so that no copy has to: in a thread, for two seconds."""
         deadline = time.monotonic() + POPULATE_WITHIN_S
@@ -78,9 +78,3 @@ class MappedMemory:
             if not self.is_open:
                 return
             pages.populate(deadline - time.monotonic())
-
-
-def _let_go(channel: FrameChannel, mappings: Iterable[LentMapping]) -> None:
-    channel.hang_up()
-    for mapping in mappings:
-        mapping.close()
