@@ -7,11 +7,13 @@ their layouts, block sizes and ranks are. Axes of a box's pieces: ``[span, layer
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from kvbus.errors import GeometryError
 from kvbus.geometry import DTYPE_SIZES_BYTES, AxisName, BlockTable, Box, GroupSpec, Region
@@ -22,6 +24,8 @@ SPAN_TOKENS = 16
 SAMPLED_ONE_IN = 64
 MAX_PIECES = 1 << 16
 """Of a box; the digests of so many take 512 KiB."""
+MOST_CORNERS = 64
+"""Choices of layers, parts and heads whose corners are kept for a rank, some 20 KB each."""
 
 Numbers = npt.NDArray[np.int64]
 
@@ -148,7 +152,8 @@ class _Strides(NamedTuple):
 class PieceMap:
     """Where the pieces of one rank lie; several threads may ask at once.
 
-    What it finds of a box's layers, parts and heads is kept.
+    What it finds of a box's layers, parts and heads is kept, of the last `MOST_CORNERS`: readers
+    ask for any.
     """
 
     def __init__(self, placed: PlacedRank) -> None:
@@ -159,7 +164,7 @@ class PieceMap:
             for layer in region.layers
             for part in region.parts
         }
-        self._corners: dict[Any, Mapping[_Strides, tuple[Numbers, Numbers]]] = {}
+        self._corners = lru_cache(MOST_CORNERS)(self._find_corners)
 
     def lattices(self, box: Box, table: BlockTable) -> list[Lattice]:
         """All pieces of ``box``, each in one of these; ``table`` has its positions.
@@ -167,9 +172,7 @@ class PieceMap:
         Raises `GeometryError` for a layer, part or head that the rank has not.
         """
         group = self._placed.engine.group(box.group)
-        key = (box.group, box.layers, box.parts, box.first_head, box.num_heads)
-        if key not in self._corners:
-            self._corners[key] = self._find_corners(box)
+        found = self._corners(replace(box, start=0, stop=1))
         edges = span_edges(box.start, box.stop)
         rows, tokens = np.divmod(np.arange(box.start, box.stop), group.block_size)
         blocks = table.array()[rows - table.first_block].astype(np.int64)
@@ -181,7 +184,7 @@ class PieceMap:
                 edges=edges - box.start,
                 **_runs(group, box.parts[0], strides.dim),
             )
-            for strides, (corners, numbers) in self._corners[key].items()
+            for strides, (corners, numbers) in found.items()
         ]
 
     def _find_corners(self, box: Box) -> Mapping[_Strides, tuple[Numbers, Numbers]]:

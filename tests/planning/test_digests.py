@@ -1,15 +1,24 @@
 """Which pieces of KV are compared: all of a box once, and the same choice however it is cut."""
 
+import tracemalloc
 from hashlib import blake2b
 from itertools import product
+from random import Random
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbus.geometry import Box
-from kvbus.planning import Share, digests
-from kvbus.planning.digests import Piece, chosen_pieces, cut_for_digests, num_pieces, piece_of
+from kvbus.geometry import BlockTable, Box, EngineSpec, GroupSpec, KvLayout, lay_out_rank
+from kvbus.planning import PlacedRank, Share, digests
+from kvbus.planning.digests import (
+    Piece,
+    PieceMap,
+    chosen_pieces,
+    cut_for_digests,
+    num_pieces,
+    piece_of,
+)
 from tests.examples import num_examples
 
 EXAMPLES = settings(max_examples=num_examples(400), deadline=None)
@@ -91,3 +100,26 @@ def test_about_one_in_so_many_is_chosen_and_others_for_another_offer():
 
     assert num_pieces(box) / 64 * 0.9 < len(one) < num_pieces(box) / 64 * 1.1
     assert len(set(one) & set(other)) < len(one) / 10
+
+
+def test_what_is_kept_of_boxes_that_readers_choose_is_bounded() -> None:
+    """A reader may ask for any choice of layers, in any order."""
+    group = GroupSpec("full", tuple(range(48)), 16, 2, 8, "float16")
+    engine = EngineSpec("engine", "model", 1, (group,), 1)
+    rank = lay_out_rank(engine, 0, KvLayout.parse("NHD"), num_blocks={"full": 2})
+    pieces_at = PieceMap(PlacedRank(engine, rank, {"kv": 1 << 40}))
+    table, layers = BlockTable.of([0]), list(range(48))
+    kept_bytes = []
+
+    def ask(number: int) -> None:
+        Random(number).shuffle(layers)
+        box = Box("full", tuple(layers), ("k", "v"), 0, 2, 0, 16)
+        assert len(pieces_at.lattices(box, table)) == 1
+
+    tracemalloc.start()
+    for number in range(600):
+        ask(number)
+        kept_bytes.append(tracemalloc.get_traced_memory()[0])
+    tracemalloc.stop()
+
+    assert kept_bytes[-1] - kept_bytes[200] < kept_bytes[200] - kept_bytes[0]
