@@ -43,6 +43,8 @@ class Context(msgspec.Struct, Generic[L], frozen=True):
 MAX_STEPS = 32
 ENTRY_BYTES, STEP_BYTES = 1808, 192
 """About what a retired entry takes, and a step of its story: measured, on Python 3.12."""
+KEPT_S, KEPT_ANYWAY = 60.0, 1024
+"""How long a retired entry is kept where the bounds allow it, and how many of them for longer."""
 MOST_NAMESAKES = 64
 """Retired entries of one name that are found by it, the newest: names are the engines' to give."""
 Step = tuple[float, str, type[Any], str, tuple[type[Any], ...], str]
@@ -55,7 +57,7 @@ class Story:
     keep block tables, requests or tracebacks alive.
     """
 
-    __slots__ = ("_steps", "kept_bytes", "started_at", "told")
+    __slots__ = ("_steps", "kept_bytes", "retired_at", "started_at", "told")
 
     def __init__(self) -> None:
         self._steps: deque[Step] = deque(maxlen=MAX_STEPS)
@@ -65,6 +67,8 @@ class Story:
         """When who began it was told of its end, by its own word, and when that word came."""
         self.kept_bytes = 0
         """What its entry counted for when it was retired."""
+        self.retired_at = 0.0
+        """When that was."""
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -157,6 +161,10 @@ class Deadlines(Generic[K]):
             heapq.heappop(self._heap)
         return self._heap[0][0] if self._heap else None
 
+    def first(self) -> K | None:
+        """Whose deadline is the earliest."""
+        return self._heap[0][2] if self.next() is not None else None
+
     def pop_due(self, now: float) -> Iterator[K]:
         """Each key whose deadline is not after ``now``; its deadline is forgotten first."""
         while (when := self.next()) is not None and when <= now:
@@ -180,6 +188,7 @@ class Table(Generic[K, N, L, C]):
     """
 
     transitions: ClassVar[Mapping[tuple[Any, type[Any]], Transition[Any]]] = {}
+    kept_s: ClassVar[float] = KEPT_S
 
     def __init__(self, limits: L, *, max_retired: int, max_retired_bytes: int) -> None:
         self.limits = limits
@@ -275,17 +284,25 @@ class Table(Generic[K, N, L, C]):
         del self.live[entry.key]
         entry.retire()
         self.retired[entry.key] = entry
+        entry.story.retired_at = entry.story.steps[-1][0]
         entry.story.kept_bytes = ENTRY_BYTES + entry.story.num_bytes
         self.retired_bytes += entry.story.kept_bytes
         if name := self._name_of(entry):
             others = self._retired_as.get(name, ())[1 - MOST_NAMESAKES :]
             self._retired_as[name] = (*others, entry.key)
-        while self._is_over_bounds():
+        while self._is_over_bounds(entry.story.retired_at):
             self._forget(next(iter(self.retired)))
 
-    def _is_over_bounds(self) -> bool:
-        is_over = self.retired_bytes > self._max_retired_bytes
-        return is_over or len(self.retired) > self._max_retired
+    # A late event comes soon or never, so age is the first bound: an agent takes as much as its
+    # handoffs of a minute do, and grows no more after that. A slow agent remembers some for longer,
+    # for those who ask what happened.
+    def _is_over_bounds(self, now: float) -> bool:
+        num_retired = len(self.retired)
+        if self.retired_bytes > self._max_retired_bytes or num_retired > self._max_retired:
+            return True
+        if num_retired <= KEPT_ANYWAY:
+            return False
+        return next(iter(self.retired.values())).story.retired_at < now - self.kept_s
 
     def _forget(self, key: K) -> N | None:
         """Drop a retired entry, if it is one."""

@@ -10,6 +10,7 @@ from kvbus.errors import ErrorCode, KVBusError
 from kvbus.geometry import BlockTable
 from kvbus.protocol.engine import Outcome
 from kvbus.protocol.peer import Granted
+from kvbus.table.table import KEPT_ANYWAY, KEPT_S
 from kvbus_prefill.offer import events as ev
 from kvbus_prefill.offer.entry import OfferedBox, OfferLimits, OfferState
 from kvbus_prefill.offer.table import OfferTable
@@ -627,6 +628,19 @@ def test_what_is_known_of_offers_that_ended_is_bounded_by_its_bytes() -> None:
     assert kept == [f"o{i}" for i in range(100 - len(kept), 100)]
     assert table.retired_bytes == sum(one.story.kept_bytes for one in table.retired.values())
     assert 10 < len(kept) < 50
+
+
+def test_what_is_known_of_offers_that_ended_is_kept_for_a_minute_and_the_last_for_longer() -> None:
+    table, num_known = OfferTable(), []
+
+    for i in range(20_000):
+        hand_over(table, f"o{i}", i / 50)
+        num_known.append(len(table.retired))
+    for i in range(2000):
+        hand_over(table, f"slow-{i}", 400.0 + i)
+
+    assert max(num_known) == num_known[-1] == 50 * KEPT_S + 1
+    assert len(table.retired) == KEPT_ANYWAY
 
 
 def test_the_offers_of_a_request_are_found_as_long_as_they_are_known() -> None:

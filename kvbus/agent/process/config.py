@@ -155,16 +155,17 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             ge=1 << 20,
             le=1 << 40,
             description="Memory for what is known of offers or fetches that have ended, some 2 KiB "
-            "each, so that who asks again when a reply was lost gets the same answer.",
+            "each, so that who asks again when a reply was lost gets the same answer. It is "
+            "forgotten after a minute, but the last 1,024.",
         ),
-    ] = 64 << 20
+    ] = 40 << 20
     max_reply_bytes: Annotated[
         int,
         Meta(
             ge=17 << 20,
             le=1 << 40,
-            description="Memory for replies that are kept for requests that come again, on each of "
-            "the two sockets for requests.",
+            description="Memory for replies that are kept for a minute for requests that come "
+            "again, on each of the two sockets for requests.",
         ),
     ] = 32 << 20
     staging_bytes: Annotated[

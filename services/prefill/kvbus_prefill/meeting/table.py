@@ -23,6 +23,7 @@ class MeetingTable(Table[str, MeetingEntry, MeetingLimits, ev.Command]):
     """
 
     transitions = TRANSITIONS
+    kept_s = 600.0  # a name that was given up is not made by an engine that comes to it late
 
     def __init__(self, limits: MeetingLimits | None = None) -> None:
         limits = limits or MeetingLimits()
