@@ -1,22 +1,26 @@
 """The sessions of all senders of one server.
 
-Refuses senders too many while none is idle, and boots that were ended here.
+Refuses senders too many while none can go, and boots that were ended here.
 """
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from kvbus.bus.limits import ServerLimits
 from kvbus.bus.sender import Sender
 from kvbus.bus.session import ServerView, Session
 from kvbus.errors import ErrorCode, KVBusError
+from kvbus.table import Party, Shares
 
 
 class SessionTable:
-    """The sessions of a server, the one heard last at the end."""
+    """The sessions of a server, the one heard last at the end; ``on_end`` is told whose ended."""
 
-    def __init__(self, server: ServerView, limits: ServerLimits) -> None:
-        self._server, self._limits = server, limits
+    def __init__(
+        self, server: ServerView, limits: ServerLimits, on_end: Callable[[Sender], None]
+    ) -> None:
+        self._server, self._limits, self._on_end = server, limits, on_end
+        self._shares = Shares()
         self._sessions: OrderedDict[Sender, Session] = OrderedDict()
         self._ended_boots: OrderedDict[str, None] = OrderedDict()
 
@@ -61,19 +65,41 @@ class SessionTable:
 
     def _end(self, senders: list[Sender]) -> None:
         for sender in senders:
-            self._sessions.pop(sender).close()
+            session = self._sessions.pop(sender)
+            self._shares.add(session.party, -1)
+            session.close()
+            self._on_end(sender)
 
     def _begin(self, sender: Sender, identity: bytes) -> Session:
         if sender.boot in self._ended_boots:
             raise KVBusError("this boot id was ended here", code=ErrorCode.STALE)
-        if len(self._sessions) >= self._limits.max_sessions and not self._evict():
-            raise KVBusError("too many sessions", code=ErrorCode.BUSY)
-        return Session(self._server, sender, identity)
+        session = Session(self._server, sender, identity)
+        if len(self._sessions) >= self._limits.max_sessions:
+            self._evict_for(session.party)
+        self._shares.add(session.party, 1)
+        return session
 
-    def _evict(self) -> bool:
-        idle = next((who for who, session in self._sessions.items() if session.idle), None)
-        if idle is None:
-            return False
-        self._end([idle])
+    def _evict_for(self, party: Party) -> None:
+        """End a session of who has most, what it waits for too; among equals an idle one.
+
+        So who fills the table has its own sessions ended, and not those that others work with.
+        """
+        largest = self._shares.gives_way_to(party)
+        if largest is not None:
+            may_go = (
+                one for one in self._sessions.values() if one.party == largest and not one.must_stay
+            )
+        else:
+            own = self._shares.of(party) > 0
+            may_go = (
+                one
+                for one in self._sessions.values()
+                if one.idle and (one.party == party or not own)
+            )
+        lost = next(may_go, None)
+        busy = KVBusError("too many sessions", code=ErrorCode.BUSY)
+        if lost is None:
+            raise busy
+        lost.end_calls(busy)
+        self._end([lost.sender])
         self._server.counters.sessions_evicted += 1
-        return True

@@ -21,12 +21,15 @@ def require_size(frame: bytes, max_bytes: int) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ServerLimits:
-    """Bounds of a `RequestServer`; notices are bounded for each session, replies over all."""
+    """Bounds of a `RequestServer`; notices are bounded for each session, replies over all.
 
-    max_sessions: int = 256
+    There may be a session for each connection that `DoorLimits` allows.
+    """
+
+    max_sessions: int = 1024
     max_pending: int = 8192
     max_session_pending: int = 1024
-    max_replies: int = 65_536
+    max_replies: int = 32_768
     max_reply_bytes: int = 64 * _MIB
     max_notices: int = 4096
     max_notice_bytes: int = 32 * _MIB

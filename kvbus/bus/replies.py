@@ -1,20 +1,21 @@
 """The replies that were sent, kept to answer a repeated request without doing it again.
 
-Refuses to grow, by number and by bytes. Who has more than an equal share loses its own oldest
-replies first, so that nobody can drive out those of others; repeats come soon or never.
+Refuses to grow: by age, by number and by bytes. Who has most loses its own oldest replies first, so
+that others keep theirs; those of a session go with it. Repeats come soon or never.
 """
 
 from collections import OrderedDict
-from collections.abc import Hashable
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from kvbus.bus.sender import Sender
+from kvbus.table import Party, Shares
 
 ReplyKey = tuple[Sender, int]
 
-KEPT_BYTES = 300
+KEPT_BYTES = 400
 """About what a kept reply takes beside its frame: measured, on Python 3.12."""
+KEPT_S = 60.0
 
 
 class KeptReply(NamedTuple):
@@ -22,6 +23,7 @@ class KeptReply(NamedTuple):
 
     frame: bytes
     fingerprint: int
+    sent_at: float = 0.0
 
     @property
     def num_bytes(self) -> int:
@@ -30,19 +32,21 @@ class KeptReply(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Share:
-    """The replies to who shares one part, first in first out."""
+class _Kept:
+    """The replies to one sender, by request id, and who pays for them."""
 
-    kept: OrderedDict[ReplyKey, KeptReply] = field(default_factory=OrderedDict)
-    num_bytes: int = 0
+    party: Party
+    replies: dict[int, KeptReply] = field(default_factory=dict)
 
 
 class ReplyCache:
-    """Replies by sender and request id, in equal shares: see `Sender.share`."""
+    """Replies by sender and request id; each sender has one party, which pays for what is kept."""
 
     def __init__(self, *, max_replies: int, max_bytes: int) -> None:
         self._max_replies, self._max_bytes = max_replies, max_bytes
-        self._shares: dict[Hashable, _Share] = {}
+        self._kept: dict[Sender, _Kept] = {}
+        self._queues: dict[Party, OrderedDict[ReplyKey, KeptReply]] = {}
+        self._shares = Shares()
         self._num_replies = 0
         self.num_bytes = 0
 
@@ -51,51 +55,48 @@ class ReplyCache:
 
     def get(self, key: ReplyKey) -> KeptReply | None:
         """What answered ``key``, if it is still kept."""
-        share = self._shares.get(key[0].share)
-        return share.kept.get(key) if share is not None else None
+        kept = self._kept.get(key[0])
+        return kept.replies.get(key[1]) if kept is not None else None
 
-    def put(self, key: ReplyKey, reply: KeptReply) -> list[ReplyKey]:
+    def put(self, key: ReplyKey, reply: KeptReply, party: Party) -> list[ReplyKey]:
         """Keep ``reply``; returns the keys whose replies had to go, most often one or none."""
-        owner = key[0].share
-        share = self._shares.setdefault(owner, _Share())
-        share.kept[key] = reply
-        share.num_bytes += reply.num_bytes
-        self.num_bytes += reply.num_bytes
-        self._num_replies += 1
+        sender, request_id = key
+        kept = self._kept.setdefault(sender, _Kept(party))
+        kept.replies[request_id] = reply
+        self._count(kept.party, reply.num_bytes, 1)
+        queue = self._queues.setdefault(kept.party, OrderedDict())
+        queue[key] = reply
         evicted = []
+        while next(iter(queue.values())).sent_at < reply.sent_at - KEPT_S:
+            evicted.append(self._evict(kept.party))
         while self._num_replies > self._max_replies or self.num_bytes > self._max_bytes:
-            evicted.append(self._evict(self._too_large(owner)))
+            evicted.append(self._evict(self._shares.largest()))
         return evicted
 
-    def forget(self, key: str) -> None:
-        """Drop all that is kept for the clients of a CURVE key."""
-        share = self._shares.pop(key, None)
-        if share is not None:
-            self.num_bytes -= share.num_bytes
-            self._num_replies -= len(share.kept)
+    def forget(self, sender: Sender) -> None:
+        """Drop all that is kept for a sender."""
+        kept = self._kept.get(sender)
+        for request_id in list(kept.replies) if kept is not None else ():
+            self._drop((sender, request_id))
 
-    def _too_large(self, owner: Hashable) -> Hashable:
-        """Whose oldest frame goes: that of ``owner`` if it has an equal share, or of the largest.
-
-        To look at ``owner`` first saves looking at all: whoever fills the cache has its share.
-        """
-        by_number = self._num_replies > self._max_replies
-
-        def size(one: Hashable) -> int:
-            share = self._shares[one]
-            return len(share.kept) if by_number else share.num_bytes
-
-        whole = self._num_replies if by_number else self.num_bytes
-        if owner in self._shares and size(owner) * len(self._shares) >= whole:
-            return owner
-        return max(self._shares, key=size)
-
-    def _evict(self, owner: Hashable) -> ReplyKey:
-        share = self._shares[owner]
-        key, reply = share.kept.popitem(last=False)
-        share.num_bytes -= reply.num_bytes
-        self.num_bytes -= reply.num_bytes
-        self._num_replies -= 1
-        if not share.kept:
-            del self._shares[owner]
+    def _evict(self, party: Party) -> ReplyKey:
+        """Drop the oldest of who has some."""
+        key = next(iter(self._queues[party]))
+        self._drop(key)
         return key
+
+    def _drop(self, key: ReplyKey) -> None:
+        sender, request_id = key
+        kept = self._kept[sender]
+        self._count(kept.party, -kept.replies.pop(request_id).num_bytes, -1)
+        queue = self._queues[kept.party]
+        del queue[key]
+        if not queue:
+            del self._queues[kept.party]
+        if not kept.replies:
+            del self._kept[sender]
+
+    def _count(self, party: Party, num_bytes: int, number: int) -> None:
+        self._shares.add(party, num_bytes)
+        self.num_bytes += num_bytes
+        self._num_replies += number

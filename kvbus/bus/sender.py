@@ -3,7 +3,6 @@
 Refuses whatever is no request of one frame.
 """
 
-from collections.abc import Hashable
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -25,11 +24,6 @@ class Sender(NamedTuple):
     key: str
     boot: str
     proof: str | bytes
-
-    @property
-    def share(self) -> Hashable:
-        """Who pays for what is kept: the key, however many clients it has."""
-        return self.key or self
 
     @property
     def name(self) -> str:

@@ -65,10 +65,10 @@ class RequestServer(SocketActor):
         self.limits, self.counters = limits or ServerLimits(), ServerCounters()
         self._gate, self._on_fault, self._on_refusal = gate, on_fault, on_refusal
         self._routes: dict[str, tuple[type[Request[Any]], Handler]] = {}
-        self.sessions = SessionTable(self, self.limits)
         self._replies = ReplyCache(
             max_replies=self.limits.max_replies, max_bytes=self.limits.max_reply_bytes
         )
+        self.sessions = SessionTable(self, self.limits, on_end=self._replies.forget)
         self.num_pending = 0
         self._closing = False
         options = options or SocketOptions()
@@ -104,9 +104,8 @@ class RequestServer(SocketActor):
         error = KVBusError("this key is not trusted any more", code=ErrorCode.FORBIDDEN)
         for session in self.sessions:
             if session.sender.key == key:
-                _end_calls(session, error)
+                session.end_calls(error)
         self.sessions.end_key(key)
-        self._replies.forget(key)
 
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
         self.pump.start(loop)
@@ -115,7 +114,7 @@ class RequestServer(SocketActor):
         """Refuse what is pending, and stay until it was read: see `_GRACE_S`."""
         self._closing = True
         for session in self.sessions:
-            _end_calls(session, CLOSING)
+            session.end_calls(CLOSING)
         if len(self.sessions):
             await anyio.sleep(_GRACE_S)
 
@@ -215,7 +214,7 @@ class RequestServer(SocketActor):
             self.counters.busy += 1
             error = KVBusError("too many requests in progress", code=ErrorCode.BUSY)
             frame = self._refuse(session.identity, request.request_id, error)
-            self._keep(session, request.request_id, KeptReply(frame, fingerprint))
+            self._keep(session, request.request_id, frame, fingerprint)
             return
         call = Call(self, session, request.request_id, request.op, fingerprint)
         session.pending[request.request_id] = call
@@ -276,7 +275,7 @@ class RequestServer(SocketActor):
         if session.pending.pop(call.request_id, None) is not None:
             self.num_pending -= 1
         if not session.closed:
-            self._keep(session, call.request_id, KeptReply(frame, call.fingerprint))
+            self._keep(session, call.request_id, frame, call.fingerprint)
         self._post_reply(session.identity, frame)
         if fault is not None:
             self._fault(fault, call)
@@ -288,13 +287,9 @@ class RequestServer(SocketActor):
         error = KVBusError(f"reply to '{call.op}' could not be encoded", code=code)
         return encode_refusal(call.request_id, self.boot, error_body(error))
 
-    def _keep(self, session: Session, request_id: int, kept: KeptReply) -> None:
-        for sender, evicted_id in self._replies.put((session.sender, request_id), kept):
+    def _keep(self, session: Session, request_id: int, frame: bytes, fingerprint: int) -> None:
+        key, kept = (session.sender, request_id), KeptReply(frame, fingerprint, self.timers.now())
+        for sender, evicted_id in self._replies.put(key, kept, session.party):
             owner = self.sessions.get(sender)
             if owner is not None:
                 owner.evicted_upto = max(owner.evicted_upto, evicted_id)
-
-
-def _end_calls(session: Session, error: KVBusError) -> None:
-    for call in list(session.pending.values()):
-        call.end(error)

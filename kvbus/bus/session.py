@@ -13,6 +13,7 @@ from kvbus.bus.timers import Timers
 from kvbus.errors import ClosedError, ErrorCode, KVBusError, LocalError
 from kvbus.protocol.envelope import Body, encode_notice
 from kvbus.protocol.message import Message
+from kvbus.table import Party
 
 OnTold = Callable[[float], None]
 """Called with the time at which the peer says that it was told; not at all if it does not say."""
@@ -39,10 +40,13 @@ class ServerView(Protocol):
 class Call:
     """One request to be answered exactly once, now or later, from the event loop's thread.
 
-    One that its server has ended (`end`) was answered; what its owner says then goes nowhere.
+    One that its server has ended (`end`) was answered; what its owner says then goes nowhere. An
+    owner that wants to know of that sets ``on_end``.
     """
 
-    __slots__ = ("_server", "answered", "fingerprint", "op", "request_id", "session", "was_ended")
+    __slots__ = (
+        "_server", "answered", "fingerprint", "on_end", "op", "request_id", "session", "was_ended",
+    )  # fmt: skip
 
     def __init__(
         self, server: ServerView, session: "Session", request_id: int, op: str, fingerprint: int
@@ -50,6 +54,7 @@ class Call:
         self._server, self.session = server, session
         self.request_id, self.op, self.fingerprint = request_id, op, fingerprint
         self.answered = self.was_ended = False
+        self.on_end: Callable[[], None] | None = None
 
     def reply(self, message: Message) -> None:
         """Answer ``ok``; a message that cannot be encoded becomes an error reply and a fault."""
@@ -63,6 +68,8 @@ class Call:
         """Refuse it while its owner may still be at it."""
         self.refuse(error)
         self.was_ended = True
+        if self.on_end is not None:
+            self.on_end()
 
 
 class Session:
@@ -74,6 +81,8 @@ class Session:
     def __init__(self, server: ServerView, sender: Sender, identity: bytes) -> None:
         self.sender = sender
         self.boot, self.name = sender.boot, sender.name
+        self.party: Party = sender.key or identity
+        """Who pays for what it asks for: the key, or the connection by which it came first."""
         self.identity = identity
         self.pinned = False
         self.closed = False
@@ -90,7 +99,12 @@ class Session:
     @property
     def idle(self) -> bool:
         """True when nothing is lost by forgetting that this peer was ever here."""
-        return not self.pinned and not self.pending and self._last_seq == 0
+        return not self.pending and not self.must_stay
+
+    @property
+    def must_stay(self) -> bool:
+        """Whether somebody relies on it, or the peer does on its notices."""
+        return self.pinned or self._last_seq > 0
 
     @property
     def num_unacknowledged(self) -> int:
@@ -138,6 +152,11 @@ class Session:
         """The peer has a new connection; what the old one held is lost and is sent again."""
         self.identity = identity
         self._send_again()
+
+    def end_calls(self, error: KVBusError) -> None:
+        """Refuse all that it waits for."""
+        for call in list(self.pending.values()):
+            call.end(error)
 
     def close(self) -> None:
         """Forget the notices; calls still pending are answered into the void."""

@@ -201,8 +201,9 @@ class Server:
         self._pending.discard(key)
         request.event = None  # else the two of them live on until they are found by the collector
         kept: Any = (outcome,)  # in the place of a frame
-        for sender, number in self._replies.put(key, KeptReply(kept, 0)):
-            self._evicted[sender] = max(number, self._evicted.get(sender, 0))
+        reply = KeptReply(kept, 0, self.process.time())
+        for evicted, number in self._replies.put(key, reply, key[0]):
+            self._evicted[evicted] = max(number, self._evicted.get(evicted, 0))
         if isinstance(outcome, KVBusError) and outcome.code is ErrorCode.BUSY:
             self._network.counts["busy"] += 1
         self._post(request, outcome)

@@ -1,0 +1,77 @@
+"""Who has most gives way, against counts that are searched from end to end."""
+
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from kvbus.errors import ErrorCode, LocalError
+from kvbus.table import Places, Shares
+from tests.examples import num_examples
+
+PARTIES = st.integers(0, 4)
+CHANGES = st.lists(st.tuples(PARTIES, st.integers(-9, 9)), max_size=80)
+MOST = 12
+STEPS = st.lists(st.tuples(st.sampled_from(["enter", "leave"]), PARTIES), max_size=120)
+
+
+@settings(deadline=None, max_examples=num_examples(200))
+@given(CHANGES)
+def test_the_largest_share_is_known_after_every_change(changes: list[tuple[int, int]]) -> None:
+    shares, oracle = Shares(), Counter[int]()
+
+    for party, amount in changes:
+        change = max(amount, -oracle[party])
+        shares.add(party, change)
+        oracle[party] += change
+        most = max(oracle.values(), default=0)
+        largest = shares.largest()
+
+        assert shares.of(party) == oracle[party]
+        assert (largest is None) == (most == 0)
+        assert largest is None or oracle[largest] == most
+        assert (shares.gives_way_to(party) is None) == (most <= oracle[party] + 1)
+
+
+@settings(deadline=None, max_examples=num_examples(200))
+@given(STEPS)
+def test_an_equal_share_is_neither_refused_nor_lost(steps: list[tuple[str, int]]) -> None:
+    places: Places[tuple[int, int]] = Places(MOST)
+    held: dict[int, list[tuple[int, int]]] = {party: [] for party in range(5)}
+
+    for number, (step, party) in enumerate(steps):
+        if step == "leave":
+            if held[party]:
+                places.leave(held[party].pop(0))
+            continue
+        wanted = party, number
+        before, num_parties = len(held[party]), sum(map(bool, held.values())) + (not held[party])
+        is_full = len(places) == MOST
+        try:
+            lost = places.enter(party, wanted)
+        except LocalError:
+            assert is_full
+            assert before + 1 > MOST // num_parties
+            continue
+        held[party].append(wanted)
+        assert (lost is not None) == is_full
+        if lost is not None:
+            assert held[lost[0]].pop() == lost
+            assert len(held[lost[0]]) >= len(held[party])
+        assert len(places) == sum(map(len, held.values())) <= MOST
+        assert all(one in places for things in held.values() for one in things)
+
+
+def test_what_is_let_go_twice_is_let_go_once() -> None:
+    places: Places[str] = Places(1)
+    places.enter("party", "thing")
+
+    places.leave("thing")
+    places.leave("thing")
+    places.enter("other", "another")
+
+    assert len(places) == 1
+    with pytest.raises(LocalError) as refused:
+        places.enter("party", "thing")
+    assert refused.value.code is ErrorCode.BUSY
