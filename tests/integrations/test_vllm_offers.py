@@ -187,6 +187,21 @@ def test_what_the_reader_has_given_up_before_is_not_offered(
         assert "not offered" not in caplog.text
 
 
+def test_an_offer_that_the_agent_has_refused_says_why(
+    agents: Agents, caplog: pytest.LogCaptureFixture
+) -> None:
+    with both_sides(*agents.all) as (offering, _):
+        name = uuid.uuid4().hex
+        offering.offers.reserve("r", transfer_id=name)
+        offering.until(lambda: ticket_of(offering.offers, "r"), "the ticket is there")
+        offering.offers.reserve("again", transfer_id=name)
+
+        assert offering.offers.publish("again", BLOCKS, PROMPT_TOKENS) is None
+        (line,) = (one.getMessage() for one in caplog.records if one.levelname == "ERROR")
+        assert "request again: its KV is not offered" in line
+        assert line.endswith("an offer with this transfer_id was made before [offer_exists]")
+
+
 def test_a_request_that_is_preempted_is_not_read_any_more(
     agents: Agents, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 from kvbus.integrations.vllm.request_ids import (
     MAX_CHARACTERS,
     agents_id,
+    is_later_sequence,
     is_of_later_prompt,
     prompt_of_sequence,
 )
@@ -50,6 +51,16 @@ def test_an_id_says_whether_its_prompt_is_the_first_of_its_completion(
     request_id: str, is_later: bool
 ) -> None:
     assert is_of_later_prompt(request_id) == is_later
+
+
+@pytest.mark.parametrize(
+    ("request_id", "is_later"),
+    [("0_cmpl-a", False), ("1_cmpl-a", True), ("10_chatcmpl-0_a", True), ("cmpl-1_a", False)],
+)
+def test_an_id_says_whether_its_sequence_is_the_first_of_its_prompt(
+    request_id: str, is_later: bool
+) -> None:
+    assert is_later_sequence(request_id) == is_later
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from kvbus.integrations.vllm.held_blocks import HeldBlocks
 from kvbus.integrations.vllm.options import ConnectorOptions
 from kvbus.integrations.vllm.scheduler_side import SchedulerSide, urgency_of
 from kvbus.integrations.vllm.sessions import ranks_elsewhere
+from kvbus.integrations.vllm.stats import OFFERS_FAILED
 from kvbus.integrations.vllm.step_results import WorkerPlace
 from kvbus.protocol.engine import AgentRanks
 from tests.agents import AgentProcess, Agents, wait_until
@@ -61,10 +62,16 @@ def scheduler_side(
             side.close()
 
 
-def request_of(params: dict[str, Any], prompt: list[int] | None = PROMPT, **fields: Any) -> Request:
+def request_of(
+    params: dict[str, Any],
+    prompt: list[int] | None = PROMPT,
+    *,
+    request_id: str = "r",
+    **fields: Any,
+) -> Request:
     """A request as vLLM's scheduler has it."""
     sampling = SamplingParams(max_tokens=5, extra_args={"kv_transfer_params": params})
-    return Request("r", list(prompt) if prompt else None, sampling, None, **fields)
+    return Request(request_id, list(prompt) if prompt else None, sampling, None, **fields)
 
 
 def finish(
@@ -157,9 +164,9 @@ def computed(side: SchedulerSide, request: Request, num_tokens: int) -> None:
     request.num_computed_tokens = num_tokens
 
 
-def readable(agent: AgentProcess) -> int:
-    """How many tokens of the request's offer may be read."""
-    (offer,) = (one for one in agent.trace(request_id="r") if one["name"] == "offer")
+def readable(agent: AgentProcess, request_id: str) -> int:
+    """How many tokens of the request's only offer may be read."""
+    (offer,) = (one for one in agent.trace(request_id=request_id) if one["name"] == "offer")
     num_tokens: int = offer["attributes"]["num_tokens"]
     return num_tokens
 
@@ -168,14 +175,15 @@ def test_a_named_request_that_answers_more_than_a_token_is_offered_with_its_prom
     agents: Agents, caplog: pytest.LogCaptureFixture
 ) -> None:
     with scheduler_side(agents.all[0]) as prefill, scheduler_side(agents.all[1]) as decode:
-        request = request_of({"do_remote_decode": True, "transfer_id": uuid.uuid4().hex})
+        params = {"do_remote_decode": True, "transfer_id": uuid.uuid4().hex}
+        request = request_of(params, request_id="answers")
         prefill.expect(request)
         prefill.allocated(request, BLOCKS, 0)
         wait_until(lambda: agents.all[0].status()["counts"]["offers"], "its ticket is made")
         for num_tokens in (30, PROMPT_TOKENS, PROMPT_TOKENS + 1, PROMPT_TOKENS + 2):
             computed(prefill, request, num_tokens)
             wait_until(
-                lambda n=num_tokens: readable(agents.all[0]) >= min(n, PROMPT_TOKENS),
+                lambda n=num_tokens: readable(agents.all[0], "answers") >= min(n, PROMPT_TOKENS),
                 "it has grown",
             )
         request.append_output_token_ids([7, 8, 9])
@@ -186,6 +194,27 @@ def test_a_named_request_that_answers_more_than_a_token_is_offered_with_its_prom
 
         assert loaded(decode, request_of(params))
         assert "not offered" not in caplog.text
+
+
+def test_of_the_sequences_of_a_named_prompt_the_first_is_offered_and_the_others_are_silent(
+    agents: Agents, caplog: pytest.LogCaptureFixture
+) -> None:
+    name = uuid.uuid4().hex
+    with scheduler_side(agents.all[0]) as prefill, scheduler_side(agents.all[1]) as decode:
+        sequences = [
+            request_of({"do_remote_decode": True, "transfer_id": name}, request_id=f"{number}_r")
+            for number in range(3)
+        ]
+        ended = [
+            finish(agents.all[0], prefill, each, RequestStatus.FINISHED_LENGTH_CAPPED)
+            for each in sequences
+        ]
+        meets = {"transfer_id": name, "endpoint": agents.all[0].peer}
+
+        assert [params is not None for _, params in ended] == [True, False, False]
+        assert loaded(decode, request_of({"do_remote_prefill": True, "rendezvous": meets}))
+        assert not [one.getMessage() for one in caplog.records if one.levelname == "ERROR"]
+        assert (prefill.take_figures() or {}).get(OFFERS_FAILED) in (None, [])
 
 
 def test_blocks_are_held_until_they_are_read_and_their_request_is_over(agents: Agents) -> None:

@@ -110,7 +110,7 @@ class Offers:
         try:
             tables = tables_of(self._engine, block_ids, 0, num_tokens)
             if offer is None:
-                raise LocalError(self._why_not())
+                raise LocalError(reservation.refusal or self._why_not())
         except KVBusError as error:
             self._say_not_offered(request_id, error.message)
             self._link.post(lambda _: self._abandon(reservation))
@@ -158,6 +158,7 @@ class Offers:
             reservation.is_made.set()
         elif reservation.asked is not session:
             reservation.asked, reservation.offer, reservation.told = session, None, {}
+            reservation.refusal = ""
             reservation.is_made.clear()
             self._link.spawn(partial(self._ask, reservation, session))
 
@@ -188,9 +189,9 @@ class Offers:
             reservation.offer = offer
             offer.when_released(lambda: self._on_released(reservation, offer))
         except RequestRefused as error:
-            if reservation.transfer_id is None or error.code is not ErrorCode.CANCELLED:
-                raise
-            reservation.state = State.UNWANTED
+            reservation.refusal = f"{error.message} [{error.code}]"
+            if reservation.transfer_id is not None and error.code is ErrorCode.CANCELLED:
+                reservation.state = State.UNWANTED
         finally:
             reservation.is_made.set()
 

@@ -33,6 +33,11 @@ def is_of_later_prompt(request_id: str) -> bool:
     return _LATER_PROMPT.fullmatch(request_id) is not None
 
 
+def is_later_sequence(request_id: str) -> bool:
+    """Whether it is one of several sequences of a prompt, and not the first."""
+    return prompt_of_sequence(request_id) is not None and not request_id.startswith("0_")
+
+
 def prompt_of_sequence(request_id: str) -> str | None:
     """The id of the prompt of which several sequences are made, None for a prompt of one."""
     match = _SEQUENCE.fullmatch(request_id)

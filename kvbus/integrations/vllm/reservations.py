@@ -25,7 +25,7 @@ class Reservation:
 
     ``asked`` is the session whose agent has made the offer, or is making it: one of each session.
     ``told`` are the blocks of each group that the offer has by now; extensions have turns. An offer
-    with ``transfer_id`` is made once.
+    with ``transfer_id`` is made once. ``refusal`` is why its agent made none.
     """
 
     request_id: str
@@ -39,6 +39,7 @@ class Reservation:
     state: State = State.OPEN
     asked: PrefillSession | None = None
     offer: Offer | None = None
+    refusal: str = ""
     is_made: Event = field(default_factory=Event)
 
     def untold(self, block_ids: Mapping[str, list[int]]) -> dict[str, list[int]]:

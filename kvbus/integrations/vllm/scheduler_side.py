@@ -23,7 +23,7 @@ from kvbus.integrations.vllm.prompts import (
     has_tokens,
     leave_last_token,
 )
-from kvbus.integrations.vllm.request_ids import is_of_later_prompt
+from kvbus.integrations.vllm.request_ids import is_later_sequence, is_of_later_prompt
 from kvbus.integrations.vllm.sessions import (
     CLOSE_WITHIN_S,
     ControlLink,
@@ -210,7 +210,8 @@ class SchedulerSide:
     def _reserve(self, request: "Request", params: Mapping[str, Any], offers: Offers) -> None:
         """With a name of the router's it may be read while it is computed, if no block goes back.
 
-        The blocks that a window leaves behind do.
+        The blocks that a window leaves behind do. Of several sequences of a prompt the first has
+        the name, and who knows that needs no ticket of the others.
         """
         request_id = request.request_id
         transfer_id, readers = None, 1
@@ -219,6 +220,8 @@ class SchedulerSide:
             readers = read_readers(params)
         except ProtocolError as error:
             logger.error("kvbus: request %s: %s", request_id, error.message)
+        if transfer_id is not None and is_later_sequence(request_id):
+            return
         offers.reserve(
             request_id,
             partial(digest_of_prompt, request),
