@@ -15,6 +15,7 @@ import contextlib
 import json
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -75,12 +76,14 @@ class Child:
 
         ``env`` is added to this process's, of which it does not get what configures an agent. In a
         session of its own it does not get the Ctrl-C of this process's terminal. Raises
-        `ConfigError` when the log cannot be written.
+        `ConfigError` when there is no such program, and when the log cannot be written.
         """
         if threading.current_thread() is not threading.main_thread():
             raise LocalError(
                 "a child ends with the thread that starts it: start it in the main thread"
             )
+        if shutil.which(command[0]) is None:
+            raise ConfigError(f"cannot start the {name}: there is no program {command[0]}")
         launcher = [sys.executable, "-I", "-S", "-c", _LAUNCHER, str(os.getpid())]
         try:
             with log.open("ab") as output:

@@ -60,6 +60,15 @@ def test_an_engine_that_does_not_start_is_told_with_its_last_words() -> None:
     assert "no GPU here" in result.stdout
 
 
+@pytest.mark.parametrize("command", ["/no/such", "no-such-program", "/etc/passwd"])
+def test_a_command_that_is_no_program_is_a_mistake(command: str) -> None:
+    result = CliRunner().invoke(app, ["conform", "--role", "decode", "--", command])
+
+    assert result.exit_code == 2
+    assert f"cannot start the engine: there is no program {command}" in result.stderr
+    assert result.stdout == ""
+
+
 def test_a_scene_that_is_not_there_is_a_mistake() -> None:
     result = conform("--scene", "shapes")
 
