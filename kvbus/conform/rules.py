@@ -30,11 +30,11 @@ FRAMES = (
     Rule("frames.maps", "frames", "Maps have strings as keys, none twice; no extension types."),
     Rule("frames.envelope", "the-envelope", "A request has v, op, id, boot and body."),
     Rule("frames.boot", "boot-ids", "The boot id is that of a live attach connection."),
-    Rule("frames.secret", "boot-ids", "A session has one secret, which nobody else has."),
+    Rule("frames.secret", "the-envelope", "A session has one secret, which nobody else has."),
     Rule("frames.body", "engine-socket", "The body has the fields and types of the page."),
 )
 REQUESTS = (
-    Rule("requests.ids", "boot-ids", "Ids start at random and rise."),
+    Rule("requests.ids", "the-envelope", "Ids start at random and rise."),
     Rule("requests.same_frame", "requests-retries-replies", "A repeat is the same frame."),
     Rule("requests.repeats", "requests-retries-replies", "Repeats come at the told times."),
     Rule("requests.late_reply", "requests-retries-replies", "A late reply is taken, and once."),

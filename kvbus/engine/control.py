@@ -37,7 +37,13 @@ class ControlSession(EngineSession):
         """
         elsewhere = tuple(_agent_ranks(others, access))
         await self.request(
-            Register(engine=self.engine, rank=None, others=elsewhere, follows=self.follows)
+            Register(
+                engine=self.engine,
+                rank=None,
+                others=elsewhere,
+                follows=self.follows,
+                role=self.serves,
+            )
         )
         self.others = elsewhere
 

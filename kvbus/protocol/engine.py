@@ -71,7 +71,8 @@ class Register(Request[Empty], frozen=True):
     are attached to ``others``; the agent that it is with is the engine's home. The control session
     gets all notices of the engine, and so does the session of a rank at home with ``notices``.
     A rank that is not at home is asked about by who shows its ``access``. A session that
-    ``follows`` its agent to a successor gets the notice `Replaced`.
+    ``follows`` its agent to a successor gets the notice `Replaced`. An engine that says its
+    ``role`` is refused by an agent of the other one.
     """
 
     op: ClassVar[str] = "register"
@@ -82,6 +83,7 @@ class Register(Request[Empty], frozen=True):
     notices: bool = False
     access: Secret | None = None
     follows: bool = False
+    role: AgentRole | None = None
 
 
 class AwaitReady(Request[Empty], frozen=True):

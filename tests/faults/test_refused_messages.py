@@ -272,6 +272,22 @@ def registration(engine_id: str) -> dict[str, Any]:
     return to_body(Register(engine=spec, rank=lay_out_rank(spec, 0, NHD, num_blocks=4)))
 
 
+def test_an_engine_of_the_other_role_is_refused_when_it_registers(raw_engines, prefill, decode):
+    agents = {"prefill": prefill, "decode": decode}
+    for role, other, engine in zip(agents, reversed(agents), raw_engines, strict=True):
+        session = {"boot": uuid.uuid4().hex, "secret": uuid.uuid4().hex}
+        engine.hello(engine_id="raw", boot=session["boot"])
+        endpoint = f"ipc://{agents[role].attach.with_name('engine.sock')}"
+        body = to_body(Register(engine=make_spec(engine_id="raw")))
+
+        wrong = ask(endpoint, "register", body | {"role": other}, **session, id=1_001)
+        right = ask(endpoint, "register", body | {"role": role}, **session, id=1_002)
+
+        assert wrong["error"]["code"] == "config"
+        assert wrong["error"]["detail"] == {"agent": role, "engine": other}
+        assert "ok" in right
+
+
 def test_segments_passed_while_a_rank_registers_do_not_harm_the_agent(raw_engines, prefill, decode):
     names = ["kv", *map(str, range(100))]
     for agent, engine in zip((prefill, decode), raw_engines, strict=True):

@@ -8,6 +8,7 @@ import pytest
 
 from docs import generate_protocol
 from docs.generate_protocol import PAGE, WORDS, Undocumented, documented, page
+from kvbus.conform.rules import RULES
 from kvbus.geometry import BlockTable
 from tests.protocol.strategies import MESSAGES
 from tests.vectors.generate import FOLDER
@@ -66,6 +67,28 @@ def test_the_short_page_leads_to_what_there_is() -> None:
 
     assert {page for page, _ in links} <= {path.name for path in PAGE.parent.iterdir()}
     assert {anchor for page, anchor in links if page == PAGE.name and anchor} <= anchors
+
+
+def test_both_pages_say_where_ids_start_and_conform_links_to_it() -> None:
+    words = "`id` starts at random, below 2^53"
+    anchor = RULES["requests.ids"].anchor
+    sections = re.split(r"^#+ (.+)$", TEXT, flags=re.M)
+    (section,) = [
+        text
+        for heading, text in zip(sections[1::2], sections[2::2], strict=True)
+        if heading.lower().replace(" ", "-") == anchor
+    ]
+
+    assert words in section
+    assert words in (PAGE.parent / "minimal-engine.md").read_text()
+
+
+def test_the_page_says_that_agents_have_keys_and_where_more_of_it_is() -> None:
+    last = TEXT.rpartition("\n## ")[2]
+
+    assert last.startswith("Security")
+    assert "no authentication" not in TEXT
+    assert "](security.md)" in last
 
 
 def test_the_attach_message_on_the_page_is_the_golden_vector() -> None:

@@ -134,7 +134,7 @@ def _half(rank: int) -> RankSpec:
 
 
 TWO_RANKS = {
-    "6f1ed002ab5595859014ebf0951522d9": e.Register(engine=TWO),
+    "6f1ed002ab5595859014ebf0951522d9": e.Register(engine=TWO, role=e.AgentRole.PREFILL),
     "25b0a9d4e1c94d6f8a3b7c2d5e6f7081": e.Register(engine=TWO, rank=_half(0)),
     "a87ff679a2f3e71d9181a67b7542122c": e.Register(engine=TWO, rank=_half(1)),
 }
@@ -198,7 +198,12 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
         ),
     },
     "engine": {
-        e.Register: (e.Register(engine=SPEC, rank=RANK, notices=True, access=ACCESS), Empty()),
+        e.Register: (
+            e.Register(
+                engine=SPEC, rank=RANK, notices=True, access=ACCESS, role=e.AgentRole.PREFILL
+            ),
+            Empty(),
+        ),
         e.AwaitReady: (e.AwaitReady(), Empty()),
         e.Detach: (e.Detach(), Empty()),
         e.Acknowledge: (

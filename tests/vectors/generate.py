@@ -24,6 +24,8 @@ from tests.vectors import examples, refused_examples
 
 FOLDER = Path(__file__).parent
 Vector = dict[str, Any]
+FIRST_ID = 7_205_759_403_792
+"""As one that was chosen at random."""
 UNIX_ROOMS = ("attach", "handover", "memory")
 
 
@@ -41,6 +43,11 @@ def files() -> Iterator[tuple[Path, str]]:
     }
     for room, vectors in rooms.items():
         yield FOLDER / f"{room}.json", json.dumps(vectors, indent=1) + "\n"
+
+
+def secret_of(boot: str) -> str:
+    """The secret of the example session that has this boot id."""
+    return boot[::-1]
 
 
 def _attach() -> Iterator[Vector]:
@@ -77,9 +84,9 @@ def _memory() -> Iterator[Vector]:
 
 def _requests(room: str) -> Iterator[Vector]:
     boot = examples.DECODE_BOOT if room == "peer" else examples.ENGINE_BOOT
-    for number, (kind, pair) in enumerate(examples.ROOMS[room].items(), start=1):
+    for number, (kind, pair) in enumerate(examples.ROOMS[room].items(), start=FIRST_ID):
         request, reply = pair
-        frame = encode_request(kind.op, number, boot, request)
+        frame = encode_request(kind.op, number, boot, request, secret=secret_of(boot))
         yield _vector(request, "request", frame, frame)
         frame = encode_reply(number, examples.PREFILL_BOOT, reply)
         yield _vector(reply, "reply", frame, frame, answers=kind.__name__)
@@ -90,7 +97,7 @@ def _requests(room: str) -> Iterator[Vector]:
 def _two_ranks() -> Iterator[Vector]:
     """Each session of an engine of two ranks registers under a boot id of its own."""
     for boot, register in examples.TWO_RANKS.items():
-        frame = encode_request(register.op, 1, boot, register)
+        frame = encode_request(register.op, FIRST_ID, boot, register, secret=secret_of(boot))
         yield _vector(register, "request", frame, frame)
 
 

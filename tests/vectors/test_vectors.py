@@ -6,6 +6,7 @@ from typing import Any
 import msgpack
 import pytest
 
+from kvbus.conform.agent import END_OF_FIRST_IDS, LOWEST_FIRST_ID
 from kvbus.errors import ErrorCode
 from kvbus.geometry import validate_rank, validate_ranks
 from kvbus.memory.attach import wire
@@ -112,6 +113,16 @@ def test_the_sessions_of_one_engine_register_it_alike_under_boot_ids_of_their_ow
     validate_ranks(bodies[0].engine, ranks)
     for rank in ranks:
         validate_rank(bodies[0].engine, rank)
+
+
+def test_a_request_is_as_a_session_sends_it() -> None:
+    requests = [vector["message"] for vector in VECTORS if vector["kind"] == "request"]
+    secrets = {message["boot"]: message["secret"] for message in requests}
+
+    assert len(set(secrets.values())) == len(secrets)
+    assert not set(secrets.values()) & secrets.keys()
+    assert {message["secret"] == secrets[message["boot"]] for message in requests} == {True}
+    assert all(LOWEST_FIRST_ID <= message["id"] < END_OF_FIRST_IDS for message in requests)
 
 
 def test_every_message_has_a_vector() -> None:

@@ -318,6 +318,13 @@ class Runtime:
     def _register(self, wanted: Register, call: Call) -> None:
         if self.report.ending.is_draining:
             raise KVBusError("the agent is draining", code=ErrorCode.DRAINING)
+        if wanted.role not in (None, self.role):
+            raise KVBusError(
+                f"this is a {self.role} agent, and the engine is a {wanted.role} engine",
+                code=ErrorCode.CONFIG,
+                agent=self.role.value,
+                engine=str(wanted.role),
+            )
         self.agent.engines.register(wanted, call)
 
     def _answer_status(self, asked: Status, call: Call) -> None:
