@@ -36,6 +36,18 @@ def test_one_request_loads_and_the_others_wait_until_it_is_computed_on(agents: A
         agents.check()
 
 
+def test_a_ticket_is_looked_at_when_its_request_comes_and_not_in_each_step(agents: Agents) -> None:
+    with both_sides(*agents.all) as (offering, loading):
+        handoff = offering.offered("r")
+        again = HandoffParams(dict(handoff.ticket), PROMPT_TOKENS, "")
+        expect(loading, handoff, "0_r")
+        expect(loading, again, "1_r")
+        again.ticket["blocks"] = "others"  # who looks again sees another ticket
+
+        load(loading, "0_r")
+        assert loading.loads.matched("1_r", 0) is None
+
+
 def test_a_request_that_comes_again_later_computes_what_the_cache_lacks(agents: Agents) -> None:
     with both_sides(*agents.all) as (offering, loading):
         handoff = offering.offered("r")

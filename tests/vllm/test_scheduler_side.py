@@ -2,7 +2,7 @@
 
 import time
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -21,13 +21,14 @@ from vllm.v1.core.sched.output import CachedRequestData, NewRequestData, Schedul
 from vllm.v1.request import Request, RequestStatus
 
 from kvbus.geometry import EngineSpec
-from kvbus.integrations.vllm import held_blocks
+from kvbus.integrations.vllm import held_blocks, prompts
 from kvbus.integrations.vllm.held_blocks import HeldBlocks
 from kvbus.integrations.vllm.options import ConnectorOptions
 from kvbus.integrations.vllm.scheduler_side import SchedulerSide, urgency_of
 from kvbus.integrations.vllm.sessions import ranks_elsewhere
 from kvbus.integrations.vllm.stats import OFFERS_FAILED
 from kvbus.integrations.vllm.step_results import WorkerPlace
+from kvbus.integrations.vllm.transfer_params import prompt_digest
 from kvbus.protocol.engine import AgentRanks
 from tests.agents import AgentProcess, Agents, wait_until
 from tests.integrations.vllm_sides import BLOCKS, GROUP, NUM_BLOCKS, PROMPT_TOKENS, memory_of
@@ -194,6 +195,28 @@ def test_a_named_request_that_answers_more_than_a_token_is_offered_with_its_prom
 
         assert loaded(decode, request_of(params))
         assert "not offered" not in caplog.text
+
+
+def test_the_tokens_of_a_request_are_hashed_once_on_each_side(
+    agents: Agents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name, hashed = uuid.uuid4().hex, []
+
+    def counted(token_ids: Sequence[int], conditions: Iterable[str]) -> str:
+        hashed.append(len(token_ids))
+        return prompt_digest(token_ids, conditions)
+
+    monkeypatch.setattr(prompts, "prompt_digest", counted)
+    with scheduler_side(agents.all[0]) as prefill, scheduler_side(agents.all[1]) as decode:
+        request = request_of({"do_remote_decode": True, "transfer_id": name})
+        _, params = finish(agents.all[0], prefill, request, RequestStatus.FINISHED_LENGTH_CAPPED)
+        assert hashed == [PROMPT_TOKENS]
+        decode.expect(request_of(params, request_id="by ticket"))
+        assert hashed == 2 * [PROMPT_TOKENS]
+        meets = {"transfer_id": name, "endpoint": agents.all[0].peer}
+        assert loaded(decode, request_of({"do_remote_prefill": True, "rendezvous": meets}))
+
+        assert hashed == 3 * [PROMPT_TOKENS]
 
 
 def test_of_the_sequences_of_a_named_prompt_the_first_is_offered_and_the_others_are_silent(

@@ -18,7 +18,7 @@ from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError
 from kvbus.geometry import EngineSpec
 from kvbus.integrations.vllm.block_tables import Tables, tables_of
 from kvbus.integrations.vllm.sessions import ControlLink
-from kvbus.integrations.vllm.shared_tickets import SharedTickets
+from kvbus.integrations.vllm.shared_tickets import SharedTickets, ticket_key
 from kvbus.integrations.vllm.stats import StatsRecorder
 from kvbus.integrations.vllm.transfer_params import HandoffParams
 from kvbus.protocol.engine import Outcome
@@ -56,6 +56,11 @@ class Load:
     started_at: float | None = None
     fetch: Fetch | None = None
     is_given_up: bool = False
+    ticket_key: bytes = field(init=False, default=b"")
+
+    def __post_init__(self) -> None:
+        if self.handoff is not None:
+            self.ticket_key = ticket_key(self.handoff.ticket)
 
     def name(self) -> str:
         """What joins a line of vLLM's log to those of both agents."""
@@ -98,7 +103,7 @@ class Loads:
         if load is None:
             return 0
         if load.handoff is not None:
-            reader = self._tickets.reader(load.handoff.ticket, request_id)
+            reader = self._tickets.reader(load.ticket_key, request_id)
             if reader != request_id:
                 if self._tickets.is_reading(reader):
                     return None
@@ -163,12 +168,11 @@ class Loads:
         """A load will not begin: another request with its ticket may need what that names."""
         if load.handoff is None:
             return
-        ticket = load.handoff.ticket
-        if self._tickets.reader(ticket, load.request_id) != load.request_id:
+        if self._tickets.reader(load.ticket_key, load.request_id) != load.request_id:
             return
         for other in self._expected.values():
-            if other.handoff is not None and other.handoff.ticket == ticket:
-                self._tickets.take_over(ticket, other.request_id)
+            if other.ticket_key == load.ticket_key:
+                self._tickets.take_over(load.ticket_key, other.request_id)
                 return
         self._unwanted.release(load)
 

@@ -17,11 +17,16 @@ def has_tokens(request: "Request") -> bool:
     return request.prompt_token_ids is not None and request.prompt_embeds is None
 
 
+def check_tokens(request: "Request") -> None:
+    """Raise `ProtocolError` unless the prompt is all tokens."""
+    if not has_tokens(request):
+        raise ProtocolError("a prompt with embeddings is not handed off")
+
+
 def check_prompt(request: "Request", handoff: HandoffParams) -> None:
     """Raise `ProtocolError` unless the prompt begins with the tokens of ``handoff``."""
     num_tokens = handoff.remote_num_tokens
-    if not has_tokens(request):
-        raise ProtocolError("a prompt with embeddings is not handed off")
+    check_tokens(request)
     if num_tokens > request.num_prompt_tokens:
         raise ProtocolError(
             f"the KV is of {num_tokens} tokens, the prompt here has only "
@@ -42,7 +47,10 @@ def digest_of_prompt(request: "Request") -> str:
 
 
 def digest_of(request: "Request", num_tokens: int) -> str:
-    """Of the first tokens, prompt and then answer, and of the images among them."""
+    """Of the first tokens, prompt and then answer, and of the images among them.
+
+    What it takes grows with the prompt, and vLLM's scheduler waits: ask once for each request.
+    """
     lora = request.lora_request
     conditions = [lora.lora_name if lora is not None else ""]
     conditions += [

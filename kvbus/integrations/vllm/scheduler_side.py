@@ -18,6 +18,7 @@ from kvbus.integrations.vllm.offers import Offers
 from kvbus.integrations.vllm.options import ConnectorOptions
 from kvbus.integrations.vllm.prompts import (
     check_prompt,
+    check_tokens,
     digest_of,
     digest_of_prompt,
     has_tokens,
@@ -161,7 +162,8 @@ class SchedulerSide:
         if ticket is None:
             return False, None
         self._held.hold(ticket["offer_id"], block_ids)
-        digest = digest_of(request, num_tokens)
+        is_whole = num_tokens == request.num_prompt_tokens
+        digest = ticket["prompt_digest"] if is_whole else digest_of(request, num_tokens)
         return False, HandoffParams(ticket, num_tokens, digest).to_params()
 
     def step(self, output: "SchedulerOutput") -> StepResults:
@@ -281,10 +283,6 @@ class SchedulerSide:
         num_wanted = request.num_prompt_tokens - self._backs_off
         try:
             handoff = self._handoff_of(request, params)
-            if (
-                not request.abort_immediately
-            ):  # vLLM refused it, and tells by one without its prompt
-                check_prompt(request, handoff)
         except ProtocolError as error:
             return Load(request.request_id, num_wanted, None, error.message)
         num_tokens, priority = min(num_wanted, handoff.remote_num_tokens), urgency_of(request)
@@ -292,10 +290,17 @@ class SchedulerSide:
         return Load(request.request_id, num_tokens, handoff, priority=priority, traceparent=trace)
 
     def _handoff_of(self, request: "Request", params: Mapping[str, Any]) -> HandoffParams:
-        """What the router carries; by a rendezvous, all of the prompt is going to be there."""
+        """What the router carries; by a rendezvous, all of the prompt is going to be there.
+
+        A request that vLLM has refused comes without its prompt.
+        """
         if RENDEZVOUS not in params:
-            return read_params(params)
+            handoff = read_params(params)
+            if not request.abort_immediately:
+                check_prompt(request, handoff)
+            return handoff
         meets = Rendezvous.from_json(params[RENDEZVOUS])
+        check_tokens(request)
         num_tokens = request.num_prompt_tokens - self._backs_off
         return HandoffParams(meets.to_json(), num_tokens, digest_of(request, num_tokens))
 

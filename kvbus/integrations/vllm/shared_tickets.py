@@ -22,9 +22,8 @@ class SharedTickets:
         self._readers: dict[bytes, str] = {}
         self._reading: set[str] = set()
 
-    def reader(self, ticket: dict[str, Any], request_id: str) -> str:
-        """The request that reads by ``ticket``: the first that asked."""
-        key = _key(ticket)
+    def reader(self, key: bytes, request_id: str) -> str:
+        """The request that reads by the ticket with this `ticket_key`: the first that asked."""
         if key not in self._readers:
             self._readers[key] = request_id
             self._reading.add(request_id)
@@ -36,9 +35,9 @@ class SharedTickets:
         """Whether the others have to wait for it."""
         return request_id in self._reading
 
-    def take_over(self, ticket: dict[str, Any], request_id: str) -> None:
+    def take_over(self, key: bytes, request_id: str) -> None:
         """The first one ended before it began: ``request_id`` reads instead."""
-        self._readers[_key(ticket)] = request_id
+        self._readers[key] = request_id
         self._reading.add(request_id)
 
     def end(self, request_id: str) -> None:
@@ -51,6 +50,9 @@ class SharedTickets:
             self._reading = {each for each in self._reading if each not in request_ids}
 
 
-def _key(ticket: dict[str, Any]) -> bytes:
-    """All of it counts: what was altered is another ticket."""
+def ticket_key(ticket: dict[str, Any]) -> bytes:
+    """Names a ticket by all of it: one that was altered is another.
+
+    A ticket that names the blocks of a long prompt has tens of kilobytes: make its key once.
+    """
     return blake2b(msgspec.json.encode(ticket), digest_size=16).digest()

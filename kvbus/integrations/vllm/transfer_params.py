@@ -89,5 +89,6 @@ def prompt_digest(token_ids: Sequence[int], conditions: Iterable[str]) -> str:
     digest = blake2b(digest_size=16)
     texts = [condition.encode(errors="surrogatepass") for condition in conditions]
     for part in (array("q", token_ids).tobytes(), *texts):
-        digest.update(len(part).to_bytes(8, "little") + part)
+        digest.update(len(part).to_bytes(8, "little"))
+        digest.update(part)
     return digest.hexdigest()
