@@ -12,6 +12,9 @@ from tests.agents import AgentProcess, Agents, agents_ended
 from tests.integrations.conftest import PATIENT_S
 from tests.integrations.vllm_sides import BLOCKS, PROMPT_TOKENS, Side, both_sides, ticket_of
 
+TTL_S = 5.0
+"""Of an offer that is asked for within it, and one that is to expire."""
+
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agents]:
@@ -103,6 +106,29 @@ def test_a_load_that_is_faster_than_the_seal_is_over_after_the_seal(
         see_it_arrive(offering, loading, "r")
 
     assert lines_of(decode, "r")["ahead"]
+
+
+def test_a_load_outlasts_the_time_to_live_of_an_offer_whose_seal_is_late(
+    agents: Agents, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefill, decode = agents.all[0], agents.all[2]
+    kept: list[Callable[[Any], None]] = []
+    with both_sides(prefill, decode) as (offering, loading):
+        hand_over(offering, loading, "before")
+        with monkeypatch.context() as patch:
+            offering.offers.reserve("r", ttl_s=TTL_S)
+            offering.until(lambda: ticket_of(offering.offers, "r"), "the ticket is there")
+            patch.setattr(offering.control, "post", kept.append)
+            ticket = offering.offers.publish("r", BLOCKS, PROMPT_TOKENS)
+        assert ticket is not None
+        loading.load("r", HandoffParams(ticket, PROMPT_TOKENS, ""))
+        prefill.says("request.refused", op="take", code="offer_open", level="info")
+        offering.offers.reserve("later", ttl_s=TTL_S)
+        prefill.says("offer.released", request_id="later", outcome="expired")
+        offering.offers.abandon("later")
+
+        offering.control.post(kept[0])
+        see_it_arrive(offering, loading, "r")
 
 
 def test_a_load_whose_request_is_withdrawn_in_place_of_the_seal_fails(

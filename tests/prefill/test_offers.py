@@ -238,6 +238,51 @@ def test_a_take_before_the_seal_is_refused_and_the_offer_goes_on() -> None:
     assert table.live["o1"].state is OPEN
 
 
+def test_an_open_offer_outlives_its_ttl_while_a_reader_asks_to_take_it() -> None:
+    table = table_after(opened(sealed=False, ttl_s=8.0))
+    for now in (7.0, 10.0, 13.0):
+        assert code_of(table.handle(taken(), now)) is ErrorCode.OFFER_OPEN
+
+    table.handle(ev.Sealed("o1", "seal"), 14.0)
+
+    assert outcomes(table.handle(taken(), 14.1)) == [Outcome.COMPLETED]
+
+
+def test_a_reader_that_asks_no_more_keeps_an_open_offer_for_a_lease_and_no_longer() -> None:
+    table = table_after(opened(sealed=False, ttl_s=8.0))
+    table.handle(taken(), 7.0)
+
+    before = table.handle(ev.DeadlinePassed(), 7.0 + LIMITS.max_lease_s - 0.1)
+    after = table.handle(ev.DeadlinePassed(), 7.0 + LIMITS.max_lease_s)
+
+    assert (outcomes(before), outcomes(after)) == ([], [Outcome.EXPIRED])
+
+
+def test_readers_that_ask_for_ever_keep_an_open_offer_for_as_long_as_one_may_hold_it() -> None:
+    table = table_after(opened(sealed=False, ttl_s=8.0))
+
+    times = [7.0 + step for step in range(30)]
+    asked = {now: outcomes(table.handle(taken(f"reader-{now}"), now)) for now in times}
+
+    ended = [now for now, outcome in asked.items() if outcome == [Outcome.EXPIRED]]
+    assert ended == [7.0 + LIMITS.max_hold_s]
+
+
+def test_who_has_not_the_secret_does_not_keep_an_open_offer() -> None:
+    table = table_after(opened(sealed=False, ttl_s=8.0))
+
+    table.handle(altered(taken(), secret="another"), 7.0)
+
+    assert outcomes(table.handle(ev.DeadlinePassed(), 8.0)) == [Outcome.EXPIRED]
+
+
+def test_a_lost_engine_ends_an_open_offer_that_a_reader_asks_to_take() -> None:
+    table = table_after(opened(sealed=False, ttl_s=8.0))
+    table.handle(taken(), 7.0)
+
+    assert outcomes(table.handle(ev.EngineLost("engine"), 9.0)) == [Outcome.WITHDRAWN]
+
+
 def test_a_take_that_comes_when_the_offer_expires_is_late_though_nobody_told_the_time() -> None:
     table = table_after(opened(ttl_s=1.0))
 

@@ -63,6 +63,7 @@ class Expected:
     num_tokens: int
     ttl_s: float
     expires_at: float
+    hold_ends_at: float | None = None
     readers: int = 1
     epoch: int = 0
     leases: dict[int, ExpectedLease] = field(default_factory=dict)
@@ -95,6 +96,13 @@ class Expected:
         if not self.live and self.expires_at <= now and self.outcome is None:
             outcome = Outcome.COMPLETED if self.num_done else Outcome.EXPIRED
             self.end(outcome, ErrorCode.OFFER_EXPIRED)
+
+    def wait_for_seal(self, now: float) -> None:
+        """A reader that came before the seal keeps the offer for a while, but not for ever."""
+        if self.hold_ends_at is None:
+            self.hold_ends_at = now + LIMITS.max_hold_s
+        kept_until = min(now + LIMITS.max_lease_s, self.hold_ends_at)
+        self.expires_at = max(self.expires_at, kept_until)
 
     def end(self, outcome: Outcome, code: ErrorCode) -> None:
         for lease in self.live.values():
@@ -176,7 +184,7 @@ class OfferInterleavings(StoryMachine):
         else:
             code = None
             self.expected[offer_id] = Expected(
-                engine_id, request_id, sealed, 16, ttl_s, self.now + ttl_s, readers
+                engine_id, request_id, sealed, 16, ttl_s, self.now + ttl_s, readers=readers
             )
         tables = {"full": BlockTable.of([1])}
         self.request(
@@ -210,7 +218,8 @@ class OfferInterleavings(StoryMachine):
         elif code is None and first != held:
             code = ErrorCode.GEOMETRY
         elif code is None:
-            offer.num_tokens, offer.expires_at = num_tokens, self.now + offer.ttl_s
+            offer.num_tokens = num_tokens
+            offer.expires_at = max(offer.expires_at, self.now + offer.ttl_s)
             offer.blocks += (9,)
         tables = {"full": BlockTable.of([9], first_block=first)}
         self.request(ev.Extended(offer_id, num_tokens, tables, self.reply_to()), code)
@@ -222,7 +231,8 @@ class OfferInterleavings(StoryMachine):
         if code is None and offer.sealed:
             code = ErrorCode.OFFER_SEALED
         elif code is None:
-            offer.sealed, offer.expires_at = True, self.now + offer.ttl_s
+            offer.sealed = True
+            offer.expires_at = max(offer.expires_at, self.now + offer.ttl_s)
         self.request(ev.Sealed(offer_id, self.reply_to()), code)
 
     @rarely(5)
@@ -288,6 +298,7 @@ class OfferInterleavings(StoryMachine):
             code = None
         elif code is None and not offer.sealed:
             code = ErrorCode.OFFER_OPEN
+            offer.wait_for_seal(self.now)
         elif code is None and offer.is_full(reader_id):
             code = ErrorCode.BUSY
         elif code is None and altered:
@@ -439,7 +450,10 @@ class OfferInterleavings(StoryMachine):
         return f"reply-{self.num_requests}"
 
     def request(self, event: ev.RequestEvent, code: ErrorCode | None) -> None:
-        """Exactly one answer, the one that the oracle gives; a refusal changes nothing."""
+        """Exactly one answer, the one that the oracle gives; a refusal changes nothing.
+
+        That of an early take changes how long the offer waits.
+        """
         before = copy_of(self.table)
 
         commands = self.tell(event)
@@ -451,6 +465,9 @@ class OfferInterleavings(StoryMachine):
             lease = self.expected[event.offer_id].live[answer.body.epoch]
             assert answer.body.lease_s == lease.ends_at - self.now
         if commands == [answer] and code is not None:
+            if isinstance(event, ev.Taken) and code is ErrorCode.OFFER_OPEN:
+                kept, expected = before.live[event.offer_id], self.expected[event.offer_id]
+                kept.expires_at, kept.hold_ends_at = expected.expires_at, expected.hold_ends_at
             assert self.table.live == before.live
             assert self.table.retired == before.retired
             assert self.table.next_deadline() == before.next_deadline()
@@ -521,6 +538,12 @@ class OfferInterleavings(StoryMachine):
             bound = self.expected[offer_id].expires_at + LIMITS.max_hold_s
             assert due is not None
             assert due <= bound
+
+    @invariant()
+    def readers_that_wait_for_a_seal_keep_no_offer_for_longer_than_one_may_hold_it(self) -> None:
+        for offer in self.table.live.values():
+            held_until = offer.hold_ends_at or 0.0
+            assert offer.expires_at <= max(self.now + offer.opened.ttl_s, held_until)
 
     @invariant()
     def it_agrees_with_the_oracle_once_it_is_told_the_time(self) -> None:

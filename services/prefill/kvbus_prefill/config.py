@@ -38,7 +38,11 @@ class PrefillConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_field
         Duration, Meta(description="Longest lease that one claim or renewal grants.")
     ] = 30.0
     max_hold_s: Annotated[
-        Duration, Meta(description="Longest time that one reader may go on renewing.")
+        Duration,
+        Meta(
+            description="Longest time that one reader may go on renewing, or that readers without "
+            "a lease keep an open offer."
+        ),
     ] = 600.0
     late_read_s: Annotated[
         Duration,

@@ -93,6 +93,7 @@ class Lease:
 class OfferEntry:
     """One offer; ``expires_at`` counts only while there is no live lease.
 
+    Readers that wait for its seal without one put it off, but not beyond ``hold_ends_at``.
     ``leases`` are by epoch: those that are live or done, and as many others of the last numbers as
     it has readers. ``epoch`` is the last number, ``num_done`` how many readers have everything;
     ``ended_by`` is how the offer ended.
@@ -103,6 +104,7 @@ class OfferEntry:
     num_tokens: int
     tables: dict[str, BlockTable]
     expires_at: float
+    hold_ends_at: float | None = None
     opened_at: float = 0.0
     epoch: int = 0
     leases: dict[int, Lease] = field(default_factory=dict)
@@ -136,6 +138,10 @@ class OfferEntry:
     def live_leases(self) -> list[Lease]:
         """Those that are not over, the oldest first."""
         return [lease for lease in self.leases.values() if lease.end is None]
+
+    def wait_until(self, when: float) -> None:
+        """Do not expire before ``when``."""
+        self.expires_at = max(self.expires_at, when)
 
     def retire(self) -> None:
         """Keep no tables, and not the request that is answered."""

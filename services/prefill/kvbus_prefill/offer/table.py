@@ -28,7 +28,7 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
         self._requests: dict[tuple[str, str], str] = {}
 
     def _handle(self, event: ev.Event, now: float) -> Commands:
-        """A handler that refuses does so by raising, before it changed anything."""
+        """A handler that refuses does so by raising; it changes no more than how long to wait."""
         if isinstance(event, ev.TableEvent):
             return self._handle_all(event, now)
         try:

@@ -1,6 +1,7 @@
 """Which event does what to an offer in which state: the table, and its handlers.
 
-Refuses by raising `LocalError` before anything has changed; `OfferTable` turns that into a reply.
+Refuses by raising `LocalError` before anything has changed but how long the offer waits;
+`OfferTable` turns that into a reply.
 Every handler returns the commands for the agent, in order.
 """
 
@@ -33,14 +34,14 @@ def extend(offer: OfferEntry, event: ev.Extended, at: Context) -> Commands:
         for group, more in event.tables.items()
     }
     offer.num_tokens = event.num_tokens
-    offer.expires_at = at.now + offer.opened.ttl_s
+    offer.wait_until(at.now + offer.opened.ttl_s)
     return [ev.SendReply(event.reply_to, Empty()), offer.published("offer.extended")]
 
 
 def seal(offer: OfferEntry, event: ev.Sealed, at: Context) -> Commands:
     """Nothing will be added; the time to live starts anew."""
     offer.state = SEALED
-    offer.expires_at = at.now + offer.opened.ttl_s
+    offer.wait_until(at.now + offer.opened.ttl_s)
     return [ev.SendReply(event.reply_to, Empty()), offer.published("offer.sealed")]
 
 
@@ -193,8 +194,15 @@ def _has_taken(offer: OfferEntry, event: ev.Taken) -> bool:
     return any(one.is_done and (one.token, one.holder) == right for one in offer.leases.values())
 
 
-def refuse_early_take(_offer: OfferEntry, _event: ev.Taken, _: Context) -> Commands:
-    """The seal is on its way, if the ticket is right; the reader asks again."""
+def refuse_early_take(offer: OfferEntry, _event: ev.Taken, at: Context) -> Commands:
+    """The seal is on its way, if the ticket is right; the reader asks again.
+
+    Meanwhile it keeps the offer as a lease would, as the engine may be slow: for `max_lease_s`
+    from each time that it asks, and for `max_hold_s` from the first.
+    """
+    if offer.hold_ends_at is None:
+        offer.hold_ends_at = at.now + at.limits.max_hold_s
+    offer.wait_until(min(at.now + at.limits.max_lease_s, offer.hold_ends_at))
     raise LocalError("the offer is not sealed yet", code=ErrorCode.OFFER_OPEN)
 
 
