@@ -43,6 +43,7 @@ class ReadPath(StrEnum):
     AUTO = "auto"
     DIRECT = "direct"
     PACKED = "packed"
+    REORDERED = "reordered"
     MAPPED = "mapped"
 
 

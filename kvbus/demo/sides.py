@@ -37,6 +37,7 @@ from kvbus.demo.options import DemoOptions, ReadPath
 from kvbus.demo.processes import EngineLine, engine_setup
 from kvbus.demo.prompts import encode
 from kvbus.errors import ConfigError, RequestRefused, RequestTimeout
+from kvbus.memory.attach.connect import connect_to_agent
 from kvbus.spawn import Child
 
 NUM_WAITS = 3  # of twenty seconds each without a block that comes back
@@ -88,7 +89,11 @@ class Outcome:
 
 @asynccontextmanager
 async def engine_at(role: str, options: SideOptions) -> AsyncIterator[EngineLine]:
-    """The line to a ready engine of ``role``; raises `PeerLost` when that ends."""
+    """The line to a ready engine of ``role``; raises `PeerLost` without an agent, or when it ends.
+
+    The engine itself waits for its agent, as those of `kvbus demo` start with theirs.
+    """
+    connect_to_agent(options.attach).close()
     engine_id = f"{role}-{uuid.uuid4().hex[:12]}"
     with tempfile.TemporaryDirectory(prefix="kvbus-demo-") as folder:
         setup = msgspec.structs.replace(
@@ -164,20 +169,26 @@ async def _all_read(line: EngineLine) -> None:
 
 
 async def decode_side(options: SideOptions) -> list[Outcome]:
-    """Fetch and go on with what each line of stdin hands over, until its end; then compare."""
+    """Fetch and go on with what each line of stdin hands over, until its end; then compare.
+
+    Raises `ConfigError` at a terminal, which cuts long lines.
+    """
+    if sys.stdin is None or sys.stdin.isatty():
+        raise ConfigError("stdin is no pipe: run kvbus demo-prefill ... | kvbus demo-decode ...")
     generated: list[Generated] = []
     places = anyio.Semaphore(options.concurrency)
     async with engine_at("decode", options) as line:
 
         async def serve(handed: Handed) -> None:
-            async with places:
-                one = await _generated(line, handed, options.max_new_tokens - 1)
+            one = await _generated(line, handed, options.max_new_tokens - 1)
+            places.release()
             generated.append(one)
             if one.failed:
                 sys.stderr.write(f"error: {handed.request_id} failed: {one.failed}\n")
 
         async with anyio.create_task_group() as tasks:
             async for text in anyio.wrap_file(sys.stdin):
+                await places.acquire()
                 tasks.start_soon(serve, _parsed(text))
     return await anyio.to_thread.run_sync(_compared, generated, options)
 

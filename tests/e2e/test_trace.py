@@ -156,6 +156,51 @@ async def test_who_waits_for_an_offer_and_for_tokens_says_so(prefill, decode):
     assert "waiting" in stages
 
 
+@pytest.mark.parametrize("name", ["request_id", "transfer_id"])
+async def test_what_a_router_called_a_request_finds_it_when_its_offer_was_met(
+    prefill, decode, name
+):
+    async with pair(prefill.attach, decode.attach) as (source, target):
+        meets = Rendezvous(
+            uuid.uuid4().hex, prefill.peer, request_id=f"routers-{uuid.uuid4().hex}"
+        ).to_json()
+        offer = await source.prefill.offer(
+            "as the engine calls it",
+            num_tokens=16,
+            block_ids={"full": [1]},
+            transfer_id=meets["transfer_id"],
+        )
+        fetch = target.decode.fetch(meets, num_tokens=16, block_ids={"full": [2]})
+        await fetch.completed()
+        await offer.released()
+
+    answer = await told(meets[name], "--peer", decode.peer)
+
+    by_role = {one["role"]: one["spans"] for one in answer["agents"]}
+    ids = [span["attributes"]["offer_id"] for role in by_role.values() for span in role[:1]]
+    assert by_role.keys() == {"prefill", "decode"}
+    assert ids == 2 * [offer.offer_id]
+    assert not any(meets["transfer_id"] in str(spans) for spans in by_role.values())
+
+
+async def test_a_prefill_agent_finds_an_offer_by_its_transfer_id(prefill, decode):
+    async with pair(prefill.attach, decode.attach) as (source, _):
+        name = uuid.uuid4().hex
+        offer = await source.prefill.offer(
+            "r", num_tokens=16, block_ids={"full": [1]}, transfer_id=name
+        )
+        live = await told(name, "--peer", prefill.peer)
+        await offer.withdraw()
+        await offer.released()
+        over = await told(name, "--peer", prefill.peer)
+
+    for answer in live, over:
+        (spans,) = (one["spans"] for one in answer["agents"])
+        assert {span["attributes"]["offer_id"] for span in spans if span["name"] == "offer"} == {
+            offer.offer_id
+        }
+
+
 async def test_each_chunk_of_a_fetch_is_a_span(prefill, decode):
     async with pair(prefill.attach, decode.attach) as (source, target):
         tables = {"full": [1, 2, 3]}, {"full": [4, 5, 6]}
