@@ -47,7 +47,8 @@ class RequestClient(SocketActor):
     """Requests to one server. The boot id must be this client's alone at that server.
 
     ``on_boot`` is called with the server's boot id when it becomes known and whenever it changes,
-    ``on_gone`` with it when its process is gone, see `Connection`; what is pending waits on.
+    ``on_gone`` with it when its process is gone, see `Connection`, also before it is known, as an
+    empty one; what is pending waits on.
     ``on_notice`` is called for each notice once, in order. Exceptions out of any callback go to
     ``on_fault``; without one they end `run`.
     """
@@ -110,6 +111,11 @@ class RequestClient(SocketActor):
         return self._connection.is_gone
 
     @property
+    def is_gone_here(self) -> bool:
+        """As `is_gone`, and it was on this machine, whose kernel says so: no network is between."""
+        return self._connection.is_gone_here
+
+    @property
     def missing(self) -> str:
         """What keeps a request from its answer, in words; empty while there is a connection."""
         return self._connection.missing
@@ -163,8 +169,18 @@ class RequestClient(SocketActor):
         finally:
             self._remove(request_id)
 
-    def send(self, message: Request[R], *, timeout_s: float, on_reply: OnReply[R]) -> int:
+    def send(
+        self,
+        message: Request[R],
+        *,
+        timeout_s: float,
+        on_reply: OnReply[R],
+        on_sent: Callable[[], None] | None = None,
+    ) -> int:
         """Send a request; ``on_reply`` gets the reply or one of the errors below, once.
+
+        ``on_sent`` is called when a connection takes it for the first time, maybe at once: while it
+        was not, the server cannot have it.
 
         `RequestRefused` for an error reply, `ProtocolError` for a reply that makes no sense,
         `RequestTimeout` after ``timeout_s``, `PeerLost` when the server came back as a new process,
@@ -176,9 +192,19 @@ class RequestClient(SocketActor):
             raise LocalError("too many requests are pending", code=ErrorCode.BUSY)
         if self._connection.refusal is not None:
             raise self._connection.refusal
-        return self._send(message, timeout_s, on_reply)
+        return self._send(message, timeout_s, on_reply, on_sent)
 
-    def _send(self, message: Request[R], timeout_s: float, on_reply: OnReply[R]) -> int:
+    def take_back(self, request_id: int) -> None:
+        """Send a request no more, and drop its reply; the server may do it all the same."""
+        self._remove(request_id)
+
+    def _send(
+        self,
+        message: Request[R],
+        timeout_s: float,
+        on_reply: OnReply[R],
+        on_sent: Callable[[], None] | None = None,
+    ) -> int:
         if self.closed:
             raise ClosedError("client is closed", endpoint=self.endpoint)
         request_id = self._last_id + 1
@@ -186,7 +212,7 @@ class RequestClient(SocketActor):
         require_size(frame, max_request_bytes(self.endpoint))
         self._last_id = request_id
         deadline = (now := self.timers.now()) + timeout_s
-        pending = Pending(message, frame, on_reply, timeout_s, deadline, self._retry_s)
+        pending = Pending(message, frame, on_reply, timeout_s, deadline, self._retry_s, on_sent)
         self._pending[request_id] = pending
         self.counters.requests += 1
         self._transmit(request_id, pending)
@@ -194,16 +220,21 @@ class RequestClient(SocketActor):
         return request_id
 
     def _transmit(self, request_id: int, pending: Pending) -> None:
-        pending.sent = not self._unsent and self._pump.send(pending.frame)
-        if not pending.sent:
+        if self._unsent or not self._hand_over(pending):
             self._unsent[request_id] = None
+
+    def _hand_over(self, pending: Pending) -> bool:
+        """Whether there is a connection that takes it."""
+        is_sent = self._pump.send(pending.frame)
+        if is_sent and pending.on_sent is not None:
+            pending.on_sent()
+            pending.on_sent = None
+        return is_sent
 
     def _flush(self) -> None:
         """Send what found no connection, or no room on it, in the order of the requests."""
         for request_id in list(self._unsent):
-            pending = self._pending[request_id]
-            pending.sent = self._pump.send(pending.frame)
-            if not pending.sent:
+            if not self._hand_over(self._pending[request_id]):
                 return
             del self._unsent[request_id]
 
@@ -219,11 +250,11 @@ class RequestClient(SocketActor):
         if now >= pending.deadline:
             self._time_out(request_id, pending)
             return
-        if pending.sent:
+        if request_id in self._unsent:
+            self._flush()
+        else:
             self.counters.retries += 1
             self._transmit(request_id, pending)
-        else:
-            self._flush()
         pending.interval_s = min(2 * pending.interval_s, _MAX_RETRY_S)
         self.timers.at(min(pending.deadline, now + pending.interval_s), self._on_timer, request_id)
 
@@ -256,8 +287,7 @@ class RequestClient(SocketActor):
         self._pump.close()
 
     def _lose(self) -> None:
-        if self._peer.current is not None:
-            self._call_user(self._on_gone, self._peer.current)
+        self._call_user(self._on_gone, self._peer.current or "")
 
     def _fail_all(self, error: KVBusError) -> None:
         for request_id in list(self._pending):

@@ -8,7 +8,7 @@ import asyncio
 from collections.abc import Callable
 
 from kvbus.bus.connection_watch import ConnectionEvent, ConnectionWatch
-from kvbus.bus.listener_probe import ListenerProbe
+from kvbus.bus.listener_probe import ListenerProbe, is_local
 from kvbus.bus.names import NamedConnection
 from kvbus.bus.sockets import Socket, SocketOptions, reconnect
 from kvbus.bus.timers import Timers
@@ -69,6 +69,11 @@ class Connection:
         if not self._named.address:
             return "the name server has not told its address"
         return "" if self._is_made else "there is no connection"
+
+    @property
+    def is_gone_here(self) -> bool:
+        """Whether `is_gone` is true of an address of this machine."""
+        return self.is_gone and is_local(self._named.address)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin to look the name up, if there is one, and to watch."""

@@ -70,13 +70,10 @@ class ListenerProbe:
         return 0
 
     def _try(self) -> None:
-        host, _, port = self._address.removeprefix("tcp://").rpartition(":")
-        host, _, scope = host.strip("[]").partition("%")
-        is_six = ipaddress.ip_address(host).version == 6
-        self._probe = socket.socket(socket.AF_INET6 if is_six else socket.AF_INET)
+        family, host, port = _place(self._address)
+        self._probe = socket.socket(family)
         self._probe.setblocking(False)
-        where = f"{host}%{scope}" if scope else host
-        if self._probe.connect_ex((where, int(port))) == errno.ECONNREFUSED:
+        if self._probe.connect_ex((host, port)) == errno.ECONNREFUSED:
             self._num_refused += 1
             self._drop()
 
@@ -84,3 +81,21 @@ class ListenerProbe:
         if self._probe is not None:
             self._probe.close()
             self._probe = None
+
+
+def is_local(address: str) -> bool:
+    """Whether ``address``, tcp:// and numbers, is one of this machine, or of this container."""
+    family, host, _ = _place(address)
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.bind((host, 0))
+        except OSError:
+            return False
+    return True
+
+
+def _place(address: str) -> tuple[socket.AddressFamily, str, int]:
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    host = host.strip("[]")
+    is_six = ipaddress.ip_address(host.partition("%")[0]).version == 6
+    return socket.AF_INET6 if is_six else socket.AF_INET, host, int(port)

@@ -20,4 +20,5 @@ class Pending:
     timeout_s: float
     deadline: float
     interval_s: float
-    sent: bool = False
+    on_sent: Callable[[], None] | None = None
+    """Called when a connection takes it for the first time."""

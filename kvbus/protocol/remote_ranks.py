@@ -88,10 +88,23 @@ class Delegate(Request[Delegated], frozen=True):
     priority: Priority = 0
 
 
-class AbortDelegate(Request[Empty], frozen=True):
-    """Ends the reading for a fetch; the `Delegate` is answered when that is so."""
+class Aborted(Message, frozen=True):
+    """Reply to `AbortDelegate`: with ``ended`` nothing is in flight for it, and nothing will be.
+
+    Without, as by an agent that has no such word, this says nothing.
+    """
+
+    ended: bool = False
+
+
+class AbortDelegate(Request[Aborted], frozen=True):
+    """Ends the reading under a lease; answered when that is so, before or after the `Delegate`.
+
+    A `Delegate` with this ``token`` that comes later is refused.
+    """
 
     op: ClassVar[str] = "abort_delegate"
 
     fetch_id: Id
     access: Secret
+    token: Secret

@@ -272,7 +272,7 @@ def test_an_engine_that_is_gone_is_not_waited_for_at_other_agents() -> None:
     commands = drive.tell(ev.EngineGone("engine", lost))
     (ended,) = drive.end_read(here, 0)
 
-    assert commands == [ev.AbortRead(here), ev.StopDelegate(there)]
+    assert commands == [ev.AbortRead(here), ev.StopDelegate("read", there)]
     assert ended.error is lost
 
 

@@ -418,7 +418,10 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
             ),
             s.Delegated(num_bytes=6_144, path="direct", one_in=64),
         ),
-        s.AbortDelegate: (s.AbortDelegate(fetch_id="fetch-1", access=ACCESS), Empty()),
+        s.AbortDelegate: (
+            s.AbortDelegate(fetch_id="fetch-1", access=ACCESS, token=TOKEN),
+            s.Aborted(ended=True),
+        ),
         c.Cost: (
             c.Cost(endpoint="tcp://10.0.0.7:7501", num_tokens=4096, first_token=64),
             c.Predicted(

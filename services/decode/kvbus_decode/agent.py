@@ -1,5 +1,6 @@
 """The decode agent: requests become events of the fetch table, its commands become work."""
 
+from collections.abc import Hashable
 from functools import partial
 
 import anyio
@@ -56,7 +57,7 @@ class DecodeService:
         self._dispatch = self._driver.dispatch
         self._leases = leases = LeaseClient(agent, config, self._dispatch, self._prepare)
         self._metrics = DecodeMetrics(agent.metrics)
-        self._reader = Reader(agent, config, leases.peers, self._metrics)
+        self._reader = Reader(agent, config, leases.peers, self._metrics, self._fail_fetch)
         self._costs = CostBook(agent, leases, self._reader)
         self._warm = WarmPeers(agent, config, leases.peers, leases.routes, self._reader.warm_up)
         leases.on_news = self._warm.see_peer
@@ -286,7 +287,10 @@ class DecodeService:
             one_in=self._config.digest_one_in,
             priority=requested.priority,
         )
-        return Leg((Stage.DELEGATE,), DelegateJob(other, question))
+        return Leg((Stage.DELEGATE,), DelegateJob(other, question, fetch.peers))
+
+    def _fail_fetch(self, key: Hashable, error: KVBusError) -> None:
+        self._dispatch(ev.StepFailed(str(key), error))
 
     def _on_chunk_ended(self, ended: ChunkEnded) -> None:
         self._dispatch(ev.ChunkRead(str(ended.key), ended.num_bytes, ended.error, ended.path))

@@ -235,8 +235,8 @@ class PeerDirectory:
             self._agent.context,
             address.endpoint,
             boot=new_boot_id(),  # ids start anew: the server must not know them from an earlier one
-            on_boot=lambda boot: self._see_boot(address, boot),
-            on_gone=lambda boot: self._lose(address, boot),
+            on_boot=lambda boot: self._see_boot(peer, boot),
+            on_gone=lambda boot: self._lose(peer, boot),
             on_fault=_log_fault,
             max_pending=self._room,
             options=replace(options, allowed=self._allowed),
@@ -294,18 +294,16 @@ class PeerDirectory:
                 log.info("peer.distrusted", peer=peer.endpoint, key=peer.address.server_key)
                 self._drop(peer)
 
-    def _see_boot(self, address: PeerAddress, boot: str) -> None:
-        peer = self._peers.get(address)
-        if peer is None:
+    def _see_boot(self, peer: Peer, boot: str) -> None:
+        if self._peers.get(peer.address) is not peer:  # it was dropped just now
             return
         if peer.boot:
             log.warning("peer.restarted", peer=peer.endpoint, peer_boot=boot)
         peer.boot = boot
         self._on_boot(peer, boot)
 
-    def _lose(self, address: PeerAddress, boot: str) -> None:
-        peer = self._peers.get(address)
-        if peer is not None:
+    def _lose(self, peer: Peer, boot: str) -> None:
+        if self._peers.get(peer.address) is peer:
             self._on_gone(peer, boot)
 
 

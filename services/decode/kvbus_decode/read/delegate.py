@@ -3,6 +3,7 @@
 Refuses to answer before nothing of the chunk is in flight any more.
 """
 
+from collections import OrderedDict
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -13,8 +14,7 @@ from kvbus.agent.process.guard import guarded
 from kvbus.agent.process.service import Agent
 from kvbus.bus import Call
 from kvbus.errors import ErrorCode, KVBusError, LocalError
-from kvbus.protocol.message import Empty
-from kvbus.protocol.remote_ranks import AbortDelegate, Delegate, Delegated
+from kvbus.protocol.remote_ranks import AbortDelegate, Aborted, Delegate, Delegated
 from kvbus.protocol.rights import check_right
 from kvbus.protocol.ticket import Ticket
 from kvbus_decode.peer.directory import Peer, PeerAddress
@@ -28,6 +28,8 @@ from kvbus_decode.spans import delegated_key
 from kvbus_decode.tickets import TicketGate
 
 PROGRESS_S = 3.0
+ABORTED_FOR_S, MOST_ABORTED = 600.0, 4096
+"""For how long, and how many, aborted leases are remembered: a `delegate` may come after that."""
 
 
 @dataclass(slots=True, eq=False)
@@ -40,6 +42,7 @@ class _Delegated:
     asked: Delegate
     call: Call
     deadline: float
+    abort: Call | None = None
     peers: list[Peer] = field(default_factory=list)
     engine: LocalEngine | None = None
     chunk: Chunk | None = None
@@ -61,6 +64,8 @@ class DelegateServer:
         self._agent, self._tickets, self._reader = agent, tickets, reader
         self._peers, self._routes = leases.peers, leases.routes
         self._delegated: dict[str, _Delegated] = {}
+        self._aborted: OrderedDict[str, float] = OrderedDict()
+        """Until when, by the token of the lease, as is what is delegated."""
         self._idle = anyio.Event()
 
     @property
@@ -74,19 +79,36 @@ class DelegateServer:
 
     def delegate(self, asked: Delegate, call: Call) -> None:
         """Read a chunk; the reply comes when nothing of it is in flight any more."""
-        if asked.fetch_id in self._delegated:
+        if asked.token in self._aborted:
+            raise LocalError("the fetch was aborted", code=ErrorCode.CANCELLED)
+        if asked.token in self._delegated:
             raise LocalError("a chunk of this fetch is being read", fetch_id=asked.fetch_id)
         work = _Delegated(asked, call, deadline=self._agent.loop.time() + asked.timeout_s)
-        self._delegated[asked.fetch_id] = work
+        self._delegated[asked.token] = work
         self._agent.tasks.start_soon(self._begin, work)
 
     def abort(self, asked: AbortDelegate, call: Call) -> None:
-        """Stop the reading for a fetch; its `Delegate` is answered when that is so."""
-        work = self._delegated.get(asked.fetch_id)
+        """Stop the reading under a lease; both calls are answered when that is so."""
+        work = self._delegated.get(asked.token)
         if work is not None:
             check_right(asked.access, work.asked.access)
-            self._stop(work, LocalError("the fetch was aborted", code=ErrorCode.CANCELLED))
-        call.reply(Empty())
+        self._refuse_later(asked.token)
+        if work is None or work.ended is not None:
+            call.reply(Aborted(ended=True))
+            return
+        if work.abort is not None:
+            work.abort.reply(Aborted())
+        work.abort = call
+        self._stop(work, LocalError("the fetch was aborted", code=ErrorCode.CANCELLED))
+
+    def _refuse_later(self, token: str) -> None:
+        """A `Delegate` may be under way on another connection: it must not begin any more."""
+        now = self._agent.loop.time()
+        self._aborted.setdefault(token, now + ABORTED_FOR_S)
+        while (until := next(iter(self._aborted.values()), None)) is not None and (
+            until <= now or len(self._aborted) > MOST_ABORTED
+        ):
+            self._aborted.popitem(last=False)
 
     async def drained(self) -> None:
         """Return when nothing is read for others."""
@@ -199,7 +221,9 @@ class DelegateServer:
 
     def _end(self, work: _Delegated, error: KVBusError | None) -> None:
         """Answer; a route that failed is made again."""
-        del self._delegated[work.asked.fetch_id]
+        del self._delegated[work.asked.token]
+        if work.abort is not None:
+            work.abort.reply(Aborted(ended=True))
         if not self._delegated:
             self._idle.set()
             self._idle = anyio.Event()

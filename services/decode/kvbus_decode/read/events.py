@@ -236,6 +236,7 @@ class AbortCopy(Value, frozen=True):
 class StopDelegate(Value, frozen=True):
     """Ask the other agent to stop; `DelegateEnded` follows when it has."""
 
+    key: Hashable
     leg: Leg
 
 

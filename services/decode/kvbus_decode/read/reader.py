@@ -50,10 +50,18 @@ OnEnd = Callable[[ev.ChunkEnded], None]
 
 
 class Reader:
-    """All chunks that are read by this agent, for fetches and for other agents."""
+    """All chunks that are read by this agent, for fetches and for other agents.
+
+    ``on_trouble`` is told why a read will fail that does not end yet, by its key.
+    """
 
     def __init__(
-        self, agent: Agent, config: DecodeConfig, peers: PeerDirectory, metrics: DecodeMetrics
+        self,
+        agent: Agent,
+        config: DecodeConfig,
+        peers: PeerDirectory,
+        metrics: DecodeMetrics,
+        on_trouble: Callable[[Hashable, KVBusError], None],
     ) -> None:
         self._agent = agent
         self._copiers = Copiers(agent.loop, num_threads=config.copy_threads)
@@ -62,7 +70,7 @@ class Reader:
         self._driver: Driver[ev.Event] = Driver(self._table, agent.loop)
         self._dispatch = self._driver.dispatch
         packs = PackClient(agent, config, self._dispatch)
-        remote = RemoteRanks(agent, peers, self._dispatch)
+        remote = RemoteRanks(agent, config, peers, self._dispatch, on_trouble)
         self._compare = Comparison(agent, self._copiers, metrics, self._dispatch)
         self._driver.commands |= {
             ev.AskPack: packs.ask,

@@ -137,9 +137,9 @@ def abort_copy(_read: ReadEntry, leg: Leg, _event: ev.LegStopped, _now: float) -
     return [ev.AbortCopy(leg)]
 
 
-def abort_delegate(_read: ReadEntry, leg: Leg, _event: ev.LegStopped, _now: float) -> Commands:
+def abort_delegate(read: ReadEntry, leg: Leg, _event: ev.LegStopped, _now: float) -> Commands:
     """The other agent writes until it says that it does not."""
-    return [ev.StopDelegate(leg)]
+    return [ev.StopDelegate(read.key, leg)]
 
 
 def abandon(_read: ReadEntry, leg: Leg, _event: ev.EngineGone, _now: float) -> Commands:
