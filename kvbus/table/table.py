@@ -232,7 +232,7 @@ class Table(Generic[K, N, L, C]):
     def named(self, name: str) -> list[N]:
         """The entries of this name, live or among the last retired, the oldest first."""
         retired = [self.retired[key] for key in self._retired_as.get(name, ())]
-        return retired + [one for one in self.live.values() if self._name_of(one) == name]
+        return retired + [one for one in self.live.values() if name in self._names_of(one)]
 
     def note_told(self, key: K, told_at: float, now: float) -> None:
         """Who began an entry says when it was told of the end; nothing follows from that."""
@@ -250,9 +250,9 @@ class Table(Generic[K, N, L, C]):
         entry = self.find(key)
         return [] if entry is None else list(entry.story.lines())
 
-    def _name_of(self, _entry: N) -> str:
-        """What an entry is looked for by, and others may be as well; empty where nobody looks."""
-        return ""
+    def _names_of(self, _entry: N) -> tuple[str, ...]:
+        """What an entry is looked for by, and others may be as well; none where nobody looks."""
+        return ()
 
     def _add(self, entry: N, event: object, now: float, commands: Sequence[C]) -> None:
         """``event`` has made a new entry, and leads to ``commands``."""
@@ -287,7 +287,7 @@ class Table(Generic[K, N, L, C]):
         entry.story.retired_at = entry.story.steps[-1][0]
         entry.story.kept_bytes = ENTRY_BYTES + entry.story.num_bytes
         self.retired_bytes += entry.story.kept_bytes
-        if name := self._name_of(entry):
+        for name in self._names_of(entry):
             others = self._retired_as.get(name, ())[1 - MOST_NAMESAKES :]
             self._retired_as[name] = (*others, entry.key)
         while self._is_over_bounds(entry.story.retired_at):
@@ -309,7 +309,8 @@ class Table(Generic[K, N, L, C]):
         entry = self.retired.pop(key, None)
         if entry is not None:
             self.retired_bytes -= entry.story.kept_bytes
-            self._forget_name(self._name_of(entry), key)
+            for name in self._names_of(entry):
+                self._forget_name(name, key)
         return entry
 
     def _forget_name(self, name: str, key: K) -> None:

@@ -23,7 +23,9 @@ def trace(
     request_id: Annotated[
         str,
         typer.Argument(
-            metavar="ID", help="Of the request, as the agents log it, or of an offer or a fetch."
+            metavar="ID",
+            help="Of the request, as the agents log it, or of an offer or a fetch; or what the "
+            "router called it in a rendezvous, also by transfer_id.",
         ),
     ],
     *,

@@ -65,8 +65,8 @@ class OfferSpans:
         return partial(_spans, offer, None if meeting is None else meeting.story, tuple(boxes))
 
     def _found(self, asked: Trace) -> list[OfferEntry]:
-        found = self._offers.named(asked.request_id)
-        offer = self._offers.find(asked.offer_id)
+        found, meeting = self._offers.named(asked.request_id), self._meetings.find(asked.request_id)
+        offer = self._offers.find(asked.offer_id if meeting is None else meeting.offer_id)
         if offer is None or any(one is offer for one in found):
             return found
         return [*found, offer]

@@ -34,6 +34,7 @@ class FetchEntry:
     claim is under way; ``ask_again_at`` is when the next is due, or the next take. ``hinted`` is
     True when news came in while a claim, a renewal or a take was under way, whose reply may be
     older. ``in_doubt`` while only the ticket says what the offer is.
+    ``routers_names`` are those of its rendezvous, by which the router knows it when it has met.
     ``place`` is None before its turn, and after it let others begin; then ``place_until`` has no
     meaning.
     """
@@ -62,6 +63,7 @@ class FetchEntry:
     in_doubt: bool = False
     ends_as: FetchState = FetchState.FAILED
     error: KVBusError | None = None
+    routers_names: tuple[str, ...] = field(default=(), repr=False)
     story: Story = field(default_factory=Story, compare=False)
 
     @property

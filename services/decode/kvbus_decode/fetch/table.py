@@ -74,8 +74,8 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
         draining = (f for f in self.live.values() if f.state is FetchState.DRAINING)
         return sum(len(table) for f in draining for table in f.requested.tables.values())
 
-    def _name_of(self, entry: FetchEntry) -> str:
-        return entry.requested.ticket.request_id
+    def _names_of(self, entry: FetchEntry) -> tuple[str, ...]:
+        return tuple({entry.requested.ticket.request_id, *entry.routers_names})
 
     def _request(self, event: ev.Requested, now: float) -> Commands:
         """Admit a fetch; raises `LocalError`."""
@@ -95,7 +95,11 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
             )
         deadline = now + event.timeout_s
         answer_until = deadline + self.limits.confirm_grace_s
-        fetch = FetchEntry(event, deadline, answer_until, entered_at=now)
+        meets = event.meets
+        names = () if meets is None else (meets.transfer_id, meets.request_id)
+        fetch = FetchEntry(
+            event, deadline, answer_until, entered_at=now, routers_names=tuple(filter(None, names))
+        )
         at = Context(now, self.limits)
         if event.meets is not None:
             commands = meet_first(fetch, at)

@@ -61,8 +61,8 @@ class MeetingTable(Table[str, MeetingEntry, MeetingLimits, ev.Command]):
             return self.live[name]
         return next((self.retired[key] for key in self._retired_as.get(offer_id, ())), None)
 
-    def _name_of(self, entry: MeetingEntry) -> str:
-        return entry.offer_id
+    def _names_of(self, entry: MeetingEntry) -> tuple[str, ...]:
+        return (entry.offer_id,) if entry.offer_id else ()
 
     def _handle(self, event: ev.Event, now: float) -> Commands:
         """A handler that refuses does so by raising, before it changed anything."""

@@ -88,8 +88,8 @@ class OfferTable(Table[str, OfferEntry, OfferLimits, ev.Command]):
             raise ended(offer)
         return offer.opened.engine_id
 
-    def _name_of(self, entry: OfferEntry) -> str:
-        return entry.opened.request_id
+    def _names_of(self, entry: OfferEntry) -> tuple[str, ...]:
+        return (entry.opened.request_id,)
 
     def _open(self, event: ev.Opened, now: float) -> Commands:
         self._check_admission(event)

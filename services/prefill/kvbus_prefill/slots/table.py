@@ -44,8 +44,8 @@ class SlotTable(Table[int, SlotEntry, SlotLimits, ev.Command]):
         """Slots that are gathered into, read, or wiped, or not yet free."""
         return self._pool.num_in_use
 
-    def _name_of(self, entry: SlotEntry) -> str:
-        return entry.asked.offer_id
+    def _names_of(self, entry: SlotEntry) -> tuple[str, ...]:
+        return (entry.asked.offer_id,)
 
     def _handle(self, event: ev.Event, now: float) -> Commands:
         """Slots that came free, by this event or by what was due, are given on at the end."""
