@@ -4,7 +4,7 @@ Refuses whatever is not CURVE. While it does not run nobody is let in: handshake
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 
 from zmq.utils import z85
@@ -15,7 +15,7 @@ from kvbus.bus.sockets import BusContext, open_zap
 
 _VERSION, _CURVE = b"1.0", b"CURVE"
 _LET_IN, _REFUSED = b"200", b"400"
-_NUM_FRAMES = 7
+_NUM_FRAMES = 9
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,26 +34,38 @@ class KeyCheck(SocketActor):
     by a code alone (400), and does not try again by itself.
     """
 
-    def __init__(self, context: BusContext, admit: Callable[[Applicant], bool]) -> None:
+    def __init__(self, context: BusContext, admit: Callable[[Applicant], Awaitable[bool]]) -> None:
         super().__init__()
         self._admit = admit
+        self._answering = set[asyncio.Task[None]]()
         self._pump = Pump(open_zap(context), on_frames=self._on_frames, on_failure=self._fail)
 
     def _start(self, loop: asyncio.AbstractEventLoop) -> None:
         self._pump.start(loop)
 
     def _close(self) -> None:
+        for task in self._answering:
+            task.cancel()
         self._pump.close()
 
     def _on_frames(self, frames: list[bytes]) -> None:
-        """Answer libzmq, RFC 27: version, request, domain, address, identity, mechanism, key."""
-        key = self._key_if_admitted(frames)
-        code = _LET_IN if key else _REFUSED
-        self._pump.send(_VERSION, frames[1], code, b"", key.encode(), b"")
+        task = asyncio.get_running_loop().create_task(self._answer(frames))
+        self._answering.add(task)
+        task.add_done_callback(self._answering.discard)
 
-    def _key_if_admitted(self, frames: list[bytes]) -> str:
-        if len(frames) != _NUM_FRAMES or frames[5] != _CURVE:
+    async def _answer(self, frames: list[bytes]) -> None:
+        """Answer libzmq, RFC 27: version, request, domain, address, identity, mechanism, key."""
+        sender, delimiter, _, request, *_ = frames
+        try:
+            key = await self._key_if_admitted(frames)
+            code = _LET_IN if key else _REFUSED
+            self._pump.send(sender, delimiter, _VERSION, request, code, b"", key.encode(), b"")
+        except Exception as error:  # a bug of ours: nobody could connect any more
+            self._fail(error)
+
+    async def _key_if_admitted(self, frames: list[bytes]) -> str:
+        if len(frames) != _NUM_FRAMES or frames[7] != _CURVE:
             return ""
-        key = z85.encode(frames[6]).decode()
-        applicant = Applicant(key, address=frames[3].decode(), domain=frames[2].decode())
-        return key if self._admit(applicant) else ""
+        key = z85.encode(frames[8]).decode()
+        applicant = Applicant(key, address=frames[5].decode(), domain=frames[4].decode())
+        return key if await self._admit(applicant) else ""

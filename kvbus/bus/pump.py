@@ -16,7 +16,7 @@ from kvbus.bus.traffic import Traffic
 _BATCH = 128
 _EVENTS, _POLLIN, _POLLOUT = int(zmq.EVENTS), int(zmq.POLLIN), int(zmq.POLLOUT)
 _NOBLOCK, _SNDMORE = int(zmq.NOBLOCK), int(zmq.SNDMORE)
-_MAX_FRAMES = 8
+_MAX_FRAMES = 10  # a question of ZAP has 9
 
 
 def _nothing() -> None: ...

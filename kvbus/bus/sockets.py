@@ -104,7 +104,7 @@ def open_subscriber(
 
 def open_zap(context: BusContext) -> Socket:
     """The socket at which libzmq asks whom to let in; one for each context."""
-    socket: Socket = context.socket(zmq.REP)
+    socket: Socket = context.socket(zmq.ROUTER)  # a REP must answer one question before the next
     socket.set(zmq.LINGER, 0)
     return _bind(socket, ZAP_ENDPOINT)
 

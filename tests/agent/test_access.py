@@ -11,6 +11,8 @@ from kvbus.keys.trusted import TrustedKeys
 from tests.agents import AgentProcess, Agents, agents_ended
 from tests.keyring import KeyRing
 
+pytestmark = pytest.mark.anyio
+
 
 @pytest.fixture
 def ring(tmp_path: Path) -> KeyRing:
@@ -36,13 +38,13 @@ def test_our_key_is_missing_where_other_keys_of_our_role_are(ring):
     assert not access_of(ring, "prefill-1").has_lost(Role.PREFILL)
 
 
-def test_our_key_is_missing_where_it_was_before(ring):
+async def test_our_key_is_missing_where_it_was_before(ring):
     ring.trust("prefill", Role.PREFILL)
     access = access_of(ring, "prefill")
     was_lost = access.has_lost(Role.PREFILL)
 
     ring.revoke("prefill")
-    access._look()
+    await access.look()
 
     assert (was_lost, access.has_lost(Role.PREFILL)) == (False, True)
 

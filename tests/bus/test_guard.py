@@ -108,7 +108,11 @@ async def test_a_peer_that_asks_for_many_times_the_bound_is_not_ended(
     keys, theirs = new_key_pair(), new_key_pair()
     server_curve = ServerCurve(keys, "peer") if has_keys else None
     client_curve = ClientCurve(theirs, keys.public) if has_keys else None
-    check = KeyCheck(context, lambda _: True)
+
+    async def admit(_: object) -> bool:
+        return True
+
+    check = KeyCheck(context, admit)
     server = serve(
         context,
         "tcp://127.0.0.1:*",

@@ -140,16 +140,59 @@ def test_a_key_in_two_files_has_the_roles_of_both_until_one_goes(trusted: Truste
     assert trusted.roles_of(PAIR.public) == DECODE
 
 
-def test_a_key_that_came_or_went_is_seen_without_reading_the_folder(trusted: TrustedKeys) -> None:
-    quiet = trusted.has_other_files()
+def test_a_look_at_the_folder_alone_sees_keys_that_came_or_went(trusted: TrustedKeys) -> None:
+    quiet = trusted.refresh(files=False)
     added = write_trusted(trusted.folder, TrustedKey("new", new_key_pair().public, DECODE))
-    came = trusted.has_other_files()
-    trusted.refresh()
-    seen = trusted.has_other_files()
+    came = trusted.refresh(files=False)
+    seen = trusted.refresh(files=False)
     added.unlink()
-    went = trusted.has_other_files()
+    went = trusted.refresh(files=False)
 
     assert (quiet, came, seen, went) == (False, True, False, True)
+
+
+def test_a_look_at_the_folder_alone_reads_no_file_and_one_at_the_files_sees_edits_in_place(
+    trusted: TrustedKeys,
+) -> None:
+    with (trusted.folder / "decode-0.toml").open("r+") as file:
+        file.write(file.read().replace("decode", "router"))
+    of_the_folder = trusted.refresh(files=False)
+    of_the_files = trusted.lost(files=True)
+
+    assert not of_the_folder
+    assert of_the_files == {PAIR.public}
+
+
+def test_a_look_at_the_folder_alone_sees_that_a_config_map_was_replaced(tmp_path: Path) -> None:
+    """The kubelet makes a new folder, and renames a link to it over the one of before."""
+    mounted = tmp_path / "trusted"
+    for version, pair in (("..1", PAIR), ("..2", new_key_pair())):
+        write_trusted(mounted / version, TrustedKey("decode-0", pair.public, DECODE))
+    (mounted / "..data").symlink_to("..1")
+    (mounted / "decode-0.toml").symlink_to("..data/decode-0.toml")
+    keys = TrustedKeys(mounted)
+    keys.refresh()
+    before = keys.roles_of(PAIR.public)
+
+    (mounted / "..data_tmp").symlink_to("..2")
+    (mounted / "..data_tmp").rename(mounted / "..data")
+
+    assert before == DECODE
+    assert keys.lost(files=False) == {PAIR.public}
+
+
+def test_a_link_to_a_folder_that_leads_elsewhere_now_is_read_again(trusted: TrustedKeys) -> None:
+    link = trusted.folder.with_name("link")
+    link.symlink_to(trusted.folder)
+    other = trusted.folder.with_name("other")
+    other.mkdir(mode=0o755)
+    keys = TrustedKeys(link)
+    keys.refresh()
+
+    link.unlink()
+    link.symlink_to(other)
+
+    assert keys.lost(files=False) == {PAIR.public}
 
 
 def test_a_file_that_goes_while_the_folder_is_read_costs_nobody_else_its_trust(

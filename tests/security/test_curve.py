@@ -40,7 +40,7 @@ class Door:
         self.keys = {pair.public for pair in keys}
         self.asked: list[Applicant] = []
 
-    def __call__(self, applicant: Applicant) -> bool:
+    async def __call__(self, applicant: Applicant) -> bool:
         self.asked.append(applicant)
         return applicant.key in self.keys
 

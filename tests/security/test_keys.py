@@ -1,5 +1,8 @@
 """Agents with keys: each role may ask what its row in the table says, and a revoked key nothing."""
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +15,7 @@ from kvbus.engine import DecodeSession, PrefillSession
 from kvbus.errors import ErrorCode
 from kvbus.keys.roles import MAY_ASK, Role
 from kvbus.protocol.peer import DECODE_PEER_REQUESTS, PREFILL_PEER_REQUESTS
-from tests.agents import AgentProcess, Agents, agents_ended, until
+from tests.agents import AgentProcess, Agents, agents_ended, until, wait_until
 from tests.e2e.spread_engines import spread_engine
 from tests.engines import engine, failure_of, pair, works
 from tests.keyring import KeyRing, envelope, hand_over
@@ -220,6 +223,59 @@ def test_a_key_that_is_revoked_in_use_is_forbidden_everything(ring, prefill) -> 
     assert before["ok"]["agent_id"] == prefill.settings["agent_id"]
     assert after["error"]["code"] == "forbidden"
     assert is_refused(curve, prefill.peer)
+
+
+def test_a_role_that_an_edit_in_place_takes_away_is_lost(ring, prefill) -> None:
+    ring.trust("leaver", Role.DECODE)
+    prefill.says("keys.changed", num_lost=0)
+
+    with (ring.trusted / "leaver.toml").open("r+") as file:
+        text = file.read().replace('"decode"', '"router"')
+        file.seek(0)
+        file.write(text)
+
+    prefill.says("keys.changed", num_lost=1)
+    ring.revoke("leaver")
+
+
+def test_an_agent_answers_while_a_file_of_its_keys_cannot_be_read(tmp_path: Path) -> None:
+    ring = KeyRing(tmp_path)
+    pipe = ring.trusted / "slow.toml"
+    with agents_ended(Agents) as agents, zmq.Context() as context:
+        agent = ring.prepare(agents, Role.PREFILL, "prefill")
+        agents.start(agent)
+        with context.socket(zmq.DEALER) as dealer:
+            dealer.set(zmq.LINGER, 0)
+            apply(dealer, agent.curve)
+            dealer.connect(agent.peer)
+            dealer.send(msgpack.packb(envelope("status", 1)))
+            assert dealer.poll(30_000)
+            dealer.recv()
+            os.mkfifo(pipe, 0o644)
+            with opened_by_reader(pipe):
+                dealer.send(msgpack.packb(envelope("status", 2)))
+                answered = dealer.poll(30_000)
+                pipe.unlink()
+
+        assert answered
+        assert agent.says("key.unreadable")
+
+
+@contextmanager
+def opened_by_reader(pipe: Path) -> Iterator[None]:
+    """Until the end somebody waits for what he reads from the pipe, which comes to nothing."""
+    ends: list[int] = []
+
+    def opened() -> bool:
+        with suppress(OSError):  # nobody has opened it to read
+            ends.append(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))
+        return bool(ends)
+
+    wait_until(opened, "somebody opens the pipe")
+    try:
+        yield
+    finally:
+        os.close(*ends)
 
 
 async def test_events_stop_for_a_revoked_key_and_go_on_for_others(ring, prefill, decode) -> None:

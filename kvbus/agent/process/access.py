@@ -4,6 +4,7 @@ Without keys everybody may everything: `Access.open` takes that for loopback onl
 """
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -35,7 +36,8 @@ from kvbus.keys.trusted import TrustedKeys
 log = structlog.get_logger()
 
 PEER, EVENTS = "peer", "events"
-LOOK_S = 0.5
+LOOK_S = 0.4
+"""How often the folder of keys is looked at; each file of it every other time."""
 KEYS_READINGS = {
     "trusted_keys": "Public keys that are trusted now.",
     "refused_keys": "Handshakes of keys that were turned away.",
@@ -54,6 +56,7 @@ class Access:
     def __init__(self, keys: KeyPair | None = None, trusted: TrustedKeys | None = None) -> None:
         self.keys, self._trusted = keys, trusted
         self.on_change: list[OnChange] = []
+        self._one_at_a_time = anyio.CapacityLimiter(1)
         self._num_refused = 0
         self._lines: LimitedLog | None = None
         self._our_roles: frozenset[str] = frozenset(self.roles_of(self.server_key))
@@ -177,14 +180,14 @@ class Access:
     async def _watch(self) -> None:
         """Look at the folder again and again; who lost a role is told to ``on_change``."""
         while True:
-            await anyio.sleep(LOOK_S)
-            self._look()
+            for files in (False, True):
+                await anyio.sleep(LOOK_S)
+                await self.look(files=files)
 
-    def _admit(self, applicant: Applicant) -> bool:
+    async def _admit(self, applicant: Applicant) -> bool:
         if self._trusted is None or self._lines is None:
             return False
-        if self._trusted.has_other_files():
-            self._look()
+        await self.look(files=False)
         roles = self._trusted.roles_of(applicant.key)
         if (applicant.domain == PEER and roles) or (applicant.domain == EVENTS and may_hear(roles)):
             return True
@@ -199,15 +202,19 @@ class Access:
         )
         return False
 
-    def _look(self) -> None:
+    async def look(self, *, files: bool = True) -> None:
+        """Read the trusted keys again if they have changed, in a thread; see `TrustedKeys`."""
         trusted = self._trusted
         if trusted is None:
             return
-        before = {one.key: trusted.roles_of(one.key) for one in trusted}
-        if not trusted.refresh():
+        lost = await anyio.to_thread.run_sync(
+            partial(trusted.lost, files=files),
+            limiter=self._one_at_a_time,
+            abandon_on_cancel=True,
+        )
+        if lost is None:
             return
         self._our_roles |= frozenset(self.roles_of(self.server_key))
-        lost = frozenset(key for key, roles in before.items() if roles - trusted.roles_of(key))
         log.info("keys.changed", num_keys=len(list(trusted)), num_lost=len(lost))
         for problem in trusted.problems:
             log.error("key.unreadable", reason=problem)
