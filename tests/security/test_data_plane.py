@@ -3,6 +3,8 @@
 import socket
 import subprocess
 import sys
+import tempfile
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,14 +17,19 @@ from kvbus.agent.process.data_plane import DataPlane, choose_interfaces
 from kvbus.errors import ConfigError
 from kvbus_prefill.config import PrefillConfig
 from tests.agents import AgentProcess, Agents
+from tests.decode.lent import neighbours
+from tests.engines import works
 from tests.keyring import KeyRing
 from tests.namespaces import HAVE_NAMESPACES, hosts, link
 
+pytestmark = pytest.mark.anyio
+
 UCX_LISTENS_EVERYWHERE = """
 import socket
+import anyio
 from kvbus.agent.process.data_plane import DataPlane
 listener = socket.create_server(("0.0.0.0", 0))
-DataPlane(("lo",)).{method}()
+anyio.run(DataPlane(("lo",)).{method})
 """
 MANY_HOSTS = pytest.mark.skipif(not HAVE_NAMESPACES, reason="needs root and iproute2")
 LOOPBACK, WILDCARD = "tcp://127.0.0.1:0", "tcp://0.0.0.0:0"
@@ -114,7 +121,7 @@ def test_an_agent_says_where_ucx_listens(fresh: Agents):
     assert agent.status()["data_endpoints"] == data
 
 
-def test_the_sockets_of_this_process_that_listen_are_found_and_no_others():
+async def test_the_sockets_of_this_process_that_listen_are_found_and_no_others():
     inside = socket.create_server(("127.0.0.1", 0))
     at = inside.getsockname()
     plane = DataPlane(("lo",), lambda: {ours.getsockname()[1]})
@@ -128,13 +135,30 @@ def test_the_sockets_of_this_process_that_listen_are_found_and_no_others():
     ):
         unix.bind("")
         unix.listen()
-        found = plane.endpoints()
+        await plane.look()
+        found = plane.endpoints
 
         assert f"127.0.0.1:{at[1]}" in found
         assert f"::1:{six.getsockname()[1]}" in found
         ports = [int(end.rpartition(":")[2]) for end in found]
         assert {other, ours.getsockname()[1]}.isdisjoint(ports)
-        assert plane.outside() == ""
+        assert plane.outside == ""
+
+
+async def test_no_handshake_asks_each_descriptor_on_the_event_loop() -> None:
+    asked_by = set[int]()
+
+    def note(name: str, args: tuple[Any, ...]) -> None:
+        if name == "os.listdir" and str(args[0]) == "/proc/self/fd":
+            asked_by.add(threading.get_ident())
+
+    with tempfile.TemporaryDirectory(prefix="kv-") as folder:
+        async with neighbours(Path(folder)) as both, both.engines() as (source, target):
+            sys.addaudithook(note)  # for good: it is as long as the process
+            assert await works(source, target)
+
+    assert asked_by
+    assert threading.get_ident() not in asked_by
 
 
 @MANY_HOSTS

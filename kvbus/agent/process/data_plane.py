@@ -12,8 +12,10 @@ import stat
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
+import anyio
 import psutil
 import structlog
 
@@ -41,21 +43,28 @@ class DataPlane:
 
     interfaces: tuple[str, ...]
     other_ports: Callable[[], Collection[int]] = frozenset
-    _endpoints: list[str] = field(default_factory=list)
-    _look_again_at: float = 0.0
+    endpoints: tuple[str, ...] = ()
+    """HOST:PORT of each TCP socket at which UCX listens, as of the last look."""
+    outside: str = ""
+    """Those of them that are outside of the interfaces."""
+    _turn: anyio.Lock = field(default_factory=anyio.Lock)
+    _began_at: float = 0.0
 
-    def endpoints(self) -> list[str]:
-        """HOST:PORT of each TCP socket at which UCX listens, as of the last seconds.
+    async def watch(self) -> None:
+        """Look again and again: UCX may open more."""
+        while True:
+            await anyio.sleep(LOOK_AGAIN_S)
+            await self.look()
 
-        To look takes a while, and anybody may ask.
-        """
-        now = time.monotonic()
-        if now >= self._look_again_at:
-            self._look_again_at = now + LOOK_AGAIN_S
-            ours = self.other_ports()
-            ends = sorted(end for end in _listening() if end[1] not in ours)
-            self._endpoints = [f"{host}:{port}" for host, port in ends]
-        return self._endpoints
+    async def look(self) -> None:
+        """Look where UCX listens, in a thread; one look serves all who waited for it to begin."""
+        asked_at = time.monotonic()
+        async with self._turn:
+            if self._began_at < asked_at:
+                self._began_at = time.monotonic()
+                ours = self.other_ports()
+                find = partial(_find, ours, self.interfaces)
+                self.endpoints, self.outside = await anyio.to_thread.run_sync(find)
 
     def is_down(self) -> bool:
         """Whether none of the interfaces has a link now; one that cannot be asked counts as linked.
@@ -64,29 +73,31 @@ class DataPlane:
         """
         return len(without_link(self.interfaces)) == len(self.interfaces)
 
-    def check(self) -> None:
+    async def check(self) -> None:
         """Raise `DataPlaneExposed` when UCX listens outside of the interfaces."""
-        self._look_again_at = 0.0
-        if outside := self.outside():
+        await self.look()
+        if self.outside:
             raise DataPlaneExposed(
-                f"UCX listens at {outside}, which data_interfaces = {list(self.interfaces)} does "
-                "not allow; look at the UCX_ settings of the environment",
-                outside=outside,
+                f"UCX listens at {self.outside}, which data_interfaces = {list(self.interfaces)} "
+                "does not allow; look at the UCX_ settings of the environment",
+                outside=self.outside,
             )
 
-    def outside(self) -> str:
-        """Where UCX listens outside of the interfaces, as of the last seconds; mostly empty."""
-        allowed = _addresses(self.interfaces)
-        ends = self.endpoints()
-        return ", ".join(end for end in ends if end.rpartition(":")[0] not in allowed)
-
-    def end_if_exposed(self) -> None:
+    async def end_if_exposed(self) -> None:
         """End the process, as `check` fails: it must not serve another request."""
         try:
-            self.check()
+            await self.check()
         except DataPlaneExposed as error:
             log.critical("data_plane.exposed", reason=error.message)
             os._exit(1)
+
+
+def _find(ours: Collection[int], interfaces: Iterable[str]) -> tuple[tuple[str, ...], str]:
+    """Where this process listens but for our ports, and which of it is outside of interfaces."""
+    ends = sorted(end for end in _listening() if end[1] not in ours)
+    allowed = _addresses(interfaces)
+    outside = [f"{host}:{port}" for host, port in ends if host not in allowed]
+    return tuple(f"{host}:{port}" for host, port in ends), ", ".join(outside)
 
 
 def choose_interfaces(config: AgentConfig) -> tuple[str, ...]:

@@ -133,7 +133,8 @@ class Runtime:
         self._take_requests(sockets)
         await self.service.start()
         self._run(sockets, attach, watch)
-        agent.data_plane.check()
+        await agent.data_plane.check()
+        self.tasks.start_soon(agent.data_plane.watch)
         if self.replaces:
             await self._take_over(attach)
             page.serve()
@@ -263,7 +264,7 @@ class Runtime:
             events=self.agent.identity.events_endpoint,
             http=self.config.http_bind,
             server_key=self.access.server_key,
-            data=self.agent.data_plane.endpoints(),
+            data=list(self.agent.data_plane.endpoints),
             predecessor=before.boot if (before := self.report.predecessor) is not None else "",
         )
 

@@ -48,7 +48,7 @@ class SelfReport:
             engines={name: engine.ready for name, engine in engines.items()},
             draining=self.ending.is_draining,
             counts=self.service.counts(),
-            data_endpoints=tuple(self.agent.data_plane.endpoints()),
+            data_endpoints=self.agent.data_plane.endpoints,
             story=tuple(self.service.story(asked)),
             sharing=self.service.sharing(),
             successor=self.handover.successor,
@@ -124,7 +124,7 @@ class SelfReport:
             yield Fault("the agent is draining, and ends soon", "Use another one.")
         if self.handover.successor:
             yield Fault(f"the agent is replaced by {self.handover.successor}", "Ask that one.")
-        if outside := self.agent.data_plane.outside():
+        if outside := self.agent.data_plane.outside:
             yield Fault(
                 f"UCX listens at {outside}, which data_interfaces does not allow",
                 "See to the UCX_ settings of the environment: strangers can read memory there.",

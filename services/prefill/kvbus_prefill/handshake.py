@@ -61,7 +61,7 @@ async def _shake_hands(
     memory, memory_id = engine.memory(), engine.memory_id
     check_compatible(memory.engine, handshake.reader.engine)
     metadata = await _metadata(agent, engine)
-    agent.data_plane.end_if_exposed()
+    await agent.data_plane.end_if_exposed()
     return HandshakeDone(
         protocol=PROTOCOL_VERSION,
         agent_id=agent.identity.agent_id,

@@ -300,7 +300,7 @@ class RouteBook:
         memory = NixlMemory.of(done)
         live = [source.nixl for source in self._sources() if source.peer is peer]
         await self._nixl.add(peer, memory, live, deadline=deadline)
-        self._agent.data_plane.end_if_exposed()
+        await self._agent.data_plane.end_if_exposed()
         within_s = deadline - self._agent.loop.time()
         lent = await self.borrower.borrow(boot, done, engine, within_s=within_s)
         return Source(

@@ -5,7 +5,7 @@ a peer's registrations, and does not find what lies where another one was.
 """
 
 import asyncio
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 
 import anyio
@@ -42,13 +42,16 @@ class NixlMemory:
         )
         return cls(done.nixl_agent, done.nixl_metadata, extents)
 
-    def misfits(self, known: Iterable[Extent]) -> bool:
+    def misfits(self, known: Set[Extent]) -> bool:
         """Whether something known overlaps it, and is not the same."""
-        return any(
-            start < stop_known and start_known < stop and (start, stop) != (start_known, stop_known)
-            for start, stop in self.extents
-            for start_known, stop_known in known
-        )
+        reach = reach_known = 0
+        for start, stop in sorted(self.extents | known):
+            is_here, is_known = (start, stop) in self.extents, (start, stop) in known
+            if (is_here and start < reach_known) or (is_known and start < reach):
+                return True
+            reach = max(reach, stop) if is_here else reach
+            reach_known = max(reach_known, stop) if is_known else reach_known
+        return False
 
 
 class NixlPeers:
@@ -85,7 +88,7 @@ class NixlPeers:
             await self._load(peer, new)
 
     @staticmethod
-    def _is_usable(peer: Peer, new: NixlMemory, known: Collection[Extent]) -> bool:
+    def _is_usable(peer: Peer, new: NixlMemory, known: Set[Extent]) -> bool:
         """Whether what NIXL has of the agent can be added to."""
         is_broken = new.agent in peer.broken_agents
         return not (is_broken or new.misfits(known) or len(known) >= MAX_EXTENTS)

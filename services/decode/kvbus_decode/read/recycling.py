@@ -47,7 +47,7 @@ class Recycling:
             self._is_unlinked = False
             log.info("transport.linked", interfaces=list(self._agent.data_plane.interfaces))
         log.warning("transport.recycled", num_handles=report.num_handles)
-        self._agent.data_plane.end_if_exposed()
+        await self._agent.data_plane.end_if_exposed()
         self._under_way = False
 
     async def _try(self) -> RecycleReport | None:
