@@ -1,4 +1,4 @@
-"""The bound socket of a publisher: sends to whoever has subscribed, and counts what each asks for.
+"""The bound socket of a publisher: sends to whoever has subscribed, and notes what is asked for.
 
 Refuses what is no subscription, or too long for a topic: the guard ends that connection.
 """
@@ -11,6 +11,8 @@ from kvbus.bus.sockets import BusContext, SocketOptions, bound_endpoint, open_pu
 from kvbus.bus.traffic import Watch, descriptor_of
 
 MAX_TOPIC_BYTES = 64
+MAX_TOPICS = 256
+"""With so many, all topics count as wanted from then on."""
 _BATCH = 200
 
 
@@ -43,11 +45,13 @@ class EventSocket:
         self._socket.close()
 
     def is_wanted(self, topic: str) -> bool:
-        """Whether somebody has subscribed to it, as far as was read."""
+        """Whether there may be a subscriber, as far as was read."""
         known = self._is_wanted.get(topic)
         if known is None:
             wanted = topic.encode()
-            known = any(wanted[:end] in self._topics for end in range(len(wanted) + 1))
+            known = len(self._topics) >= MAX_TOPICS or any(
+                wanted[:end] in self._topics for end in range(len(wanted) + 1)
+            )
             self._is_wanted[topic] = known
         return known
 
@@ -76,14 +80,17 @@ class EventSocket:
             self._loop.call_soon(self.read)
 
     def _note(self, frame: zmq.Frame) -> None:
-        asked = frame.bytes
-        self._is_wanted.clear()
+        asked, fd = frame.bytes, descriptor_of(frame)
         is_topic = len(asked) <= 1 + MAX_TOPIC_BYTES and asked[:1] in (b"\0", b"\1")
-        if is_topic and asked[:1] == b"\1":
-            self._topics.add(asked[1:])
-        elif is_topic:  # ZeroMQ tells it when the last one has left the topic, or has gone
-            self._topics.discard(asked[1:])
-        if self._traffic is None or (fd := descriptor_of(frame)) is None:
+        if is_topic and len(self._topics) < MAX_TOPICS:
+            self._is_wanted.clear()
+            if asked[:1] == b"\1":
+                self._topics.add(asked[1:])
+            elif fd is None:  # ZeroMQ itself says that the last subscriber has gone
+                self._topics.discard(asked[1:])
+            # An unsubscription that a connection sends may be of a topic that only others have
+            # subscribed to: ZeroMQ hands that on as well. It changes nothing here.
+        if self._traffic is None or fd is None:
             return
         self._traffic.delivered(fd, len(asked))
         if not is_topic:

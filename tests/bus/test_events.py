@@ -1,5 +1,6 @@
 """Events arrive in order, and what was lost is told."""
 
+import socket
 from typing import Any
 
 import anyio
@@ -12,6 +13,7 @@ from kvbus.errors import LocalError
 from kvbus.protocol.envelope import encode_notice
 from kvbus.protocol.message import Empty
 from tests.bus.messages import Echoed
+from tests.security.wire import MORE, connected, frame
 
 pytestmark = pytest.mark.anyio
 
@@ -57,7 +59,7 @@ async def test_an_event_that_nobody_wants_is_counted_and_not_encoded(
             seqs += [source.publish("offer.sealed", Empty()), source.publish("offer", Empty())]
             await anyio.sleep(0.01)
         first = await listener.get()
-        listener.socket.unsubscribe("offer.")
+        listener.socket.close(linger=0)
         while "offer.sealed" in encoded:
             encoded.clear()
             source.publish("offer.sealed", Empty())
@@ -67,6 +69,45 @@ async def test_an_event_that_nobody_wants_is_counted_and_not_encoded(
     assert seqs[0] == 1
     assert first["op"] == "offer.sealed"
     assert first["seq"] in seqs[1:]
+
+
+@pytest.mark.parametrize(
+    "attack",
+    [
+        frame(b"\0offer.") * 2,
+        frame(b"\1another", MORE) + frame(b"\0offer."),
+        b"".join(frame(b"\1%d" % n) for n in range(300)) + frame(b"\0offer."),
+    ],
+    ids=["unsubscriptions", "one in a second frame", "one behind many topics"],
+)
+async def test_an_unsubscription_takes_no_events_from_other_connections(
+    context, running, raw_peer, attack
+) -> None:
+    source = EventPublisher(context, "tcp://127.0.0.1:*", boot="source", heartbeat_s=0.02)
+    listener = raw_peer(zmq.SUB, source.endpoint)
+    listener.socket.subscribe("offer.")
+
+    async with running(source):
+        while not listener.socket.poll(0):
+            source.publish("offer.created", Empty())
+            await anyio.sleep(0.01)
+        wire = await anyio.to_thread.run_sync(connected, source.endpoint, "SUB")
+        with wire:
+            wire.sendall(attack + frame(b"\1read"))
+            wire.setblocking(False)
+            while not _has_come(wire, b"read"):
+                source.publish("read", Empty())
+                await anyio.sleep(0.01)
+        source.publish("offer.sealed", Empty())
+        while (await listener.get())["op"] != "offer.sealed":
+            pass
+
+
+def _has_come(wire: socket.socket, text: bytes) -> bool:
+    try:
+        return text in wire.recv(1 << 16)
+    except BlockingIOError:
+        return False
 
 
 async def test_an_event_that_nobody_wants_any_more_is_not_encoded_after_a_subscriber_died(
