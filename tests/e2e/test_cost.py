@@ -1,10 +1,13 @@
 """What a handoff would cost is asked of the decode agent, which learns from those that ended."""
 
 import json
+import uuid
 from typing import Any
 
 import anyio
+import msgpack
 import pytest
+import zmq
 
 from kvbus.bus import EventListener, EventSubscriber, new_context
 from kvbus.engine import DecodeSession
@@ -59,6 +62,39 @@ async def test_it_is_guessed_before_engines_have_met_and_learned_after(prefill, 
     assert (known["path"], known["num_observed"]) == ("direct", 10)
     assert min(took_s) <= known["predicted_s"] <= max(took_s)
     assert named["num_observed"] == 10
+
+
+async def test_questions_about_engines_that_are_not_there_change_nothing(prefill, decode) -> None:
+    async with pair(prefill.attach, decode.attach) as (source, target):
+        await hand_off(source, target, 64, 0)
+        before = await until_alone(decode, prefill, target)
+        await anyio.to_thread.run_sync(ask_of_strangers, decode, target)
+        after = await until_alone(decode, prefill, target)
+
+    assert before["num_observed"] == 1
+    for changes in ("observed_s_ago", "queue_s"):
+        del before[changes], after[changes]
+    assert after == before
+
+
+def ask_of_strangers(decode: AgentProcess, target: Engine) -> None:
+    """More pairs than an agent remembers, a few questions at a time."""
+    with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
+        dealer.set(zmq.LINGER, 0)
+        dealer.set(zmq.RCVTIMEO, 30_000)
+        dealer.connect(decode.peer)
+        boot, engine_id = uuid.uuid4().hex, target.spec.engine_id
+        for first in range(1, 4200, 20):
+            for number in range(first, first + 20):
+                body = {
+                    "endpoint": f"tcp://127.0.0.1:{number}",
+                    "decode_engine": engine_id,
+                    "num_tokens": 64,
+                }
+                fields = {"v": 1, "op": "cost", "id": number, "boot": boot, "body": body}
+                dealer.send(msgpack.packb(fields))
+            for _ in range(20):
+                assert "ok" in msgpack.unpackb(dealer.recv())
 
 
 async def test_fetches_that_are_under_way_make_it_longer_and_teach_nothing(prefill, decode) -> None:

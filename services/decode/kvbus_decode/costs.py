@@ -39,7 +39,7 @@ class Pair(NamedTuple):
 
 @dataclass(slots=True)
 class _Learned:
-    """Of one pair, by path; ``path`` is the last one that was taken, or would be."""
+    """Of one pair, by path; ``path`` is the last one that was taken."""
 
     times: dict[str, HandoffTimes] = field(default_factory=dict)
     path: str = ""
@@ -87,10 +87,10 @@ class CostBook:
         route = self._routes.between(asked.endpoint, asked.prefill_engine, engine)
         path = self._reader.path_of(route, first, last) if route else None
         theirs = route.prefill.engine_id if route else asked.prefill_engine
-        learned = self._learned(
-            Pair(asked.endpoint, theirs, engine.engine_id), path.value if path else ""
-        )
-        times, num_bytes = learned.times[learned.path], self._num_bytes(engine, first, last)
+        pair = Pair(asked.endpoint, theirs, engine.engine_id)
+        learned = self._pairs.get(pair) or _Learned()
+        times = self._times(learned, path.value if path else "")
+        num_bytes = self._num_bytes(engine, first, last)
         waits_s = self._queue_s(num_bytes, queued)
         # Reads by other agents are taken to be as large as this one.
         waits_s += self._peers.num_reads_elsewhere(asked.endpoint) * times.moving_s(num_bytes)
@@ -100,7 +100,7 @@ class CostBook:
             queue_s=waits_s,
             num_bytes=num_bytes,
             decode_engine=engine.engine_id,
-            path=learned.path,
+            path=path.value if path else "",
             num_observed=times.num_observed,
             observed_s_ago=None if since is None else self._agent.loop.time() - since,
         )
@@ -113,10 +113,10 @@ class CostBook:
             requested, is_queued = fetch.requested, fetch.fetch_id in queued
             ticket = requested.ticket
             pair = Pair(ticket.endpoint, ticket.engine_id, requested.engine_id)
-            learned = self._pairs.get(pair) or self._learned(pair, "")
+            learned = self._pairs.get(pair) or _Learned()
             size = self._num_bytes(fetch.engine, requested.first_token, requested.num_tokens)
             left = size if is_queued else size // 2
-            others.append((learned.times[learned.path], left, is_queued))
+            others.append((self._times(learned, learned.path), left, is_queued))
         if not looked_at:
             return 0.0
         return queue_s(num_bytes, others) * len(self._active) / len(looked_at)
@@ -134,16 +134,19 @@ class CostBook:
         return engines[0]
 
     def _learned(self, pair: Pair, path: str) -> _Learned:
-        """What is known of the pair, with times for ``path``."""
+        """What is known of the pair, with times for ``path``, kept from now on."""
         learned = self._pairs.setdefault(pair, _Learned())
         self._pairs.move_to_end(pair)
         while len(self._pairs) > MAX_PAIRS:
             self._pairs.popitem(last=False)
         learned.path = path
-        if path not in learned.times:
-            assumed = _assumed(path, self._reader.rates)
-            learned.times[path] = HandoffTimes(bytes_per_s=assumed)
+        learned.times.setdefault(path, self._times(learned, path))
         return learned
+
+    def _times(self, learned: _Learned, path: str) -> HandoffTimes:
+        """Those of the path, or what is assumed of it."""
+        known = learned.times.get(path)
+        return known or HandoffTimes(bytes_per_s=_assumed(path, self._reader.rates))
 
     def _num_bytes(self, engine: LocalEngine, first_token: int, num_tokens: int) -> int:
         """Of these tokens, for the ranks of the engine that are here."""
