@@ -245,4 +245,4 @@ def _translated(socket: Socket, what: str, endpoint: str) -> Iterator[None]:
         yield
     except zmq.ZMQError as error:
         socket.close(linger=0)
-        raise ConfigError(f"{what}: {error}", endpoint=endpoint) from error
+        raise ConfigError(f"{what}: {zmq.strerror(error.errno or 0)}", endpoint=endpoint) from error

@@ -18,7 +18,7 @@ def check_memory(size_bytes: int) -> None:
     if size_bytes > room_bytes:
         raise SegmentError(
             f"a segment of {size_bytes} bytes does not fit: {room_bytes} bytes of memory are "
-            "available; make the KV cache smaller or free memory",
+            "available; make it smaller, or free memory",
             size_bytes=size_bytes,
             available_bytes=room_bytes,
         )

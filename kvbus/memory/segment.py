@@ -16,8 +16,8 @@ from kvbus.memory.room import check_memory
 _POPULATE_WITHIN_S = 2.0
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 _ADVICE = {
-    errno.ENOMEM: "make the KV cache smaller or free memory",
-    errno.ENOSPC: "make the KV cache smaller or free memory",
+    errno.ENOMEM: "make it smaller, or free memory",
+    errno.ENOSPC: "make it smaller, or free memory",
     errno.EFBIG: "raise the limit on file sizes (ulimit -f)",
     errno.EMFILE: "raise the limit on open files (ulimit -n)",
     errno.ENFILE: "raise the machine's limit on open files (fs.file-max)",

@@ -1,6 +1,7 @@
 """Where an agent's configuration comes from, which source wins, and what a mistake is told as."""
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -153,17 +154,73 @@ def test_a_section_that_is_none_is_refused_by_the_file(environment, path):
     assert "key 'transport'" in said
 
 
-@pytest.mark.parametrize("section", ["[transprt]", "[transport]\nslices = 1"])
-def test_a_section_or_a_key_in_one_that_there_is_not_is_refused(environment, path, section):
-    path.write_text(FILE + section)
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("[transprt]", "a decode agent has no key 'transprt'"),
+        (
+            "[transprt]\nslice_bytes = 1",
+            "has no key 'transprt.slice_bytes'; did you mean transport.slice_bytes?",
+        ),
+        (
+            "[transport]\nslice_byte = 1",
+            "has no key 'transport.slice_byte'; did you mean transport.slice_bytes?",
+        ),
+        ("peer_bnd = 'x'", "has no key 'peer_bnd'; did you mean peer_bind?"),
+        (
+            "offer_ttl_s = 1",
+            "a decode agent has no key 'offer_ttl_s'; --print-config has them all",
+        ),
+        (
+            "path = 'fast'",
+            "key 'path': 'fast': expected one of auto, direct, packed, reordered, mapped",
+        ),
+        ("otlp_endpoint = 'x'", "key 'otlp_endpoint': 'x': expected http://HOST:PORT or https:"),
+        (
+            "peers = ['10.0.0.1:7701']",
+            "key 'peers': ['10.0.0.1:7701']: expected tcp://HOST:PORT for each, and behind",
+        ),
+        ("http_bind = '[::]:99999'", "is not HOST:PORT, with a port up to 65535"),
+    ],
+)
+def test_what_is_wrong_in_a_file_is_told_in_words(environment, path, line, told):
+    path.write_text(FILE + line)
 
-    assert "unknown field" in refusal(path)
+    said = refusal(path)
+
+    assert said.startswith(f"{path}: ")
+    assert told in said
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "told"),
+    [
+        ("agent_id", "", "key 'agent_id': '': expected 1 to 64 letters of ASCII, digits, dots, "),
+        ("peer_bind", "tcp://127.0.0.1:99999", "tcp://HOST:FIRST-LAST, with ports up to 65535"),
+        ("log_level", "loud", "key 'log_level': 'loud': expected one of debug, info, warning"),
+    ],
+)
+def test_a_wrong_value_is_told_in_words_wherever_it_stands(environment, path, key, value, told):
+    path.write_text(re.sub(f"^{key} = .*$", "", FILE, flags=re.M) + f'{key} = "{value}"\n')
+    environment.delenv(variable(key), raising=False)
+
+    assert told in refusal(path)
+    assert told in refusal(path, (f"{key}={value}",))
+    environment.setenv(variable(key), value)
+    assert told in refusal(path)
+
+
+def test_a_file_of_the_other_agent_is_refused_as_such(environment, path):
+    path.write_text(FILE + "fetch_timeout_s = 1.0\n")
+
+    with pytest.raises(ConfigError, match="a prefill agent has no key 'fetch_timeout_s'"):
+        load_config(PrefillConfig, path)
 
 
 def test_the_doctor_refuses_what_is_wrong_in_a_section_of_all_agents(environment, path):
     path.write_text(f"{FILE}[transport]\nslices = 1")
 
-    with pytest.raises(ConfigError, match="unknown field `slices`"):
+    with pytest.raises(ConfigError, match=r"no key 'transport\.slices'"):
         wanted_agents([path])
 
 

@@ -326,4 +326,4 @@ def test_an_agent_whose_port_is_in_use_says_which(
     child = second.start(agent(second))
 
     assert child.process.wait(ENDS_WITHIN_S) == 1
-    assert f"error: cannot bind tcp://{address}:7701" in child.log_text()
+    assert f"error: key 'peer_bind': cannot bind tcp://{address}:7701" in child.log_text()

@@ -85,6 +85,34 @@ def test_an_agent_that_cannot_start_says_why_and_exits(fresh, changes, status, n
     assert "Traceback" not in said
 
 
+@pytest.mark.parametrize(
+    ("changes", "env", "told"),
+    [
+        (
+            {"staging_bytes": 1 << 40},
+            {},
+            "error: key 'staging_bytes': a segment of 1099511627776 bytes does not fit",
+        ),
+        (
+            {},
+            {"UCX_TLS": "bogus"},
+            "error: UCX does not start on data_interfaces = ['lo'], UCX_TLS=bogus: ",
+        ),
+        ({}, {"UCX_NET_DEVICES": "bogus0"}, "error: UCX_NET_DEVICES: this machine has no bogus0"),
+    ],
+    ids=["staging_bytes", "UCX_TLS", "UCX_NET_DEVICES"],
+)
+def test_what_keeps_an_agent_from_starting_is_told_by_its_name(fresh, changes, env, told):
+    agent = fresh.prepare("decode", env=env, **changes)
+    agent.expected_trouble.add("not json")
+
+    status, said = ended(agent)
+
+    assert status == 1
+    assert told in said
+    assert "Traceback" not in said
+
+
 @pytest.mark.parametrize("taken", ["peer_bind", "events_bind", "http_bind", "runtime_dir"])
 def test_what_another_agent_uses_is_named_and_the_other_one_lives_on(prefill, fresh, taken):
     first = prefill
@@ -99,7 +127,8 @@ def test_what_another_agent_uses_is_named_and_the_other_one_lives_on(prefill, fr
     status, said = ended(second)
 
     assert status == 1
-    assert in_use.removeprefix("tcp://") in said
+    assert said.count(in_use.removeprefix("tcp://")) == 1
+    assert taken == "runtime_dir" or f"error: key '{taken}': cannot bind" in said
     assert "Traceback" not in said
     assert not any(first.status()["counts"].values())
     second.expected_trouble.add("not json")

@@ -70,7 +70,7 @@ def test_more_than_the_machine_has_is_refused_without_taking_any(
     size_bytes: int, num_open_fds: Callable[[], int], small_files_only: None
 ) -> None:
     before = num_open_fds()
-    with pytest.raises(SegmentError, match=r"does not fit.*make the KV cache smaller") as caught:
+    with pytest.raises(SegmentError, match=r"does not fit.*make it smaller") as caught:
         SharedSegment(size_bytes)
 
     assert caught.value.detail["size_bytes"] == size_bytes

@@ -26,7 +26,7 @@ def check_address(address: str, *, key: str, source: str, is_named: bool) -> Non
     if not address.startswith("tcp://") or not host or not _are_ports(ports):
         raise ConfigError(
             f"{source}: key '{key}': '{address}' is neither tcp://HOST:PORT nor "
-            "tcp://HOST:FIRST-LAST",
+            f"tcp://HOST:FIRST-LAST, with ports up to {MAX_PORT}",
             key=key,
         )
     if host in ("*", "0.0.0.0", "[::]") and not is_named:  # noqa: S104 - compared
@@ -46,7 +46,9 @@ def check_http_address(bind: str, *, source: str) -> None:
     """Raise `ConfigError` unless it is HOST:PORT."""
     host, _, port = bind.rpartition(":")
     if not host or not _are_ports([port]):
-        message = f"{source}: key 'http_bind': '{bind}' is not HOST:PORT"
+        message = (
+            f"{source}: key 'http_bind': '{bind}' is not HOST:PORT, with a port up to {MAX_PORT}"
+        )
         raise ConfigError(message, key="http_bind")
 
 

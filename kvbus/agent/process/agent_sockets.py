@@ -1,6 +1,7 @@
 """The ZeroMQ sockets of an agent: where they are bound, and who may ask there."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -13,6 +14,7 @@ from kvbus.agent.process.connection_bounds import ConnectionBounds
 from kvbus.agent.process.metrics import AgentMetrics
 from kvbus.agent.process.refusals import Refusals
 from kvbus.bus import BusContext, Call, EventPublisher, RequestServer, ServerLimits
+from kvbus.errors import ConfigError
 from kvbus.memory.attach.seat import ENGINE_SOCKET
 
 log = structlog.get_logger()
@@ -52,28 +54,38 @@ class AgentSockets:
                 **options,
             )
 
-        return cls(
-            engine=server(f"ipc://{folder / ENGINE_SOCKET}", gate=admit),
-            peer=server(
+        engine = server(f"ipc://{folder / ENGINE_SOCKET}", gate=admit)
+        with _bound_by("peer_bind"):
+            peer = server(
                 config.peer_bind,
                 gate=access.gate,
                 options=access.peer_options(),
                 watch=watch.peer_socket(),
-            ),
-            events=EventPublisher(
+            )
+        with _bound_by("events_bind"):
+            events = EventPublisher(
                 context,
                 config.events_bind,
                 boot=boot,
                 heartbeat_s=config.heartbeat_s,
                 options=access.events_options(),
                 watch=watch.events_socket(),
-            ),
-        )
+            )
+        return cls(engine=engine, peer=peer, events=events)
 
     @property
     def ports(self) -> set[int]:
         """Of TCP."""
         return {int(one.endpoint.rpartition(":")[2]) for one in (self.peer, self.events)}
+
+
+@contextmanager
+def _bound_by(key: str) -> Iterator[None]:
+    """An address that cannot be bound is told with its key."""
+    try:
+        yield
+    except ConfigError as error:
+        raise ConfigError(f"key '{key}': {error.message}", key=key) from error
 
 
 def _log_fault(error: Exception, call: Call) -> None:

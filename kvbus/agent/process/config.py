@@ -8,13 +8,13 @@ import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import MappingProxyType
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta
 
 from kvbus.agent.process.addresses import BINDS, check_address, check_http_address
-from kvbus.agent.process.config_sources import Given, gather, variable
+from kvbus.agent.process.config_sources import Given, gather, in_words, kinds_of, variable
 from kvbus.agent.process.connection_config import ConnectionConfig
 from kvbus.agent.process.transport_config import TransportConfig
 from kvbus.errors import ConfigError
@@ -25,12 +25,15 @@ MEMORY_SOCKET = "memory.sock"
 
 
 class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What both agents need; each service adds its own keys."""
+    """What both agents need; each service adds its own keys. ``called`` is for messages."""
+
+    called: ClassVar[str] = "an agent"
 
     agent_id: Annotated[
         str,
         Meta(
             pattern=r"^[A-Za-z0-9._-]{1,64}$",
+            extra={"words": "1 to 64 letters of ASCII, digits, dots, underscores and hyphens"},
             description="Name of this agent in logs, metrics and tickets; unique in the cluster.",
         ),
     ]
@@ -113,6 +116,7 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         str,
         Meta(
             pattern=r"^(https?://[^\s/]+(/\S*)?)?$",
+            extra={"words": "http://HOST:PORT or https://HOST:PORT, or nothing"},
             description="Where an OpenTelemetry collector takes spans by OTLP over HTTP, such as "
             "http://127.0.0.1:4318; needs kvbus[otel]. Empty: nothing is sent.",
         ),
@@ -230,7 +234,7 @@ def load_config(kind: type[C], path: Path | None, *, settings: Iterable[str] = (
     """What the file, the environment and ``settings`` give; raises `ConfigError` that names key and
     source.
     """
-    return _converted(kind, gather(kind, path, settings=settings), path)
+    return _converted(kind, gather(kind, path, settings=settings, called=kind.called), path)
 
 
 def load_shared_config(path: Path | None) -> AgentConfig:
@@ -268,8 +272,9 @@ def convert_config(
     try:
         config = msgspec.convert(fields, kind)
     except msgspec.ValidationError as error:
-        reason, _, where = str(error).partition(" - at `$.")
+        where = str(error).partition(" - at `$.")[2]
         key = where.rstrip("`").partition("[")[0]
+        reason = in_words(error, _value_at(fields, key), dict(kinds_of(kind)).get(key))
         named = f"key '{key}': " if key else ""
         raise ConfigError(f"{origins.get(key, source)}: {named}{reason}", key=key) from error
     for key in BINDS:
@@ -280,6 +285,12 @@ def convert_config(
         check_http_address(config.http_bind, source=origins.get("http_bind", source))
     _check_staging(config, origins.get("staging_bytes", source))
     return config
+
+
+def _value_at(fields: Any, key: str) -> Any:
+    for name in key.split("."):
+        fields = fields.get(name) if isinstance(fields, dict) else None
+    return fields
 
 
 def _check_staging(config: AgentConfig, source: str) -> None:

@@ -23,6 +23,8 @@ OTHERS = frozenset({"ATTACH", "ROLE", "SERVER_KEY"})
 """Variables of engines and of commands, without the prefix."""
 SERVICE_LINK = re.compile(r"_SERVICE_HOST$|_SERVICE_PORT(_|$)|_PORT$|_PORT_\d+_(TCP|UDP|SCTP)(_|$)")
 """What Kubernetes tells every pod of a Service whose name begins with `kvbus-`."""
+LIKE = 0.8
+"""How like a key a wrong one has to be to be taken for it, from 0 to 1."""
 REFERENCE = re.compile(r"\$?\$\(([A-Za-z_][A-Za-z0-9_.-]*)\)")
 
 
@@ -51,17 +53,20 @@ def gather(
     settings: Iterable[str] = (),
     environment: Mapping[str, str] = os.environ,
     knows_all: bool = True,
+    called: str = "an agent",
 ) -> Given:
-    """The keys of ``kind`` that are given; the later source wins.
+    """The keys of ``kind`` that are given, which is ``called`` so; the later source wins.
 
     ``knows_all`` is false for the keys that all agents have: the others are not looked at. Raises
     `ConfigError` that names key and source.
     """
-    kinds = dict(_kinds(kind))
+    kinds = dict(kinds_of(kind))
     given, ours = Given(), set(kind.__struct_fields__)
     if path is not None:
         for key, value in _flat(read_toml(path)):
             if knows_all or key.partition(".")[0] in ours:
+                if key not in kinds and key not in ours:
+                    raise _no_such_key(f"{path}: {called} has no key '{key}'", key, kinds)
                 _give(given, key, _expanded(value, key, str(path), environment), str(path))
     texts = _of_environment(kinds, environment, knows_all=knows_all)
     for key, origin, text in (*texts, *_of_settings(kinds, settings)):
@@ -89,13 +94,13 @@ def _give(given: Given, key: str, value: Any, origin: str) -> None:
     given.origins[key] = origin
 
 
-def _kinds(kind: type[msgspec.Struct], section: str = "") -> Iterator[tuple[str, Any]]:
+def kinds_of(kind: type[msgspec.Struct], section: str = "") -> Iterator[tuple[str, Any]]:
     """Each key with its type and bounds."""
     for name, hint in get_type_hints(kind, include_extras=True).items():
         if name not in kind.__struct_fields__:
             continue
         if isinstance(hint, type) and issubclass(hint, msgspec.Struct):
-            yield from _kinds(hint, f"{section}{name}.")
+            yield from kinds_of(hint, f"{section}{name}.")
         else:
             yield f"{section}{name}", hint
 
@@ -130,15 +135,37 @@ def _of_settings(
         if not equals:
             raise ConfigError(f"--set {setting}: not key=value, such as --set log_level=debug")
         if key not in kinds:
-            raise ConfigError(f"--set {key}: there is no such key{_nearest(key, kinds, str)}")
+            raise _no_such_key(f"--set {key}: there is no such key", key, kinds)
         yield key, f"--set {key}", text
+
+
+def _no_such_key(problem: str, key: str, kinds: Mapping[str, Any]) -> ConfigError:
+    return ConfigError(f"{problem}{_nearest(key, kinds, str)}", key=key)
 
 
 def _nearest(key: str, kinds: Mapping[str, Any], shown: Any) -> str:
     """The key that was meant, as far as one can tell."""
     in_section = [one for one in kinds if one.rpartition(".")[2] == key]
-    found = in_section or get_close_matches(key, kinds, n=1)
+    found = in_section or get_close_matches(key, kinds, n=1, cutoff=LIKE)
     return f"; did you mean {shown(found[0])}?" if found else "; --print-config has them all"
+
+
+def in_words(error: msgspec.ValidationError, value: object, hint: Any) -> str:
+    """What is wrong with the value of a key, in words for people where msgspec has none."""
+    reason = str(error).partition(" - at `")[0]
+    if reason.startswith("Invalid enum value"):
+        choices = ", ".join(map(str, get_args(get_args(hint)[0])))
+        return f"{value!r}: expected one of {choices}"
+    if "matching regex" in reason:
+        return f"{value!r}: expected {_words_of(hint)}"
+    return reason
+
+
+def _words_of(hint: Any) -> str:
+    """What a pattern means: ``extra`` of its `Meta` says it."""
+    inner = get_args(hint)
+    own = (one.extra["words"] for one in inner if isinstance(one, msgspec.Meta) and one.extra)
+    return next(own, "") or next(filter(None, map(_words_of, inner)), "")
 
 
 def _typed(text: str, hint: Any, key: str, origin: str, environment: Mapping[str, str]) -> Any:
@@ -150,7 +177,8 @@ def _typed(text: str, hint: Any, key: str, origin: str, environment: Mapping[str
     try:
         return msgspec.to_builtins(msgspec.convert(value, hint, strict=False))
     except msgspec.ValidationError as error:
-        raise ConfigError(f"{origin}: key '{key}': {error}", key=key) from error
+        reason = in_words(error, value, hint)
+        raise ConfigError(f"{origin}: key '{key}': {reason}", key=key) from error
 
 
 def _expanded(value: Any, key: str, origin: str, environment: Mapping[str, str]) -> Any:

@@ -105,9 +105,11 @@ def choose_interfaces(config: AgentConfig) -> tuple[str, ...]:
 
     Raises `ConfigError` when other machines reach the agent and nobody has named the interfaces.
     """
-    named = config.data_interfaces or _from_environment()
-    if named:
-        _require_known(named)
+    if config.data_interfaces:
+        _require_known(config.data_interfaces, "key 'data_interfaces'")
+        return config.data_interfaces
+    if named := _from_environment():
+        _require_known(named, UCX_INTERFACES)
         return named
     if all(is_loopback(bind_host(bind)) for bind in (config.peer_bind, config.events_bind)):
         return _loopback_interfaces()
@@ -171,12 +173,12 @@ def _from_environment() -> tuple[str, ...]:
     return () if named == "all" else tuple(name for name in named.split(",") if name)
 
 
-def _require_known(names: Collection[str]) -> None:
+def _require_known(names: Collection[str], source: str) -> None:
     known = {*psutil.net_if_addrs(), *_rdma_devices()}
     unknown = [name for name in names if name.partition(":")[0] not in known]
     if unknown:
         raise ConfigError(
-            f"key 'data_interfaces': this machine has no {', '.join(unknown)}; it has "
+            f"{source}: this machine has no {', '.join(unknown)}; it has "
             f"{', '.join(sorted(known))}",
             key="data_interfaces",
         )

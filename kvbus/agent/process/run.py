@@ -13,6 +13,7 @@ import structlog
 from kvbus.agent.process.access import Access
 from kvbus.agent.process.config import AgentConfig
 from kvbus.agent.process.data_plane import (
+    UCX_INTERFACES,
     choose_interfaces,
     has_rdma,
     restrict_ucx,
@@ -28,6 +29,8 @@ from kvbus.transport import Transport, TransportLimits
 
 log = structlog.get_logger()
 
+SET_HERE = {UCX_INTERFACES, "UCX_TCP_CONN_NB", "UCX_LOG_LEVEL"}
+"""Settings of UCX that an agent has without any doing of its user."""
 HERE_BYTES = 256 << 10
 """READs up to this are posted by the event loop."""
 
@@ -90,13 +93,16 @@ async def run_agent(
 
 async def _start(transport: Transport, interfaces: tuple[str, ...]) -> None:
     """Start the transport, or raise `TransferFailed` that says what UCX lacks."""
+    names = (name for name in sorted(os.environ) if name.startswith("UCX_"))
+    told = "".join(f", {name}={os.environ[name]}" for name in names if name not in SET_HERE)
     try:
         await asyncio.wrap_future(transport.start())
     except TransferFailed as error:
         down = without_link(interfaces)
         why = f"no link: {', '.join(down)}" if down else "UCX_LOG_LEVEL=info makes UCX say why"
         raise TransferFailed(
-            f"UCX does not start on data_interfaces = {list(interfaces)}: {why} ({error.message})",
+            f"UCX does not start on data_interfaces = {list(interfaces)}{told}: {why} "
+            f"({error.message})",
             interfaces=",".join(interfaces),
         ) from error
 

@@ -9,7 +9,7 @@ from typing import Any, Protocol, Self
 
 import anyio
 
-from kvbus.errors import GeometryError
+from kvbus.errors import GeometryError, SegmentError
 from kvbus.memory.segment import SharedSegment
 from kvbus.transport import MemoryKind, Registration, Transport
 
@@ -97,4 +97,9 @@ class SlotMemory:
 
 
 def _make(size_bytes: int) -> SharedSegment:
-    return SharedSegment(size_bytes, name="kvbus-staging")
+    try:
+        return SharedSegment(size_bytes, name="kvbus-staging")
+    except SegmentError as error:
+        raise SegmentError(
+            f"key 'staging_bytes': {error.message}", code=error.code, **error.detail
+        ) from error

@@ -1,6 +1,6 @@
 """The keys of a decode agent's configuration; `kvbus.agent.process.config` reads and checks."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
@@ -10,12 +10,15 @@ from kvbus_decode.fetch.state import FetchLimits
 from kvbus_decode.read.table import ReadLimits
 
 LISTING = r"^tcp://[^\s/;,]+:[0-9]{1,5}( [!-~]{40})?$"
-Listing = Annotated[str, Meta(pattern=LISTING, max_length=300)]
+WORDS = "tcp://HOST:PORT for each, and behind a space the agent's public key if it has one"
+Listing = Annotated[str, Meta(pattern=LISTING, max_length=300, extra={"words": WORDS})]
 """Where a prefill agent is, and its public key."""
 
 
 class DecodeConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Configuration of `kvbus-decode`; every key but three has a default."""
+
+    called: ClassVar[str] = "a decode agent"
 
     fetch_timeout_s: Annotated[
         Duration, Meta(description="Deadline of a fetch, when not told otherwise.")

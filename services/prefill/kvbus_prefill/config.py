@@ -3,7 +3,7 @@
 Refuses nothing itself; `kvbus.agent.process.config` reads and checks.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from msgspec import Meta
 
@@ -16,6 +16,8 @@ from kvbus_prefill.slots.entry import SlotLimits
 
 class PrefillConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Configuration of `kvbus-prefill`; every key but three has a default."""
+
+    called: ClassVar[str] = "a prefill agent"
 
     offer_ttl_s: Annotated[
         Duration, Meta(description="How long an offer waits for a reader, when not told otherwise.")
