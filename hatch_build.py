@@ -1,7 +1,8 @@
 """Compiles the kernel that copies and digests when kvbus is built or installed.
 
-``python hatch_build.py`` compiles it in this folder. Without a compiler the build goes on: kvbus
-then copies and digests by numpy, which is slower.
+A wheel gets one from a temporary folder, and nothing is written beside the sources; an editable
+install needs it there, where ``python hatch_build.py`` compiles it, too. Without a compiler the
+build goes on: kvbus then copies and digests by numpy, which is slower.
 """
 
 import os
@@ -9,6 +10,7 @@ import shlex
 import subprocess
 import sys
 import sysconfig
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +37,24 @@ def compile_kernel(library: Path = LIBRARY) -> str | None:
     return None
 
 
+def add_kernel(version: str, build_data: dict[str, Any], folder: Path) -> str | None:
+    """Put the kernel into a wheel, which is then one of this platform; returns why not, if so.
+
+    It is compiled in ``folder`` unless the ``version`` of the wheel is "editable".
+    """
+    is_editable = version == "editable"
+    library = LIBRARY if is_editable else folder / LIBRARY.name
+    problem = compile_kernel(library)
+    if problem is None:
+        platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
+        build_data["pure_python"] = False
+        build_data["tag"] = f"py3-none-{platform}"
+        if not is_editable:
+            place = LIBRARY.relative_to(Path(__file__).parent)
+            build_data["force_include"][str(library)] = str(place)
+    return problem
+
+
 def told(problem: str) -> str:
     """What a person is told of it."""
     return (
@@ -53,15 +73,15 @@ else:
         """Runs before each wheel, editable ones included."""
 
         def initialize(self, version: str, build_data: dict[str, Any]) -> None:
-            """Put the kernel into the wheel, which is then one of this platform."""
-            problem = compile_kernel()
+            """Put the kernel into the wheel."""
+            self._folder = tempfile.TemporaryDirectory(prefix="kvbus-build-")
+            problem = add_kernel(version, build_data, Path(self._folder.name))
             if problem is not None:
                 self.app.display_warning(told(problem))
-                return
-            platform = sysconfig.get_platform().replace("-", "_").replace(".", "_")
-            build_data["pure_python"] = False
-            build_data["tag"] = f"py3-none-{platform}"
-            build_data["artifacts"].append(str(LIBRARY.relative_to(Path(__file__).parent)))
+
+        def finalize(self, version: str, build_data: dict[str, Any], artifact_path: str) -> None:
+            """The wheel has the kernel now."""
+            self._folder.cleanup()
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import subprocess
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -133,6 +134,22 @@ def test_without_a_library_numpy_copies(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert not run_copy.is_compiled()
     assert run_copy.load_kernel(tmp_path / "text.so") is None
     assert (target == source).all()
+
+
+@pytest.mark.skipif(not HAS_COMPILER, reason="there is no C compiler here")
+def test_a_wheel_gets_its_kernel_from_another_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    beside = tmp_path / "beside the sources.so"
+    monkeypatch.setattr(hatch_build, "LIBRARY", Path(hatch_build.__file__).with_name(beside.name))
+    wheel: dict[str, Any] = {"force_include": {}}
+
+    problem = hatch_build.add_kernel("standard", wheel, tmp_path)
+
+    assert problem is None
+    assert wheel["force_include"] == {str(tmp_path / beside.name): beside.name}
+    assert not wheel["pure_python"]
+    assert not hatch_build.LIBRARY.exists()
 
 
 @pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
