@@ -57,9 +57,17 @@ def both(model: str) -> Shape:
 
 UP = Shape(
     Side("0", block_size=SMALLER, flags=CHUNKED, settings={"offer_ttl_s": OFFER_TTL_S}),
-    Side("1", block_size=LARGER, flags=CHUNKED, settings={"fetch_timeout_s": FETCH_TIMEOUT_S}),
+    Side(
+        "1",
+        block_size=LARGER,
+        flags=CHUNKED,
+        settings={"fetch_timeout_s": FETCH_TIMEOUT_S, "mapped": True},
+    ),
 )
-"""Small blocks to large ones, prompts cut into chunks and cached."""
+"""Small blocks to large ones, prompts cut into chunks and cached.
+
+Memory is mapped, as it is for users who have both servers on one machine; other shapes use NIXL.
+"""
 
 FAILING = Shape(
     Side("0", block_size=LARGER, settings={"offer_ttl_s": OFFER_TTL_S}),

@@ -10,7 +10,7 @@ from kvbus.errors import KVBusError
 from tests.engines import engine
 from tests.vllm.calls import RefusedError
 from tests.vllm.clusters import NUM_TOKENS, Cluster, prompt_of
-from tests.vllm.shapes import CHUNK_TOKENS, OTHERS, UP
+from tests.vllm.shapes import CHUNK_TOKENS, OTHERS, SMALLER, UP
 
 SHAPE = UP
 LONG = 4 * CHUNK_TOKENS + 7
@@ -73,6 +73,29 @@ def test_a_prefill_request_that_ends_by_a_stop_token_has_offered_its_prompt(pair
     assert ended.finish_reason == "stop"
     assert decode.completion().tokens == pair.alone(prompt)
     assert pair.moved() > before
+
+
+def test_a_prefill_request_that_goes_on_to_answer_has_offered_its_prompt(pair: Cluster) -> None:
+    prompt, before = prompt_of(LONG, seed=8450), pair.moved()
+    to_decode, to_prefill = pair.meeting()
+
+    pair.prefill.complete(prompt, 3 * SMALLER, kv_transfer_params=to_prefill)
+
+    assert pair.redeem(prompt, to_decode) == pair.alone(prompt)
+    assert pair.moved() > before
+
+
+def test_several_sequences_that_both_servers_are_asked_for_are_no_trouble(pair: Cluster) -> None:
+    prompt, trouble = prompt_of(LONG, seed=8460), pair.prefill.trouble()
+    to_decode, to_prefill = pair.meeting()
+    several = {"n": 3, "temperature": 0.01, "top_k": 1}
+
+    decode = pair.begin(prompt, to_decode, **several)
+    prefill = pair.prefill.begin(prompt, 1, kv_transfer_params=to_prefill, **several)
+    prefill.sequences()
+
+    assert decode.sequences() == 3 * [pair.alone(prompt)]
+    assert pair.prefill.trouble() == trouble
 
 
 def test_a_prefill_request_that_is_refused_leaves_decode_to_compute_the_prompt(pair) -> None:

@@ -26,6 +26,14 @@ def test_decode_says_what_it_says_alone(pair: Cluster, num_tokens: int) -> None:
     assert pair.moved() > before
 
 
+def test_kv_comes_by_mapped_memory_where_users_have_both_sides_on_one_machine(
+    pair: Cluster,
+) -> None:
+    pair.handoff(prompt_of(CHUNK_TOKENS + 9, seed=9))
+
+    assert pair.decode_agent.says("handoff.completed")[-1]["path"] == "mapped"
+
+
 def test_a_stream_says_the_same(pair: Cluster) -> None:
     prompt = prompt_of(150, seed=10)
     ticket = pair.ticket(prompt)
