@@ -12,17 +12,17 @@ from datetime import UTC, datetime
 from typing import Annotated, Any
 
 import anyio
-import msgspec
 import typer
 
 from kvbus.bus import ClientCurve, EventListener, EventSubscriber, ask_agent, new_context
 from kvbus.errors import ConfigError, ErrorCode, KVBusError, RequestTimeout
 from kvbus.keys.asker import KeyFile, ServerKey, curve_of
 from kvbus.keys.roles import may_hear
-from kvbus.output import fail, write_text
+from kvbus.output import fail, json_text, write_text
 from kvbus.protocol.envelope import Notice
 from kvbus.protocol.events import EVENTS, Heartbeat
 from kvbus.protocol.peer import AgentStatus, Status
+from kvbus.text import printable
 
 NAMES = [name for name in EVENTS if name != Heartbeat.op]
 ANSWER_S, RETRY_S = 3.0, 1.0
@@ -151,7 +151,7 @@ class _Stream(EventListener):
         line = {"at": now, "agent": self.agent, "boot": boot, "event": event}
         for name, value in (pair for fields in told for pair in fields.items()):
             line.setdefault(name, value)  # no body takes the place of what is there
-        if not write_text(msgspec.json.encode(line).decode() + "\n"):
+        if not write_text(json_text(line) + "\n"):
             self.ended.set()
 
 
@@ -196,4 +196,4 @@ async def _follow(asker: _Asker, topics: list[str], request: str, count: int) ->
 
 
 def _say(text: str) -> None:
-    sys.stderr.write(f"kvbus events: {text}\n")
+    sys.stderr.write(f"kvbus events: {printable(text)}\n")

@@ -9,10 +9,17 @@ from typing import NoReturn
 
 import msgspec
 
+from kvbus.text import printable
+
 
 def write_json(value: object) -> None:
     """One line of JSON to stdout."""
-    write_text(msgspec.json.encode(value).decode() + "\n")
+    write_text(json_text(value) + "\n")
+
+
+def json_text(value: object) -> str:
+    """JSON in which every character is printable."""
+    return printable(msgspec.json.encode(value).decode())
 
 
 def write_text(text: str) -> bool:
@@ -37,5 +44,5 @@ def write_text(text: str) -> bool:
 
 def fail(message: str, *, status: int, cause: Exception) -> NoReturn:
     """Say what is wrong in one line of stderr, and end with this exit status."""
-    sys.stderr.write(f"error: {message}\n")
+    sys.stderr.write(f"error: {printable(message)}\n")
     raise SystemExit(status) from cause

@@ -10,11 +10,11 @@ from typing import Annotated
 import anyio
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from kvbus.agent.process.faults import retry_time
 from kvbus.bus import ask_agent
+from kvbus.console import Console
 from kvbus.errors import ConfigError, KVBusError, RequestTimeout
 from kvbus.keys.asker import KeyFile, ServerKey, curve_of
 from kvbus.output import fail, write_json
@@ -55,7 +55,7 @@ def status(
     if as_one_json:
         write_json(answer)
     else:
-        console = Console(highlight=False)
+        console = Console()
         console.print(f"{answer.agent_id}: {answer.role} agent, {_state(answer)}", soft_wrap=True)
         console.print(status_table(answer))
         if fetch or offer:

@@ -1,7 +1,9 @@
-"""Bytes, times, rates and lists of numbers as text for people."""
+"""Bytes, times, rates and lists of numbers as text for people, and text that is safe to print."""
 
-from collections.abc import Iterable
+import json
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
+from typing import Any
 
 UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
@@ -42,3 +44,26 @@ def numbers_text(numbers: Iterable[int]) -> str:
         else:
             runs.append([number])
     return ", ".join(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs)
+
+
+def printable(text: str) -> str:
+    r"""The text with an escape such as ``\u001b`` for what is not printable, but for newlines.
+
+    Names come from others: a terminal obeys control characters, and shows what follows some others
+    in another order. In JSON the escape stands for the character itself.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        one if one == "\n" or one.isprintable() else json.dumps(one)[1:-1] for one in text
+    )
+
+
+def printable_values(_logger: object, _method: str, event: Mapping[str, Any]) -> dict[str, Any]:
+    """A processor of structlog, ahead of a renderer that adds control characters of its own.
+
+    What is no text is rendered by `repr`, which escapes alike.
+    """
+    return {
+        key: printable(value) if isinstance(value, str) else value for key, value in event.items()
+    }

@@ -7,11 +7,11 @@ from importlib.metadata import version
 from typing import Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.table import Table
 
 from kvbus.bench.exits import errors_told
 from kvbus.bench.figures import EVERY_TIME, CaseName, Figures, Scale, as_rows, as_table
+from kvbus.console import Console
 from kvbus.output import write_json
 
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 import typer
 
 from kvbus.errors import ConfigError, KVBusError, leaves
+from kvbus.text import printable
 
 INTERRUPTED = 130
 
@@ -29,6 +30,6 @@ def errors_told(command: str) -> Iterator[None]:
         status = INTERRUPTED
     # Several sessions may have ended for one reason.
     reasons = dict.fromkeys(map(str, errors))
-    sys.stderr.writelines(f"error: {command}: {reason}\n" for reason in reasons)
+    sys.stderr.writelines(f"error: {command}: {printable(reason)}\n" for reason in reasons)
     if status:
         raise typer.Exit(status)

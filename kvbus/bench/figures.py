@@ -9,8 +9,9 @@ from enum import StrEnum
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
-VERDICTS = {True: "[green]ok[/]", False: "[red]missed[/]", None: ""}
+VERDICTS = {True: Text("ok", "green"), False: Text("missed", "red"), None: Text()}
 
 
 class CaseName(StrEnum):

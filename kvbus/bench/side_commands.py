@@ -5,10 +5,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import anyio
 import typer
-from rich.console import Console
 
 from kvbus.bench.exits import errors_told
 from kvbus.bench.sides.handed import MAX_MIB
+from kvbus.console import Console
 from kvbus.output import write_json
 
 if TYPE_CHECKING:
@@ -70,6 +70,6 @@ def bench_decode(
             table, sentences, found = report(measured)
             if table.row_count:
                 width = max(Console().width, TABLE_WIDTH)
-                Console(width=width).print(table, *sentences, sep="\n", highlight=False)
+                Console(width=width).print(table, *sentences, sep="\n")
             if as_one_json:
                 write_json(found)

@@ -10,12 +10,12 @@ from typing import Annotated
 
 import msgspec
 import typer
-from rich.console import Console
 
 from kvbus.conform.book import Outcome
 from kvbus.conform.play import play, scenes_of
 from kvbus.conform.report import exit_status_of, print_report, sentence_of
 from kvbus.conform.stage import START_S
+from kvbus.console import Console
 from kvbus.errors import ConfigError
 from kvbus.output import fail, write_json, write_text
 from kvbus.protocol.engine import AgentRole
@@ -101,7 +101,7 @@ def as_json(outcomes: list[Outcome], role: AgentRole) -> dict[str, object]:
 
 
 def _as_text(outcomes: list[Outcome]) -> str:
-    console = Console(highlight=False)
+    console = Console()
     with console.capture() as printed:
         print_report(outcomes, console)
     return "".join(f"{line.rstrip()}\n" for line in printed.get().splitlines())

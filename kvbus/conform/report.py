@@ -6,12 +6,12 @@ It needs no colour, and no more than 80 columns.
 from collections import Counter
 from collections.abc import Sequence
 
-from rich.console import Console
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
 from kvbus.conform.book import Outcome, Verdict
+from kvbus.console import Console
 
 STYLES = {Verdict.PASSED: "green", Verdict.FAILED: "bold red", Verdict.UNTRIED: "yellow"}
 

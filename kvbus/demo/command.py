@@ -6,9 +6,9 @@ from contextlib import contextmanager
 
 import anyio
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn
 
+from kvbus.console import Console
 from kvbus.demo.options import DemoOptions
 from kvbus.demo.report import print_report
 from kvbus.demo.run import OnProgress, run_demo
@@ -32,7 +32,7 @@ def demo(options: DemoOptions) -> None:
             ) from error
     with _progress_bar() as on_progress:
         report = anyio.run(run_demo, options, on_progress)
-    print_report(report, Console(highlight=False))
+    print_report(report, Console())
     sys.stderr.writelines(f"error: {message}\n" for message in report.trouble)
     if report.ended_by is not None:
         sys.stderr.write(f"ended by {report.ended_by.name}; all processes have ended, too\n")

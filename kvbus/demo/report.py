@@ -11,10 +11,11 @@ from signal import Signals
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console, Group
+from rich.console import Group
 from rich.table import Table
 from rich.text import Text
 
+from kvbus.console import Console
 from kvbus.demo.messages import Decoded, Prefilled, Step
 from kvbus.demo.options import DemoOptions
 from kvbus.demo.prompts import encode

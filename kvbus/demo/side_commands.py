@@ -11,6 +11,7 @@ import typer
 from kvbus.demo.sides import SideOptions, decode_side, prefill_side
 from kvbus.errors import ConfigError, KVBusError, leaves
 from kvbus.options import with_options
+from kvbus.text import printable
 
 T = TypeVar("T")
 
@@ -57,5 +58,5 @@ def _run(side: Callable[[SideOptions], Coroutine[Any, Any, T]], options: SideOpt
         return anyio.run(side, options)
     except* KVBusError as group:
         errors = leaves(group)
-    sys.stderr.writelines(f"error: {error.message}\n" for error in errors)
+    sys.stderr.writelines(f"error: {printable(error.message)}\n" for error in errors)
     raise typer.Exit(2 if any(isinstance(error, ConfigError) for error in errors) else 1)

@@ -39,6 +39,7 @@ from kvbus.demo.prompts import encode
 from kvbus.errors import ConfigError, RequestRefused, RequestTimeout
 from kvbus.memory.attach.connect import connect_to_agent
 from kvbus.spawn import Child
+from kvbus.text import printable
 
 NUM_WAITS = 3  # of twenty seconds each without a block that comes back
 
@@ -184,7 +185,7 @@ async def decode_side(options: SideOptions) -> list[Outcome]:
             places.release()
             generated.append(one)
             if one.failed:
-                sys.stderr.write(f"error: {handed.request_id} failed: {one.failed}\n")
+                sys.stderr.write(printable(f"error: {handed.request_id} failed: {one.failed}\n"))
 
         async with anyio.create_task_group() as tasks:
             async for text in anyio.wrap_file(sys.stdin):

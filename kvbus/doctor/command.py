@@ -12,8 +12,8 @@ from typing import Annotated
 
 import typer
 from msgspec import ValidationError, convert
-from rich.console import Console
 
+from kvbus.console import Console
 from kvbus.doctor.agents import AgentSource, check_agents, wanted_agents
 from kvbus.doctor.asking import PeerToCheck
 from kvbus.doctor.children import Budget
@@ -214,7 +214,7 @@ def _agent_to_check(
 
 
 def _as_text(findings: list[Finding]) -> str:
-    console = Console(highlight=False)
+    console = Console()
     with console.capture() as printed:
         print_report(findings, console)
     return "".join(f"{line.rstrip()}\n" for line in printed.get().splitlines())

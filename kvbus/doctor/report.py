@@ -6,11 +6,12 @@ It needs no colour, and no more than 80 columns.
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from kvbus.console import Console
 from kvbus.doctor.finding import Finding, Severity, sentence_of, worst_first
 
 STYLES = {

@@ -10,10 +10,10 @@ from typing import Annotated, Any
 
 import typer
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Table
 
 from kvbus.bus import new_key_pair, require_key
+from kvbus.console import Console
 from kvbus.errors import ConfigError
 from kvbus.keys.files import (
     SUFFIX,
@@ -145,7 +145,7 @@ def _print(trusted: TrustedKeys) -> None:
     table = Table("name", "roles", "public key", box=SIMPLE_HEAD, show_edge=False)
     for one in trusted:
         table.add_row(one.name, ", ".join(sorted(one.roles)), one.key)
-    console = Console(highlight=False, markup=False)
+    console = Console()
     console.print(table)
     for problem in trusted.problems:
         console.print(problem, soft_wrap=True)

@@ -3,8 +3,7 @@
 Refuses a bad spec with one line and exit status 2, engines that do not fit with exit status 1.
 """
 
-from rich.console import Console
-
+from kvbus.console import Console
 from kvbus.errors import ErrorCode, KVBusError
 from kvbus.options import with_options
 from kvbus.output import fail, write_json
@@ -45,6 +44,6 @@ def plan(options: PlanOptions) -> None:
     except OSError as error:
         message = f"--svg: cannot write {str(options.svg)!r}: {error.strerror}"
         fail(message, status=2, cause=error)
-    print_plan(found, Console(highlight=False))
+    print_plan(found, Console())
     if options.as_one_json:
         write_json(as_json(found))

@@ -6,10 +6,10 @@ Refuses to list more reads on a terminal than a person reads; all are in the JSO
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
+from kvbus.console import Console
 from kvbus.geometry import GroupSpec
 from kvbus.plan.paths import PathPlan
 from kvbus.plan.plan import PathOption, Plan, PlannedRead

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-from rich.console import Console
 from rich.live import Live as Screen
 
 from kvbus.agent.process.config import AgentConfig
 from kvbus.agent.process.config_sources import gather
+from kvbus.console import Console
 from kvbus.errors import ConfigError, PeerLost
 from kvbus.output import fail, write_json
 from kvbus.protocol.live import Live
@@ -60,7 +60,7 @@ def top(
         elif once:
             looker.look()
             time.sleep(every)
-            Console(highlight=False).print(screen(looker.look()))
+            Console().print(screen(looker.look()))
         else:
             _go_on(looker, every)
     if not looker.was_answered:
@@ -107,7 +107,7 @@ class Looker:
 
 
 def _go_on(looker: Looker, every_s: float) -> None:
-    console = Console(highlight=False)
+    console = Console()
     while not console.is_terminal:
         console.print(screen(looker.look()))
         time.sleep(every_s)

@@ -6,12 +6,13 @@ from typing import Annotated
 
 import anyio
 import typer
-from rich.console import Console
 from rich.text import Text
 
+from kvbus.console import Console
 from kvbus.errors import ConfigError, KVBusError
 from kvbus.keys.asker import KeyFile, ServerKeys, curves_of
 from kvbus.output import fail, write_json
+from kvbus.text import printable
 from kvbus.trace.ask import AgentToAsk, Asked, Questions
 from kvbus.trace.chrome import chrome_file
 from kvbus.trace.failure import failure
@@ -61,7 +62,8 @@ def trace(
     for endpoint, problem in asked.problems.items():
         if isinstance(problem, ConfigError):
             raise typer.BadParameter(problem.message) from problem
-        typer.echo(f"warning: {endpoint}: {problem.code}: {problem.message}", err=True)
+        warning = f"warning: {endpoint}: {problem.code}: {problem.message}"
+        typer.echo(printable(warning), err=True)
     timeline = Timeline.of(asked.traces, now_s=time.monotonic())
     if not timeline.agents:
         fail(_unknown(request_id, asked), status=1, cause=KVBusError("no agent knows it"))
@@ -70,7 +72,7 @@ def trace(
     if as_one_json:
         write_json(_as_map(request_id, timeline, asked))
         return
-    _draw(timeline, Console(highlight=False))
+    _draw(timeline, Console())
 
 
 def _draw(timeline: Timeline, console: Console) -> None:

@@ -49,3 +49,14 @@ def test_other_styles_say_the_same(style: str) -> None:
 
 def test_what_cannot_be_encoded_loses_no_line() -> None:
     assert len(lines("console", other="\\udc80")) == 2
+
+
+@pytest.mark.parametrize("style", ["console", "json"])
+def test_what_a_name_would_tell_a_terminal_is_escaped(style: str) -> None:
+    _, plain = lines(style)
+    _, line = lines(style, other="a\\x1b[2J\\u202e\\x9bb")
+
+    ours = {one for one in plain if not one.isprintable()}
+    assert {one for one in line if not one.isprintable()} <= ours
+    assert "a\\u001b[2J\\u202e\\u009bb" in line.replace("\\\\", "\\")
+    assert "\x1b[2J" not in line

@@ -12,6 +12,8 @@ import msgspec
 import structlog
 from structlog.typing import EventDict
 
+from kvbus.text import printable, printable_values
+
 
 def configure_logs(*, level: str, style: str, **context: str) -> None:
     """Set up structlog for the whole process; ``context`` is on every line.
@@ -26,7 +28,7 @@ def configure_logs(*, level: str, style: str, **context: str) -> None:
             structlog.processors.add_log_level,
             _add_time,
             structlog.processors.format_exc_info,
-            structlog.dev.ConsoleRenderer() if pretty else _render_json,
+            *((printable_values, structlog.dev.ConsoleRenderer()) if pretty else (_render_json,)),
         ],
         wrapper_class=structlog.make_filtering_bound_logger(
             logging.getLevelNamesMapping()[level.upper()]
@@ -68,4 +70,4 @@ class _LineWriter:
 
 def _render_json(_logger: object, _method: str, event: EventDict) -> str:
     """One line of JSON, by msgspec, which takes a tenth of the time of the standard library."""
-    return msgspec.json.encode(event, enc_hook=repr).decode()
+    return printable(msgspec.json.encode(event, enc_hook=repr).decode())

@@ -7,7 +7,6 @@ from functools import partial
 from pathlib import Path
 
 import anyio
-from rich.console import Console
 
 from kvbus.bench.cases.burst import measure_burst
 from kvbus.bench.cases.cost import measure_cost
@@ -36,6 +35,7 @@ from kvbus.bench.shapes import (
     contiguous,
     scattered,
 )
+from kvbus.console import Console
 from kvbus.errors import KVBusError
 
 Case = Callable[[Bench, Scale], Awaitable[list[Figure]]]
@@ -123,5 +123,5 @@ def running(folder: Path, console: Console, *, notes: Path | None = None) -> Ite
                 yield Bench(agents, stack.enter_context(engines), folder, stack)
         except* KVBusError:
             for one in (prefill, decode):
-                console.print(one.child.lost("runs"), markup=False)
+                console.print(one.child.lost("runs"))
             raise

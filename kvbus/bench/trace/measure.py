@@ -4,7 +4,6 @@ import tempfile
 from pathlib import Path
 
 import anyio
-from rich.console import Console
 
 from kvbus.bench.cases import running
 from kvbus.bench.engines import Bench
@@ -12,6 +11,7 @@ from kvbus.bench.figures import Scale
 from kvbus.bench.shapes import SMALL, contiguous
 from kvbus.bench.trace.hops import COMPLETED, FETCH, TracedHop, traced_hops
 from kvbus.bench.trace.recorder import Note, Recorder, read_notes
+from kvbus.console import Console
 
 NUM_TRACED, NUM_FIRST = 400, 50
 

@@ -14,6 +14,7 @@ from kvbus.integrations.proxy.app import Proxy
 from kvbus.integrations.proxy.options import LogFormat, ProxyOptions
 from kvbus.options import with_options
 from kvbus.output import fail
+from kvbus.text import printable_values
 
 log = structlog.get_logger()
 
@@ -76,7 +77,11 @@ def _log_to_stderr(style: LogFormat) -> None:
             structlog.processors.add_log_level,
             structlog.processors.TimeStamper(fmt="iso", utc=True),
             *([] if pretty else [structlog.processors.format_exc_info]),
-            structlog.dev.ConsoleRenderer() if pretty else structlog.processors.JSONRenderer(),
+            *(
+                (printable_values, structlog.dev.ConsoleRenderer())
+                if pretty
+                else (structlog.processors.JSONRenderer(),)
+            ),
         ],
         logger_factory=structlog.PrintLoggerFactory(sys.stderr),
     )

@@ -1,0 +1,27 @@
+"""What commands print tables and lines with: rich's console, for text that others have chosen.
+
+Refuses to read markup or emoji names in it, and to pass on what is not printable.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from rich import console
+from rich.console import ConsoleOptions, RenderableType
+from rich.segment import Segment
+
+from kvbus.text import printable
+
+
+class Console(console.Console):
+    """rich's console without highlighting, markup and emoji names, with `printable` text."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(highlight=False, markup=False, emoji=False, **options)
+
+    def render(
+        self, renderable: RenderableType, options: ConsoleOptions | None = None
+    ) -> Iterator[Segment]:
+        """All that is printed comes by here, each cell of a table before it is cut to its width."""
+        for text, style, control in super().render(renderable, options):
+            yield Segment(text if control else printable(text), style, control)
