@@ -61,18 +61,12 @@ class PeerAddress(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class Peer:
-    """One agent, by the endpoint in tickets, or by the one that an engine's home names.
-
-    ``nixl_agents`` are those of its processes, with all memory that NIXL was told of;
-    ``broken_agents`` those of them that UCX has given up.
-    """
+    """One agent, by the endpoint in tickets, or by the one that an engine's home names."""
 
     address: PeerAddress
     client: RequestClient
     reach: ReachBook = field(repr=False)
     scope: anyio.CancelScope = field(default_factory=anyio.CancelScope)
-    nixl_agents: dict[str, set[Extent]] = field(default_factory=dict)
-    broken_agents: set[str] = field(default_factory=set)
     nixl_turn: anyio.Lock = field(default_factory=anyio.Lock)
     events_endpoint: str = ""
     boot: str = ""

@@ -6,6 +6,7 @@ Refuses an engine whose KV ours cannot use; both sides log the field and both va
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 import anyio
@@ -153,7 +154,7 @@ class RouteBook:
         """UCX has given up a connection of routes from this agent: they, and it, are made anew."""
         for route in [route for key, route in self._routes.items() if key.agent_boot == agent_boot]:
             for source in route.sources:
-                source.peer.broken_agents.add(source.nixl_agent)
+                self._nixl.break_off(source.nixl_agent)
         self._keep_only(lambda key, _: key.agent_boot != agent_boot)
 
     def forget_engine(self, engine: LocalEngine) -> None:
@@ -165,7 +166,7 @@ class RouteBook:
         """Drop the routes through a peer, its NIXL agents, and what was refused."""
         self.refusals.pop(peer.endpoint, None)
         self._keep_only(lambda _, route: all(source.peer is not peer for source in route.sources))
-        self._agent.tasks.start_soon(self._forget_nixl, peer)
+        self._forget_nixl(peer)
 
     def see_boot(self, peer: Peer, boot: str) -> list[str]:
         """A peer's boot id; returns the earlier ones whose offers are lost with their process."""
@@ -178,8 +179,7 @@ class RouteBook:
         }
         lost = {route for route, _ in old}
         self._keep_only(lambda _, route: route not in lost)
-        if peer.nixl_agents:
-            self._agent.tasks.start_soon(self._forget_nixl, peer)
+        self._forget_nixl(peer)
         return sorted({source.agent_boot for route, source in old if source is route.home})
 
     def _forget_mapped(self, memory: MappedMemory) -> None:
@@ -192,9 +192,14 @@ class RouteBook:
     def _sources(self) -> set[Source]:
         return {source for route in self._routes.values() for source in route.sources}
 
-    async def _forget_nixl(self, peer: Peer) -> None:
-        used = {source.nixl_agent for source in self._sources()}
-        await self._nixl.forget(peer, list(peer.nixl_agents.keys() - used))
+    def _forget_nixl(self, peer: Peer) -> None:
+        """NIXL's agents for a peer that no route needs go, once nothing of them is in flight."""
+        for name in self._nixl.names_of(peer):
+            is_used = partial(self._is_nixl_used, name)
+            self._agent.tasks.start_soon(self._nixl.forget, peer, name, is_used)
+
+    def _is_nixl_used(self, name: str) -> bool:
+        return any(source.nixl_agent == name for source in self._sources())
 
     async def _shake_hands(
         self, key: RouteKey, peer: Peer, ticket: Ticket, engine: LocalEngine, timeout_s: float
@@ -300,6 +305,9 @@ class RouteBook:
         memory = NixlMemory.of(done)
         live = [source.nixl for source in self._sources() if source.peer is peer]
         await self._nixl.add(peer, memory, live, deadline=deadline)
+        if not self._is_met(peer):
+            self._forget_nixl(peer)
+            raise peer.loss()
         await self._agent.data_plane.end_if_exposed()
         within_s = deadline - self._agent.loop.time()
         lent = await self.borrower.borrow(boot, done, engine, within_s=within_s)
@@ -318,7 +326,12 @@ class RouteBook:
         )
 
     def _keep(self, key: RouteKey, route: Route) -> None:
-        """Remember a route, in place of those of the prefill engine's earlier processes."""
+        """Remember a route, in place of those of the prefill engine's earlier processes.
+
+        Not if one of its ends went during the handshake: nothing would say so again.
+        """
+        if route.engine.lost or not all(map(self._is_good, route.sources)):
+            return
         home, engine_id = route.home.peer, route.prefill.engine_id
         self._keep_only(
             lambda known, other: (
@@ -329,6 +342,16 @@ class RouteBook:
         )
         self._routes[key] = route
         self.refusals.pop(key.endpoint, None)
+
+    def _is_good(self, source: Source) -> bool:
+        """Whether the source is what it was when hands were shaken."""
+        is_same = source.peer.boot in ("", source.agent_boot)
+        is_mapped = source.mapped is None or source.mapped.is_open
+        return is_same and is_mapped and self._is_met(source.peer)
+
+    def _is_met(self, peer: Peer) -> bool:
+        """Whether the peer was not dropped since."""
+        return self._peers.find(peer.address) is peer
 
 
 def _key(ticket: Ticket, engine: LocalEngine) -> RouteKey:

@@ -5,8 +5,8 @@ a peer's registrations, and does not find what lies where another one was.
 """
 
 import asyncio
-from collections.abc import Iterable, Set
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Set
+from dataclasses import dataclass, field
 
 import anyio
 import structlog
@@ -21,6 +21,7 @@ log = structlog.get_logger()
 MAX_EXTENTS = 1024
 """When so many were registered by one peer, most of them are gone: it is made again."""
 RETRY_S = 0.02
+KEPT_RETRY_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +55,26 @@ class NixlMemory:
         return False
 
 
+@dataclass(slots=True, eq=False)
+class _Known:
+    """An agent that NIXL knows: all memory that it was told of, and the peer that told it last."""
+
+    peer: Peer
+    extents: set[Extent] = field(default_factory=set)
+    is_broken: bool = False
+    """Whether UCX has given it up."""
+
+
 class NixlPeers:
-    """Adds peers to NIXL and removes them; for one peer, one thing at a time."""
+    """Adds peers to NIXL and removes them; for one peer, one thing at a time.
+
+    What NIXL knows outlives the connection to a peer: a process that is met again may have memory
+    where it had other memory before.
+    """
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
+        self._known: dict[str, _Known] = {}
 
     async def add(
         self, peer: Peer, new: NixlMemory, live: Iterable[NixlMemory], *, deadline: float
@@ -71,8 +87,10 @@ class NixlPeers:
         `KVBusError`, with ``busy`` when transfers from the peer do not end before ``deadline``.
         """
         async with peer.nixl_turn:
-            known = peer.nixl_agents.get(new.agent)
-            if known is None or self._is_usable(peer, new, known):
+            known = self._known.get(new.agent)
+            if known is not None:
+                known.peer = peer
+            if known is None or _is_usable(new, known):
                 try:
                     await self._load(peer, new)
                 except TransferFailed:
@@ -87,20 +105,33 @@ class NixlPeers:
                     await self._load(peer, memory)
             await self._load(peer, new)
 
-    @staticmethod
-    def _is_usable(peer: Peer, new: NixlMemory, known: Set[Extent]) -> bool:
-        """Whether what NIXL has of the agent can be added to."""
-        is_broken = new.agent in peer.broken_agents
-        return not (is_broken or new.misfits(known) or len(known) >= MAX_EXTENTS)
+    def names_of(self, peer: Peer) -> list[str]:
+        """The agents that were added for a peer, and not since for another one at its place."""
+        return [name for name, known in self._known.items() if known.peer is peer]
 
-    async def forget(self, peer: Peer, names: Iterable[str]) -> None:
-        """Remove agents of earlier processes; one that still writes to us has to stay."""
-        for name in names:
+    def break_off(self, name: str) -> None:
+        """UCX has given the agent up: it is made again before it is used."""
+        if (known := self._known.get(name)) is not None:
+            known.is_broken = True
+
+    async def forget(self, peer: Peer, name: str, is_used: Callable[[], bool]) -> None:
+        """Remove an agent; one that still writes to us has to stay until that has ended."""
+        is_kept = False
+        while (known := self._known.get(name)) is not None and known.peer is peer and not is_used():
             try:
                 await asyncio.wrap_future(self._transport.remove_peer(name))
-                _drop(peer, name)
             except KVBusError as error:
-                log.warning("peer.kept", peer=peer.endpoint, nixl_agent=name, reason=error.message)
+                if not is_kept:
+                    reason = error.message
+                    log.warning("peer.kept", peer=peer.endpoint, nixl_agent=name, reason=reason)
+                if error.code is not ErrorCode.BUSY:
+                    return
+                is_kept = True
+                await anyio.sleep(KEPT_RETRY_S)
+            else:
+                if known.peer is peer:  # else it is added again, in this order
+                    self._known.pop(name, None)
+                return
 
     async def _load(self, peer: Peer, memory: NixlMemory) -> None:
         for blob in memory.metadata:
@@ -114,7 +145,7 @@ class NixlPeers:
                 await asyncio.wrap_future(self._transport.add_peer(blob))
             except TransferFailed as error:
                 raise _unconnected(peer, error) from error
-        peer.nixl_agents.setdefault(memory.agent, set()).update(memory.extents)
+        self._known.setdefault(memory.agent, _Known(peer)).extents.update(memory.extents)
 
     async def _remove(self, peer: Peer, name: str, deadline: float) -> None:
         """Remove one, once what was posted to it has ended."""
@@ -126,7 +157,13 @@ class NixlPeers:
                 if error.code is not ErrorCode.BUSY or anyio.current_time() >= deadline:
                     raise
             await anyio.sleep(RETRY_S)
-        _drop(peer, name)
+        self._known.pop(name, None)
+
+
+def _is_usable(new: NixlMemory, known: _Known) -> bool:
+    """Whether what NIXL has of the agent can be added to."""
+    is_full = len(known.extents) >= MAX_EXTENTS
+    return not (known.is_broken or new.misfits(known.extents) or is_full)
 
 
 def _unconnected(peer: Peer, error: TransferFailed) -> TransferFailed:
@@ -137,8 +174,3 @@ def _unconnected(peer: Peer, error: TransferFailed) -> TransferFailed:
         "doctor --peer looks",
         endpoint=peer.endpoint,
     )
-
-
-def _drop(peer: Peer, name: str) -> None:
-    peer.nixl_agents.pop(name, None)
-    peer.broken_agents.discard(name)
