@@ -23,7 +23,7 @@ from kvbus.bus.limits import ClientCounters, ServerCounters, ServerLimits, Subsc
 from kvbus.bus.names import look_up_all
 from kvbus.bus.pending import OnReply
 from kvbus.bus.publisher import EventPublisher
-from kvbus.bus.server import Handlers, RequestServer
+from kvbus.bus.server import Handlers, RequestServer, Shared
 from kvbus.bus.session import Call, Session
 from kvbus.bus.sockets import BusContext, SocketOptions, new_context, port_range
 from kvbus.bus.subscriber import EventListener, EventSubscriber
@@ -52,6 +52,7 @@ __all__ = [
     "ServerCurve",
     "ServerLimits",
     "Session",
+    "Shared",
     "SocketOptions",
     "SubscriberCounters",
     "Watch",

@@ -95,6 +95,7 @@ class Door:
         if entry is None:
             return
         self.traffic.unwanted.discard(fd)
+        self.traffic.left(fd)
         entry.connection.forget()
         address = entry.connection.address
         self._by_address[address] -= 1

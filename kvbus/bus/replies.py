@@ -77,15 +77,10 @@ class ReplyCache:
         """Drop all that is kept for a sender."""
         kept = self._kept.get(sender)
         for request_id in list(kept.replies) if kept is not None else ():
-            self._drop((sender, request_id))
+            self.drop((sender, request_id))
 
-    def _evict(self, party: Party) -> ReplyKey:
-        """Drop the oldest of who has some."""
-        key = next(iter(self._queues[party]))
-        self._drop(key)
-        return key
-
-    def _drop(self, key: ReplyKey) -> None:
+    def drop(self, key: ReplyKey) -> None:
+        """Keep what answered ``key`` no longer."""
         sender, request_id = key
         kept = self._kept[sender]
         self._count(kept.party, -kept.replies.pop(request_id).num_bytes, -1)
@@ -95,6 +90,12 @@ class ReplyCache:
             del self._queues[kept.party]
         if not kept.replies:
             del self._kept[sender]
+
+    def _evict(self, party: Party) -> ReplyKey:
+        """Drop the oldest of who has some."""
+        key = next(iter(self._queues[party]))
+        self.drop(key)
+        return key
 
     def _count(self, party: Party, num_bytes: int, number: int) -> None:
         self._shares.add(party, num_bytes)

@@ -6,7 +6,7 @@ an earlier process; each with an error reply. Answers ``ack`` and ``ping`` itsel
 
 import asyncio
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 
@@ -23,15 +23,29 @@ from kvbus.errors import ErrorCode, KVBusError, LocalError, ProtocolError
 from kvbus.protocol.engine import Acknowledge, Ping
 from kvbus.protocol.envelope import Body, RequestFrame, encode_refusal, encode_reply
 from kvbus.protocol.message import Empty, Message, Request, error_body, from_body
+from kvbus.table import Places
 
 Handler = Callable[[Any, Call], None]
-Handlers = Mapping[type[Request[Any]], Handler]
+
+
+class Shared(NamedTuple):
+    """A handler with at most ``most`` calls in progress, in fair shares of the parties that ask.
+
+    A call may be ended to make room for another party's: it sets `Call.on_end`.
+    """
+
+    handler: Handler
+    most: int
+
+
+Handlers = Mapping[type[Request[Any]], Handler | Shared]
 """By class of request: what is called with the message, and with the call to answer."""
 
 # A DEALER that is disconnected drops what it has received but not yet handed out (libzmq 4.3.5,
 # with ZMQ_IMMEDIATE): whoever closes right after a reply takes it back.
 _GRACE_S = 0.05
 CLOSING = KVBusError("the server is closing", code=ErrorCode.CLOSED)
+HUNG_UP = KVBusError("the connection that asked is gone", code=ErrorCode.BUSY)
 
 
 class RequestServer(SocketActor):
@@ -65,6 +79,7 @@ class RequestServer(SocketActor):
         self.limits, self.counters = limits or ServerLimits(), ServerCounters()
         self._gate, self._on_fault, self._on_refusal = gate, on_fault, on_refusal
         self._routes: dict[str, tuple[type[Request[Any]], Handler]] = {}
+        self._places: dict[str, Places[Call]] = {}
         self._replies = ReplyCache(
             max_replies=self.limits.max_replies, max_bytes=self.limits.max_reply_bytes
         )
@@ -78,6 +93,7 @@ class RequestServer(SocketActor):
             context, endpoint, options, max_frame_bytes=self._max_frame_bytes, watch=watch
         )
         self.endpoint = bound_endpoint(socket)
+        self._traffic = traffic
         self.pump = Pump(socket, on_frames=self._on_frames, on_failure=self._fail, traffic=traffic)
 
     @property
@@ -93,7 +109,11 @@ class RequestServer(SocketActor):
     def on(self, handlers: Handlers) -> None:
         """Have requests of these classes handled; their ops must differ."""
         for kind, handler in handlers.items():
-            self._routes[kind.op] = kind, handler
+            if isinstance(handler, Shared):
+                self._places[kind.op] = Places(handler.most)
+                self._routes[kind.op] = kind, handler.handler
+            else:
+                self._routes[kind.op] = kind, handler
 
     def forget(self, boot: str) -> None:
         """End the session of a process that is gone: for good, later messages are ``stale``."""
@@ -124,6 +144,8 @@ class RequestServer(SocketActor):
         self.pump.close()
 
     def _on_frames(self, frames: list[bytes]) -> None:
+        for gone in self._traffic.take_gone() if self._traffic is not None else ():
+            self._end_waits(gone)
         identity, key = frames[0], key_of(self.pump.last) if self._has_keys else ""
         try:
             request = read_request(frames[1:], self._max_frame_bytes)
@@ -209,14 +231,16 @@ class RequestServer(SocketActor):
         if self._closing:
             self._refuse(session.identity, request.request_id, CLOSING)
             return
-        limits, num_pending = self.limits, len(session.pending)
-        if self.num_pending >= limits.max_pending or num_pending >= limits.max_session_pending:
+        call = Call(self, session, request.request_id, request.op, fingerprint)
+        try:
+            self._make_room(call)
+        except KVBusError as error:
             self.counters.busy += 1
-            error = KVBusError("too many requests in progress", code=ErrorCode.BUSY)
             frame = self._refuse(session.identity, request.request_id, error)
             self._keep(session, request.request_id, frame, fingerprint)
+            if self._on_refusal is not None:
+                self._on_refusal(error, call)
             return
-        call = Call(self, session, request.request_id, request.op, fingerprint)
         session.pending[request.request_id] = call
         self.num_pending += 1
         self.counters.requests += 1
@@ -227,6 +251,30 @@ class RequestServer(SocketActor):
                 call.refuse(error)
             else:
                 self._fault(error, call)
+
+    # What waits must not keep out what works. Claims, renewals and takes are answered at once, so
+    # they need no room. Of those that wait, each party has its share of the calls with one op.
+    def _make_room(self, call: Call) -> None:
+        """Raise `KVBusError` (``busy``) when there is no room for a call that may wait."""
+        route, limits = self._routes.get(call.op), self.limits
+        if route is None or route[0].at_once:
+            return
+        num_pending = len(call.session.pending)
+        if self.num_pending >= limits.max_pending or num_pending >= limits.max_session_pending:
+            raise KVBusError("too many requests in progress", code=ErrorCode.BUSY)
+        places = self._places.get(call.op)
+        lost = places.enter(call.session.party, call) if places is not None else None
+        if lost is not None:
+            self.counters.busy += 1
+            lost.end(KVBusError("others ask who have fewer in progress", code=ErrorCode.BUSY))
+
+    def _end_waits(self, identity: bytes) -> None:
+        """Its connection is gone. What it waited for is done again if it comes back and asks."""
+        for session in self.sessions:
+            if session.identity == identity:
+                for call in [one for one in session.pending.values() if one.on_end is not None]:
+                    call.end(HUNG_UP)
+                    self._replies.drop((session.sender, call.request_id))
 
     def _handle(self, call: Call, body: Body) -> None:
         """Give the typed message to its handler, if it is meant for this process."""
@@ -274,6 +322,8 @@ class RequestServer(SocketActor):
             frame = self._unencodable(call, encoding)
         if session.pending.pop(call.request_id, None) is not None:
             self.num_pending -= 1
+            if (places := self._places.get(call.op)) is not None:
+                places.leave(call)
         if not session.closed:
             self._keep(session, call.request_id, frame, call.fingerprint)
         self._post_reply(session.identity, frame)

@@ -3,7 +3,7 @@
 Refuses to remember routing ids without end.
 """
 
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable
 
 import zmq
@@ -32,6 +32,10 @@ class Traffic:
         self.num_drains = 0
         self.unwanted: set[int] = set()
         self._descriptors: OrderedDict[bytes, int] = OrderedDict()
+        self._identities: dict[int, bytes] = {}
+        self._left: deque[int] = deque(maxlen=_MAX_IDENTITIES)
+        self._gone: list[bytes] = []
+        self._taken_over: Counter[int] = Counter()
 
     def _wire_bytes(self, frame: bytes) -> int:
         num_bytes = len(frame) + self._seal_bytes
@@ -49,9 +53,33 @@ class Traffic:
             return
         self.delivered(fd, sum(self._wire_bytes(frame) for frame in frames[1:]))
         if self._descriptors.get(frames[0]) != fd:
+            self._take_over(fd, frames[0])
             self._descriptors[frames[0]] = fd
             if len(self._descriptors) > _MAX_IDENTITIES:
                 self._descriptors.popitem(last=False)
+
+    def left(self, fd: int) -> None:
+        """The guard has seen that a connection is gone."""
+        self._left.append(fd)
+
+    def take_gone(self) -> list[bytes]:
+        """The routing ids of connections that are gone since the last time, of those heard."""
+        while self._left:
+            fd = self._left.popleft()
+            if self._taken_over[fd] > 0:
+                self._taken_over[fd] -= 1
+            elif (identity := self._identities.pop(fd, None)) is not None:
+                self._gone.append(identity)
+        gone, self._gone = self._gone, []
+        return gone
+
+    def _take_over(self, fd: int, identity: bytes) -> None:
+        """A new connection is heard; the guard may yet tell of an older one of this descriptor."""
+        before = self._identities.get(fd)
+        if before is not None:
+            self._taken_over[fd] += 1
+            self._gone.append(before)
+        self._identities[fd] = identity
 
     def sent(self, identity: bytes, num_bytes: int) -> None:
         """A ROUTER took a message for a sender that was heard."""

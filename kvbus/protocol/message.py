@@ -66,9 +66,13 @@ R = TypeVar("R", bound=Message)
 
 
 class Request(Message, Generic[R], frozen=True):
-    """The body of a request. `Request[Granted]` is answered with a `Granted`, or refused."""
+    """The body of a request. `Request[Granted]` is answered with a `Granted`, or refused.
+
+    One that is answered ``at_once`` never waits, so an agent that is full of what waits takes it.
+    """
 
     reply: ClassVar[type[Message]]
+    at_once: ClassVar[bool] = False
 
     def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)

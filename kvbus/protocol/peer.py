@@ -120,6 +120,7 @@ class Claim(Request[Granted], frozen=True):
     """
 
     op: ClassVar[str] = "claim"
+    at_once: ClassVar[bool] = True
 
     agent_boot: Id
     offer_id: Id
@@ -134,6 +135,7 @@ class Renew(Request[Granted], frozen=True):
     """Lengthens a lease; ``known_blocks`` by group, so that the reply only holds what is new."""
 
     op: ClassVar[str] = "renew"
+    at_once: ClassVar[bool] = True
 
     agent_boot: Id
     offer_id: Id
@@ -150,6 +152,7 @@ class Confirm(Request[Empty], frozen=True):
     """
 
     op: ClassVar[str] = "confirm"
+    at_once: ClassVar[bool] = True
 
     agent_boot: Id
     offer_id: Id
@@ -166,6 +169,7 @@ class Take(Request[Empty], frozen=True):
     """
 
     op: ClassVar[str] = "take"
+    at_once: ClassVar[bool] = True
 
     agent_boot: Id
     offer_id: Id
@@ -184,6 +188,7 @@ class Release(Request[Empty], frozen=True):
     """
 
     op: ClassVar[str] = "release"
+    at_once: ClassVar[bool] = True
 
     agent_boot: Id
     offer_id: Id
@@ -196,6 +201,7 @@ class PeerWithdraw(Request[Empty], frozen=True):
     """A router ends an offer whose request was aborted, by its ticket's secret."""
 
     op: ClassVar[str] = "withdraw"
+    at_once: ClassVar[bool] = True
 
     agent_boot: Id
     offer_id: Id

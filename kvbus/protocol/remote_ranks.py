@@ -35,6 +35,7 @@ class CheckMemory(Request[Empty], frozen=True):
     """
 
     op: ClassVar[str] = "check"
+    at_once: ClassVar[bool] = True
 
     agent_boot: Id
     engine_id: Id

@@ -69,6 +69,7 @@ class Unpack(Request[Empty], frozen=True):
     """Gives staging slots back that were read, or are not wanted any more."""
 
     op: ClassVar[str] = "unpack"
+    at_once: ClassVar[bool] = True
 
     agent_boot: Id
     slot_ids: SlotIds

@@ -25,7 +25,18 @@ class Ask(Request[Echoed], frozen=True):
     fill: bytes = b""
 
 
-def echo(asked: Ask, call: Call) -> None:
+class AskNow(Request[Echoed], frozen=True):
+    """Asks for an echo that never takes a while."""
+
+    op: ClassVar[str] = "ask_now"
+    at_once: ClassVar[bool] = True
+
+    number: int = 0
+    text: str = ""
+    fill: bytes = b""
+
+
+def echo(asked: Ask | AskNow, call: Call) -> None:
     """Answer at once."""
     call.reply(Echoed(number=asked.number, text=asked.text, fill=asked.fill))
 

@@ -12,6 +12,7 @@ import msgpack
 import pytest
 
 from kvbus.bus import (
+    Call,
     ClientCurve,
     ConnectionGuard,
     DoorLimits,
@@ -27,6 +28,7 @@ from kvbus.bus import (
 )
 from kvbus.bus.accepted import counted_by
 from kvbus.bus.door import EndReason
+from kvbus.protocol.engine import Ping
 from tests.agents import WITHIN_S, until
 from tests.bus.messages import Ask, Echoed, serve
 from tests.security.wire import address_of, connected, frame, send_until_cut
@@ -267,3 +269,30 @@ async def test_a_publisher_that_has_hung_up_is_watched_still(context, running, g
 )
 def test_an_ipv6_host_is_counted_by_its_network(host, counted_as):
     assert counted_by(host) == counted_as
+
+
+async def test_what_waits_ends_with_its_connection_and_is_done_again_for_who_comes_back(
+    context, running, guarded, hold
+):
+    server = serve(context, "tcp://127.0.0.1:*", hold, watch=guarded.watch())
+    client = RequestClient(context, server.endpoint, boot="client")
+    asked = frame(msgpack.packb(PING | {"op": "ask", "boot": "waits"}))
+    ended: list[Call] = []
+
+    async def comes() -> socket.socket:
+        wire = await anyio.to_thread.run_sync(connected, server.endpoint, "DEALER")
+        wire.sendall(asked)
+        call = await hold.arrived.get()
+        call.on_end = lambda: ended.append(call)
+        return wire
+
+    async with running(server, client):
+        (await comes()).close()
+        while not ended:  # the server looks when it is asked something
+            await client.ask(Ping(), timeout_s=WITHIN_S)
+        with await comes():
+            await client.ask(Ping(), timeout_s=WITHIN_S)
+            num_waiting, num_ended = server.num_pending, len(ended)
+
+    assert ended[0] is hold.calls[0]
+    assert (num_waiting, num_ended) == (1, 1)

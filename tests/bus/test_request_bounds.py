@@ -7,11 +7,11 @@ import anyio
 import pytest
 import zmq
 
-from kvbus.bus import Call, RequestClient, ServerLimits
+from kvbus.bus import Call, RequestClient, ServerLimits, Shared
 from kvbus.errors import ErrorCode, LocalError, ProtocolError, RequestRefused
 from kvbus.protocol.engine import Ping
 from kvbus.protocol.envelope import MAX_FRAME_BYTES, encode_request
-from tests.bus.messages import Ask, Echoed, echo, serve, session_of
+from tests.bus.messages import Ask, AskNow, Echoed, echo, serve, session_of
 
 pytestmark = pytest.mark.anyio
 
@@ -68,6 +68,84 @@ async def test_a_pinned_session_is_not_evicted(context, endpoint, running) -> No
             await second.ask(Ask(), timeout_s=20)
 
     assert session_of(server, "first") is not None
+
+
+def asked(request_id: int, boot: str) -> dict[str, Any]:
+    return {"v": 1, "op": "ask", "id": request_id, "boot": boot, "secret": boot, "body": {}}
+
+
+async def test_a_crowd_of_senders_that_wait_keeps_none_of_another_connection_out(
+    context, endpoint, running, hold, raw_peer
+) -> None:
+    """One was there before and is idle, one comes after."""
+    server = serve(context, endpoint, hold, limits=ServerLimits(max_sessions=8))
+    early = RequestClient(context, endpoint, boot="early")
+    late = RequestClient(context, endpoint, boot="late")
+    crowd = raw_peer(zmq.DEALER, endpoint)
+    outcomes: asyncio.Queue[Any] = asyncio.Queue()
+
+    async with running(server, early, late):
+        await early.ask(Ping(), timeout_s=30)
+        for number in range(20):
+            crowd.put(asked(1, f"crowd-{number}"))
+        refused = [await crowd.get() for _ in range(13)]
+        late.send(Ask(), timeout_s=30, on_reply=outcomes.put_nowait)
+        made_room = await crowd.get()
+        hold.calls[-1].reply(Echoed(text="late"))
+        answered = await outcomes.get()
+
+    assert {reply["error"]["code"] for reply in (*refused, made_room)} == {"busy"}
+    assert answered == Echoed(text="late")
+    assert session_of(server, "early") is not None
+
+
+async def test_calls_of_one_kind_are_shared_by_those_who_ask(
+    context, endpoint, running, hold, raw_peer
+) -> None:
+    """Its owner hears of the end of a call that had to make room."""
+    server = serve(context, endpoint)
+    server.on({Ask: Shared(hold, 4)})
+    greedy, other = raw_peer(zmq.DEALER, endpoint), RequestClient(context, endpoint, boot="other")
+    outcomes: asyncio.Queue[Any] = asyncio.Queue()
+    ended: list[int] = []
+
+    async with running(server, other):
+        for request_id in range(1, 7):
+            greedy.put(asked(request_id, f"greedy-{request_id % 2}"))
+        refused = {(await greedy.get())["re"] for _ in range(2)}
+        for call in hold.calls:
+            call.on_end = lambda call=call: ended.append(call.request_id)
+        other.send(Ask(number=1), timeout_s=30, on_reply=outcomes.put_nowait)
+        other.send(Ask(number=2), timeout_s=30, on_reply=outcomes.put_nowait)
+        made_room = [(await greedy.get())["re"] for _ in range(2)]
+        told_of = list(ended)
+        other.send(Ask(number=3), timeout_s=30, on_reply=outcomes.put_nowait)
+        too_many = await outcomes.get()
+        hold.calls[-1].reply(Echoed(number=2))
+        answered = await outcomes.get()
+
+    assert refused == {5, 6}
+    assert made_room == told_of == [4, 3]
+    assert too_many.code is ErrorCode.BUSY
+    assert answered == Echoed(number=2)
+
+
+async def test_a_server_that_is_full_of_what_waits_takes_what_is_answered_at_once(
+    context, endpoint, running, hold
+) -> None:
+    server = serve(context, endpoint, hold, limits=ServerLimits(max_pending=2))
+    server.on({AskNow: echo})
+    client = RequestClient(context, endpoint, boot="client")
+
+    async with running(server, client):
+        for _ in range(2):
+            client.send(Ask(), timeout_s=30, on_reply=lambda _: None)
+        with pytest.raises(RequestRefused) as refused:
+            await client.ask(Ask(), timeout_s=30)
+        reply = await client.ask(AskNow(number=1), timeout_s=30)
+
+    assert refused.value.code is ErrorCode.BUSY
+    assert reply == Echoed(number=1)
 
 
 async def test_a_client_with_too_many_pending_is_busy_at_once(context, endpoint, running) -> None:

@@ -249,6 +249,20 @@ def test_a_renewal_that_timed_out_is_sent_again_while_the_lease_lasts() -> None:
     assert kinds(commands) == [ev.SendRenew]
 
 
+def test_a_renewal_that_found_its_agent_busy_is_sent_again_while_the_lease_lasts() -> None:
+    table = table_after(requested(), READY, lease(), ev.OfferAdvanced("f1"))
+
+    refused = table.handle(renew_failed(ErrorCode.BUSY), 1.0)
+    early = table.handle(ev.DeadlinePassed(), 1.2)
+    again = table.handle(ev.DeadlinePassed(), 1.3)
+    table.handle(renew_failed(ErrorCode.BUSY), 8.9)
+    end = report(table.handle(ev.DeadlinePassed(), 9.0))
+
+    assert refused == early == []
+    assert kinds(again) == [ev.SendRenew]
+    assert (end.error and end.error.code) is ErrorCode.LEASE_EXPIRED
+
+
 def test_a_lease_that_runs_out_ends_the_read_without_waiting_for_its_renewal() -> None:
     table = table_after(requested(), READY, lease())
     table.handle(ev.DeadlinePassed(), 3.0)

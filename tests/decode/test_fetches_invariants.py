@@ -201,6 +201,8 @@ class FetchInterleavings(FetchWorld):
                 self.seen[fetch_id].end_chunk(ended, self.now)
                 self.tell(ended)
             case ev.SendRenew() if error is not None:
+                if code is ErrorCode.BUSY:  # it is asked again, a little later
+                    self.seen[fetch_id].renew_at = self.now
                 self.tell(ev.RenewFailed(fetch_id, error))
             case _ if error is not None:
                 early = {ErrorCode.BUSY, ErrorCode.OFFER_OPEN}

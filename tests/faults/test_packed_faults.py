@@ -307,6 +307,7 @@ async def test_more_boxes_than_may_wait_are_busy_and_their_fetch_says_so(fresh):
     decode = fresh.decode(**SLOW_READS, **RING, path="packed", boxes_in_flight=8)
     fresh.start(prefill, decode)
     async with pair(prefill.attach, decode.attach, **LONG) as (source, target):
+        assert await works(source, target)  # no box waits for torch from here on
         num_tokens = 64 * NUM_LARGE_BLOCKS
         theirs, ours = source.some_blocks(5, num_tokens), target.some_blocks(6, num_tokens)
         offer = await source.prefill.offer("r", num_tokens=num_tokens, block_ids=theirs)

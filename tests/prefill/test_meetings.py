@@ -87,6 +87,20 @@ def test_who_has_waited_long_enough_is_told_to_ask_again_and_may(told: Told) -> 
     assert told.answer("c") == Met(TICKET)
 
 
+def test_who_waits_no_longer_is_not_answered_and_leaves_no_name_behind(told: Told) -> None:
+    told.await_("a")
+    told.await_("b")
+    told.handle(ev.Abandoned(NAME, "a"))
+    assert told.table.num_waiting == 1
+    told.handle(ev.Abandoned(NAME, "b"))
+
+    assert not told.table.live
+    assert told.await_("c") is None
+    told.handle(ev.Made(NAME, "offer", TICKET))
+    assert told.answer("a") is told.answer("b") is None
+    assert told.answer("c") == Met(TICKET)
+
+
 def test_nobody_waits_for_longer_than_the_limit(told: Told) -> None:
     told.await_("a", 0.0, wait_s=1000.0)
 

@@ -47,9 +47,10 @@ def test_a_box_has_a_transition_for_every_event_that_can_meet_it() -> None:
     due = {(s, ev.DeadlinePassed) for s in (WAITING, GATHERING, PACKED)}
     given = {(s, ev.GivenBack) for s in (WAITING, GATHERING, PACKED, ABANDONED, WIPING)}
     gathered = {(s, ev.GatherEnded) for s in (GATHERING, ABANDONED)}
+    unanswered = {(s, ev.Abandoned) for s in (WAITING, GATHERING)}
     others = {(WAITING, ev.TurnCame), (WIPING, ev.WipeEnded)}
 
-    assert set(TRANSITIONS) == ended_by | due | given | gathered | others
+    assert set(TRANSITIONS) == ended_by | due | given | gathered | unanswered | others
 
 
 def test_only_a_copy_that_ended_frees_the_slot_of_a_copy_that_began() -> None:
@@ -59,6 +60,26 @@ def test_only_a_copy_that_ended_frees_the_slot_of_a_copy_that_began() -> None:
     assert freed == {GATHERING, PACKED, ABANDONED, WIPING}
     assert {e for s, e in running if s in (GATHERING, ABANDONED)} == {ev.GatherEnded}
     assert {e for s, e in running if s is WIPING} == {ev.WipeEnded}
+
+
+def test_a_box_that_nobody_waits_for_is_not_gathered() -> None:
+    table = table_after(asked("a"), asked("b"), asked("c"))
+
+    table.handle(ev.Abandoned("lease", "b"), 1.0)
+    gathered_next = table.handle(ev.GatherEnded(1), 1.0)
+
+    assert table.num_waiting == 0
+    assert started(gathered_next) == ["c"]
+
+
+def test_the_slot_of_a_box_that_nobody_waits_for_is_free_when_its_copy_has_ended() -> None:
+    table = table_after(asked("a"))
+
+    table.handle(ev.Abandoned("lease", "a"), 1.0)
+    before = table.num_slots_in_use
+    table.handle(ev.GatherEnded(1), 1.0)
+
+    assert (before, table.num_slots_in_use) == (1, 0)
 
 
 def test_a_reader_is_told_of_its_slot_when_the_copy_has_ended_and_not_before() -> None:

@@ -13,7 +13,7 @@ import structlog
 from kvbus.agent.engines.local_engine import LocalEngine
 from kvbus.agent.process.service import Agent
 from kvbus.agent.process.ticket_keys import load_ticket_keys
-from kvbus.bus import Call, Handlers, new_secret
+from kvbus.bus import Call, Handlers, Shared, new_secret
 from kvbus.errors import ErrorCode, LocalError
 from kvbus.protocol.cost import Cost, Predicted
 from kvbus.protocol.digests import Digest
@@ -51,6 +51,9 @@ from kvbus_prefill.requests import check_tables
 from kvbus_prefill.spans import OfferSpans
 
 log = structlog.get_logger()
+
+MOST_DIGESTS = 256
+"""Boxes that are digested, or wait for it, at a time: packs take turns with them."""
 
 
 class PrefillService:
@@ -104,10 +107,10 @@ class PrefillService:
             Take: self._take,
             Release: self._release,
             PeerWithdraw: self._withdraw_for_router,
-            Meet: self._meet,
+            Meet: Shared(self._meet, self._config.max_offers),
             Forgo: self._forgo,
             **self._packing.handlers(),
-            Digest: self._digests.digest,
+            Digest: Shared(self._digests.digest, MOST_DIGESTS),
         }
 
     def on_engine_ready(self, engine: LocalEngine) -> None:
@@ -252,6 +255,8 @@ class PrefillService:
         self._driver.dispatch(ev.Withdrawn(command.offer_id, command.secret, command.reply_to))
 
     def _meet(self, meet: Meet, call: Call) -> None:
+        left = meeting.Abandoned(meet.transfer_id, call)
+        call.on_end = partial(self._meeting_driver.dispatch, left)
         self._meeting_driver.dispatch(meeting.Awaited(meet.transfer_id, meet.wait_s, call))
 
     def _forgo(self, forgo: Forgo, call: Call) -> None:

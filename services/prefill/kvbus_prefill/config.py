@@ -66,7 +66,11 @@ class PrefillConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_field
         int, Meta(ge=1, le=64, description="Most boxes that are packed at the same time.")
     ] = 1
     max_packs: Annotated[
-        Bound, Meta(description="Most boxes that wait for a staging slot; more are `busy`.")
+        Bound,
+        Meta(
+            description="Most boxes that wait for a staging slot, beside those that are packed; "
+            "more are `busy`, those of who has most first."
+        ),
     ] = 1024
 
     @property
@@ -84,13 +88,23 @@ class PrefillConfig(AgentConfig, frozen=True, kw_only=True, forbid_unknown_field
         """The bounds of the table of offers that are known by a name."""
         return MeetingLimits(max_names=self.max_offers, max_retired_bytes=self.max_ended_bytes)
 
+    @property
+    def max_gathers(self) -> int:
+        """Boxes that are gathered at once: one starts when another ends."""
+        return self.pack_threads + 1
+
+    @property
+    def max_unpacked(self) -> int:
+        """Boxes that were asked for and are not packed yet."""
+        return self.max_packs + self.max_gathers
+
     def slot_limits(self, *, num_slots: int) -> SlotLimits:
         """The bounds of the slot table; a slot is leased like an offer, and no longer."""
         return SlotLimits(
             num_slots=num_slots,
             slot_bytes=self.slot_bytes,
-            max_gathers=self.pack_threads + 1,  # one that starts when another ends
-            max_waiting=self.max_packs,
+            max_gathers=self.max_gathers,
+            max_waiting=self.max_unpacked,
             max_slot_lease_s=self.max_lease_s,
             wipe=self.exposure == "staging",
         )

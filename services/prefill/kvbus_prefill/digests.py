@@ -11,7 +11,7 @@ from kvbus.agent.engines.rank_memory import RankMemory
 from kvbus.agent.process.service import Agent
 from kvbus.agent.staging.digests import Digester, Digesting, Wanted
 from kvbus.bus import Call
-from kvbus.errors import GeometryError, KVBusError
+from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError
 from kvbus.geometry import Box, GroupSpec, canonical_order, slot_region
 from kvbus.planning.digests import num_pieces
 from kvbus.protocol.digests import MAX_DIGESTS, Digest, Digests
@@ -56,7 +56,8 @@ class DigestServer:
             self._offers.check_read(offered, engine.engine_id)
         wanted = Wanted(asked.box, asked.table, asked.offer_id, asked.one_in)
         on_end = partial(_reply, call, memory)
-        self._digester.start(wanted, on_end, engine=engine, ranks=(memory,))
+        digesting = self._digester.start(wanted, on_end, engine=engine, ranks=(memory,))
+        call.on_end = partial(digesting.stop, LocalError("nobody waits", code=ErrorCode.CANCELLED))
 
 
 def _check_pieces(group: GroupSpec, box: Box) -> None:

@@ -17,7 +17,7 @@ from kvbus.agent.process.guard import guarded
 from kvbus.agent.process.service import Agent
 from kvbus.agent.staging.copiers import Copiers
 from kvbus.agent.staging.slot_memory import SlotMemory
-from kvbus.bus import Call, Handlers
+from kvbus.bus import Call, Handlers, Shared
 from kvbus.errors import ErrorCode, LocalError
 from kvbus.protocol.message import Empty
 from kvbus.protocol.remote_ranks import CheckMemory
@@ -68,7 +68,8 @@ class Packing:
 
     def handlers(self) -> Handlers:
         """A reader wants a box, gives slots back, or asks whether the memory is still the same."""
-        return {Pack: self._pack, Unpack: self._unpack, CheckMemory: self._check}
+        pack = Shared(self._pack, self._config.max_unpacked)
+        return {Pack: pack, Unpack: self._unpack, CheckMemory: self._check}
 
     def end_lease(self, offer_id: str, epoch: int, code: ErrorCode) -> None:
         """Nothing that was gathered under this lease is valid any more; ``code`` says why."""
@@ -121,7 +122,7 @@ class Packing:
             lost.check_access(check.access)
         if check.progress_s:
             for_s = min(check.progress_s, self._config.max_lease_s) + self._config.late_read_s
-            self._progress_leases.begin(reader, for_s=for_s)
+            self._progress_leases.begin(reader, call.session.party, for_s=for_s)
         else:
             self._progress_leases.end(reader)
         if lost is not None:  # what is still in flight ends, and counts for nothing
@@ -168,6 +169,7 @@ class Packing:
             self._offers.check_box(offered, self._agent.loop.time())
         device = gather.memory.device
         _, driver = self._devices.get(device) or self._open(device)
+        call.on_end = partial(driver.dispatch, ev.Abandoned(wanted.lease, call))
         driver.dispatch(wanted)
 
     # The first box waits for torch before its offer is asked and a slot is leased: the import can
@@ -182,7 +184,8 @@ class Packing:
         async def retry() -> None:
             await asyncio.wrap_future(self.copiers.prepare())
             waited_s = self._agent.loop.time() - received_at
-            self._pack(replace(pack, slot_lease_s=pack.slot_lease_s + waited_s), call)
+            if not call.answered:
+                self._pack(replace(pack, slot_lease_s=pack.slot_lease_s + waited_s), call)
 
         await guarded(retry, call.refuse)
 

@@ -6,7 +6,7 @@ Refuses more than the limit, and to serve for longer than was asked for: readers
 import asyncio
 from dataclasses import dataclass
 
-from kvbus.errors import ErrorCode, LocalError
+from kvbus.table import Party, Places
 from kvbus.transport import ProgressToken, Transport
 
 Reader = tuple[str, str]
@@ -28,22 +28,23 @@ class ProgressLeases:
     def __init__(
         self, transport: Transport, loop: asyncio.AbstractEventLoop, *, max_readers: int
     ) -> None:
-        self._transport, self._loop, self._max_readers = transport, loop, max_readers
+        self._transport, self._loop = transport, loop
+        self._places: Places[Reader] = Places(max_readers)
         self._attended: dict[Reader, _Attended] = {}
 
     def __len__(self) -> int:
         return len(self._attended)
 
-    def begin(self, reader: Reader, *, for_s: float) -> None:
-        """Serve a reader's reads for ``for_s`` from now; raises `LocalError` (``busy``)."""
+    def begin(self, reader: Reader, party: Party, *, for_s: float) -> None:
+        """Serve a reader's reads for ``for_s`` from now; raises `LocalError` (``busy``).
+
+        The reader of a party that has many may have to go for it, and asks again.
+        """
         known = self._attended.get(reader)
-        if known is None and len(self._attended) >= self._max_readers:
-            raise LocalError(
-                f"{len(self._attended)} readers are attended to, which is the limit",
-                code=ErrorCode.BUSY,
-            )
         if known is not None:
             known.until.cancel()
+        elif (lost := self._places.enter(party, reader)) is not None:
+            self.end(lost)
         until = self._loop.call_later(for_s, self.end, reader)
         demand = known.demand if known is not None else self._transport.hold_progress()
         self._attended[reader] = _Attended(demand, until)
@@ -51,6 +52,7 @@ class ProgressLeases:
     def end(self, reader: Reader) -> None:
         """Nothing more is read; one that is not known is ok."""
         known = self._attended.pop(reader, None)
+        self._places.leave(reader)
         if known is not None:
             known.until.cancel()
             known.demand.close()

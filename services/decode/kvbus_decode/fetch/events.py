@@ -143,10 +143,14 @@ class StepFailed(Value, frozen=True):
 
 
 class RenewFailed(Value, frozen=True):
-    """A renewal ended with an error; a confirm of the same fetch may be under way by then."""
+    """A renewal ended with an error; a confirm of the same fetch may be under way by then.
+
+    ``luck`` is as in `StepFailed`.
+    """
 
     fetch_id: str
     error: KVBusError
+    luck: float = 0.0
 
 
 class OfferAdvanced(Value, frozen=True):

@@ -45,7 +45,7 @@ def claim(fetch: FetchEntry, at: Context) -> ev.SendClaim:
     return ev.SendClaim(fetch.fetch_id, fetch.request_timeout_s(at), fetch.requested)
 
 
-def pause_s(event: ev.StepFailed, at: Context) -> float:
+def pause_s(event: ev.StepFailed | ev.RenewFailed, at: Context) -> float:
     """How long to wait before it is asked again: as the prefill agent says, or by our config.
 
     At least a millisecond and at most a few seconds, whatever an agent says; up to twice as long,

@@ -151,11 +151,17 @@ def retry_or_fail(fetch: FetchEntry, event: ev.StepFailed, at: Context) -> Comma
 
 
 def note_renewal_failed(fetch: FetchEntry, event: ev.RenewFailed, at: Context) -> Commands:
-    """A renewal that timed out may be tried again while the lease lasts; a refused one ends it."""
-    if event.error.code is not ErrorCode.TIMEOUT or fetch.held is None:
+    """One that timed out, or found its agent busy, is tried again while the lease lasts.
+
+    Any other refusal ends the fetch.
+    """
+    is_busy = event.error.code is ErrorCode.BUSY
+    if fetch.held is None or not (is_busy or event.error.code is ErrorCode.TIMEOUT):
         return fail(fetch, event.error, at)
     fetch.held.renewing = False
-    fetch.held.renew_at = at.now
+    fetch.held.renew_at = at.now + (pause_s(event, at) if is_busy else 0.0)
+    if is_busy:
+        return []
     return renew(fetch, at) if at.now < fetch.held.expires_at else []
 
 

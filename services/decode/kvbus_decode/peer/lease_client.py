@@ -350,7 +350,7 @@ class LeaseClient(EventListener):
         elif claimed is not None:
             self._dispatch(ev.StepFailed(fetch_id, reply, luck()))
         else:
-            self._dispatch(ev.RenewFailed(fetch_id, reply))
+            self._dispatch(ev.RenewFailed(fetch_id, reply, luck()))
 
     def _on_confirmed(self, fetch_id: str, reply: Empty | KVBusError) -> None:
         if isinstance(reply, KVBusError):

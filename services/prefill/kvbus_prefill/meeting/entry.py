@@ -125,6 +125,14 @@ def end_wait(meeting: MeetingEntry, _event: ev.DeadlinePassed, at: Context) -> C
     return [ev.Refuse(reply_to, early) for reply_to in over]
 
 
+def leave(meeting: MeetingEntry, event: ev.Abandoned, _: Context) -> Commands:
+    """One waits no longer."""
+    meeting.waiting = [one for one in meeting.waiting if one[1] is not event.reply_to]
+    if not meeting.waiting:
+        meeting.state = LEFT
+    return []
+
+
 def forgo(meeting: MeetingEntry, event: ev.Forgone, _: Context) -> Commands:
     """It shall not be made; others that wait for it are told."""
     waiting, meeting.waiting = meeting.waiting, []
@@ -181,6 +189,7 @@ def given_up() -> LocalError:
 
 TRANSITIONS: Mapping[tuple[MeetingState, type[Any]], Transition[MeetingState]] = {
     (AWAITED, ev.Awaited): Transition(wait, (AWAITED,)),
+    (AWAITED, ev.Abandoned): Transition(leave, (AWAITED, LEFT)),
     (AWAITED, ev.Made): Transition(make, (MADE,)),
     (AWAITED, ev.Forgone): Transition(forgo, (FORGONE,)),
     (AWAITED, ev.DeadlinePassed): Transition(end_wait, (AWAITED, LEFT)),

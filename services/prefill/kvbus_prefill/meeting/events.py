@@ -11,6 +11,7 @@ from kvbus.errors import KVBusError
 from kvbus.table.events import DeadlinePassed, DrainStarted, Refuse, SendReply, Value
 
 __all__ = [
+    "Abandoned",
     "Awaited",
     "Command",
     "DeadlinePassed",
@@ -32,6 +33,13 @@ class Awaited(Value, frozen=True):
 
     transfer_id: str
     wait_s: float
+    reply_to: object
+
+
+class Abandoned(Value, frozen=True):
+    """A reader that waits has been told to ask again, or is not there any more."""
+
+    transfer_id: str
     reply_to: object
 
 
@@ -65,7 +73,17 @@ class EnginesGone(Value, frozen=True):
     """No engine of the agent is ready to make offers: the last one is lost, or none has come."""
 
 
-Event = Awaited | Made | Ended | Forgone | EngineReady | EnginesGone | DeadlinePassed | DrainStarted
+Event = (
+    Awaited
+    | Abandoned
+    | Made
+    | Ended
+    | Forgone
+    | EngineReady
+    | EnginesGone
+    | DeadlinePassed
+    | DrainStarted
+)
 
 
 class Withdraw(Value, frozen=True):

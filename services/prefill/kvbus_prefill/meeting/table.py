@@ -67,7 +67,7 @@ class MeetingTable(Table[str, MeetingEntry, MeetingLimits, ev.Command]):
     def _handle(self, event: ev.Event, now: float) -> Commands:
         """A handler that refuses does so by raising, before it changed anything."""
         match event:
-            case ev.Awaited() | ev.Forgone():
+            case ev.Awaited() | ev.Forgone() | ev.Abandoned():
                 return self._answer(event, now)
             case ev.Ended(offer_id):
                 name = self._by_offer.pop(offer_id, None)
@@ -86,7 +86,7 @@ class MeetingTable(Table[str, MeetingEntry, MeetingLimits, ev.Command]):
                 return self._apply_all(self._awaited(), event, now)
         return []
 
-    def _answer(self, event: ev.Awaited | ev.Forgone, now: float) -> Commands:
+    def _answer(self, event: ev.Awaited | ev.Forgone | ev.Abandoned, now: float) -> Commands:
         try:
             if isinstance(event, ev.Awaited):
                 event = self._within_grace(event, now)

@@ -150,6 +150,8 @@ def ignore(_pack: SlotEntry, _event: ev.Event, _: Context) -> Commands:
 
 def _reason(pack: SlotEntry, event: ev.Event) -> LocalError:
     match event:
+        case ev.Abandoned():
+            return LocalError("the reader does not wait for the box", code=ErrorCode.BUSY)
         case ev.LeaseEnded(code=code):
             return LocalError("the lease of the offer ended", code=code)
         case ev.EngineLost():
@@ -166,12 +168,14 @@ def _reason(pack: SlotEntry, event: ev.Event) -> LocalError:
 TRANSITIONS: Mapping[tuple[SlotState, type[ev.Event]], Transition[SlotState]] = {
     (WAITING, ev.TurnCame): Transition(start, (GATHERING,)),
     (WAITING, ev.GivenBack): Transition(ignore, (WAITING,)),
+    (WAITING, ev.Abandoned): Transition(give_up, (OVER,)),
     (WAITING, ev.LeaseEnded): Transition(give_up, (OVER,)),
     (WAITING, ev.EngineLost): Transition(give_up, (OVER,)),
     (WAITING, ev.Stopped): Transition(give_up, (OVER,)),
     (WAITING, ev.DeadlinePassed): Transition(give_up, (OVER,)),
     (GATHERING, ev.GatherEnded): Transition(end_gather, (PACKED, WIPING, OVER)),
     (GATHERING, ev.GivenBack): Transition(ignore, (GATHERING,)),
+    (GATHERING, ev.Abandoned): Transition(abandon, (ABANDONED,)),
     (GATHERING, ev.LeaseEnded): Transition(abandon, (ABANDONED,)),
     (GATHERING, ev.EngineLost): Transition(abandon, (ABANDONED,)),
     (GATHERING, ev.Stopped): Transition(abandon, (ABANDONED,)),

@@ -11,6 +11,7 @@ from kvbus.errors import ErrorCode, KVBusError
 from kvbus.table.events import DeadlinePassed, EngineLost, Refuse, Stopped, Value
 
 __all__ = [
+    "Abandoned",
     "Command",
     "DeadlinePassed",
     "EngineLost",
@@ -72,6 +73,13 @@ class GivenBack(Value, frozen=True):
     reader: str
 
 
+class Abandoned(Value, frozen=True):
+    """A reader that waits for its box has been told to ask again, or is not there any more."""
+
+    lease: Hashable
+    reply_to: object
+
+
 class LeaseEnded(Value, frozen=True):
     """The lease of an offer is over: what was gathered under it is not valid any more.
 
@@ -88,6 +96,7 @@ Event = (
     | GatherEnded
     | WipeEnded
     | GivenBack
+    | Abandoned
     | LeaseEnded
     | EngineLost
     | Stopped

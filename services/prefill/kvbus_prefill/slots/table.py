@@ -68,6 +68,9 @@ class SlotTable(Table[int, SlotEntry, SlotLimits, ev.Command]):
             case ev.GivenBack(slot_ids, reader):
                 known = [self.live[i] for i in dict.fromkeys(slot_ids) if i in self.live]
                 return [box for box in known if box.asked.reader == reader]
+            case ev.Abandoned(lease, reply_to):
+                of_lease = self._leases.get(lease, {}).values()
+                return [box for box in of_lease if box.asked.reply_to is reply_to]
             case ev.LeaseEnded(lease):
                 return list(self._leases.get(lease, {}).values())
             case ev.EngineLost(engine_id):
