@@ -34,7 +34,10 @@ class Between:
 
     @property
     def seconds(self) -> float | None:
-        """How long it is between them; None when the agent is another process since."""
+        """How long it is between them, 0 if the agent told the same twice.
+
+        None when the agent is another process since.
+        """
         if self.before is None or self.now.boot != self.before.boot:
             return None
         return self.now.now_s - self.before.now_s
@@ -42,7 +45,7 @@ class Between:
     def rate(self, name: str, **labels: str) -> float | None:
         """How much a counter grew, a second, over all labels that are not given."""
         seconds = self.seconds
-        if seconds is None or self.before is None or not _has(self.now.metrics, name):
+        if not seconds or self.before is None or not _has(self.now.metrics, name):
             return None
         gained = total(self.now.metrics, name, **labels) - total(
             self.before.metrics, name, **labels

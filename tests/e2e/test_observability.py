@@ -1,7 +1,11 @@
 """What an agent tells is what the page of documents says: every metric, and no other."""
 
+import json
 import re
+import time
 from pathlib import Path
+
+from kvbus.agent.http.routes import LIVE_S
 
 PAGE = Path(__file__).parents[2] / "docs" / "observability.md"
 PROCESS = "process_"
@@ -27,6 +31,14 @@ def test_every_metric_of_both_agents_is_documented_and_no_other(prefill, decode)
     }
 
     assert served | OF_COLLECTORS == documented()
+
+
+def test_who_asks_for_live_again_and_again_is_told_the_same_for_a_moment(prefill):
+    began = time.monotonic()
+    told = {json.loads(prefill.page("/live")[1])["now_s"] for _ in range(30)}
+    took_s = time.monotonic() - began
+
+    assert len(told) <= 1 + took_s / LIVE_S
 
 
 def test_every_event_that_is_logged_is_documented():

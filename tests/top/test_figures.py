@@ -75,5 +75,11 @@ def test_one_look_at_a_process_has_no_rates_and_the_spread_of_all_it_did(boot):
     assert 0.001 < spread.p50 <= 0.01
 
 
+def test_the_same_told_twice_has_no_rate():
+    now = look(3.0, n_total=9.0)
+
+    assert Between(now, now).rate("n_total") is None
+
+
 def test_what_an_agent_does_not_have_has_no_rate():
     assert Between(look(2.0), look(1.0)).rate("n_total") is None

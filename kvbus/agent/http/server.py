@@ -9,6 +9,7 @@ from urllib.parse import parse_qsl
 
 import structlog
 from waitress import wasyncore
+from waitress.channel import HTTPChannel
 from waitress.server import create_server
 
 from kvbus.agent.http.answer import Answer, Route, as_text
@@ -19,10 +20,10 @@ from kvbus.errors import ConfigError, ErrorCode, KVBusError
 log = structlog.get_logger()
 
 NUM_THREADS, MAX_CONNECTIONS = 4, 64
-IDLE_S, LOOK_S = 5, 1  # until then, connections that say nothing keep probes out
+IDLE_S, LOOK_S = 5, 1
 LIMITS: dict[str, Any] = {
     "threads": NUM_THREADS,
-    "connection_limit": MAX_CONNECTIONS,
+    "connection_limit": 2 * MAX_CONNECTIONS,  # so many would keep probes out: see _Connection
     "channel_timeout": IDLE_S,
     "cleanup_interval": LOOK_S,
     "asyncore_loop_timeout": LOOK_S,
@@ -40,6 +41,19 @@ ALWAYS = (
 Start = Callable[[str, list[tuple[str, str]]], object]
 
 
+# waitress takes no more connections once it has many, until one of them has said nothing for a
+# while. So some that send a byte now and then would keep the probes out, and the agent is killed.
+class _Connection(HTTPChannel):  # type: ignore[misc]  # waitress has no types
+    """Where there are too many, the oldest one without a whole request makes room."""
+
+    def __init__(self, server: Any, *arguments: Any, **named: Any) -> None:
+        super().__init__(server, *arguments, **named)
+        there = server.active_channels.values()
+        if len(there) > MAX_CONNECTIONS:
+            waiting = (one for one in there if not one.requests)
+            min(waiting, key=lambda one: one.creation_time).handle_close()
+
+
 class HttpServer:
     """Serves from when it is made until `stop`."""
 
@@ -53,6 +67,7 @@ class HttpServer:
         self._server = create_server(
             self._answer, map=self._sockets, sockets=[_bound(bind)], **LIMITS
         )
+        self._server.channel_class = _Connection
         self.port: int = self._server.socket.getsockname()[1]
         self._thread = Thread(target=self._run, name="http", daemon=True)
         self._thread.start()

@@ -4,6 +4,7 @@ Refuses sockets and threads: they are the runtime's, handed over in `Agent`.
 """
 
 import asyncio
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -24,7 +25,7 @@ from kvbus.protocol.cost import Cost, Predicted
 from kvbus.protocol.mapped import Sharing
 from kvbus.protocol.peer import Status
 from kvbus.protocol.peer_view import PeerView
-from kvbus.protocol.trace import Remembered, Trace
+from kvbus.protocol.trace import Remembered, Span, Trace
 from kvbus.transport import Transport
 
 
@@ -121,8 +122,11 @@ class Service(Protocol):
         """What a fetch would take now; raises `LocalError`, as a prefill agent does always."""
         ...
 
-    def recent(self, number: int) -> Remembered:
-        """The spans of the newest offers or fetches, the newest first, live ones before others."""
+    def recent(self, number: int) -> list[Callable[[], list[Span]]]:
+        """What makes the spans of each of the newest offers or fetches, in any thread.
+
+        The newest first, live ones before others.
+        """
         ...
 
     def spans(self, asked: Trace) -> Remembered:

@@ -1,6 +1,6 @@
 """The decode agent: requests become events of the fetch table, its commands become work."""
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from functools import partial
 
 import anyio
@@ -20,7 +20,7 @@ from kvbus.protocol.peer import Status
 from kvbus.protocol.peer_view import PeerView
 from kvbus.protocol.remote_ranks import AbortDelegate, Delegate
 from kvbus.protocol.rendezvous import Rendezvous
-from kvbus.protocol.trace import Remembered, Trace
+from kvbus.protocol.trace import Remembered, Span, Trace
 from kvbus.table import Driver
 from kvbus_decode.active import ActiveFetch
 from kvbus_decode.config import DecodeConfig
@@ -180,7 +180,7 @@ class DecodeService:
         reads = self._reader.story(fetch_id) + self._delegates.story(fetch_id)
         return self._table.story(fetch_id) + [f"read  {line}" for line in reads]
 
-    def recent(self, number: int) -> Remembered:
+    def recent(self, number: int) -> list[Callable[[], list[Span]]]:
         """The newest fetches."""
         return self._spans.recent(number)
 

@@ -59,9 +59,10 @@ class FetchSpans:
         others = {OtherAgent(ticket.endpoint, ticket.server_key): None for ticket in tickets}
         return Remembered(tuple(map(tuple, entries)), tuple(others))
 
-    def recent(self, number: int) -> Remembered:
-        """The newest fetches, live ones before the others."""
-        return Remembered(tuple(tuple(self.of(one)) for one in self._table.newest(number)))
+    def recent(self, number: int) -> list[Callable[[], list[Span]]]:
+        """What makes the spans of the newest fetches, in any thread; live ones come first."""
+        newest = self._table.newest(number)
+        return [self.later(one) if one.is_over else partial(list, self.of(one)) for one in newest]
 
     def of(self, fetch: FetchEntry) -> list[Span]:
         """One fetch: itself, its stages, below each the legs that began in it; its wait before."""

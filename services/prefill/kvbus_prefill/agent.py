@@ -5,6 +5,7 @@ Refuses to hold any state of an offer itself.
 
 import time
 import uuid
+from collections.abc import Callable
 from functools import partial
 
 import anyio
@@ -32,7 +33,7 @@ from kvbus.protocol.peer import (
 from kvbus.protocol.peer_view import PeerView
 from kvbus.protocol.rendezvous import Forgo, Meet
 from kvbus.protocol.ticket import Ticket, packed_tables
-from kvbus.protocol.trace import Remembered, Trace
+from kvbus.protocol.trace import Remembered, Span, Trace
 from kvbus.protocol.traceparent import known_trace
 from kvbus.table import Driver
 from kvbus.transport import ProgressToken
@@ -185,7 +186,7 @@ class PrefillService:
         """Raises `LocalError`: who reads knows what it takes."""
         raise LocalError("only decode agents know what a handoff costs", code=ErrorCode.INVALID)
 
-    def recent(self, number: int) -> Remembered:
+    def recent(self, number: int) -> list[Callable[[], list[Span]]]:
         """The newest offers."""
         return self._spans.recent(number)
 

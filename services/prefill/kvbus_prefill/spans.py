@@ -51,9 +51,10 @@ class OfferSpans:
             entries += [boxes] if boxes else []
         return Remembered(tuple(map(tuple, entries)))
 
-    def recent(self, number: int) -> Remembered:
-        """The newest offers, live ones before the others."""
-        return Remembered(tuple(tuple(self.of(one)) for one in self._offers.newest(number)))
+    def recent(self, number: int) -> list[Callable[[], list[Span]]]:
+        """What makes the spans of the newest offers, in any thread; live ones come first."""
+        newest = self._offers.newest(number)
+        return [self.later(one) if one.is_over else partial(list, self.of(one)) for one in newest]
 
     def of(self, offer: OfferEntry) -> list[Span]:
         """One offer: who waited for it, itself, its states, its leases, and the boxes in these."""

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NoReturn
 
@@ -170,6 +170,31 @@ def test_connections_without_a_request_keep_others_out_for_a_few_seconds_at_most
     finally:
         for one in silent:
             one.close()
+
+
+def test_connections_that_send_a_request_slowly_keep_nobody_out(local):
+    slow = [socket.create_connection(("127.0.0.1", local.port)) for _ in range(100)]
+    ended = threading.Event()
+    sends = threading.Thread(target=send_slowly, args=(slow, ended))
+    sends.start()
+    try:
+        for _ in range(3):
+            assert ask(local, "/closed") == (200, "closed\n")
+    finally:
+        ended.set()
+        sends.join()
+        for one in slow:
+            one.close()
+
+
+def send_slowly(connections: list[socket.socket], ended: threading.Event) -> None:
+    """A header that goes on and on."""
+    text = b"GET /closed HTTP/1.1\r\nX: "
+    while not ended.wait(0.2):
+        for one in connections:
+            with suppress(OSError):  # it was closed
+                one.sendall(text)
+        text = b"x"
 
 
 def test_the_address_is_free_again_after_a_stop():
