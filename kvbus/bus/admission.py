@@ -22,6 +22,7 @@ class SessionTable:
         self._server, self._limits, self._on_end = server, limits, on_end
         self._shares = Shares()
         self._sessions: OrderedDict[Sender, Session] = OrderedDict()
+        self._of: dict[Party, OrderedDict[Sender, Session]] = {}
         self._ended_boots: OrderedDict[str, None] = OrderedDict()
 
     def __len__(self) -> int:
@@ -44,6 +45,7 @@ class SessionTable:
             session = self._sessions[sender] = self._begin(sender, identity)
             return session
         self._sessions.move_to_end(sender)
+        self._of[session.party].move_to_end(sender)
         if session.identity != identity:
             session.moved(identity)
         return session
@@ -67,6 +69,9 @@ class SessionTable:
         for sender in senders:
             session = self._sessions.pop(sender)
             self._shares.add(session.party, -1)
+            del self._of[session.party][sender]
+            if not self._of[session.party]:
+                del self._of[session.party]
             session.close()
             self._on_end(sender)
 
@@ -77,6 +82,7 @@ class SessionTable:
         if len(self._sessions) >= self._limits.max_sessions:
             self._evict_for(session.party)
         self._shares.add(session.party, 1)
+        self._of.setdefault(session.party, OrderedDict())[sender] = session
         return session
 
     def _evict_for(self, party: Party) -> None:
@@ -86,16 +92,9 @@ class SessionTable:
         """
         largest = self._shares.gives_way_to(party)
         if largest is not None:
-            may_go = (
-                one for one in self._sessions.values() if one.party == largest and not one.must_stay
-            )
+            may_go = (one for one in self._of[largest].values() if not one.must_stay)
         else:
-            own = self._shares.of(party) > 0
-            may_go = (
-                one
-                for one in self._sessions.values()
-                if one.idle and (one.party == party or not own)
-            )
+            may_go = (one for one in self._of.get(party, self._sessions).values() if one.idle)
         lost = next(may_go, None)
         busy = KVBusError("too many sessions", code=ErrorCode.BUSY)
         if lost is None:
