@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
+from typing import ClassVar
 
 import pytest
 import torch
@@ -46,6 +47,8 @@ class Engine:
     control: PrefillSession | DecodeSession
     caches: list[KvCache]
     num_blocks: NumBlocks
+    copies_on: ClassVar[bool] = False
+    """Whether only what the tokens need goes on from host blocks to its own."""
 
     @property
     def prefill(self) -> PrefillSession:

@@ -26,6 +26,20 @@ def positions(group: GroupSpec, first_token: int, num_tokens: int) -> range:
     return range(max(first_token, num_tokens - kept), num_tokens)
 
 
+def moved(group: GroupSpec, holder: GroupSpec, first_token: int, num_tokens: int) -> range:
+    """What a fetch of them reads of ``holder``, that group of the other side.
+
+    Of a window also what is in front of it, back to where a block begins on either side.
+    """
+    needed = positions(group, first_token, num_tokens)
+    start = needed.start
+    while group.window and first_token < start and start % group.block_size:
+        if start % holder.block_size == 0:
+            break
+        start -= 1
+    return range(start, needed.stop)
+
+
 def expected_after(
     before: "Snapshot",
     source: "Engine",
@@ -46,21 +60,23 @@ def expected_after(
     held = _one_holder_each(source)
     for (rank, layer, part), tensor in target.views_of(expected).items():
         group = _group_of(target.spec, layer)
-        moved = positions(group, first_token, num_tokens)
-        if not moved:
+        name, size, theirs = group.name, group.block_size, source.spec.group(group.name)
+        at = moved(group, theirs, first_token, num_tokens)
+        if target.copies_on:
+            at = positions(group, first_token, num_tokens)
+        if not at:
             continue
-        name, size = group.name, group.block_size
-        their_first = (first_blocks or {}).get(name, 0)
-        read = _slots(moved, source.spec.group(name), source_blocks[name], their_first)
-        written = _slots(moved, group, target_blocks[name], moved[0] // size)
-        for at, head in enumerate(target.heads(rank, layer, part)):
-            tensor[*written, at] = held[layer, part, head][read]
+        read = _slots(at, theirs, source_blocks[name], (first_blocks or {}).get(name, 0))
+        written = _slots(at, group, target_blocks[name], at[0] // size)
+        for number, head in enumerate(target.heads(rank, layer, part)):
+            tensor[*written, number] = held[layer, part, head][read]
         if zero_tail and num_tokens % size and not group.state:
             tensor[target_blocks[name][-1], num_tokens % size :] = 0
     return expected
 
 
 def num_read_bytes(
+    source: "Engine",
     target: "Engine",
     num_tokens: int,
     first_token: int = 0,
@@ -68,14 +84,15 @@ def num_read_bytes(
     path: str = "direct",
     places: Sequence[object] | None = None,
 ) -> int:
-    """Bytes of all that the tokens need, on every rank that holds it.
+    """Bytes of all that is moved for these tokens, to every rank that holds it.
 
     ``packed``, heads that several ranks hold are read once for all that are in one place: at one
     of several agents, where ``places`` says which agent has which rank.
     """
     num_bytes, seen = 0, set[object]()
     for (rank, layer, part), view in target.views().items():
-        needed = positions(_group_of(target.spec, layer), first_token, num_tokens)
+        group = _group_of(target.spec, layer)
+        needed = moved(group, source.spec.group(group.name), first_token, num_tokens)
         heads = places and places[rank], layer, part, *target.heads(rank, layer, part)
         if path != "packed" or heads not in seen:
             num_bytes += len(needed) * view[0, 0].nbytes
@@ -83,12 +100,15 @@ def num_read_bytes(
     return num_bytes
 
 
-def num_pieces_compared(target: "Engine", num_tokens: int, first_token: int = 0) -> int:
+def num_pieces_compared(
+    source: "Engine", target: "Engine", num_tokens: int, first_token: int = 0
+) -> int:
     """Pieces of 16 tokens of a head, over all ranks, that a full comparison looks at."""
     num = 0
     for rank, layer, part in target.views():
-        moved = positions(_group_of(target.spec, layer), first_token, num_tokens)
-        num += len(target.heads(rank, layer, part)) * len({at // 16 for at in moved})
+        group = _group_of(target.spec, layer)
+        compared = moved(group, source.spec.group(group.name), first_token, num_tokens)
+        num += len(target.heads(rank, layer, part)) * len({at // 16 for at in compared})
     return num
 
 

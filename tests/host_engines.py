@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -34,6 +34,7 @@ PIECE_BYTES = 4096
 class HostEngine(Engine):
     """``caches`` are the device's; ``host`` copies between them and the host blocks."""
 
+    copies_on: ClassVar[bool] = True
     ring: HostPool
     host: HostPrefill | HostDecode
     total: int = 1000

@@ -127,7 +127,7 @@ def make_plan(options: PlanOptions) -> Plan:
     prefill, decode = read_engine("--from", options.prefill), read_engine("--to", options.decode)
     check_compatible(prefill.engine, decode.engine)
     _refuse_large(prefill, decode)
-    spans = whole_spans(decode.engine.groups, first, stop)
+    spans = whole_spans(decode.engine.groups, prefill.engine.groups, first, stop)
     holder = synthesize(prefill, spans, step=None if options.contiguous else PREFILL_STEP)
     reader = synthesize(decode, spans, step=None if options.contiguous else DECODE_STEP)
     specs = ([one.rank for one in engine.ranks.values()] for engine in (holder, reader))

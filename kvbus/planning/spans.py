@@ -1,9 +1,15 @@
 """Spans: which positions of each group's block table one chunk of a fetch moves.
 
-A span may be empty: then its group needs no blocks.
+A span may be empty: then its group needs no blocks. Of a window more is moved than its tokens, as
+engines cache whole blocks: the tokens in front of it that share its first block, if they are asked
+for. They come as far as both sides have them, as the holder drops whole blocks, too:
+
+    reader, blocks of 4    ....|...w|wwww|ww      w: the window, 7 tokens before the 14th
+    holder, blocks of 4        |mmmw|wwww|ww      m: moved with it; the reader's block is whole
+    holder, blocks of 2          |mw|ww|ww|ww     its first block has a gap of two tokens
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 from kvbus.geometry import GroupSpec
 
@@ -11,13 +17,22 @@ Spans = Mapping[str, tuple[int, int]]
 """Positions [lo, hi) by group."""
 
 
-def whole_spans(groups: Iterable[GroupSpec], first_token: int, num_tokens: int) -> Spans:
-    """What a fetch of tokens [first_token, num_tokens) moves."""
-    return {group.name: group.positions(first_token, num_tokens) for group in groups}
+def whole_spans(
+    readers: Iterable[GroupSpec],
+    holders: Sequence[GroupSpec],
+    first_token: int,
+    num_tokens: int,
+) -> Spans:
+    """What a fetch of tokens [first_token, num_tokens) moves from groups to those of a reader."""
+    held = {group.name: group for group in holders}
+    return {
+        group.name: _span(group, held[group.name], first_token, num_tokens) for group in readers
+    }
 
 
 def chunk_spans(
-    groups: Iterable[GroupSpec],
+    readers: Iterable[GroupSpec],
+    holders: Sequence[GroupSpec],
     whole: tuple[int, int],
     chunk: tuple[int, int],
     *,
@@ -27,15 +42,26 @@ def chunk_spans(
 
     A state is that of the last token: it comes with the ``last`` chunk, even an empty one.
     """
+    held = {group.name: group for group in holders}
     spans = {}
-    for group in groups:
-        lo, hi = group.positions(*whole)
+    for group in readers:
+        lo, hi = _span(group, held[group.name], *whole)
         if group.state:
             spans[group.name] = (lo, hi if last else lo)
         else:
             start = max(lo, chunk[0])
             spans[group.name] = (start, max(start, min(hi, chunk[1])))
     return spans
+
+
+def _span(
+    reader: GroupSpec, holder: GroupSpec, first_token: int, num_tokens: int
+) -> tuple[int, int]:
+    start, stop = reader.positions(first_token, num_tokens)
+    if reader.window is not None and start < stop:
+        sizes = (reader.block_size, holder.block_size)
+        start = max(first_token, *(start // size * size for size in sizes))
+    return start, stop
 
 
 def tail_spans(groups: Iterable[GroupSpec], spans: Spans) -> Spans:

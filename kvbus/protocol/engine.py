@@ -253,7 +253,9 @@ class Fetched(Message, frozen=True):
     """Notice: the fetch ended. Only ``completed`` means that the KV may be used.
 
     ``blocks_free`` is False while a transfer can still write into the blocks: they stay with the
-    agent until the notice `BlocksFreed`.
+    agent until the notice `BlocksFreed`. ``whole_blocks`` is False where the first block of a
+    window has a gap: tokens that were asked for, in front of the window, which the prefill engine
+    does not keep as its blocks are smaller. An engine that caches whole blocks must not cache that.
     """
 
     op: ClassVar[str] = "fetched"
@@ -268,6 +270,7 @@ class Fetched(Message, frozen=True):
     num_bytes: Size = 0
     path: Text = ""
     stages_s: StageTimes = StageTimes()
+    whole_blocks: bool = False
 
 
 class BlocksFreed(Message, frozen=True):

@@ -17,8 +17,10 @@ from kvbus.engine.bounce import HostDecode
 from kvbus.errors import ErrorCode, FetchFailed, KVBusError
 from kvbus.geometry import num_blocks_for
 from tests.chaos.engine_memory import EngineMemory
-from tests.chaos.pattern import expected, moved, num_wrong_bytes
+from tests.chaos.pattern import expected, num_wrong_bytes
+from tests.chaos.shapes import BY_NAME
 from tests.chaos.strictness import ChaosDecode
+from tests.expected import positions
 
 ROOM_WITHIN_S = 2.0
 PIECE_BYTES = 256 << 10
@@ -63,7 +65,7 @@ class DecodeSide:
         key, first, stop = order["key"], order["first_token"], order["num_tokens"]
         wanted = {}
         for group in self._memory.spec.groups:
-            at = moved(group, first, stop)
+            at = positions(group, first, stop)
             size = group.block_size
             wanted[group.name] = num_blocks_for(at.stop, size) - at.start // size if at else 0
         blocks = self._pool.take(wanted, f"fetch {key}")
@@ -146,12 +148,14 @@ class DecodeSide:
     ) -> None:
         """Every byte of the blocks of a fetch that the agent calls valid."""
         num_wrong = 0
+        holder = BY_NAME[order["from"]].spec if self._host is None else None
         for view in self._views:
             ids = torch.as_tensor(blocks[view.group.name], dtype=torch.int64)
             want = expected(
                 order["offer"],
                 view,
                 blocks[view.group.name],
+                holder=holder,
                 first=order["first_token"],
                 stop=order["num_tokens"],
                 zero_tail=order["zero_tail"],

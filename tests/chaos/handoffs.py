@@ -140,6 +140,7 @@ class Handoffs:
         order = {
             "do": "fetch",
             "offer": offer,
+            "from": source.shape.name,
             "ticket": ticket,
             "num_tokens": draw.num_tokens,
             "first_token": draw.first_token,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvbus.engine import KvCache
 from kvbus.geometry import EngineSpec, GroupSpec
-from tests.expected import positions
+from tests.expected import moved, positions
 from tests.strict_sessions import bits
 
 CANARY_BYTE = 0xA5
@@ -68,11 +68,6 @@ def rows(offer: int, view: View, tokens: range) -> Tensor:
     return torch.from_numpy(mixed.view(NUMPY_BITS[view.bits.dtype]))
 
 
-def moved(group: GroupSpec, first_token: int, num_tokens: int) -> range:
-    """The tokens of a group that a fetch moves."""
-    return positions(group, first_token, num_tokens)
-
-
 def fill(offer: int, views: Sequence[View], blocks: Blocks, first: int, stop: int) -> None:
     """Compute tokens [first, stop) of an offer into ``blocks``, whose tables start at token 0."""
     for view in views:
@@ -83,11 +78,23 @@ def fill(offer: int, views: Sequence[View], blocks: Blocks, first: int, stop: in
 
 
 def expected(
-    offer: int, view: View, blocks: Sequence[int], *, first: int, stop: int, zero_tail: bool
+    offer: int,
+    view: View,
+    blocks: Sequence[int],
+    *,
+    holder: EngineSpec | None,
+    first: int,
+    stop: int,
+    zero_tail: bool,
 ) -> Tensor:
-    """All of ``blocks`` after a fetch: what was moved, and the canary everywhere else."""
+    """All of ``blocks`` after a fetch: what was moved, and the canary everywhere else.
+
+    Without a ``holder`` only what the tokens need was, by way of host blocks.
+    """
     want = canary_like(view.bits[: len(blocks)])
-    tokens, size = moved(view.group, first, stop), view.group.block_size
+    tokens, size = positions(view.group, first, stop), view.group.block_size
+    if holder is not None:
+        tokens = moved(view.group, holder.group(view.group.name), first, stop)
     if tokens:
         ids, slots = _places(tokens, range(len(blocks)), size, tokens.start // size)
         want[ids, slots] = rows(offer, view, tokens)

@@ -71,7 +71,7 @@ def test_one_bit_of_a_fetch_that_is_wrong_is_seen_in_any_view(name: str) -> None
     for view in views:
         ids = range(num_tokens // view.group.block_size)
         fill(9, [view], {view.group.name: ids}, 0, num_tokens)
-        want = expected(9, view, ids, first=0, stop=num_tokens, zero_tail=False)
+        want = expected(9, view, ids, holder=None, first=0, stop=num_tokens, zero_tail=False)
         found = view.bits[: len(ids)]
 
         assert num_wrong_bytes(found, want) == 0

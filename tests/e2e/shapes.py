@@ -152,7 +152,9 @@ async def hand_over(
         await _grow(offer, source, theirs, (*steps, offered))
     fetched = await fetch.completed()
     assert same(target.snapshot(), wanted)
-    assert fetched.num_bytes == num_read_bytes(target, num_tokens, first_token, path=fetched.path)
+    assert fetched.num_bytes == num_read_bytes(
+        source, target, num_tokens, first_token, path=fetched.path
+    )
     assert await offer.released() is Outcome.COMPLETED
     return fetched
 

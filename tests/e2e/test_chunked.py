@@ -114,7 +114,9 @@ async def test_chunks_arrive_while_the_offer_is_open(shapes, path, first_token):
 
         assert torch.equal(states, target.views_of(growing.before)[0, 4, "conv"])
         assert same(target.snapshot(), growing.wanted)
-        assert fetched.num_bytes == num_read_bytes(target, 71, first_token, path=fetched.path)
+        assert fetched.num_bytes == num_read_bytes(
+            source, target, 71, first_token, path=fetched.path
+        )
         assert fetched.path == path
         assert await growing.offer.released() is Outcome.COMPLETED
 

@@ -221,7 +221,7 @@ async def test_all_that_is_handed_over_is_compared_on_each_path(shapes, folder, 
         fetched = await hand_over(source, target, NUM_TOKENS, first_token=9, zero_tail=True)
 
         assert fetched.path == path
-        assert compared(runtime, "equal") == num_pieces_compared(target, NUM_TOKENS, 9)
+        assert compared(runtime, "equal") == num_pieces_compared(source, target, NUM_TOKENS, 9)
         assert compared(runtime, "different") == 0
 
 

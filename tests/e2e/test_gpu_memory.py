@@ -52,7 +52,7 @@ async def test_every_byte_arrives_through_the_slots_of_each_sides_place(folders,
                 slots._segment.tensor.fill_(255)
             num_compared = 0
             for num_tokens, first_token in ((200, 0), (71, 60), (13, 5)):
-                num_compared += num_pieces_compared(target, num_tokens, first_token)
+                num_compared += num_pieces_compared(source, target, num_tokens, first_token)
                 fetched = await hand_over(source, target, num_tokens, first_token=first_token)
 
                 assert fetched.path == "packed"

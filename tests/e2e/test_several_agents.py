@@ -93,9 +93,11 @@ async def test_every_bit_arrives_whatever_agents_the_ranks_are_at(sites, path, p
 
         assert same(target.snapshot(), wanted)
         assert outcome is Outcome.COMPLETED
-        assert fetched.num_bytes == num_read_bytes(target, num_tokens, path=path, places=decode)
+        assert fetched.num_bytes == num_read_bytes(
+            source, target, num_tokens, path=path, places=decode
+        )
         assert fetched.path == path
-        assert num_compared(sites, path) - before == num_pieces_compared(target, num_tokens)
+        assert num_compared(sites, path) - before == num_pieces_compared(source, target, num_tokens)
         assert all(agent.metric("progress_tokens") == 0 for agent in sites.prefill)
 
 
@@ -137,7 +139,9 @@ async def test_replicas_at_several_agents_are_read_once_whichever_they_are(
             fetched = await fetch.completed()
 
             assert same(target.snapshot(), wanted)
-            assert fetched.num_bytes == num_read_bytes(target, num_tokens, path=path, places=decode)
+            assert fetched.num_bytes == num_read_bytes(
+                source, target, num_tokens, path=path, places=decode
+            )
 
 
 @pytest.mark.parametrize("path", PATHS)
@@ -201,7 +205,9 @@ async def test_an_open_offer_is_read_piece_by_piece_at_every_agent(sites, path):
         fetched = await fetch.completed()
 
         assert same(target.snapshot(), wanted)
-        assert fetched.num_bytes == num_read_bytes(target, num_tokens, path=path, places="010")
+        assert fetched.num_bytes == num_read_bytes(
+            source, target, num_tokens, path=path, places="010"
+        )
 
 
 def _equal_in(engine, wanted, blocks) -> bool:

@@ -84,7 +84,8 @@ def boxes_of(case: Case) -> Iterator[tuple[int, int, Box]]:
     """Holder, reader and boxes of all that is handed over."""
     prefill, decode = case.prefill.ranks, case.decode.ranks
     ranks = [[placed.rank for placed in side.values()] for side in (prefill, decode)]
-    spans = whole_spans(case.decode.engine.groups, case.start, case.stop)
+    readers, holders = case.decode.engine.groups, case.prefill.engine.groups
+    spans = whole_spans(readers, holders, case.start, case.stop)
     for share in ReadMap(*ranks).shares(case.replica_index):
         for box in cut_for_digests(share, spans[share.group]):
             yield share.holder, share.reader, box
@@ -167,7 +168,7 @@ def test_a_flipped_bit_is_found_and_named_whatever_the_memory_is(
         right = decode.digests(digest, reader, box)
         for _ in range(NUM_FLIPS):
             side, rank = sides[random.choice(list(sides))]
-            held = where_elements_lie(side.side, side.side.ranks[rank], case.start, case.stop)
+            held = where_elements_lie(side.side, side.side.ranks[rank], case.moved())
             inside = [one for one in held if one[0][0] == box.group and has(box, one[0])]
             meaning, at, num_bytes = random.choice(inside)
             flipped, bit = at + random.randrange(num_bytes), 1 << random.randrange(8)

@@ -95,12 +95,15 @@ def test_stages_are_read_by_layer() -> None:
     assert [(read.prefill_rank, read.layers) for read in plan.reads] == [(0, (0,)), (1, (1,))]
 
 
-def test_a_window_moves_its_tail_only() -> None:
-    plan = planned(f"window=10,{SMALL}", f"window=10,{SMALL}", 100)
+@pytest.mark.parametrize(("theirs", "first"), [(16, 80), (8, 88), (4, 88), (6, 90), (32, 80)])
+def test_a_window_moves_its_tail_only_and_its_first_block_as_far_as_both_have_it(
+    theirs: int, first: int
+) -> None:
+    plan = planned(f"window=10,{SMALL},block={theirs}", f"window=10,{SMALL}", 100)
 
     assert {read.group: read.positions for read in plan.reads} == {
         "full": (0, 100),
-        "window": (90, 100),
+        "window": (first, 100),
     }
 
 
@@ -211,7 +214,7 @@ def test_no_block_of_a_synthetic_request_is_there_twice(
     num_blocks: int, step: float | None
 ) -> None:
     planned = read_engine("--from", SMALL)
-    spans = whole_spans(planned.engine.groups, 0, 16 * num_blocks)
+    spans = whole_spans(planned.engine.groups, planned.engine.groups, 0, 16 * num_blocks)
 
     table = synthesize(planned, spans, step=step).tables["attention"]
 

@@ -55,6 +55,14 @@ class Case:
     stop: int
     replica_index: int
 
+    def moved(self) -> dict[str, list[int]]:
+        """The positions of each group that are read."""
+        prefill = self.prefill.engine
+        return {
+            group.name: moved_positions(group, prefill.group(group.name), self.start, self.stop)
+            for group in self.decode.engine.groups
+        }
+
 
 @st.composite
 def cases(draw: Draw) -> Case:
@@ -85,16 +93,30 @@ def wanted_positions(group: GroupSpec, start: int, stop: int) -> list[int]:
     return [position for position in range(start, stop) if stop - position <= window]
 
 
+def moved_positions(reader: GroupSpec, holder: GroupSpec, start: int, stop: int) -> list[int]:
+    """Those that are read: wanted, or of the block of a wanted one on both sides."""
+    wanted = wanted_positions(reader, start, stop)
+    if reader.window is None:
+        return wanted
+    sizes = (reader.block_size, holder.block_size)
+    blocks = [{position // size for position in wanted} for size in sizes]
+    return [
+        position
+        for position in range(start, stop)
+        if all(position // size in held for size, held in zip(sizes, blocks, strict=True))
+    ]
+
+
 def where_elements_lie(
-    side: Side, placed: PlacedRank, start: int, stop: int
+    side: Side, placed: PlacedRank, positions: Mapping[str, list[int]]
 ) -> Iterator[tuple[Meaning, int, int]]:
-    """Meaning, index in the side's memory and bytes of all that a rank holds of these tokens."""
+    """Meaning, index in the side's memory and bytes of all that a rank holds at ``positions``."""
     for region in placed.rank.regions:
         group = placed.engine.group(region.group)
         table = side.tables[group.name]
         num_bytes = DTYPE_SIZES_BYTES[group.dtype]
         address = placed.addresses[region.segment_id] - side.base
-        for position in wanted_positions(group, start, stop):
+        for position in positions[group.name]:
             block = int(table.array()[position // group.block_size - table.first_block])
             token = position % group.block_size
             for layer in region.layers:
@@ -227,7 +249,8 @@ def with_equal_replicas(side: Side, noise: bytes, start: int, stop: int) -> Side
     """``side`` with ``noise`` for its memory, but each replica of an element like the first."""
     memory, values = bytearray(noise), dict[Meaning, bytes]()
     for placed in side.ranks.values():
-        for meaning, at, num_bytes in where_elements_lie(side, placed, start, stop):
+        held = {g.name: moved_positions(g, g, start, stop) for g in side.engine.groups}
+        for meaning, at, num_bytes in where_elements_lie(side, placed, held):
             value = values.setdefault(meaning, bytes(memory[at : at + num_bytes]))
             memory[at : at + num_bytes] = value
     return Side(side.engine, side.ranks, side.base, side.tables, bytes(memory), values)

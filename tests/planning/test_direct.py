@@ -45,9 +45,7 @@ def copied_by_loops(case: Case) -> tuple[bytes, bytes]:
     after = bytearray(case.decode.memory)
     times = bytearray(len(after))
     for reader in case.decode.ranks.values():
-        for meaning, at, num_bytes in where_elements_lie(
-            case.decode, reader, case.start, case.stop
-        ):
+        for meaning, at, num_bytes in where_elements_lie(case.decode, reader, case.moved()):
             after[at : at + num_bytes] = case.prefill.values[meaning]
             for byte in range(at, at + num_bytes):
                 times[byte] += 1
@@ -80,7 +78,7 @@ def plan_of(case: Case) -> DirectPlan:
 
 
 def spans_of(case: Case, start: int, stop: int) -> Spans:
-    return whole_spans(case.prefill.engine.groups, start, stop)
+    return whole_spans(case.decode.engine.groups, case.prefill.engine.groups, start, stop)
 
 
 def descriptors_of(case: Case) -> Descriptors:
@@ -122,8 +120,8 @@ def test_reads_ascend_never_write_a_byte_twice_and_never_continue_each_other(cas
 def test_few_runs_by_integers_are_those_by_arrays(case: Case, data: st.DataObject) -> None:
     start = data.draw(st.integers(case.start, case.stop))
     stop = data.draw(st.integers(start, case.stop))
-    whole, groups = (case.start, case.stop), case.prefill.engine.groups
-    spans = chunk_spans(groups, whole, (start, stop), last=data.draw(st.booleans()))
+    whole, groups = (case.start, case.stop), (case.decode.engine.groups, case.prefill.engine.groups)
+    spans = chunk_spans(*groups, whole, (start, stop), last=data.draw(st.booleans()))
     plan, tables = plan_of(case), (case.prefill.tables, case.decode.tables)
 
     by_integers = plan.descriptors(*tables, spans)
@@ -177,7 +175,8 @@ def test_the_chunks_of_a_fetch_move_what_the_whole_moves_each_byte_once(
     reads = []
     for number, (start, stop) in enumerate(pairwise(ends), start=2):
         last = number == len(ends)
-        spans = chunk_spans(groups, (case.start, case.stop), (start, stop), last=last)
+        whole, readers = (case.start, case.stop), case.decode.engine.groups
+        spans = chunk_spans(readers, groups, whole, (start, stop), last=last)
         tables = {
             group.name: grown_to(case.prefill.tables[group.name], spans[group.name][1], group)
             for group in groups

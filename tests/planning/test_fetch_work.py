@@ -100,7 +100,7 @@ def cases(draw: st.DrawFn) -> Case:
 @EXHAUSTIVE
 @given(cases())
 def test_descriptors_and_runs_are_those_that_plain_loops_count(case: Case) -> None:
-    spans = whole_spans([case.group], case.start, case.stop)
+    spans = whole_spans([case.group], [case.group], case.start, case.stop)
 
     shape = case.work().shape(spans, mapped=True)
 
@@ -144,7 +144,7 @@ def test_descriptors_and_runs_are_those_that_plain_loops_count(case: Case) -> No
 @given(cases())
 def test_the_least_box_is_the_smallest_that_a_share_can_be_cut_into(case: Case) -> None:
     work = case.work()
-    spans = whole_spans([case.group], case.start, case.stop)
+    spans = whole_spans([case.group], [case.group], case.start, case.stop)
     orders = {
         Path.PACKED: canonical_order(),
         Path.REORDERED: reader_order(case.decode[0].rank.regions, case.group),
@@ -264,7 +264,7 @@ def test_a_state_counts_at_its_one_position() -> None:
     state = state_group("state", (0, 1), (StatePart("conv", 4, 512), StatePart("sum", 1, 8)))
     case = of_sides(placed(state, NHD, 2, 1), placed(state, NHD, 1, 1), 0, 100)
 
-    shape = case.work().shape(whole_spans([state], 0, 100))
+    shape = case.work().shape(whole_spans([state], [state], 0, 100))
 
     assert shape[Path.DIRECT].num_bytes == 2 * (4 * 512 + 8)
     assert shape[Path.DIRECT].num_descriptors == 2 * (2 + 1)

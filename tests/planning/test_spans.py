@@ -8,26 +8,45 @@ from hypothesis import strategies as st
 from kvbus.geometry import GroupSpec, StatePart, state_group
 from kvbus.planning import chunk_spans, whole_spans
 from kvbus.planning.spans import tail_spans
-from tests.planning.handoffs import wanted_positions
+from tests.planning.handoffs import moved_positions, wanted_positions
 
 FULL = GroupSpec("full", (0,), 16, 2, 8, "float16")
 STATE = state_group("state", (1,), (StatePart("ssm", 2, 8),))
 
 
-def windowed(window: int) -> GroupSpec:
-    return GroupSpec("window", (2,), 16, 2, 8, "float16", window=window)
+def windowed(window: int, block_size: int = 16) -> GroupSpec:
+    return GroupSpec("window", (2,), block_size, 2, 8, "float16", window=window)
 
 
-@given(st.integers(0, 40), st.integers(0, 40), st.integers(1, 50))
-def test_a_fetch_moves_the_positions_that_each_group_needs_of_its_tokens(
-    start: int, length: int, window: int
+@given(
+    st.integers(0, 40),
+    st.integers(0, 40),
+    st.integers(1, 50),
+    st.integers(1, 40),
+    st.integers(1, 40),
+)
+def test_a_fetch_moves_what_is_needed_and_what_both_sides_have_in_one_block_with_it(
+    start: int, length: int, window: int, reads_in: int, holds_in: int
 ) -> None:
-    groups, stop = (FULL, STATE, windowed(window)), start + length
+    readers = FULL, STATE, windowed(window, reads_in)
+    holders, stop = (windowed(window, holds_in), STATE, FULL), start + length
 
-    spans = whole_spans(groups, start, stop)
+    spans = whole_spans(readers, holders, start, stop)
 
-    for group in groups:
-        assert list(range(*spans[group.name])) == wanted_positions(group, start, stop)
+    for group in readers:
+        holder = next(one for one in holders if one.name == group.name)
+        assert list(range(*spans[group.name])) == moved_positions(group, holder, start, stop)
+
+
+@given(st.integers(0, 40), st.integers(0, 80), st.integers(1, 50), st.integers(1, 40))
+def test_blocks_of_one_size_are_moved_whole(
+    start: int, stop: int, window: int, block_size: int
+) -> None:
+    group = windowed(window, block_size)
+
+    first, _ = whole_spans([group], [group], start, stop)["window"]
+
+    assert first % block_size == 0 or first == start
 
 
 @given(st.data(), st.integers(0, 40), st.integers(0, 40), st.integers(1, 50))
@@ -38,13 +57,13 @@ def test_the_pieces_of_a_fetch_have_each_position_once_and_in_their_order(
     ends = [start, *sorted(data.draw(st.lists(st.integers(start, stop), max_size=5))), stop]
 
     chunks = [
-        chunk_spans(groups, (start, stop), chunk, last=number == len(ends) - 2)
+        chunk_spans(groups, groups, (start, stop), chunk, last=number == len(ends) - 2)
         for number, chunk in enumerate(pairwise(ends))
     ]
 
     for group in groups:
         moved = [position for spans in chunks for position in range(*spans[group.name])]
-        assert moved == wanted_positions(group, start, stop)
+        assert moved == moved_positions(group, group, start, stop)
         for spans, (first, end) in zip(chunks, pairwise(ends), strict=True):
             inside = range(first, end) if not group.state else range(1)
             assert set(range(*spans[group.name])) <= set(inside)
@@ -53,8 +72,8 @@ def test_the_pieces_of_a_fetch_have_each_position_once_and_in_their_order(
 def test_a_state_comes_with_the_last_piece_though_that_has_no_tokens() -> None:
     whole = (0, 20)
 
-    before = chunk_spans((FULL, STATE), whole, (0, 20), last=False)
-    after = chunk_spans((FULL, STATE), whole, (20, 20), last=True)
+    before = chunk_spans((FULL, STATE), (FULL, STATE), whole, (0, 20), last=False)
+    after = chunk_spans((FULL, STATE), (FULL, STATE), whole, (20, 20), last=True)
 
     assert before == {"full": (0, 20), "state": (0, 0)}
     assert after == {"full": (20, 20), "state": (0, 1)}
@@ -66,7 +85,7 @@ def test_the_tail_is_what_the_last_block_of_each_group_has_behind_the_last_posit
 ) -> None:
     groups, stop = (FULL, STATE, windowed(window)), start + length
 
-    tails = tail_spans(groups, whole_spans(groups, start, stop))
+    tails = tail_spans(groups, whole_spans(groups, groups, start, stop))
 
     for group in groups:
         wanted = wanted_positions(group, start, stop)

@@ -73,7 +73,7 @@ def test_the_reads_of_the_example_are_as_many_as_the_page_says() -> None:
     }
     ours = {0: PlacedRank(names["decode"], names["ours"][0], {"kv": 1 << 20})}
     shares = ReadMap(names["theirs"], names["ours"]).shares()
-    spans = whole_spans(names["decode"].groups, 0, 5)
+    spans = whole_spans(names["decode"].groups, names["prefill"].groups, 0, 5)
     tables = {"full": BlockTable.of([3, 0, 2])}, {"full": BlockTable.of([1, 0])}
 
     direct = DirectPlan(theirs, ours, shares).descriptors(*tables, spans)

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import anyio
 from anyio.abc import TaskGroup
+from msgspec.structs import replace
 
 from kvbus.engine.bounce.buffer import Copier, Direction
 from kvbus.engine.bounce.host_pool import HostPool, HostTables
@@ -22,7 +23,7 @@ from kvbus.engine.fetch import Fetch, OnLanded
 from kvbus.engine.session import Latch
 from kvbus.errors import ClosedError, ErrorCode, FetchFailed, KVBusError
 from kvbus.geometry import BlockTable
-from kvbus.planning import Spans, tail_spans, whole_spans
+from kvbus.planning import Spans, tail_spans
 from kvbus.protocol.engine import Fetched
 
 CLOSE_TIMEOUT_S = 1.0
@@ -100,7 +101,7 @@ class HostDecode:
         if self._tasks is None:
             raise ClosedError("the host decode is not open")
         engine = self.session.engine
-        spans = whole_spans(engine.groups, first_token, num_tokens)
+        spans = {group.name: group.positions(first_token, num_tokens) for group in engine.groups}
         tables = fetch_tables(engine, block_ids, first_token, num_tokens)
         for group in engine.groups:
             table = tables.get(group.name, BlockTable.of(()))
@@ -255,7 +256,7 @@ class HostFetch:
             failure = _failed(error.message, error.code, stage=error.stage, fetch_id=fetch.fetch_id)
             raise failure from error
         await self._load(blocks, None)
-        return fetched
+        return replace(fetched, whole_blocks=False)  # what is in front of a window stays behind
 
     async def _load(self, blocks: RequestBlocks, num_landed: int | None) -> None:
         """Whole blocks of what has landed; with None all, as nothing more may land."""

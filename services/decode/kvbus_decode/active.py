@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 
 from kvbus.agent.engines.local_engine import LocalEngine
 from kvbus.bus import new_secret
+from kvbus.planning import whole_spans
 from kvbus_decode.fetch import events as ev
 from kvbus_decode.peer.directory import Peer
 from kvbus_decode.peer.route import Route
@@ -30,6 +31,16 @@ class ActiveFetch:
     def fetch_id(self) -> str:
         """The key of the fetch in the table."""
         return self.requested.fetch_id
+
+    @property
+    def fills_blocks(self) -> bool:
+        """Whether no window's first block has a gap once all is read, see `Fetched`."""
+        if self.route is None:
+            return False
+        wanted, groups = self.requested, self.engine.spec.groups
+        tokens = wanted.first_token, wanted.num_tokens
+        read = whole_spans(groups, self.route.prefill.groups, *tokens)
+        return read == whole_spans(groups, groups, *tokens)
 
     @property
     def home(self) -> Peer:

@@ -305,6 +305,7 @@ class DecodeService:
     def _report_fetched(self, fetched: ev.ReportFetched) -> None:
         """The engine first: it waits, while the log and the counters do not."""
         code = fetched.error.code.value if fetched.error else ""
+        fetch = self._leases.active.get(fetched.fetch_id)
         self._notify(
             Fetched(
                 fetch_id=fetched.fetch_id,
@@ -317,10 +318,10 @@ class DecodeService:
                 num_bytes=fetched.num_bytes,
                 path=fetched.path,
                 stages_s=fetched.stages_s,
+                whole_blocks=fetch is not None and fetch.fills_blocks,
             ),
             is_last=fetched.blocks_free,
         )
-        fetch = self._leases.active.get(fetched.fetch_id)
         if fetch is not None and fetched.error is None:
             self._tickets.complete(fetch.requested.ticket)
             self._costs.observe(fetched, fetch)

@@ -151,7 +151,8 @@ class CostBook:
     def _num_bytes(self, engine: LocalEngine, first_token: int, num_tokens: int) -> int:
         """Of these tokens, for the ranks of the engine that are here."""
         whole = first_token, num_tokens
-        spans = chunk_spans(engine.spec.groups, whole, whole, last=True)
+        groups = engine.spec.groups
+        spans = chunk_spans(groups, groups, whole, whole, last=True)
         each = self._position_bytes(engine)
         return sum(num * (spans[group][1] - spans[group][0]) for group, num in each.items())
 

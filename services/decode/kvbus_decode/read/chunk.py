@@ -83,11 +83,11 @@ def make_chunk(
     """Tokens [part) of a fetch of tokens [whole); with the ``last`` chunk comes the state, and the
     tail if it is zeroed. Raises `GeometryError` when the offer's tables do not hold them.
     """
-    spans = chunk_spans(route.prefill.groups, whole, part, last=last)
+    groups = route.engine.spec.groups
+    spans = chunk_spans(groups, route.prefill.groups, whole, part, last=last)
     route.check_tables(source, spans)
     tail: Spans = {}
     if zero_tail and last:
-        groups = route.engine.spec.groups
-        tail = tail_spans(groups, whole_spans(groups, *whole))
+        tail = tail_spans(groups, whole_spans(groups, groups, *whole))
     lease, tables, place = (offer_id, epoch, token), (source, target), (replica_index, deadline)
     return Chunk(route, *lease, *tables, spans, tail, *place, secret, one_in, priority)

@@ -141,7 +141,8 @@ class Reader:
     def path_of(self, route: Route, first_token: int, num_tokens: int) -> Path | None:
         """The path that a fetch of these tokens would take now; None when there is none."""
         whole = first_token, num_tokens
-        spans = chunk_spans(route.prefill.groups, whole, whole, last=True)
+        groups = route.engine.spec.groups
+        spans = chunk_spans(groups, route.prefill.groups, whole, whole, last=True)
         try:
             return self._chooser.choose(route, spans, replica_index=0).path
         except KVBusError:
