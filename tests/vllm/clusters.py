@@ -49,7 +49,10 @@ class Cluster:
     wire: Wire
     prefill: VllmServer
     decode: VllmServer
+    repeats_itself: bool = True
+    """Whether decode says the same when it finds the beginning of a prompt in its cache."""
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(max_workers=32))
+    _said: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
 
     @property
     def prefill_agent(self) -> AgentProcess:
@@ -111,7 +114,13 @@ class Cluster:
     def alone(self, prompt: Sequence[int]) -> list[int]:
         """The tokens that decode says after reading ``prompt`` itself, whatever it has cached."""
         salt = f"alone-{next(_SALTS)}"
-        return self.decode.complete(prompt, NUM_TOKENS, cache_salt=salt).tokens
+        tokens = self.decode.complete(prompt, NUM_TOKENS, cache_salt=salt).tokens
+        self._said[tuple(prompt)] = tokens
+        return tokens
+
+    def again(self, prompt: Sequence[int]) -> list[int]:
+        """The tokens that decode says alone, where it may find in its cache what it once loaded."""
+        return self.decode.complete(prompt, NUM_TOKENS).tokens
 
     def soon(self, prompt: Sequence[int]) -> Future[list[int]]:
         """A `handoff` beside others."""
@@ -143,7 +152,13 @@ class Cluster:
         return all(part.alive for part in (*self.agents.all, self.prefill, self.decode))
 
     def check(self) -> None:
-        """Nothing is left: no block in either server, no offer, lease or fetch in an agent."""
+        """Nothing is left: no block in either server, no offer, lease or fetch in an agent.
+
+        And what was loaded has left nothing wrong in decode's cache: each prompt is asked again.
+        """
+        said, self._said = self._said, {}
+        for prompt, tokens in said.items() if self.repeats_itself else ():
+            assert self.again(prompt) == tokens
         for server in (self.prefill, self.decode):
             what = f"no block in use: {server.log_path}"
             wait_until(lambda server=server: server.blocks_in_use() == 0, what, SETTLES_WITHIN_S)
@@ -212,7 +227,7 @@ def cluster(
             wirings = [by_kvbus_both_ways(*pair, shape.turns) for pair in pairs]
         plans = zip(sides, (shape.prefill, shape.decode), wirings, strict=True)
         servers = [_server(agent, side, shape, models, each) for agent, side, each in plans]
-        made = Cluster(agents, wire, *servers)
+        made = Cluster(agents, wire, *servers, repeats_itself=shape.decode.model != "mla")
         try:
             for server in servers:
                 server.launch()

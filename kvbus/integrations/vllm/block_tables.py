@@ -14,10 +14,17 @@ NULL_BLOCK = 0
 
 
 class Tables(NamedTuple):
-    """Block ids by group, and the block of the request with which each table starts."""
+    """Block ids by group, and the block of the request with which each table starts.
+
+    In ``partial`` blocks, each the first of a window, the window does not begin with the block.
+    """
 
     block_ids: dict[str, list[int]]
     first_blocks: dict[str, int]
+    partial: set[int]
+
+
+NO_TABLES = Tables({}, {}, set())
 
 
 def tables_of(
@@ -27,13 +34,15 @@ def tables_of(
 
     Raises `GeometryError`.
     """
-    tables = Tables({}, {})
+    tables = Tables({}, {}, set())
     for group, ids in zip(engine.groups, block_ids, strict=True):
         start, stop = group.positions(first_token, num_tokens)
         if start < stop:
             first = start // group.block_size
             tables.block_ids[group.name] = _needed(group, ids, first, stop)
             tables.first_blocks[group.name] = first
+            if start > max(first_token, first * group.block_size):
+                tables.partial.add(tables.block_ids[group.name][0])
     return tables
 
 

@@ -55,6 +55,12 @@ class HeldBlocks:
             # As vLLM does it: the end of a prompt is dropped from the prefix cache first.
             self._pool.free_blocks(reversed(self._held.pop(offer_id)))
 
+    def uncache(self, block_ids: Iterable[int]) -> bool:
+        """Take blocks out of vLLM's prefix cache; whether any was there."""
+        cached = {one for one in block_ids if self._pool.blocks[one].block_hash is not None}
+        self._pool.evict_blocks(cached)
+        return bool(cached)
+
     @property
     def needs_steps(self) -> bool:
         """Whether vLLM is to go on with steps, though it has nothing to compute."""

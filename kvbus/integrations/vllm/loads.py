@@ -16,7 +16,7 @@ from kvbus.engine import DecodeSession, Fetch
 from kvbus.engine.control import ControlSession
 from kvbus.errors import ErrorCode, GeometryError, KVBusError, LocalError
 from kvbus.geometry import EngineSpec
-from kvbus.integrations.vllm.block_tables import Tables, tables_of
+from kvbus.integrations.vllm.block_tables import NO_TABLES, Tables, tables_of
 from kvbus.integrations.vllm.sessions import ControlLink
 from kvbus.integrations.vllm.shared_tickets import SharedTickets, ticket_key
 from kvbus.integrations.vllm.stats import StatsRecorder
@@ -56,6 +56,8 @@ class Load:
     started_at: float | None = None
     fetch: Fetch | None = None
     is_given_up: bool = False
+    partial: set[int] = field(default_factory=set)
+    """Its blocks that may have a gap at their beginning: in front of a window."""
     ticket_key: bytes = field(init=False, default=b"")
 
     def __post_init__(self) -> None:
@@ -86,6 +88,7 @@ class Loads:
         self._tickets = SharedTickets()
         self._expected: dict[str, Load] = {}
         self._running: dict[str, Load] = {}
+        self._partial: dict[str, Load] = {}
         self._started: list[tuple[str, str]] = []
         self._failed: deque[str] = deque()
         self._over: deque[str] = deque()
@@ -129,11 +132,26 @@ class Loads:
             tables = tables_of(self._engine, block_ids, load.first_token, stop)
         except GeometryError as error:
             load.problem = error.message
-            tables = Tables({}, {})
+            tables = NO_TABLES
+        if tables.partial:
+            load.partial = tables.partial
+            self._partial[request_id] = load
         self._link.post(partial(self._begin, load, stop, tables))
+
+    def partial_blocks(self, request_id: str | None = None) -> set[int]:
+        """Those that may have a gap at their beginning, of a request or of all that have blocks."""
+        if request_id is not None:
+            load = self._partial.get(request_id)
+            return load.partial if load is not None else set()
+        return set().union(*(load.partial for load in self._partial.values()))
+
+    def lose_blocks(self, request_id: str) -> None:
+        """The blocks of the request are another's from now on."""
+        self._partial.pop(request_id, None)
 
     def give_up(self, request_id: str) -> None:
         """The request has ended, by whatever reason; a load that runs is cancelled."""
+        self.lose_blocks(request_id)
         expected = self._expected.pop(request_id, None)
         if expected is not None:
             self._pass_on(expected)
@@ -162,6 +180,8 @@ class Loads:
         failed = _drained(self._failed)
         for request_id in over:
             self._running.pop(request_id, None)
+        for request_id in failed:  # vLLM frees its blocks
+            self.lose_blocks(request_id)
         return failed, over
 
     def _pass_on(self, load: Load) -> None:
@@ -215,6 +235,8 @@ class Loads:
         notice = fetch.notice
         if notice is not None:
             self._stats.add_load(notice, given_up=load.is_given_up)
+            if notice.whole_blocks and load.handoff is not None and load.handoff.whole_blocks:
+                load.partial = set()
         if notice is None or notice.outcome is not Outcome.COMPLETED:
             if not load.is_given_up and notice is not None:
                 self._note(load, notice.stage, notice.code, notice.message)

@@ -38,6 +38,7 @@ from kvbus.integrations.vllm.transfer_params import (
     ASKS_TO_OFFER,
     RENDEZVOUS,
     TICKET,
+    TRANSFER_ID,
     HandoffParams,
     read_params,
     read_readers,
@@ -123,6 +124,8 @@ class SchedulerSide:
         """How many tokens can be loaded behind those that vLLM has; None: ask again."""
         if self._loads is None:
             return 0
+        if self._uncache_partial():  # vLLM may just have found one of them for this request
+            return None
         return self._loads.matched(request.request_id, num_computed_tokens)
 
     def allocated(
@@ -131,6 +134,7 @@ class SchedulerSide:
         """The request has blocks: load into them, or ask for the ticket of what they will hold."""
         if self._loads is not None:
             self._loads.start(request.request_id, block_ids, num_external_tokens)
+            self._uncache_partial()
         params = request.kv_transfer_params or {}
         if self._offers is None or is_of_later_prompt(request.request_id):
             return
@@ -144,7 +148,10 @@ class SchedulerSide:
 
         The blocks of an offer are held here, so vLLM need not keep those of any request.
         """
+        has_gap = False
         if self._loads is not None:
+            partial_blocks = self._loads.partial_blocks(request.request_id)
+            has_gap = any(partial_blocks.intersection(ids) for ids in block_ids)
             self._loads.give_up(request.request_id)
         params = request.kv_transfer_params or {}
         if self._offers is None or self._held is None or not params:
@@ -152,11 +159,13 @@ class SchedulerSide:
         hands_off = request.status in HANDS_OFF_AFTER and has_tokens(request)
         if not params.get(ASKS_TO_OFFER):
             is_first = not is_of_later_prompt(request.request_id)
-            return False, self._offer_answer(request, block_ids) if hands_off and is_first else None
+            if not (hands_off and is_first):
+                return False, None
+            return False, self._offer_answer(request, block_ids, whole_blocks=not has_gap)
         num_tokens = min(request.num_computed_tokens, request.num_prompt_tokens)
         self._growing.end(request.request_id)
-        if not hands_off or num_tokens == 0:
-            self._offers.abandon(request.request_id)
+        if not hands_off or num_tokens == 0 or (has_gap and params.get(TRANSFER_ID)):
+            self._offers.abandon(request.request_id)  # a reader that knows its name hears of no gap
             return False, None
         ticket = self._offers.publish(request.request_id, block_ids, num_tokens)
         if ticket is None:
@@ -164,15 +173,17 @@ class SchedulerSide:
         self._held.hold(ticket["offer_id"], block_ids)
         is_whole = num_tokens == request.num_prompt_tokens
         digest = ticket["prompt_digest"] if is_whole else digest_of(request, num_tokens)
-        return False, HandoffParams(ticket, num_tokens, digest).to_params()
+        return False, HandoffParams(ticket, num_tokens, digest, not has_gap).to_params()
 
     def step(self, output: "SchedulerOutput") -> StepResults:
         """What the workers shall report to vLLM in this step, which will compute ``output``."""
         if self._loads is None or self._offers is None:
             return NOTHING
+        self._uncache_partial()
         for request_id in output.preempted_req_ids or ():  # its blocks are another's from now on
             self._growing.end(request_id)
             self._offers.take_back(request_id)
+            self._loads.lose_blocks(request_id)
         self._free_released()
         self._loads.note_computed(output.num_scheduled_tokens)
         step = self._growing.schedule(output)
@@ -201,6 +212,24 @@ class SchedulerSide:
         """End the control sessions, and with them every load and offer."""
         for link in self._links:
             link.close(CLOSE_WITHIN_S)
+
+    # vLLM takes every block that a load has filled for whole. One whose beginning was not loaded
+    # must be found by no other request, though its own goes on with it: vLLM would read what was
+    # there before. It enters the prefix cache within a pass of vLLM's scheduler, and leaves it in
+    # the same:
+    #
+    #     running requests: given blocks     it enters, when its request has filled the rest of it
+    #     waiting: the load has ended        it enters
+    #              looked up in the cache
+    #              `matched`                 it leaves, and "ask again", as it may have been found
+    #              `allocated`               it leaves, so that as a rule it was not found
+    #     `step`                             it leaves
+    #
+    # A whole block with the same hash stays.
+    def _uncache_partial(self) -> bool:
+        if self._loads is None or self._held is None:
+            return False
+        return self._held.uncache(self._loads.partial_blocks())
 
     def _free_released(self) -> None:
         if self._offers is not None and self._held is not None:
@@ -235,7 +264,7 @@ class SchedulerSide:
             self._growing.begin(request_id, request.num_prompt_tokens)
 
     def _offer_answer(
-        self, request: "Request", block_ids: Sequence[Sequence[int]]
+        self, request: "Request", block_ids: Sequence[Sequence[int]], *, whole_blocks: bool
     ) -> dict[str, Any] | None:
         """Offer prompt and answer, if the answer of the server can carry a ticket.
 
@@ -252,7 +281,7 @@ class SchedulerSide:
         if ticket is None:
             return None
         self._held.hold(ticket["offer_id"], block_ids, is_awaited=False)
-        return HandoffParams(ticket, num_tokens, digest).to_params(next_turn=True)
+        return HandoffParams(ticket, num_tokens, digest, whole_blocks).to_params(next_turn=True)
 
     def _expect_turn(self, request: "Request", params: Mapping[str, Any], loads: Loads) -> None:
         """A prompt to prefill that goes on a conversation whose KV a decode engine has.

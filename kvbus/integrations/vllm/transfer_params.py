@@ -29,12 +29,14 @@ class HandoffParams(msgspec.Struct, frozen=True):
     """A ticket, and which tokens its KV is of.
 
     ``remote_num_tokens`` were computed by the engine that offers; ``prompt_digest`` is of these
-    tokens and of all else that their KV depends on, see `prompt_digest`.
+    tokens and of all else that their KV depends on, see `prompt_digest`. Without ``whole_blocks``
+    the first block of a window has a gap at its beginning there, too.
     """
 
     ticket: dict[str, Any]
     remote_num_tokens: Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
     prompt_digest: str
+    whole_blocks: bool = True
 
     def to_params(self, *, next_turn: bool = False) -> dict[str, Any]:
         """The params of the decode request, safe to pass through any JSON.

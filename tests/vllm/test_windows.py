@@ -1,0 +1,273 @@
+"""Sliding windows, whatever the block sizes: vLLM reads no KV that nobody has written.
+
+Not in the request that was loaded, and not in one that finds its blocks in the prefix cache.
+"""
+
+import copy
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, example, given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM: make test-vllm")
+
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
+
+from kvbus.protocol.rendezvous import Rendezvous
+from tests.agents import AgentProcess, Agents
+from tests.examples import num_examples
+from tests.vllm.configured import Configured, configure, full, layers, window
+from tests.vllm.scheduled import Answer, Scheduled, scheduled, what_follows
+
+LONGEST = 160
+TO_DECODE = {"do_remote_decode": True}
+TALKS = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 1, "decoder_kv_blocks_share": 1.0}
+SLOW = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+SOME = settings(
+    max_examples=num_examples(40),
+    suppress_health_check=SLOW,
+)
+SIZES = st.integers(1, 10).map(lambda number: 4 * number)
+WINDOWS = st.integers(2, 60)
+LENGTHS = st.integers(2, LONGEST)
+
+
+Of = Callable[..., AbstractContextManager[Scheduled]]
+
+
+@pytest.fixture(scope="module")
+def engine_of(tmp_path_factory: pytest.TempPathFactory) -> Of:
+    """Begins an engine of any block size and window, by one configuration of vLLM."""
+    case = configure(
+        tmp_path_factory.mktemp("model"), layers(full()), num_blocks=64, max_model_len=512
+    )
+
+    @contextmanager
+    def begin(
+        agents: Sequence[AgentProcess | None],
+        size: int,
+        *,
+        of: int,
+        num_requests: int = 8,
+        has_full: bool = True,
+        **options: Any,
+    ) -> Iterator[Scheduled]:
+        """With room for so many of the longest requests, whose tokens see ``of`` tokens."""
+        specs = [window(of, block_size=size), *([full(block_size=size)] if has_full else [])]
+        groups = [KVCacheGroupSpec([name], spec) for name, spec in layers(*specs).items()]
+        num_blocks = 1 + num_requests * len(specs) * (2 + 2 * LONGEST // size)
+        config = copy.copy(case.vllm_config)
+        config.cache_config = copy.copy(config.cache_config)
+        config.cache_config.block_size = size
+        caches = KVCacheConfig(num_blocks, [], groups, hash_block_size=size)
+        with scheduled(Configured(config, caches, []), *agents, **options) as engine:
+            yield engine
+
+    return begin
+
+
+def prompt_of(num_tokens: int, seed: int = 0) -> list[int]:
+    """Prompts of two seeds have no block in common."""
+    return [3 + (seed * 31 + at * 7) % 91 for at in range(num_tokens)]
+
+
+def ask(
+    engine: Scheduled,
+    prompt: Sequence[int],
+    num_tokens: int = 2,
+    params: Mapping[str, Any] | None = None,
+) -> Answer:
+    """Have a request come."""
+    return engine.add(engine.request(uuid.uuid4().hex, prompt, num_tokens, params))
+
+
+def prefilled(
+    engine: Scheduled,
+    prompt: Sequence[int],
+    asks: Mapping[str, Any] = TO_DECODE,
+    meets: Rendezvous | None = None,
+) -> dict[str, Any] | None:
+    """The params of the decode request, which know of no ticket if the two are to meet."""
+    more = {"transfer_id": meets.transfer_id} if meets is not None else {}
+    answer = ask(engine, prompt, 1, {**asks, **more})
+    engine.until_ended(answer)
+    if meets is not None:
+        return {"do_remote_prefill": True, "rendezvous": meets.to_json()}
+    return answer.params
+
+
+@dataclass(frozen=True)
+class Handoff:
+    """Block sizes, and a prompt that is loaded; ``common`` tokens of it begin other prompts, too.
+
+    These come ``beside`` it or after it.
+    """
+
+    window: int
+    theirs: int
+    ours: int
+    num_tokens: int
+    num_said: int
+    common: int
+    num_requests: int = 8
+    has_full: bool = True
+    at_once: bool = False
+    beside: bool = False
+
+
+HANDOFFS = st.builds(
+    Handoff,
+    WINDOWS,
+    SIZES,
+    SIZES,
+    LENGTHS,
+    st.integers(1, 40),
+    LENGTHS,
+    st.sampled_from([2, 8]),
+    st.booleans(),
+    st.booleans(),
+    st.booleans(),
+)
+
+
+@SOME
+@given(HANDOFFS)
+@example(Handoff(40, 8, 16, num_tokens=98, num_said=2, common=90, beside=True))
+@example(Handoff(10, 8, 40, num_tokens=60, num_said=40, common=60, has_full=False))
+def test_nothing_is_read_that_nobody_wrote(
+    shared_agents: Agents, engine_of: Of, case: Handoff
+) -> None:
+    """The last of the prompts is loaded behind what the cache has of it."""
+    offering, loading = shared_agents.all
+    prompt, said = prompt_of(case.num_tokens), case.num_said
+    alike = [[*prompt[: case.common], *prompt_of(30, seed)] for seed in (1, 2)]
+    ours = {"of": case.window, "has_full": case.has_full}
+    few = {"num_requests": case.num_requests}
+    with (
+        engine_of((offering, None), case.theirs, **ours) as prefill,
+        engine_of((None, loading), case.ours, **ours, **few) as decode,
+    ):
+        meets = Rendezvous(uuid.uuid4().hex, offering.peer)
+        params = prefilled(prefill, prompt, TO_DECODE, meets if case.at_once else None)
+        first = ask(decode, prompt, said, params)
+        if not case.beside:
+            decode.until_ended(first)
+        others = [ask(decode, prompt, said), ask(decode, alike[0])]
+        decode.until_ended(first, *others)
+        last = ask(decode, alike[1], 2, prefilled(prefill, alike[1]))
+        decode.until_ended(last)
+
+        assert decode.wrong == prefill.wrong == []
+        assert first.tokens == others[0].tokens == what_follows(prompt, said)
+        assert others[1].tokens == what_follows(alike[0], 2)
+        assert last.tokens == what_follows(alike[1], 2)
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """Block sizes of three engines, the first prompt, its answer, and what is new in the next."""
+
+    window: int
+    sizes: tuple[int, int, int]
+    num_tokens: int
+    num_said: int
+    num_new: int
+    at_once: bool = False
+
+
+CONVERSATIONS = st.builds(
+    Conversation,
+    WINDOWS,
+    st.tuples(SIZES, SIZES, SIZES),
+    LENGTHS,
+    st.integers(2, 40),
+    st.integers(1, 30),
+    st.booleans(),
+)
+
+
+@SOME
+@given(CONVERSATIONS)
+@example(Conversation(16, (8, 32, 32), num_tokens=60, num_said=2, num_new=5))
+@example(Conversation(16, (32, 8, 32), num_tokens=60, num_said=2, num_new=6))
+@example(Conversation(16, (32, 8, 32), num_tokens=60, num_said=2, num_new=6, at_once=True))
+def test_nothing_is_read_that_nobody_wrote_in_a_conversation(
+    shared_agents: Agents, engine_of: Of, case: Conversation
+) -> None:
+    """From the first engine to the second, its answer to the third, the next turn to the first."""
+    offering, loading = shared_agents.all
+    prompt = prompt_of(case.num_tokens)
+    with ExitStack() as stack:
+        engines = [
+            stack.enter_context(engine_of((offering, loading), size, of=case.window, **TALKS))
+            for size in case.sizes
+        ]
+        answer = ask(engines[1], prompt, case.num_said, prefilled(engines[0], prompt))
+        engines[1].until_ended(answer)
+        turn = [*prompt, *answer.tokens, *prompt_of(case.num_new, 3)]
+        meets = Rendezvous(uuid.uuid4().hex, offering.peer) if case.at_once else None
+        asks = {**TO_DECODE, **(answer.params or {})}
+        last = ask(engines[0], turn, 2, prefilled(engines[2], turn, asks, meets))
+        engines[0].until_ended(last)
+        again = [ask(engine, turn) for engine in engines]
+        for engine, each in zip(engines, again, strict=True):
+            engine.until_ended(each)
+
+        assert [engine.wrong for engine in engines] == [[], [], []]
+        assert answer.tokens == what_follows(prompt, case.num_said)
+        assert [each.tokens for each in (last, *again)] == 4 * [what_follows(turn, 2)]
+
+
+@pytest.mark.parametrize(("theirs", "num_found"), [(16, 96), (32, 96), (8, 0)])
+@pytest.mark.parametrize("at_once", [False, True], ids=["ticket", "at once"])
+def test_blocks_that_prefill_has_whole_are_found_again(
+    agents: Agents, engine_of: Of, theirs: int, num_found: int, at_once: bool
+) -> None:
+    """Token 96 needs 39 tokens before it. Of these 57 to 63 are in a block that starts at 48."""
+    offering, loading = agents.all
+    prompt = prompt_of(97)
+    with (
+        engine_of((offering, None), theirs, of=40) as prefill,
+        engine_of((None, loading), 16, of=40) as decode,
+    ):
+        meets = Rendezvous(uuid.uuid4().hex, offering.peer) if at_once else None
+        first = ask(decode, prompt, 2, prefilled(prefill, prompt, TO_DECODE, meets))
+        decode.until_ended(first)
+
+        again = ask(decode, prompt)
+        decode.until_ended(again)
+
+        assert again.num_found == num_found
+        assert again.tokens == what_follows(prompt, 2)
+
+
+def test_a_prompt_that_found_a_block_with_a_gap_is_looked_up_again(
+    agents: Agents, engine_of: Of
+) -> None:
+    """Its load has ended in this pass, but its request waits for a LoRA: vLLM looks for others."""
+    offering, loading = agents.all
+    prompt = prompt_of(98)
+    with (
+        engine_of((offering, None), 8, of=40) as prefill,
+        engine_of((None, loading), 16, of=40) as decode,
+    ):
+        first = ask(decode, prompt, 2, prefilled(prefill, prompt))
+        (loaded,) = decode.requests
+        decode.until(lambda: loaded.request_id in decode.scheduler.finished_recving_kv_req_ids)
+        cache, connector = decode.scheduler.kv_cache_manager, decode.scheduler.connector
+        cache.cache_blocks(loaded, loaded.num_computed_tokens)
+        other = decode.request("other", prompt, 2)
+        found = [cache.get_computed_blocks(other)[1]]
+        asked = [connector.get_num_new_matched_tokens(other, found[0])]
+        found.append(cache.get_computed_blocks(other)[1])
+        asked.append(connector.get_num_new_matched_tokens(other, found[1]))
+        decode.until_ended(first)
+
+        assert found == [96, 0]
+        assert asked == [(None, False), (0, False)]
+        assert decode.wrong == []
