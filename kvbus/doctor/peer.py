@@ -60,7 +60,7 @@ def _data(peer: PeerToCheck, status: AgentStatus) -> Finding:
     problems = {one: connect_problem(*_split(one)) for one in status.data_endpoints}
     reached = [one for one, problem in problems.items() if not problem]
     if not problems:
-        found = "it moves KV by no TCP port, so this was not looked at"
+        found = "it listens at no TCP port for KV now, so this was not looked at"
         return finding(peer, "data", found=found)
     if reached:
         return finding(peer, "data", found=f"its NIXL takes connections at {', '.join(reached)}")

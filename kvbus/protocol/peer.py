@@ -52,9 +52,9 @@ class HandshakeDone(Message, frozen=True):
 
     ``memory_id`` stands for the processes of these ranks. ``others`` are the agents that have the
     rest, each to be shaken hands with. ``slot_bytes`` is the largest box of a `Pack`.
-    ``nixl_metadata`` has one blob for each kind of memory. ``access`` is shown in what is
-    asked about these ranks later. ``memory_socket`` is for an agent of the same machine.
-    ``digests`` says that `Digest` is answered.
+    ``nixl_metadata`` has one blob for each kind of memory, and none where the reader is to map the
+    memory. ``access`` is shown in what is asked about these ranks later. ``memory_socket`` is for
+    an agent of the same machine. ``digests`` says that `Digest` is answered.
     """
 
     protocol: int
@@ -62,7 +62,7 @@ class HandshakeDone(Message, frozen=True):
     memory: EngineMemory
     memory_id: Id
     nixl_agent: Id
-    nixl_metadata: Annotated[tuple[bytes, ...], msgspec.Meta(min_length=1, max_length=8)]
+    nixl_metadata: Annotated[tuple[bytes, ...], msgspec.Meta(max_length=8)]
     events_endpoint: Endpoint
     max_lease_s: Seconds
     access: Secret
@@ -79,6 +79,8 @@ class Handshake(Request[HandshakeDone], frozen=True):
     ``secret``; ahead of the first ticket neither of these two, where the prefill agent allows that.
     An agent that has only some ranks of the prefill engine, and no control session, is asked with
     ``ranks`` and ``access`` instead, as the engine's home named them.
+    A reader that can map memory names its ``machine``. Where the answer has no ``nixl_metadata``,
+    and the memory cannot be mapped, it asks again without.
     Refused with ``incompatible``, the field and both values, when KV of the one cannot be used by
     the other.
     """
@@ -95,6 +97,7 @@ class Handshake(Request[HandshakeDone], frozen=True):
     secret: Secret | None = None
     ranks: Annotated[tuple[Size, ...], msgspec.Meta(max_length=1024)] = ()
     access: Secret | None = None
+    machine: Text = ""
 
 
 class Granted(Message, frozen=True):

@@ -83,6 +83,20 @@ Handle = Any
 """NIXL's transfer handle."""
 
 
+def load_backend() -> None:
+    """Load UCX, without a port: that takes most of the time that a first `NixlAgent` does.
+
+    Raises `TransferFailed`.
+    """
+    try:
+        agent = _api.nixl_agent("kvbus/load", _api.nixl_agent_config(backends=[]))
+        types = agent.get_plugin_mem_types("UCX")
+    except _ERRORS as error:
+        raise TransferFailed(f"NIXL lists no backends: {error}") from error
+    if not types:
+        raise TransferFailed("NIXL has no backend UCX that can be loaded")
+
+
 def list_backends() -> tuple[str, dict[str, tuple[str, ...]]]:
     """The version of NIXL here, and the memory types of its backends.
 

@@ -11,7 +11,7 @@ from functools import partial
 from kvbus.errors import ClosedError, ErrorCode, LocalError, SegmentError
 from kvbus.transport.delivery import Deliver, Delivery, OnEnd, deliver_inline
 from kvbus.transport.lane import ReadJob
-from kvbus.transport.nixl_agent import NixlAgent
+from kvbus.transport.nixl_agent import NixlAgent, load_backend
 from kvbus.transport.recycling import AgentRecycler
 from kvbus.transport.scheduler import ReadScheduler
 from kvbus.transport.short_reads import ShortReads
@@ -66,6 +66,8 @@ class Transport:
         self._delivery = Delivery(deliver)
         self._worker = Worker(self.limits, lambda error: deliver(partial(on_broken, error)))
         self._registrations: dict[int, Registration] = {}
+        self._unregistered: dict[int, SegmentError] = {}
+        """Of those that NIXL refused when it was opened, why."""
         self._keys = itertools.count(1)
         self._peers: dict[str, dict[bytes, None]] = {}
         """The metadata of each, in the order in which it came."""
@@ -73,10 +75,23 @@ class Transport:
         self._short = ShortReads(self.limits)
         self._num_started = self._num_ended = 0
 
-    def start(self) -> Future[None]:
-        """Start the thread and make the agent."""
+    def start(self, *, opens: bool = True) -> Future[None]:
+        """Start the thread, load NIXL and, unless it is not to be open yet, `open` it."""
         self._worker.start()
-        return self._worker.call(self._make_agent)
+        return self._worker.call(self._open if opens else load_backend)
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there is an agent with a backend, which listens where peers reach it."""
+        return self._worker.scheduler is not None
+
+    def open(self) -> Future[None]:
+        """Make the agent, with all memory that was registered so far, if there is none yet.
+
+        Takes some 0.1 s. Nothing but `register` and `deregister` can be done before. Fails with
+        `TransferFailed`; what NIXL cannot register fails where its metadata is asked for.
+        """
+        return self._worker.call(self._open)
 
     def ping(self) -> Future[None]:
         """Done when the thread comes to it; fails with `ClosedError` when that has ended."""
@@ -95,7 +110,10 @@ class Transport:
     def register(
         self, address: int, size_bytes: int, *, device: int = 0, memory: MemoryKind = "DRAM"
     ) -> Future[Registration]:
-        """Register memory; fails with `SegmentError`. That it is mapped is the caller's word."""
+        """Register memory; fails with `SegmentError`. That it is mapped is the caller's word.
+
+        Before the agent is open it is noted, and registered then.
+        """
         if address <= 0 or size_bytes <= 0:
             raise SegmentError("no memory", address=address, size_bytes=size_bytes)
         key = next(self._keys)
@@ -113,7 +131,7 @@ class Transport:
         A later blob may be added to a peer that knows an earlier one, with reads in flight.
         """
         wanted = None if registrations is None else list(registrations)
-        return self._worker.call(lambda: self._started().agent.metadata(wanted))
+        return self._worker.call(partial(self._metadata, wanted))
 
     def add_peer(self, metadata: bytes) -> Future[str]:
         """Add a peer, or later registrations of a known one; gives its name.
@@ -213,7 +231,7 @@ class Transport:
 
     def _started(self) -> ReadScheduler:
         if self._worker.scheduler is None:
-            raise ClosedError("the transport is not started, or closed")
+            raise ClosedError("the transport is not open")
         return self._worker.scheduler
 
     def _abort(self, job: ReadJob) -> None:
@@ -223,8 +241,16 @@ class Transport:
 
     # From here on, on the transport's thread.
 
-    def _make_agent(self) -> None:
-        self._worker.scheduler = self._new_scheduler(self.name)
+    def _open(self) -> None:
+        if self._worker.scheduler is not None:
+            return
+        scheduler = self._new_scheduler(self.name)
+        for key, registration in self._registrations.items():
+            try:
+                scheduler.agent.register(registration)
+            except SegmentError as error:
+                self._unregistered[key] = error
+        self._worker.scheduler = scheduler
 
     def _new_scheduler(self, name: str) -> ReadScheduler:
         return ReadScheduler(NixlAgent(name), self.limits, self._read_ended)
@@ -239,7 +265,7 @@ class Transport:
         old = self._started()
         try:
             new = self._new_scheduler(f"{self.name}/{self._recycler.num_retired + 1}")
-            registrations = list(self._registrations.values())
+            registrations = self._known_to_nixl()
             report = self._recycler.replace(old, new, registrations, self._peers)
         except BaseException:
             old.held = False
@@ -262,18 +288,29 @@ class Transport:
         self._delivery.put(job.on_end, outcome)
 
     def _register(self, registration: Registration) -> Registration:
-        self._started().agent.register(registration)
+        if self.is_open:
+            self._started().agent.register(registration)
         self._registrations[registration.key] = registration
         return registration
 
     def _deregister(self, registration: Registration) -> None:
-        scheduler = self._started()
+        scheduler = self._worker.scheduler
         if registration.key not in self._registrations:
             raise LocalError("the memory is not registered", key=registration.key)
-        if scheduler.targets(registration.address, registration.size_bytes):
+        if scheduler and scheduler.targets(registration.address, registration.size_bytes):
             raise LocalError("a handle still writes into the memory", code=ErrorCode.BUSY)
         del self._registrations[registration.key]
-        scheduler.agent.deregister(registration)
+        if scheduler and self._unregistered.pop(registration.key, None) is None:
+            scheduler.agent.deregister(registration)
+
+    def _known_to_nixl(self) -> list[Registration]:
+        return [one for key, one in self._registrations.items() if key not in self._unregistered]
+
+    def _metadata(self, wanted: list[Registration] | None) -> bytes:
+        for one in wanted or ():
+            if one.key in self._unregistered:
+                raise self._unregistered[one.key]
+        return self._started().agent.metadata(wanted)
 
     def _add_peer(self, metadata: bytes) -> str:
         peer = self._started().agent.add_peer(metadata)

@@ -170,7 +170,8 @@ class Worker:
             few = scheduler.posted_bytes <= limits.spin_bytes
             spin_s = limits.spin_s if few else limits.short_spin_s
             return 0.0 if since < spin_s else limits.poll_s
-        driven = self.demands or self._waiting or self._close_at is not None
+        demanded = scheduler is not None and self.demands
+        driven = demanded or self._waiting or self._close_at is not None
         return limits.poll_s if driven else None
 
     def _step(self) -> None:

@@ -99,7 +99,7 @@ async def test_an_engine_that_is_lost_under_a_copy_is_named_by_its_agent(folder,
         assert failure.code is ErrorCode.ENGINE_LOST
 
 
-async def test_a_warm_route_whose_memory_was_cut_is_read_with_nixl(folder):
+async def test_a_warm_route_whose_memory_was_cut_is_made_again(folder):
     async with neighbours(folder) as both, both.engines() as (source, target):
         assert await works(source, target)
         (route,) = both.all_routes
@@ -107,7 +107,7 @@ async def test_a_warm_route_whose_memory_was_cut_is_read_with_nixl(folder):
         both.the_memory().cut()
 
         assert await works(source, target)
-        assert both.all_routes == [route]
+        assert route not in both.all_routes
 
 
 async def test_blocks_are_withheld_while_a_job_runs_and_no_further_one_begins(folder, monkeypatch):

@@ -29,8 +29,11 @@ def route(
     )
 
 
-def source(number: int, slot_bytes: int, maps: str) -> SimpleNamespace:
-    """The first source is mapped unless ``maps`` is none; others only if it is all."""
+def source(number: int, slot_bytes: int, maps: str, *, knows: bool = True) -> SimpleNamespace:
+    """The first source is mapped unless ``maps`` is none; others only if it is all.
+
+    NIXL ``knows`` their memory.
+    """
     is_mapped = maps == "all" or (maps != "none" and number == 0)
     closed = "it was cut" if maps == "closed" else ""
     mapped = SimpleNamespace(closed=closed, is_open=not closed) if is_mapped else None
@@ -38,6 +41,7 @@ def source(number: int, slot_bytes: int, maps: str) -> SimpleNamespace:
         slot_bytes=slot_bytes,
         peer=SimpleNamespace(endpoint=f"tcp://prefill-{number}"),
         mapped=mapped,
+        nixl="known" if knows else None,
         unmapped="" if mapped else "it is elsewhere",
     )
 

@@ -21,7 +21,7 @@ from tests.agents import AgentProcess, Agents, agents_ended
 def agent() -> Iterator[AgentProcess]:
     """An agent that runs."""
     with agents_ended(Agents) as agents:
-        prefill: AgentProcess = agents.prepare("prefill")
+        prefill: AgentProcess = agents.prepare("prefill", mapped=False)
         agents.start(prefill)
         yield prefill
         agents.check()

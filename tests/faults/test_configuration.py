@@ -94,7 +94,7 @@ def test_an_agent_that_cannot_start_says_why_and_exits(fresh, changes, status, n
             "error: key 'staging_bytes': a segment of 1099511627776 bytes does not fit",
         ),
         (
-            {},
+            {"mapped": False},
             {"UCX_TLS": "bogus"},
             "error: UCX does not start on data_interfaces = ['lo'], UCX_TLS=bogus: ",
         ),

@@ -14,12 +14,13 @@ import psutil
 import pytest
 
 from kvbus.agent.process.data_plane import DataPlane, choose_interfaces
-from kvbus.errors import ConfigError
+from kvbus.errors import ConfigError, KVBusError
+from kvbus.transport import Transport
 from kvbus_prefill.config import PrefillConfig
 from tests.agents import AgentProcess, Agents
 from tests.decode.lent import neighbours
 from tests.engines import works
-from tests.keyring import KeyRing
+from tests.keyring import KeyRing, hand_over
 from tests.namespaces import HAVE_NAMESPACES, hosts, link
 
 pytestmark = pytest.mark.anyio
@@ -28,8 +29,9 @@ UCX_LISTENS_EVERYWHERE = """
 import socket
 import anyio
 from kvbus.agent.process.data_plane import DataPlane
+from kvbus.transport import Transport
 listener = socket.create_server(("0.0.0.0", 0))
-anyio.run(DataPlane(("lo",)).{method})
+anyio.run(DataPlane(("lo",), Transport("unopened")).{method})
 """
 MANY_HOSTS = pytest.mark.skipif(not HAVE_NAMESPACES, reason="needs root and iproute2")
 LOOPBACK, WILDCARD = "tcp://127.0.0.1:0", "tcp://0.0.0.0:0"
@@ -111,7 +113,7 @@ def test_a_process_that_listens_elsewhere_ends(method):
 
 
 def test_an_agent_says_where_ucx_listens(fresh: Agents):
-    agent = fresh.prepare("prefill")
+    agent = fresh.prepare("prefill", mapped=False)
     fresh.start(agent)
 
     data = agent.started["data"]
@@ -121,10 +123,45 @@ def test_an_agent_says_where_ucx_listens(fresh: Agents):
     assert agent.status()["data_endpoints"] == data
 
 
+async def test_agents_of_one_machine_listen_at_no_port_of_ucx_until_one_cannot_map(fresh: Agents):
+    prefill = fresh.prepare("prefill")
+    decode = fresh.prepare("decode", mapped=True, calibrate=True)
+    without = fresh.prepare("decode", mapped=False)
+    fresh.start(prefill, decode, without)
+
+    await hand_over(prefill, decode)
+    while_mapped = {agent.role: listening_ports(agent) for agent in (prefill, decode)}
+    await hand_over(prefill, without)
+
+    assert while_mapped == {agent.role: set(ports_of(agent)) for agent in (prefill, decode)}
+    assert listening_ports(prefill) > while_mapped["prefill"]
+    (opened,) = prefill.says("data_plane.opened")
+    assert prefill.status()["data_endpoints"] == opened["data"]
+    assert listening_ports(decode) == while_mapped["decode"]
+
+
+async def test_settings_that_ucx_does_not_take_are_named_when_it_is_needed(fresh: Agents):
+    prefill = fresh.prepare("prefill", env={"UCX_TLS": "bogus"})
+    prefill.expected_trouble.add("data_plane.closed")
+    without = fresh.prepare("decode", mapped=False)
+    fresh.start(prefill, without)
+
+    with pytest.raises(KVBusError, match=r"UCX does not start on .*UCX_TLS=bogus"):
+        await hand_over(prefill, without)
+
+    assert prefill.says("data_plane.closed")
+
+
+def listening_ports(agent: AgentProcess) -> set[int]:
+    """The TCP ports at which the process listens, as the kernel has them."""
+    found = psutil.Process(agent.pid).net_connections("tcp")
+    return {one.laddr.port for one in found if one.status == psutil.CONN_LISTEN}
+
+
 async def test_the_sockets_of_this_process_that_listen_are_found_and_no_others():
     inside = socket.create_server(("127.0.0.1", 0))
     at = inside.getsockname()
-    plane = DataPlane(("lo",), lambda: {ours.getsockname()[1]})
+    plane = DataPlane(("lo",), Transport("unopened"), lambda: {ours.getsockname()[1]})
     with (
         inside,
         socket.create_server(("127.0.0.1", 0)) as ours,
@@ -153,7 +190,10 @@ async def test_no_handshake_asks_each_descriptor_on_the_event_loop() -> None:
             asked_by.add(threading.get_ident())
 
     with tempfile.TemporaryDirectory(prefix="kv-") as folder:
-        async with neighbours(Path(folder)) as both, both.engines() as (source, target):
+        async with (
+            neighbours(Path(folder), decode={"mapped": False}) as both,
+            both.engines() as (source, target),
+        ):
             sys.addaudithook(note)  # for good: it is as long as the process
             assert await works(source, target)
 

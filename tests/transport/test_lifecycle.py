@@ -1,6 +1,7 @@
 """The thread: when it works, when it sleeps, how it tells, and how it ends."""
 
 import asyncio
+from concurrent.futures import Future
 
 import numpy as np
 import pytest
@@ -62,6 +63,49 @@ def test_a_transport_that_was_not_started_refuses_reads():
         transport.read(
             "peer", np.zeros((0, 3), np.uint64), np.zeros((0, 3), np.uint64), on_end=print
         )
+
+
+def test_memory_that_was_registered_before_nixl_is_open_is_read_into_afterwards(start_peer):
+    peer = start_peer("peer/1")
+    address, metadata = peer.allocate(4096, seed=1)
+    memory, ended = np.zeros(4096, np.uint8), Future[ReadStatus]()
+    transport = Transport("opens/later")
+    transport.start(opens=False).result(20)
+    own, given_back = (
+        transport.register(memory.ctypes.data, 4096).result(20),
+        transport.register(memory.ctypes.data, 64).result(20),
+    )
+    transport.deregister(given_back).result(20)
+    refused = transport.add_peer(metadata)
+    with pytest.raises(ClosedError):
+        refused.result(20)
+    was_open = transport.is_open
+
+    transport.open().result(20)
+    transport.open().result(20)
+    rows = [np.array([[at, 4096, 0]], np.uint64) for at in (memory.ctypes.data, address)]
+    name = transport.add_peer(metadata).result(20)
+    transport.read(name, *rows, on_end=lambda outcome: ended.set_result(outcome.status))
+
+    assert (was_open, transport.is_open) == (False, True)
+    assert ended.result(20) is ReadStatus.DONE
+    assert memory.any()
+    assert transport.metadata([own]).result(20)
+    transport.deregister(own).result(20)
+    assert transport.close(timeout_s=5).result(20) == CloseReport(
+        num_handles=0, num_registrations=0
+    )
+
+
+def test_a_transport_that_was_never_open_gives_back_what_was_registered():
+    transport = Transport("opens/never")
+    transport.start(opens=False).result(20)
+    memory = np.zeros(4096, np.uint8)
+    transport.register(memory.ctypes.data, 4096).result(20)
+
+    assert transport.close(timeout_s=5).result(20) == CloseReport(
+        num_handles=0, num_registrations=0
+    )
 
 
 def test_memory_that_does_not_exist_cannot_be_registered(start_reader):

@@ -20,7 +20,7 @@ log = structlog.get_logger()
 
 
 class Calibration:
-    """Measures in worker threads: reads when the agent starts, copies once there is one to make.
+    """Measures in worker threads: reads once NIXL is open, copies once there is one to make.
 
     Copies to and from slots need torch, which most agents never import. So the choice of a path
     begins with default rates of copies; `Rates` that differ a little choose the same path in most
@@ -31,10 +31,16 @@ class Calibration:
     def __init__(self, *, slots_in_flight: int, on_change: Callable[[], None]) -> None:
         self.rates = Rates(num_cores=_num_cores(), slots_in_flight=slots_in_flight)
         self._on_change = on_change
-        self.copies_asked = False
+        self.reads_asked = self.copies_asked = False
 
     async def measure_reads(self, name: str) -> None:
-        """Takes some 0.2 s; ``name`` is the NIXL agent's, which contains the boot id."""
+        """Takes some 0.2 s; ``name`` is the NIXL agent's, which contains the boot id.
+
+        A second call changes nothing.
+        """
+        if self.reads_asked:
+            return
+        self.reads_asked = True
         await self._measure("reads", partial(measure_reads, name))
 
     async def measure_copies(self) -> None:

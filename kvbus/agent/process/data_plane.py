@@ -4,6 +4,7 @@ UCX over TCP never asks whether an address was registered: whoever connects to o
 reads and writes any memory of this process. Left alone, UCX listens on every interface.
 """
 
+import asyncio
 import errno
 import ipaddress
 import os
@@ -21,10 +22,14 @@ import structlog
 
 from kvbus.agent.process.addresses import bind_host
 from kvbus.agent.process.config import AgentConfig
-from kvbus.errors import ConfigError, KVBusError
+from kvbus.errors import ConfigError, KVBusError, TransferFailed
+from kvbus.transport import Transport
 
 UCX_INTERFACES = "UCX_NET_DEVICES"
 """What UCX reads, as it starts, from the environment: device names with commas between them."""
+
+SET_HERE = {UCX_INTERFACES, "UCX_TCP_CONN_NB", "UCX_LOG_LEVEL"}
+"""Settings of UCX that an agent has without any doing of its user."""
 
 log = structlog.get_logger()
 
@@ -42,6 +47,7 @@ class DataPlane:
     """The interfaces that UCX may use, and the ports of the agent that are not UCX's."""
 
     interfaces: tuple[str, ...]
+    transport: Transport
     other_ports: Callable[[], Collection[int]] = frozenset
     endpoints: tuple[str, ...] = ()
     """HOST:PORT of each TCP socket at which UCX listens, as of the last look."""
@@ -49,6 +55,18 @@ class DataPlane:
     """Those of them that are outside of the interfaces."""
     _turn: anyio.Lock = field(default_factory=anyio.Lock)
     _began_at: float = 0.0
+
+    async def open(self) -> None:
+        """Have UCX listen, if it does not; raises `TransferFailed` that says what it lacks."""
+        if self.transport.is_open:
+            return
+        try:
+            await open_ucx(self.transport, self.interfaces)
+        except TransferFailed as error:
+            log.error("data_plane.closed", reason=error.message)
+            raise
+        await self.end_if_exposed()
+        log.info("data_plane.opened", data=list(self.endpoints))
 
     async def watch(self) -> None:
         """Look again and again: UCX may open more."""
@@ -98,6 +116,32 @@ def _find(ours: Collection[int], interfaces: Iterable[str]) -> tuple[tuple[str, 
     allowed = _addresses(interfaces)
     outside = [f"{host}:{port}" for host, port in ends if host not in allowed]
     return tuple(f"{host}:{port}" for host, port in ends), ", ".join(outside)
+
+
+async def open_ucx(transport: Transport, interfaces: tuple[str, ...]) -> None:
+    """Open the transport, or raise `TransferFailed` that says what UCX lacks."""
+    names = (name for name in sorted(os.environ) if name.startswith("UCX_"))
+    told = "".join(f", {name}={os.environ[name]}" for name in names if name not in SET_HERE)
+    try:
+        await asyncio.wrap_future(transport.open())
+    except TransferFailed as error:
+        down = without_link(interfaces)
+        why = f"no link: {', '.join(down)}" if down else "UCX_LOG_LEVEL=info makes UCX say why"
+        raise TransferFailed(
+            f"UCX does not start on data_interfaces = {list(interfaces)}{told}: {why} "
+            f"({error.message})",
+            interfaces=",".join(interfaces),
+        ) from error
+
+
+def is_one_machine(config: AgentConfig) -> bool:
+    """Whether all agents that reach this one are of its machine, and can map memory.
+
+    UCX is then opened when it is needed for the first time, which may be never.
+    """
+    binds = (config.peer_bind, config.events_bind)
+    local = all(is_loopback(bind_host(bind)) for bind in binds)
+    return config.mapped and local and not config.data_interfaces
 
 
 def choose_interfaces(config: AgentConfig) -> tuple[str, ...]:

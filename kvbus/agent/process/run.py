@@ -13,24 +13,21 @@ import structlog
 from kvbus.agent.process.access import Access
 from kvbus.agent.process.config import AgentConfig
 from kvbus.agent.process.data_plane import (
-    UCX_INTERFACES,
     choose_interfaces,
     has_rdma,
+    is_one_machine,
+    open_ucx,
     restrict_ucx,
-    without_link,
 )
 from kvbus.agent.process.runtime import Runtime, ServiceFactory
 from kvbus.agent.staging.devices import StagingDevices
 from kvbus.bus import new_context
-from kvbus.errors import TransferFailed
 from kvbus.memory.attach.seat import Seat
 from kvbus.protocol.engine import AgentRole
 from kvbus.transport import Transport, TransportLimits
 
 log = structlog.get_logger()
 
-SET_HERE = {UCX_INTERFACES, "UCX_TCP_CONN_NB", "UCX_LOG_LEVEL"}
-"""Settings of UCX that an agent has without any doing of its user."""
 HERE_BYTES = 256 << 10
 """READs up to this are posted by the event loop."""
 
@@ -53,7 +50,9 @@ async def run_agent(
     interfaces = choose_interfaces(config)
     restrict_ucx(interfaces)
     transport = _make_transport(config, boot, loop, nic_writes=has_rdma(interfaces))
-    await _start(transport, interfaces)
+    await asyncio.wrap_future(transport.start(opens=False))
+    if not is_one_machine(config):
+        await open_ucx(transport, interfaces)
     staging: StagingDevices | None = None
     try:
         with (
@@ -89,22 +88,6 @@ async def run_agent(
         elif staging is not None:
             staging.unmap()
         log.info("agent.stopped")
-
-
-async def _start(transport: Transport, interfaces: tuple[str, ...]) -> None:
-    """Start the transport, or raise `TransferFailed` that says what UCX lacks."""
-    names = (name for name in sorted(os.environ) if name.startswith("UCX_"))
-    told = "".join(f", {name}={os.environ[name]}" for name in names if name not in SET_HERE)
-    try:
-        await asyncio.wrap_future(transport.start())
-    except TransferFailed as error:
-        down = without_link(interfaces)
-        why = f"no link: {', '.join(down)}" if down else "UCX_LOG_LEVEL=info makes UCX say why"
-        raise TransferFailed(
-            f"UCX does not start on data_interfaces = {list(interfaces)}{told}: {why} "
-            f"({error.message})",
-            interfaces=",".join(interfaces),
-        ) from error
 
 
 def _make_transport(

@@ -253,7 +253,9 @@ class Runtime:
 
     def _data_plane(self, sockets: AgentSockets, page: HttpPort) -> DataPlane:
         """The ports that UCX must not have outside of its interfaces; our own are not UCX's."""
-        return DataPlane(self.interfaces, lambda: {*sockets.ports, page.number or 0})
+        return DataPlane(
+            self.interfaces, self.transport, lambda: {*sockets.ports, page.number or 0}
+        )
 
     def _log_started(self) -> None:
         log.info(

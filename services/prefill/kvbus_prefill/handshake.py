@@ -60,8 +60,12 @@ async def _shake_hands(
     engine = _engine(agent, config, offers, handshake)
     memory, memory_id = engine.memory(), engine.memory_id
     check_compatible(memory.engine, handshake.reader.engine)
-    metadata = await _metadata(agent, engine)
-    await agent.data_plane.end_if_exposed()
+    socket, metadata = lender.socket_for(engine), tuple[bytes, ...]()
+    maps = socket and not socket.closed and "" != handshake.machine == socket.machine
+    if not maps:
+        await agent.data_plane.open()
+        metadata = await _metadata(agent, engine)
+        await agent.data_plane.end_if_exposed()
     return HandshakeDone(
         protocol=PROTOCOL_VERSION,
         agent_id=agent.identity.agent_id,
@@ -74,7 +78,7 @@ async def _shake_hands(
         slot_bytes=agent.staging.slot_bytes,
         access=engine.access,
         others=engine.others,
-        memory_socket=lender.socket_for(engine),
+        memory_socket=socket,
         digests=True,
     )
 

@@ -82,6 +82,11 @@ class MemoryBorrower:
         self._note(who, closed)
         return closed
 
+    def machine(self, engine: LocalEngine) -> str:
+        """This machine, if memory can be mapped for the engine, else empty."""
+        can_map = not self._closed_by_config() and engine.devices == {HOST}
+        return machine_id() if can_map else ""
+
     def sharing(self) -> Sharing:
         """What the status says of it."""
         return sharing(closed=self._closed_by_config(), engines=self.states)

@@ -4,8 +4,8 @@ Refuses an engine whose KV ours cannot use; both sides log the field and both va
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -50,6 +50,19 @@ OF_THE_TICKET = frozenset(
 """Why a handshake is refused to one ticket, and may not be to another of the same engine."""
 
 
+@dataclass(frozen=True, slots=True)
+class _Round:
+    """Handshakes for one reader; those with a ``machine`` may bring nothing for NIXL.
+
+    ``lent`` is what is mapped of each agent's boot id and memory id, or why it is not.
+    """
+
+    engine: LocalEngine
+    deadline: float
+    machine: str = ""
+    lent: dict[tuple[str, str], MappedMemory | str] = field(default_factory=dict)
+
+
 class _OtherTicketRefusedError(Exception):
     """The handshake that was waited for showed a ticket that is no good."""
 
@@ -80,8 +93,9 @@ class RouteBook:
         """Of each agent with which the last handshake came to nothing, why."""
 
     def find(self, ticket: Ticket, engine: LocalEngine) -> Route | None:
-        """The route, if it is known."""
-        return self._routes.get(_key(ticket, engine))
+        """The route, if it is known and can be read."""
+        route = self._routes.get(_key(ticket, engine))
+        return route if route is not None and _can_be_read(route.sources) else None
 
     def between(self, endpoint: str, engine_id: str, engine: LocalEngine) -> Route | None:
         """The route from an engine of the agent there; without a name, the only one it has."""
@@ -238,33 +252,42 @@ class RouteBook:
         self, peer: Peer, ticket: Ticket, engine: LocalEngine, timeout_s: float
     ) -> Route:
         deadline = self._agent.loop.time() + timeout_s
+        first = _Round(engine, deadline, self.borrower.machine(engine))
+        done, sources = await self._meet_all(peer, ticket, first)
+        if not _can_be_read(sources):
+            second = replace(first, machine="")
+            done, sources = await self._meet_all(peer, ticket, second)
+        return await anyio.to_thread.run_sync(Route, done.memory.engine, sources, engine)
+
+    async def _meet_all(
+        self, peer: Peer, ticket: Ticket, shaken: _Round
+    ) -> tuple[HandshakeDone, tuple[Source, ...]]:
+        """The home's handshake, and all sources."""
         handshake = structs.replace(
-            self._handshake(engine, ticket.engine_id),
+            self._handshake(shaken, ticket.engine_id),
             engine_instance=ticket.engine_instance,
             offer_id=ticket.offer_id,
             secret=ticket.secret or None,
         )
+        timeout_s = max(1e-3, shaken.deadline - self._agent.loop.time())
         asking = ask_handshake(peer.client, ticket, handshake, timeout_s=timeout_s)
         done = await self._watched(peer, asking)
-        check_compatible(done.memory.engine, engine.spec)
-        home = await self._source(peer, ticket.agent_boot, done, engine, deadline=deadline)
+        check_compatible(done.memory.engine, shaken.engine.spec)
+        home = await self._source(peer, ticket.agent_boot, done, shaken)
         self._peers.listen(peer, done.events_endpoint)
-        others = [await self._meet(other, done, engine, deadline=deadline) for other in done.others]
-        sources = home, *others
-        return await anyio.to_thread.run_sync(Route, done.memory.engine, sources, engine)
+        others = [await self._meet(other, done, shaken) for other in done.others]
+        return done, (home, *others)
 
-    async def _meet(
-        self, other: AgentRanks, home: HandshakeDone, engine: LocalEngine, *, deadline: float
-    ) -> Source:
+    async def _meet(self, other: AgentRanks, home: HandshakeDone, shaken: _Round) -> Source:
         """The handshake with an agent that has some ranks of the engine, but not its leases."""
         peer = self._peers.acquire(PeerAddress(other.endpoint, other.server_key))
         try:
             handshake = structs.replace(
-                self._handshake(engine, home.memory.engine.engine_id),
+                self._handshake(shaken, home.memory.engine.engine_id),
                 ranks=other.ranks,
                 access=other.access,
             )
-            timeout_s = max(1e-3, deadline - self._agent.loop.time())
+            timeout_s = max(1e-3, shaken.deadline - self._agent.loop.time())
             asking = ask_any_handshake(peer.client, handshake, timeout_s=timeout_s)
             boot, done = await self._watched(peer, asking)
             if done.memory.engine != home.memory.engine:
@@ -273,7 +296,7 @@ class RouteBook:
                     code=ErrorCode.INCOMPATIBLE,
                     field="engine",
                 )
-            return await self._source(peer, boot, done, engine, deadline=deadline)
+            return await self._source(peer, boot, done, shaken)
         finally:
             self._peers.release(peer)
 
@@ -287,30 +310,38 @@ class RouteBook:
                 peer.note_timeout(asked_at)
             raise
 
-    def _handshake(self, engine: LocalEngine, engine_id: str) -> Handshake:
+    def _handshake(self, shaken: _Round, engine_id: str) -> Handshake:
         """But for the right to it."""
-        ours = engine.memory()
+        ours = shaken.engine.memory()
         return Handshake(
             min_protocol=PROTOCOL_VERSION,
             max_protocol=PROTOCOL_VERSION,
             agent_id=self._agent.identity.agent_id,
             engine_id=engine_id,
             reader=EngineMemory(engine=ours.engine, ranks=ours.ranks),
+            machine=shaken.machine,
         )
 
-    async def _source(
-        self, peer: Peer, boot: str, done: HandshakeDone, engine: LocalEngine, *, deadline: float
-    ) -> Source:
+    # Agents of one machine and user copy from mapped memory. Then NIXL is told of nothing, and as
+    # long as it is needed for no peer its backend is not open: over TCP it listens where any user
+    # of the machine reaches it. So the first round of handshakes asks for memory to map; the second
+    # one, for NIXL's metadata, follows only where some of the memory cannot be mapped.
+    async def _source(self, peer: Peer, boot: str, done: HandshakeDone, shaken: _Round) -> Source:
         placed = await anyio.to_thread.run_sync(placed_ranks, done.memory)  # ms a rank
-        memory = NixlMemory.of(done)
-        live = [source.nixl for source in self._sources() if source.peer is peer]
-        await self._nixl.add(peer, memory, live, deadline=deadline)
-        if not self._is_met(peer):
-            self._forget_nixl(peer)
-            raise peer.loss()
-        await self._agent.data_plane.end_if_exposed()
-        within_s = deadline - self._agent.loop.time()
-        lent = await self.borrower.borrow(boot, done, engine, within_s=within_s)
+        place, lent = (boot, done.memory_id), shaken.lent
+        if place not in lent:
+            within_s = shaken.deadline - self._agent.loop.time()
+            lent[place] = await self.borrower.borrow(boot, done, shaken.engine, within_s=within_s)
+        borrowed, memory = lent[place], None
+        if done.nixl_metadata and not (shaken.machine and isinstance(borrowed, MappedMemory)):
+            memory = NixlMemory.of(done)
+            live = [one.nixl for one in self._sources() if one.peer is peer and one.nixl]
+            await self._agent.data_plane.open()
+            await self._nixl.add(peer, memory, live, deadline=shaken.deadline)
+            if not self._is_met(peer):
+                self._forget_nixl(peer)
+                raise peer.loss()
+            await self._agent.data_plane.end_if_exposed()
         return Source(
             peer=peer,
             agent_boot=boot,
@@ -320,8 +351,8 @@ class RouteBook:
             slot_bytes=done.slot_bytes,
             ranks=placed,
             near=is_near(done),
-            mapped=lent if isinstance(lent, MappedMemory) else None,
-            unmapped=lent if isinstance(lent, str) else "",
+            mapped=borrowed if isinstance(borrowed, MappedMemory) else None,
+            unmapped=borrowed if isinstance(borrowed, str) else "",
             digests=done.digests,
         )
 
@@ -352,6 +383,12 @@ class RouteBook:
     def _is_met(self, peer: Peer) -> bool:
         """Whether the peer was not dropped since."""
         return self._peers.find(peer.address) is peer
+
+
+def _can_be_read(sources: Iterable[Source]) -> bool:
+    """Whether all of it is mapped, or NIXL was told of all."""
+    mapped = [one.mapped is not None and one.mapped.is_open for one in sources]
+    return all(mapped) or all(one.nixl for one in sources)
 
 
 def _key(ticket: Ticket, engine: LocalEngine) -> RouteKey:

@@ -41,6 +41,7 @@ PER_POSITION = (AxisName.LAYER, AxisName.KV, AxisName.HEAD, AxisName.DIM)
 class Source:
     """One agent that has ranks of the prefill engine, and its memory there.
 
+    ``nixl`` is None where NIXL was not told of it, as all of the route is mapped.
     ``slot_bytes`` is the largest box that it packs; 0 when it packs none. ``access`` is shown in
     all that is asked about this memory. A ``near`` one is on this machine. ``mapped`` is all of its
     memory, where it is mapped here: who copies from there holds that object. ``unmapped`` is why it
@@ -49,7 +50,7 @@ class Source:
 
     peer: Peer
     agent_boot: str
-    nixl: NixlMemory
+    nixl: NixlMemory | None
     memory_id: str
     access: str = field(repr=False)
     slot_bytes: int
@@ -61,8 +62,8 @@ class Source:
 
     @property
     def nixl_agent(self) -> str:
-        """What NIXL calls the agent."""
-        return self.nixl.agent
+        """What NIXL calls the agent; empty where it does not know it."""
+        return self.nixl.agent if self.nixl else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,7 +3,7 @@
 Refuses a route without any, and says which key of which side has closed them.
 """
 
-from kvbus.errors import ConfigError
+from kvbus.errors import ConfigError, TransferFailed
 from kvbus.planning import Path
 from kvbus_decode.peer.route import Route
 
@@ -11,12 +11,15 @@ from kvbus_decode.peer.route import Route
 def open_paths(route: Route, wanted: str, *, packs_here: bool) -> tuple[Path, ...]:
     """The paths that are ``wanted`` (one, or ``auto``) and can be taken, in the order of `Path`.
 
-    ``packs_here`` says whether this agent has slots. Raises `ConfigError` when there is none.
+    ``packs_here`` says whether this agent has slots. Raises `ConfigError` when there is none, and
+    `TransferFailed` when there was one, to memory that is not mapped any more.
     """
     closed = _closed(route, packs_here=packs_here)
     found = tuple(path for path in Path if wanted in ("auto", path) and path not in closed)
     if found:
         return found
+    if any(source.nixl is None for source in route.sources):
+        raise TransferFailed(_unmapped(route))
     if wanted != "auto":
         raise ConfigError(
             f"key 'path' of the configuration forces '{wanted}', but {closed[Path(wanted)]}",
@@ -57,6 +60,10 @@ def _closed(route: Route, *, packs_here: bool) -> dict[Path, str]:
     if not packs_here:
         closed[Path.PACKED] = "key 'staging_bytes' is 0 at the decode agent"
     for source in route.sources:
+        if source.nixl is None:
+            for path in (Path.DIRECT, Path.REORDERED, Path.PACKED):
+                closed[path] = "the memory of the prefill engine is mapped, and not known to NIXL"
+            break
         if not source.slot_bytes:
             reason = f"key 'staging_bytes' is 0 at the prefill agent ({source.peer.endpoint})"
             closed[Path.PACKED] = closed[Path.REORDERED] = reason

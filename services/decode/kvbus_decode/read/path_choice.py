@@ -52,9 +52,7 @@ class PathChooser:
         self._by_route: WeakKeyDictionary[Route, PeerRates] = WeakKeyDictionary()
         self._packed_since: WeakKeyDictionary[Route, float] = WeakKeyDictionary()
         """When the first chunk of each route had come through slots."""
-        if config.calibrate:
-            name = f"{agent.transport.name}-calibration"
-            agent.tasks.start_soon(self._calibration.measure_reads, name)
+        self._calibrate()
 
     @property
     def rates(self) -> Rates:
@@ -112,8 +110,16 @@ class PathChooser:
         """They stay open, or closed, for as long as the route is used, but for memory that ends."""
         packs_here = self._agent.staging.packs
         paths = open_paths(route, self._config.path, packs_here=packs_here)
+        self._calibrate()
         self._paths[route] = paths
         return paths
+
+    def _calibrate(self) -> None:
+        """Measure READs as soon as there are some: it makes NIXL agents, whose backends listen."""
+        transport = self._agent.transport
+        if self._config.calibrate and transport.is_open and not self._calibration.reads_asked:
+            name = f"{transport.name}-calibration"
+            self._agent.tasks.start_soon(self._calibration.measure_reads, name)
 
     def observe(self, route: Route, choice: PathChoice, seconds: float) -> None:
         """A chunk has landed that had no other beside it.
