@@ -81,7 +81,8 @@ class DecodeService:
             ev.ReportFetched: self._report_fetched,
             ev.ReportBlocksFreed: self._report_blocks_freed,
         }
-        self._spans = FetchSpans(self._table, self._reader.story_of)
+        reader = self._reader
+        self._spans = FetchSpans(self._table, reader.story_of, reader.stories_for_others)
         self._idle = anyio.Event()
         agent.metrics.add_readings(self._readings, READINGS)
 
@@ -176,9 +177,11 @@ class DecodeService:
 
     def story(self, asked: Status) -> list[str]:
         """What happened to a fetch, and to its reads: those here, and those for another agent."""
-        fetch_id = asked.fetch_id
-        reads = self._reader.story(fetch_id) + self._delegates.story(fetch_id)
-        return self._table.story(fetch_id) + [f"read  {line}" for line in reads]
+        found = self._table.called(asked.fetch_id)
+        lines = [line for fetch in found for line in fetch.story.lines()]
+        reads = [line for fetch in found for line in self._reader.story(fetch.key)]
+        reads += self._delegates.story(asked.fetch_id)
+        return lines + [f"read  {line}" for line in reads]
 
     def recent(self, number: int) -> list[Callable[[], list[Span]]]:
         """The newest fetches."""
@@ -202,7 +205,7 @@ class DecodeService:
         boot = ticket.agent_boot if meets is None else None
         answers = self._leases.peers.answers(PeerAddress.of(ticket), boot)
         requested = ev.Requested(
-            fetch_id=fetch.fetch_id,
+            fetch_id=ev.fetch_key(engine.engine_id, fetch.fetch_id),
             engine_id=engine.engine_id,
             ticket=ticket,
             first_token=fetch.first_token,
@@ -219,6 +222,7 @@ class DecodeService:
             traceparent=fetch.traceparent,
             asked_s=fetch.asked_s,
             wanted_s=fetch.wanted_s,
+            name=fetch.fetch_id,
         )
         route = self._leases.routes.find(ticket, engine) if meets is None else None
         if route is not None and self._reader.is_ready(route, requested):
@@ -228,8 +232,11 @@ class DecodeService:
         self._dispatch(requested)
 
     def _cancel_fetch(self, cancel: CancelFetch, call: Call) -> None:
-        self._agent.engines.engine_of(call)  # refuses who has none
-        self._dispatch(ev.CancelRequested(cancel.fetch_id, call, cancel.release_offer))
+        engine = self._agent.engines.engine_of(call)
+        key = ev.fetch_key(engine.engine_id, cancel.fetch_id)
+        if self._table.find(key) is None:
+            raise LocalError(f"no fetch '{cancel.fetch_id}'", code=ErrorCode.FETCH_UNKNOWN)
+        self._dispatch(ev.CancelRequested(key, call, cancel.release_offer))
 
     async def _prepare(self, route: Route, requested: ev.Requested) -> None:
         await self._reader.prepare(route, requested)
@@ -267,7 +274,7 @@ class DecodeService:
     def _remote_leg(self, fetch: ActiveFetch, command: ev.ReadChunk, other: AgentRanks) -> Leg:
         requested = fetch.requested
         question = Delegate(
-            fetch_id=fetch.fetch_id,
+            fetch_id=requested.name,
             engine_id=fetch.engine.engine_id,
             access=other.access,
             ranks=other.ranks,
@@ -300,15 +307,23 @@ class DecodeService:
         self._reader.stop_read(command.fetch_id, error)
 
     def _report_landed(self, command: ev.ReportLanded) -> None:
-        self._notify(Landed(fetch_id=command.fetch_id, num_tokens=command.num_tokens))
+        name = self._name_of(command.fetch_id)
+        self._notify(command.fetch_id, Landed(fetch_id=name, num_tokens=command.num_tokens))
+
+    def _name_of(self, fetch_id: str) -> str:
+        """What the engine calls the fetch."""
+        fetch = self._table.find(fetch_id)
+        return "" if fetch is None else fetch.requested.name
 
     def _report_fetched(self, fetched: ev.ReportFetched) -> None:
         """The engine first: it waits, while the log and the counters do not."""
         code = fetched.error.code.value if fetched.error else ""
         fetch = self._leases.active.get(fetched.fetch_id)
+        name = self._name_of(fetched.fetch_id)
         self._notify(
+            fetched.fetch_id,
             Fetched(
-                fetch_id=fetched.fetch_id,
+                fetch_id=name,
                 request_id=fetched.request_id,
                 outcome=fetched.outcome,
                 stage=fetched.stage,
@@ -331,13 +346,14 @@ class DecodeService:
         else:
             self._leases.drain(fetched.fetch_id)
         total_s = self._metrics.observe(fetched)
-        self._log_fetched(fetched, total_s)
-        event = FetchEvent(fetch_id=fetched.fetch_id, request_id=fetched.request_id, code=code)
+        self._log_fetched(fetched, name, total_s)
+        event = FetchEvent(fetch_id=name, request_id=fetched.request_id, code=code)
         self._agent.publisher.publish(f"fetch.{fetched.outcome}", event)
 
     def _report_blocks_freed(self, freed: ev.ReportBlocksFreed) -> None:
-        log.info("blocks.freed", fetch_id=freed.fetch_id)
-        self._notify(BlocksFreed(fetch_id=freed.fetch_id), is_last=True)
+        name = self._name_of(freed.fetch_id)
+        log.info("blocks.freed", fetch_id=name)
+        self._notify(freed.fetch_id, BlocksFreed(fetch_id=name), is_last=True)
         self._leases.end(freed.fetch_id)
         self._export(freed.fetch_id)
 
@@ -346,26 +362,28 @@ class DecodeService:
         fetch = self._table.find(fetch_id)
         if self._agent.outbox is not None and fetch is not None:
             asked, ticket = fetch.requested, fetch.requested.ticket
-            trace_name = fetch_id if asked.meets else ticket.offer_id  # it may never have met one
+            trace_name = asked.name if asked.meets else ticket.offer_id  # it may never have met one
             traces = asked.traceparent, ticket.traceparent
             self._agent.outbox.put(self._spans.later(fetch), trace_name, *traces)
 
-    def _notify(self, notice: Landed | Fetched | BlocksFreed, *, is_last: bool = False) -> None:
+    def _notify(
+        self, fetch_id: str, notice: Landed | Fetched | BlocksFreed, *, is_last: bool = False
+    ) -> None:
         """Tell the engine that asked; one that came back under its id does not know the fetch."""
-        fetch = self._leases.active.get(notice.fetch_id)
+        fetch = self._leases.active.get(fetch_id)
         if fetch is not None:
-            on_told = partial(self._note_told, notice.fetch_id) if is_last else None
+            on_told = partial(self._note_told, fetch_id) if is_last else None
             fetch.engine.notify(notice, on_told)
 
     def _note_told(self, fetch_id: str, told_at: float) -> None:
         self._table.note_told(fetch_id, told_at, self._driver.now)
 
-    def _log_fetched(self, fetched: ev.ReportFetched, total_s: float) -> None:
+    def _log_fetched(self, fetched: ev.ReportFetched, name: str, total_s: float) -> None:
         """The canonical line of a handoff."""
         error, stages = fetched.error, fetched.stages_s
         if error is not None:
-            story = self.story(Status(fetch_id=fetched.fetch_id))
-            log.debug("handoff.story", fetch_id=fetched.fetch_id, story=story)
+            story = self.story(Status(fetch_id=name))
+            log.debug("handoff.story", fetch_id=name, story=story)
         failure: dict[str, str | bool] = {}
         if error is not None:
             failure |= {"code": error.code.value, "reason": error.message}
@@ -375,7 +393,7 @@ class DecodeService:
         level(
             f"handoff.{fetched.outcome}",
             request_id=fetched.request_id,
-            fetch_id=fetched.fetch_id,
+            fetch_id=name,
             engine_id=fetched.engine_id,
             stage=fetched.stage,
             num_bytes=fetched.num_bytes,

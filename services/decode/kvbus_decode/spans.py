@@ -37,23 +37,23 @@ LEGS = Reading(
 StoryOf = Callable[[Hashable], Story | None]
 
 
-def delegated_key(fetch_id: str) -> tuple[str, str]:
-    """Names the reads for a fetch of another agent; no fetch of an engine at home here has it."""
-    return "delegated", fetch_id
-
-
 class FetchSpans:
-    """The fetches of ``table``, and the reads of which ``reads`` has the stories, by key."""
+    """The fetches of ``table``, and the reads of which ``reads`` has the stories, by key.
 
-    def __init__(self, table: FetchTable, reads: StoryOf) -> None:
-        self._table, self._reads = table, reads
+    ``for_others`` has those of reads for other agents, by what these call their fetch.
+    """
+
+    def __init__(
+        self, table: FetchTable, reads: StoryOf, for_others: Callable[[str], list[Story]]
+    ) -> None:
+        self._table, self._reads, self._for_others = table, reads, for_others
 
     def remembered(self, asked: Trace) -> Remembered:
         """The fetches that are asked for, and what is read here for a fetch of another agent."""
         fetches = self._found(asked)
         entries = [self.of(fetch) for fetch in fetches]
-        if asked.fetch_id:
-            legs = self._legs(delegated_key(asked.fetch_id))
+        for reads in self._for_others(asked.fetch_id):
+            legs = _leg_spans(reads, depth=0)
             entries += [legs] if legs else []
         tickets = [fetch.requested.ticket for fetch in fetches]
         others = {OtherAgent(ticket.endpoint, ticket.server_key): None for ticket in tickets}
@@ -72,15 +72,10 @@ class FetchSpans:
         """`of`, to be called in any thread when the fetch has ended; no table is asked then."""
         return partial(_spans, fetch, self._reads(fetch.key))
 
-    def _legs(self, key: Hashable) -> list[Span]:
-        return _leg_spans(self._reads(key), depth=0)
-
     def _found(self, asked: Trace) -> list[FetchEntry]:
         found = self._table.named(asked.request_id)
-        fetch = self._table.find(asked.fetch_id)
-        if fetch is None or any(one is fetch for one in found):
-            return found
-        return [*found, fetch]
+        known = {fetch.key for fetch in found}
+        return found + [one for one in self._table.called(asked.fetch_id) if one.key not in known]
 
 
 def _spans(fetch: FetchEntry, reads: Story | None) -> list[Span]:
@@ -109,7 +104,7 @@ def _attributes(fetch: FetchEntry) -> dict[str, str | int | float]:
     requested, ticket = fetch.requested, fetch.requested.ticket
     return {
         "request_id": ticket.request_id,
-        "fetch_id": requested.fetch_id,
+        "fetch_id": requested.name,
         "offer_id": ticket.offer_id,
         "engine_id": requested.engine_id,
         "state": fetch.state.value,

@@ -5,6 +5,7 @@ to which command. ``reply_to`` is what the agent uses to answer the request that
 """
 
 from collections.abc import Mapping
+from hashlib import blake2b
 
 from kvbus.errors import ErrorCode, KVBusError
 from kvbus.geometry import BlockTable
@@ -75,7 +76,8 @@ class Requested(Value, frozen=True):
     ``ahead`` when the route is known and the ticket's own blocks can be read at once. While it
     ``meets``, there is no ticket yet, and ``ticket`` says what is known of it; it is to be of the
     prompt with ``prompt_digest``. ``traceparent`` is what the engine said of the trace, ``asked_s``
-    when it asked by its own word, and ``wanted_s`` since when it had the request.
+    when it asked by its own word, and ``wanted_s`` since when it had the request. ``name`` is the
+    engine's fetch id; those of two engines may be equal, which `fetch_key` tells apart.
     """
 
     fetch_id: str
@@ -97,6 +99,12 @@ class Requested(Value, frozen=True):
     traceparent: str = ""
     asked_s: float | None = None
     wanted_s: float | None = None
+    name: str = ""
+
+
+def fetch_key(engine_id: str, name: str) -> str:
+    """What an agent calls a fetch that its engine calls ``name``: another for each engine."""
+    return blake2b(f"{len(engine_id)} {engine_id} {name}".encode(), digest_size=16).hexdigest()
 
 
 class OfferMet(Value, frozen=True):

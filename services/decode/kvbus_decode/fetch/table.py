@@ -74,18 +74,22 @@ class FetchTable(Table[str, FetchEntry, FetchLimits, ev.Command]):
         draining = (f for f in self.live.values() if f.state is FetchState.DRAINING)
         return sum(len(table) for f in draining for table in f.requested.tables.values())
 
+    def called(self, name: str) -> list[FetchEntry]:
+        """The fetches that their engines call so, one of each engine."""
+        return [one for one in self.named(name) if one.requested.name == name]
+
     def _names_of(self, entry: FetchEntry) -> tuple[str, ...]:
-        return tuple({entry.requested.ticket.request_id, *entry.routers_names})
+        requested = entry.requested
+        return tuple({requested.ticket.request_id, requested.name, *entry.routers_names} - {""})
 
     def _request(self, event: ev.Requested, now: float) -> Commands:
         """Admit a fetch; raises `LocalError`."""
         if self.draining:
             raise LocalError("the agent is draining", code=ErrorCode.DRAINING)
         if self.find(event.fetch_id) is not None:
+            name = event.name or event.fetch_id
             raise LocalError(
-                f"fetch '{event.fetch_id}' exists already",
-                code=ErrorCode.FETCH_EXISTS,
-                fetch_id=event.fetch_id,
+                f"fetch '{name}' exists already", code=ErrorCode.FETCH_EXISTS, fetch_id=name
             )
         if len(self.live) >= self.limits.max_fetches:
             raise LocalError(

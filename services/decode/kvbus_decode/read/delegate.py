@@ -23,8 +23,8 @@ from kvbus_decode.peer.memory_check import check_memory
 from kvbus_decode.peer.route import Route
 from kvbus_decode.read import events as ev
 from kvbus_decode.read.chunk import Chunk, check_tables, make_chunk
+from kvbus_decode.read.entry import DelegatedKey
 from kvbus_decode.read.reader import Reader
-from kvbus_decode.spans import delegated_key
 from kvbus_decode.tickets import TicketGate
 
 PROGRESS_S = 3.0
@@ -50,9 +50,9 @@ class _Delegated:
     error: KVBusError | None = None
 
     @property
-    def key(self) -> tuple[str, str]:
+    def key(self) -> DelegatedKey:
         """Names the read in the table."""
-        return delegated_key(self.asked.fetch_id)
+        return DelegatedKey(self.asked.engine_id, self.asked.fetch_id)
 
 
 class DelegateServer:
@@ -74,8 +74,8 @@ class DelegateServer:
         return len(self._delegated)
 
     def story(self, fetch_id: str) -> list[str]:
-        """What happened to the chunks that were read for a fetch."""
-        return self._reader.story(delegated_key(fetch_id))
+        """What happened to the chunks that were read for a fetch of another agent."""
+        return [line for one in self._reader.stories_for_others(fetch_id) for line in one.lines()]
 
     def delegate(self, asked: Delegate, call: Call) -> None:
         """Read a chunk; the reply comes when nothing of it is in flight any more."""

@@ -4,11 +4,19 @@ from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import NamedTuple
 
 from kvbus.errors import ErrorCode, KVBusError, RemoteError
 from kvbus.table import Story
 from kvbus_decode.read import events as ev
 from kvbus_decode.read.leg import Leg, LegState, Stage
+
+
+class DelegatedKey(NamedTuple):
+    """Names the reads for a fetch of another agent, which calls it ``fetch_id``."""
+
+    engine_id: str
+    fetch_id: str
 
 
 class ReadState(StrEnum):

@@ -114,6 +114,10 @@ class Reader:
         read = self._table.find(key)
         return None if read is None else read.story
 
+    def stories_for_others(self, fetch_id: str) -> list[Story]:
+        """The stories of the reads for fetches of other agents, which have this id there."""
+        return [read.story for read in self._table.named(fetch_id)]
+
     # The import of torch takes a second or more, and stops the event loop for a part of it. So it
     # comes before the claim of the first fetch that will need it: under the lease, a renewal would
     # be late, and a prefill agent whose lease is over drives no progress, without which a READ

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from kvbus.errors import ErrorCode, KVBusError, LocalError
 from kvbus.table import FairPool, Story, Table
 from kvbus_decode.read import events as ev
-from kvbus_decode.read.entry import ReadEntry, ReadState
+from kvbus_decode.read.entry import DelegatedKey, ReadEntry, ReadState
 from kvbus_decode.read.leg import Leg, LegState
 from kvbus_decode.read.transitions import TRANSITIONS, Commands
 
@@ -53,6 +53,9 @@ class ReadTable(Table[Hashable, ReadEntry, ReadLimits, ev.Command]):
     def num_slots_in_use(self) -> int:
         """Slots of ours that are read into or copied from."""
         return sum(pool.num_in_use for pool in self._pools.values())
+
+    def _names_of(self, entry: ReadEntry) -> tuple[str, ...]:
+        return (entry.key.fetch_id,) if isinstance(entry.key, DelegatedKey) else ()
 
     def num_reads(self, engine: Hashable) -> int:
         """Reads that can still write into the engine's blocks."""
