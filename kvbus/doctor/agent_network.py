@@ -1,5 +1,8 @@
 """Says of one agent by which interfaces it moves KV, whether these are up, and whom it trusts."""
 
+import shlex
+import shutil
+import subprocess
 from collections.abc import Collection
 
 from kvbus.doctor.finding import ERROR, OK, WARNING, Finding
@@ -34,6 +37,41 @@ def interfaces_finding(
         why=f"Whoever reaches UCX over TCP reads and writes any memory of the agent ({source}).",
         fix="Name the interfaces that only agents reach in data_interfaces.",
         command="ip -brief address",
+    )
+
+
+def fence_command(ports: str, uid: int) -> str:
+    """The rule that keeps all users of the machine but one from ports of UCX on loopback."""
+    return (
+        f"iptables -A OUTPUT -o lo -p tcp --dport {ports.replace('-', ':')} -m owner "
+        f"! --uid-owner {uid} -j REJECT"
+    )
+
+
+def is_fenced(ports: str, uid: int) -> bool | None:
+    """Whether the rule is there; None where that cannot be looked at."""
+    if not ports or shutil.which("iptables") is None:
+        return None
+    looking = fence_command(ports, uid).replace(" -A ", " -C ", 1)
+    ended = subprocess.run(shlex.split(looking), capture_output=True, check=False)
+    return {0: True, 1: False}.get(ended.returncode)
+
+
+def loopback_finding(
+    agent_id: str, source: str, *, ports: str, uid: int, fenced: bool | None
+) -> Finding:
+    """Of an agent that may open UCX on loopback; ``fenced`` is what `is_fenced` says."""
+    there = {True: "kept from other users", False: "open to other users", None: "not looked at"}
+    return Finding(
+        f"agents.{agent_id}.loopback",
+        OK if fenced else WARNING,
+        f"ports {ports or 'of any number'} of UCX on loopback: {there[fenced]}",
+        {"ports": ports, "fenced": fenced},
+        why="Each user of this machine who reaches UCX on loopback reads and writes any memory of "
+        f"the agent ({source}). Where nobody else has processes here that is nothing.",
+        fix="Let agents of one user map memory (mapped = true), or set data_ports, and have root "
+        "add the rule; iptables shows rules to root alone.",
+        command=fence_command(ports or "FIRST-LAST", uid),
     )
 
 

@@ -20,11 +20,16 @@ from kvbus.agent.http.door import Door
 from kvbus.agent.process.access import Access
 from kvbus.agent.process.config import AgentConfig, convert_config, load_shared_config
 from kvbus.agent.process.config_sources import variable
-from kvbus.agent.process.data_plane import choose_interfaces, without_link
+from kvbus.agent.process.data_plane import choose_interfaces, is_on_loopback, without_link
 from kvbus.agent.process.defaults import DECODE_DEFAULTS, PREFILL_DEFAULTS
 from kvbus.bus import ClientCurve, ask_agent, port_range
 from kvbus.doctor.advertised import advertise_error, advertise_findings
-from kvbus.doctor.agent_network import interfaces_finding, keys_finding
+from kvbus.doctor.agent_network import (
+    interfaces_finding,
+    is_fenced,
+    keys_finding,
+    loopback_finding,
+)
 from kvbus.doctor.finding import ERROR, NOTE, OK, Finding
 from kvbus.doctor.sharing import sharing_findings
 from kvbus.errors import ConfigError, KVBusError
@@ -87,6 +92,11 @@ class AgentFacts(msgspec.Struct, frozen=True, kw_only=True):
     keys_error: str = ""
     advertise_host: str = ""
     advertise_error: str = ""
+    on_loopback: bool = False
+    """Whether UCX listens where the other users of the machine reach it, and only they."""
+    data_ports: str = ""
+    uid: int = 0
+    fenced: bool | None = None
 
     @property
     def is_running(self) -> bool:
@@ -143,7 +153,17 @@ def agent_facts(source: str, config: AgentConfig) -> AgentFacts:
         advertise_error=advertise_error(config.advertise_host),
         server_key=curve.server_key if curve else "",
         keys_error=keys_error,
+        on_loopback=is_on_loopback(config) and bool(not config.mapped or config.data_ports),
+        data_ports=config.data_ports,
+        uid=_uid(config),
+        fenced=is_fenced(config.data_ports, _uid(config)),
     )
+
+
+def _uid(config: AgentConfig) -> int:
+    """The user of the agent, which need not be that of doctor."""
+    path = config.runtime_path
+    return path.stat().st_uid if path.exists() else os.geteuid()
 
 
 def _curve(config: AgentConfig) -> tuple[ClientCurve | None, str]:
@@ -262,6 +282,14 @@ def agent_findings(agents: Sequence[AgentFacts], *, available_bytes: int) -> Ite
             down=agent.down,
             error=agent.interfaces_error,
         )
+        if agent.on_loopback:
+            yield loopback_finding(
+                agent.agent_id,
+                agent.source,
+                ports=agent.data_ports,
+                uid=agent.uid,
+                fenced=agent.fenced,
+            )
         yield keys_finding(
             agent.agent_id,
             agent.source,

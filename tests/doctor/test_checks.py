@@ -330,6 +330,27 @@ def test_ports_that_the_very_agent_has_are_none() -> None:
     }
 
 
+@pytest.mark.parametrize(
+    ("fenced", "severity", "said"),
+    [
+        (True, OK, "kept from other users"),
+        (False, WARNING, "open to other users"),
+        (None, WARNING, "not looked at"),
+    ],
+)
+def test_ucx_on_loopback_is_looked_at_with_the_rule_that_closes_it(fenced, severity, said) -> None:
+    facts = agent(on_loopback=True, data_ports="40000-40031", uid=1001, fenced=fenced)
+
+    found = one_of(list(check_one_agent(facts)), "agents.one.loopback")
+
+    assert found.severity is severity
+    assert found.found == f"ports 40000-40031 of UCX on loopback: {said}"
+    rule = (
+        "iptables -A OUTPUT -o lo -p tcp --dport 40000:40031 -m owner ! --uid-owner 1001 -j REJECT"
+    )
+    assert found.command == ("" if fenced else rule)
+
+
 def test_an_agent_whose_data_plane_nobody_fenced_is_an_error() -> None:
     found = check_one_agent(agent(interfaces=(), interfaces_error="'data_interfaces': needed"))
 

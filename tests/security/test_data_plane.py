@@ -15,6 +15,7 @@ import pytest
 
 from kvbus.agent.process.data_plane import DataPlane, choose_interfaces
 from kvbus.errors import ConfigError, KVBusError
+from kvbus.spawn import free_port
 from kvbus.transport import Transport
 from kvbus_prefill.config import PrefillConfig
 from tests.agents import AgentProcess, Agents
@@ -121,6 +122,17 @@ def test_an_agent_says_where_ucx_listens(fresh: Agents):
     assert data
     assert all(at.startswith("127.0.0.1:") for at in data)
     assert agent.status()["data_endpoints"] == data
+
+
+def test_ucx_listens_at_the_ports_that_the_config_names(fresh: Agents):
+    first = free_port()
+    agent = fresh.prepare("prefill", mapped=False, data_ports=f"{first}-{first + 15}")
+    fresh.start(agent)
+
+    ports = [int(at.rpartition(":")[2]) for at in agent.started["data"]]
+
+    assert ports
+    assert set(ports) <= set(range(first, first + 16))
 
 
 async def test_agents_of_one_machine_listen_at_no_port_of_ucx_until_one_cannot_map(fresh: Agents):

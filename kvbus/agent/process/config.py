@@ -78,6 +78,15 @@ class AgentConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             "addresses above are loopback.",
         ),
     ] = ()
+    data_ports: Annotated[
+        str,
+        Meta(
+            pattern=r"^([0-9]{1,5}-[0-9]{1,5})?$",
+            description="TCP ports at which UCX may listen, FIRST-LAST, for the rules of a "
+            "firewall: 16 for each agent of the machine. Empty: any, or what UCX_TCP_PORT_RANGE "
+            "names.",
+        ),
+    ] = ""
     ticket_keys: Annotated[
         tuple[str, ...],
         Meta(

@@ -31,6 +31,8 @@ UCX_INTERFACES = "UCX_NET_DEVICES"
 SET_HERE = {UCX_INTERFACES, "UCX_TCP_CONN_NB", "UCX_LOG_LEVEL"}
 """Settings of UCX that an agent has without any doing of its user."""
 
+UCX_PORTS = "UCX_TCP_PORT_RANGE"
+
 log = structlog.get_logger()
 
 _RDMA_DEVICES = Path("/sys/class/infiniband")
@@ -134,14 +136,18 @@ async def open_ucx(transport: Transport, interfaces: tuple[str, ...]) -> None:
         ) from error
 
 
+def is_on_loopback(config: AgentConfig) -> bool:
+    """Whether this machine alone reaches the agent, and UCX is to use loopback."""
+    binds = (config.peer_bind, config.events_bind)
+    return not config.data_interfaces and all(is_loopback(bind_host(bind)) for bind in binds)
+
+
 def is_one_machine(config: AgentConfig) -> bool:
     """Whether all agents that reach this one are of its machine, and can map memory.
 
     UCX is then opened when it is needed for the first time, which may be never.
     """
-    binds = (config.peer_bind, config.events_bind)
-    local = all(is_loopback(bind_host(bind)) for bind in binds)
-    return config.mapped and local and not config.data_interfaces
+    return config.mapped and is_on_loopback(config)
 
 
 def choose_interfaces(config: AgentConfig) -> tuple[str, ...]:
@@ -174,9 +180,11 @@ def without_link(interfaces: Iterable[str]) -> tuple[str, ...]:
     return tuple(name for name in interfaces if name in stats and not stats[name].isup)
 
 
-def restrict_ucx(interfaces: Iterable[str]) -> None:
-    """Let UCX use these interfaces only; call it before the first NIXL agent is made."""
+def restrict_ucx(interfaces: Iterable[str], ports: str = "") -> None:
+    """Let UCX use these interfaces and ports only; call it before the first NIXL agent is made."""
     os.environ[UCX_INTERFACES] = ",".join(interfaces)
+    if ports:
+        os.environ[UCX_PORTS] = ports
 
 
 def has_rdma(interfaces: Iterable[str]) -> bool:

@@ -48,7 +48,7 @@ async def run_agent(
     loop.set_exception_handler(_log_loop_failure)
     access = Access.open(config)
     interfaces = choose_interfaces(config)
-    restrict_ucx(interfaces)
+    restrict_ucx(interfaces, config.data_ports)
     transport = _make_transport(config, boot, loop, nic_writes=has_rdma(interfaces))
     await asyncio.wrap_future(transport.start(opens=False))
     if not is_one_machine(config):
