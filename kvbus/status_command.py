@@ -81,7 +81,9 @@ def status_table(answer: AgentStatus) -> Table:
         table.add_row("engines", "none")
     if answer.predecessor:
         table.add_row("predecessor", f"has not ended yet: {answer.predecessor}")
-    table.add_row("NIXL listens at", ", ".join(answer.data_endpoints) or "no TCP port")
+    ports = ", ".join(answer.data_endpoints) or "no TCP port"
+    untold = "told with a key, or to the user of the agent"
+    table.add_row("NIXL listens at", untold if answer.sharing is None else ports)
     for what, state in _sharing_rows(answer.sharing):
         table.add_row(what, state)
     for endpoint, wait_s in answer.silent_peers.items():

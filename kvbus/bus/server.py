@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import anyio
 
+from kvbus.bus.accepted import is_of_same_user
 from kvbus.bus.admission import SessionTable
 from kvbus.bus.limits import ServerCounters, ServerLimits, max_request_bytes
 from kvbus.bus.pump import Pump
@@ -105,6 +106,14 @@ class RequestServer(SocketActor):
     def num_unacknowledged(self) -> int:
         """How many notices were not acknowledged yet, of all sessions."""
         return sum(session.num_unacknowledged for session in self.sessions)
+
+    def knows(self, call: Call) -> bool:
+        """Whether the sender shows a key, or is a process of the same user on this machine."""
+        if call.session.sender.key or self.endpoint.startswith("ipc://"):
+            return True
+        traffic = self._traffic
+        fd = traffic.descriptor(call.session.identity) if traffic is not None else None
+        return fd is not None and is_of_same_user(fd)
 
     def on(self, handlers: Handlers) -> None:
         """Have requests of these classes handled; their ops must differ."""

@@ -58,6 +58,10 @@ class Traffic:
             if len(self._descriptors) > _MAX_IDENTITIES:
                 self._descriptors.popitem(last=False)
 
+    def descriptor(self, identity: bytes) -> int | None:
+        """The connection by which a sender was heard last."""
+        return self._descriptors.get(identity)
+
     def left(self, fd: int) -> None:
         """The guard has seen that a connection is gone."""
         self._left.append(fd)

@@ -230,5 +230,6 @@ def _untold(peer: Side, reader: Side, subject: str) -> Finding:
         NOTE,
         f"not looked at: {older or 'an agent'} does not tell",
         {"endpoint": peer.at.endpoint, "error": ""},
-        why="It is of an earlier version, or has gone meanwhile.",
+        why="It is of an earlier version, or has gone meanwhile; where an agent runs is told only "
+        "with a key, or to its own user.",
     )

@@ -61,6 +61,8 @@ def _data(peer: PeerToCheck, status: AgentStatus) -> Finding:
     reached = [one for one, problem in problems.items() if not problem]
     if not problems:
         found = "it listens at no TCP port for KV now, so this was not looked at"
+        if status.sharing is None:
+            found = "where its NIXL listens is told with a key only, so this was not looked at"
         return finding(peer, "data", found=found)
     if reached:
         return finding(peer, "data", found=f"its NIXL takes connections at {', '.join(reached)}")

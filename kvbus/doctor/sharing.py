@@ -47,7 +47,10 @@ def sharing_findings(statuses: Sequence[AgentStatus]) -> Iterator[Finding]:
 def _verdict(prefill: AgentStatus, decode: AgentStatus) -> Verdict:
     theirs, ours = prefill.sharing, decode.sharing
     if theirs is None or ours is None:
-        return Verdict(NOTE, "one of the agents is of a version that shares no memory")
+        return Verdict(
+            NOTE,
+            "one of the agents does not say: it is of an early version, or another user's",
+        )
     closed = theirs.closed or ours.closed
     if closed:
         return Verdict(NOTE, closed)

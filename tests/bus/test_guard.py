@@ -26,7 +26,7 @@ from kvbus.bus import (
     guard,
     new_key_pair,
 )
-from kvbus.bus.accepted import counted_by
+from kvbus.bus.accepted import counted_by, is_of_same_user
 from kvbus.bus.door import EndReason
 from kvbus.protocol.engine import Ping
 from tests.agents import WITHIN_S, until
@@ -296,3 +296,15 @@ async def test_what_waits_ends_with_its_connection_and_is_done_again_for_who_com
 
     assert ended[0] is hold.calls[0]
     assert (num_waiting, num_ended) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("family", "host"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")]
+)
+def test_a_process_of_the_same_user_is_known_until_it_hangs_up(family: int, host: str) -> None:
+    with socket.create_server((host, 0), family=family) as server:
+        with socket.create_connection(server.getsockname()[:2]):
+            accepted, _ = server.accept()
+            assert is_of_same_user(accepted.fileno())
+        with accepted:
+            assert not is_of_same_user(accepted.fileno())

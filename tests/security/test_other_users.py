@@ -1,5 +1,6 @@
 """Another user of the machine, who was there first, gets neither agent nor engine memory."""
 
+import json
 import os
 import subprocess
 import sys
@@ -8,12 +9,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from kvbus.engine import MemorySession
 from kvbus.errors import ConfigError
-from tests.agents import WITHIN_S, Agents
+from tests.agents import WITHIN_S, AgentProcess, Agents
 from tests.engines import make_spec
 
 pytestmark = [
@@ -21,6 +23,7 @@ pytestmark = [
     pytest.mark.skipif(os.getuid() != 0, reason="only root can act as another user"),
 ]
 SCRIPT = Path(__file__).parent / "processes" / "another_user.py"
+ASKS_STATUS = SCRIPT.with_name("asks_status.py")
 NOBODY = 65534
 
 
@@ -104,3 +107,23 @@ async def test_an_engine_does_not_use_a_folder_that_others_may_write_into(fresh:
     session = MemorySession(agent.attach, make_spec(), rank=0)
     with pytest.raises(ConfigError, match=r"mode 0777.*chmod go-w"):
         await session.__aenter__()
+
+
+def status_as(agent: AgentProcess, uid: int) -> dict[str, Any]:
+    """What the agent says of itself to a process of that user, which shows no key."""
+    command = [sys.executable, str(ASKS_STATUS), agent.settings["peer_bind"], str(uid)]
+    told = subprocess.run(command, capture_output=True, text=True, timeout=WITHIN_S, check=True)
+    return json.loads(told.stdout)["ok"]
+
+
+def test_another_user_is_not_told_where_the_agent_runs(fresh: Agents):
+    agent = fresh.prepare("prefill", mapped=False)
+    fresh.start(agent)
+
+    to_its_user, to_another = status_as(agent, os.getuid()), status_as(agent, NOBODY)
+
+    assert to_its_user["sharing"]["mount_namespace"]
+    assert to_its_user["data_endpoints"]
+    hidden = {"sharing": None, "data_endpoints": []}
+    assert {name: to_another[name] for name in hidden} == hidden
+    assert to_another["counts"] == to_its_user["counts"]

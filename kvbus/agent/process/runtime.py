@@ -6,6 +6,7 @@ Refuses to know offers or fetches.
 import asyncio
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import structlog
@@ -30,12 +31,12 @@ from kvbus.agent.process.handover import OPS, Answer, Handover
 from kvbus.agent.process.identity import AgentIdentity
 from kvbus.agent.process.metrics import AgentMetrics
 from kvbus.agent.process.refusals import Refusals
-from kvbus.agent.process.self_report import SelfReport
+from kvbus.agent.process.self_report import SelfReport, without_place
 from kvbus.agent.process.service import Agent, Service
 from kvbus.agent.process.span_export import start_export
 from kvbus.agent.process.takeover import Predecessor, take_over
 from kvbus.agent.staging.devices import StagingDevices
-from kvbus.bus import BusContext, Call
+from kvbus.bus import BusContext, Call, RequestServer
 from kvbus.errors import ErrorCode, KVBusError
 from kvbus.memory.attach import AttachConnection, AttachServer
 from kvbus.memory.attach.seat import Seat
@@ -288,7 +289,7 @@ class Runtime:
         )
         sockets.peer.on(
             {
-                Status: self._answer_status,
+                Status: partial(self._answer_peer_status, sockets.peer),
                 Trace: self._answer_trace,
                 **self.service.peer_handlers(),
             }
@@ -332,6 +333,10 @@ class Runtime:
 
     def _answer_status(self, asked: Status, call: Call) -> None:
         call.reply(self.report.status(asked))
+
+    def _answer_peer_status(self, socket: RequestServer, asked: Status, call: Call) -> None:
+        told = self.report.status(asked)
+        call.reply(told if socket.knows(call) else without_place(told))
 
     def _answer_trace(self, asked: Trace, call: Call) -> None:
         call.reply(self.report.trace(asked))

@@ -27,6 +27,11 @@ MOST_RECENT = 100
 """Handoffs that one look has: each takes some 0.02 ms, of the loop only while it is under way."""
 
 
+def without_place(status: AgentStatus) -> AgentStatus:
+    """What anybody may hear: not where NIXL listens, nor the user, namespaces and paths."""
+    return structs.replace(status, data_endpoints=(), sharing=None)
+
+
 @dataclass(slots=True)
 class SelfReport:
     """Of one agent, whose ``predecessor`` is the one that it has replaced; asked in its loop."""
@@ -74,7 +79,7 @@ class SelfReport:
 
         What is returned takes the metrics, and makes the rest of it in any thread.
         """
-        status, recent = self.status(Status()), self.service.recent(MOST_RECENT)
+        status, recent = without_place(self.status(Status())), self.service.recent(MOST_RECENT)
         reasons = (*self._reasons(), *self._key_faults())
         key_file, key_of = self.config.key_file, self.service.key_of
         key_options_of = {at: key_options(key_file, key_of(at)) for at in status.silent_peers}
