@@ -9,6 +9,7 @@ from typing import Any
 from rich import console
 from rich.console import ConsoleOptions, RenderableType
 from rich.segment import Segment
+from rich.text import Text
 
 from kvbus.text import printable
 
@@ -19,9 +20,13 @@ class Console(console.Console):
     def __init__(self, **options: Any) -> None:
         super().__init__(highlight=False, markup=False, emoji=False, **options)
 
+    def render_str(self, text: str, **options: Any) -> Text:
+        """A cell is as wide as what is printed of it: an escape is longer than its character."""
+        return super().render_str(printable(text), **options)
+
     def render(
         self, renderable: RenderableType, options: ConsoleOptions | None = None
     ) -> Iterator[Segment]:
-        """All that is printed comes by here, each cell of a table before it is cut to its width."""
+        """All that is printed comes by here, also what is no string."""
         for text, style, control in super().render(renderable, options):
             yield Segment(text if control else printable(text), style, control)

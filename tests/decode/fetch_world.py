@@ -148,7 +148,8 @@ class FetchWorld(StoryMachine):
             asked = self.asked_of(fetch_id)
             is_idle = not (asked or watched.report or watched.granted or self.turns.waits(fetch_id))
             assert not is_idle or self.table.live[fetch_id].ask_again_at, "waits for nothing"
-            watched.check_idle(is_asking=bool(asked & {ev.SendClaim, ev.SendRenew}))
+            is_asking = bool(asked & {ev.SendClaim, ev.SendRenew})
+            watched.check_idle(is_asking=is_asking or self.is_asked_soon(watched))
         if due is None or due > self.now or isinstance(event, ev.DeadlinePassed):
             self.check_declared(event, states)
         return commands
@@ -277,6 +278,11 @@ class FetchWorld(StoryMachine):
     def asked_of(self, fetch_id: str) -> set[type[Asked]]:
         return {type(p.asked) for p in self.pending if p.asked.fetch_id == fetch_id}
 
+    def is_asked_soon(self, watched: Watched) -> bool:
+        """A renewal that found its agent busy is asked again after a pause."""
+        due = self.table.next_deadline()
+        return watched.asks_by is not None and due is not None and due <= watched.asks_by
+
     def check_question(self, question: ev.SendClaim | ev.SendRenew, watched: Watched) -> None:
         """No renewal without a reason: a hint since the last question, time, or one that failed."""
         if isinstance(question, ev.SendRenew):
@@ -284,4 +290,4 @@ class FetchWorld(StoryMachine):
             assert again or watched.hinted or self.now >= watched.renew_at, "a needless renewal"
             told_blocks = 0 if watched.in_doubt else watched.told_blocks
             assert question.known_blocks.get("full", 0) == told_blocks
-        watched.hinted = False
+        watched.hinted, watched.asks_by = False, None

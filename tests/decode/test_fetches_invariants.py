@@ -203,6 +203,7 @@ class FetchInterleavings(FetchWorld):
             case ev.SendRenew() if error is not None:
                 if code is ErrorCode.BUSY:  # it is asked again, a little later
                     self.seen[fetch_id].renew_at = self.now
+                    self.seen[fetch_id].asks_by = self.now + LIMITS.busy_retry_s
                 self.tell(ev.RenewFailed(fetch_id, error))
             case _ if error is not None:
                 early = {ErrorCode.BUSY, ErrorCode.OFFER_OPEN}
@@ -214,8 +215,9 @@ class FetchInterleavings(FetchWorld):
                 if waits and code in (ErrorCode.BUSY, ErrorCode.TIMEOUT):
                     assert self.seen[fetch_id].report is None, "it does not wait for the offer"
             case ev.SendMeet():
-                self.seen[fetch_id].met |= self.seen[fetch_id].report is None
-                ticket = ticket_of(fetch_id, self.seen[fetch_id].agent_boot)
+                watched = self.seen[fetch_id]
+                watched.met |= watched.report is None and self.now < watched.deadline
+                ticket = ticket_of(fetch_id, watched.agent_boot)
                 self.tell(ev.OfferMet(fetch_id, ticket))
             case ev.ResolvePeer():
                 self.tell(ev.PeerReady(fetch_id))

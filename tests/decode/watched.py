@@ -72,7 +72,7 @@ class Watched:
     ``hinted`` is True from a hint until the next question about the offer is asked; ``superseded``
     are epochs that the prefill agent itself took back. ``confirm_lost`` when no reply came to the
     last confirm. ``in_doubt`` while nobody but the ticket has told that the offer is sealed.
-    ``met`` once it has a ticket.
+    ``met`` once it has a ticket. ``asks_by`` is when a renewal that found its agent busy is due.
     """
 
     requested: ev.Requested
@@ -87,6 +87,7 @@ class Watched:
     told_blocks: int = 0
     renew_at: float = 0.0
     hinted: bool = False
+    asks_by: float | None = None
     granted: set[int] = field(default_factory=set)
     given_back: set[int] = field(default_factory=set)
     superseded: set[int] = field(default_factory=set)

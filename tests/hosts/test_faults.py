@@ -129,6 +129,8 @@ async def test_a_host_is_cut_off_during_a_read(
         assert same(target.snapshot(), freed)
         await works_again(source, target)
         await until(lambda: nothing_held_back(reader_agent))
+        if name == "d0":
+            reader_agent.says("transport.linked")
         unlinked, linked = map(reader_agent.logged, ("transport.unlinked", "transport.linked"))
         assert len(unlinked) == len(linked) == (name == "d0"), "said once each"
 

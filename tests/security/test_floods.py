@@ -189,7 +189,7 @@ async def test_connections_without_end_leave_room_for_handoffs(fresh: Agents):
 
 def test_an_agent_without_descriptors_says_so_once_and_does_not_spin(fresh: Agents):
     """They are taken by way of the data plane, which kvbus cannot guard; ZeroMQ would spin."""
-    agent = fresh.prepare("prefill")
+    agent = fresh.prepare("prefill", mapped=False)  # so UCX listens
     agent.runner = ("prlimit", f"--nofile={NUM_DESCRIPTORS}")
     agent.expected_trouble.add("descriptors.exhausted")
     fresh.start(agent)

@@ -88,6 +88,8 @@ class NixlPeers:
         """
         async with peer.nixl_turn:
             known = self._known.get(new.agent)
+            if known is not None and known.peer.address != peer.address:
+                known = None  # the name is no proof: only the same metadata is added to it
             if known is not None:
                 known.peer = peer
             if known is None or _is_usable(new, known):
