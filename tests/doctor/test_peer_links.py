@@ -12,7 +12,7 @@ from tests.faulty_link import HAVE_LINKS, THERE, FaultyLink, faulty_link
 
 pytestmark = pytest.mark.skipif(not HAVE_LINKS, reason="needs root, iproute2 and /dev/net/tun")
 
-MTU, LESS_THAN_A_STATUS = 1300, 400
+MTU, LESS_THAN_A_STATUS = 1300, 300
 
 
 @pytest.fixture(scope="module")
