@@ -67,6 +67,9 @@ def test_the_cpu_backend_has_keys_by_element_and_values_by_token(
     assert found[KvPart.VALUE] == PartLayout(half, outer | values)
 
 
+@pytest.mark.skipif(
+    "amx_tile" not in Path("/proc/cpuinfo").read_text(), reason="this CPU has no AMX"
+)
 def test_the_tiles_of_amx_are_refused_with_the_layer_and_what_to_do(tmp_path: Path) -> None:
     case = on_the_cpu(tmp_path, "bfloat16", isa="amx")
 
