@@ -19,8 +19,7 @@ from kvbus.engine import DecodeSession, KvCache, MemorySession, PrefillSession
 from kvbus.errors import SegmentError
 from kvbus.geometry import lay_out_rank
 from kvbus.memory.cuda_mapping import CudaMapping
-from kvbus.protocol.attach import PassCuda
-from kvbus.protocol.engine import Register
+from kvbus.protocol import PassCuda, Register
 from kvbus.transport import Transport
 from tests.engines import NHD, NUM_BLOCKS, Engine, check_at_end, make_spec
 from tests.strict_sessions import strict

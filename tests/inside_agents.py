@@ -13,7 +13,7 @@ from kvbus.agent.process.runtime import Runtime, ServiceFactory
 from kvbus.agent.staging.devices import StagingDevices
 from kvbus.bus import BusContext, new_boot_id
 from kvbus.memory.attach.seat import Seat
-from kvbus.protocol.engine import AgentRole
+from kvbus.protocol import AgentRole
 from kvbus.transport import Transport
 
 BINDS = {"peer_bind": "tcp://127.0.0.1:0", "events_bind": "tcp://127.0.0.1:0"}

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvbus.engine import DecodeSession, Fetch, KvCache, Offer, PrefillSession
-from kvbus.protocol.engine import ExtendOffer, Outcome
+from kvbus.protocol import ExtendOffer, Outcome
 
 BIT_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 

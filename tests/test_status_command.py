@@ -5,9 +5,7 @@ import socket
 from typer.testing import CliRunner
 
 from kvbus.cli import app
-from kvbus.protocol.engine import AgentRole
-from kvbus.protocol.mapped import Sharing
-from kvbus.protocol.peer import AgentStatus
+from kvbus.protocol import AgentRole, AgentStatus, Sharing
 from kvbus.status_command import status_table
 
 

@@ -10,10 +10,7 @@ from dataclasses import dataclass, field
 
 from kvbus.errors import ErrorCode, KVBusError, RemoteError
 from kvbus.geometry import BlockTable
-from kvbus.protocol.engine import Outcome
-from kvbus.protocol.message import Message
-from kvbus.protocol.peer import Granted
-from kvbus.protocol.ticket import Ticket
+from kvbus.protocol import Granted, Message, Outcome, Ticket
 from kvbus_decode.fetch import events as dec
 from kvbus_decode.fetch.state import FetchLimits
 from kvbus_decode.fetch.table import FetchTable

@@ -1,9 +1,7 @@
 """What is said to be wrong: of now first, of the last minutes with its time, of earlier nothing."""
 
 from kvbus.agent.process.faults import OLD_S, current_faults
-from kvbus.protocol.engine import AgentRole
-from kvbus.protocol.peer import AgentStatus
-from kvbus.protocol.trace import Span
+from kvbus.protocol import AgentRole, AgentStatus, Span
 
 NOW_S, WALL_S = 5_000.0, 1_700_000_000.0
 PEER = "tcp://10.0.0.7:7701"

@@ -9,8 +9,7 @@ from hypothesis.stateful import precondition, rule
 
 from kvbus.errors import ErrorCode, RemoteError
 from kvbus.geometry import BlockTable
-from kvbus.protocol.engine import Outcome
-from kvbus.protocol.ticket import Ticket
+from kvbus.protocol import Outcome, Ticket
 from kvbus_decode.fetch import events as dec
 from kvbus_decode.fetch.ahead import Ahead
 from kvbus_prefill.offer import events as pre

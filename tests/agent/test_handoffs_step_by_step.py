@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvbus.protocol.engine import Outcome
+from kvbus.protocol import Outcome
 from tests.agent.handoff_world import NUM_TOKENS
 from tests.agent.test_handoff_interleavings import HandoffInterleavings, connected
 

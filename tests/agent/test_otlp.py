@@ -15,7 +15,7 @@ from kvbus.agent.otlp.outbox import SETTLE_S, SpanOutbox
 from kvbus.agent.otlp.post import HEADERS, Answer, Collector
 from kvbus.agent.otlp.sender import SpanSender
 from kvbus.errors import ConfigError
-from kvbus.protocol.trace import Span
+from kvbus.protocol import Span
 from tests.agents import until
 from tests.collector import collecting
 

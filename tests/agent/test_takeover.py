@@ -15,8 +15,7 @@ from kvbus.agent.process.addresses import check_room_beside
 from kvbus.agent.process.takeover import take_over
 from kvbus.errors import ConfigError, ErrorCode, LocalError, ProtocolError
 from kvbus.memory.attach import AttachServer
-from kvbus.protocol.engine import AgentRole
-from kvbus.protocol.handover import HandOver
+from kvbus.protocol import AgentRole, HandOver
 
 pytestmark = pytest.mark.anyio
 WANTED = HandOver(agent_id="a", role=AgentRole.PREFILL, agent_boot="b" * 32)
@@ -26,8 +25,8 @@ import os, sys, anyio
 from pathlib import Path
 from kvbus.agent.process.takeover import take_over
 from kvbus.errors import ConfigError
-from kvbus.protocol.engine import AgentRole
-from kvbus.protocol.handover import HandOver
+from kvbus.protocol import AgentRole
+from kvbus.protocol import HandOver
 wanted = HandOver(agent_id="a", role=AgentRole.PREFILL, agent_boot="b" * 32)
 async def ask():
     try:

@@ -6,7 +6,7 @@ from kvbus.bench.engines import TimedFetch
 from kvbus.bench.sides.cases import CASES, MIB
 from kvbus.bench.sides.limits import Measured, PathTimes
 from kvbus.bench.sides.report import report
-from kvbus.protocol.engine import Fetched, Outcome, StageTimes
+from kvbus.protocol import Fetched, Outcome, StageTimes
 
 SECOND_OF_BEST = 64.0 * MIB
 

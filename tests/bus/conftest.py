@@ -13,7 +13,7 @@ import pytest
 import zmq
 
 from kvbus.bus import BusContext, Call, EventListener, new_context
-from kvbus.protocol.envelope import Notice
+from kvbus.protocol import Notice
 from tests.bus.messages import Ask, echo
 
 

@@ -4,7 +4,7 @@ from typing import Any, ClassVar
 
 from kvbus.bus import BusContext, Call, RequestServer, Session
 from kvbus.bus.server import Handler
-from kvbus.protocol.message import Message, Request
+from kvbus.protocol import Message, Request
 
 
 class Echoed(Message, frozen=True):

@@ -11,8 +11,7 @@ import pytest
 
 from kvbus.bus import EventListener, EventPublisher, EventSubscriber
 from kvbus.errors import ConfigError, ErrorCode, LocalError
-from kvbus.protocol.envelope import Notice
-from kvbus.protocol.message import Empty
+from kvbus.protocol import Empty, Notice
 
 pytestmark = pytest.mark.anyio
 

@@ -10,8 +10,7 @@ import zmq
 from kvbus.bus import EventPublisher, EventSubscriber, SocketOptions
 from kvbus.bus import publisher as publisher_module
 from kvbus.errors import LocalError
-from kvbus.protocol.envelope import encode_notice
-from kvbus.protocol.message import Empty
+from kvbus.protocol import Empty, encode_notice
 from tests.bus.messages import Echoed
 from tests.security.wire import MORE, connected, frame
 

@@ -28,7 +28,7 @@ from kvbus.bus import (
 )
 from kvbus.bus.accepted import counted_by, is_of_same_user
 from kvbus.bus.door import EndReason
-from kvbus.protocol.engine import Ping
+from kvbus.protocol import Ping
 from tests.agents import WITHIN_S, until
 from tests.bus.messages import Ask, Echoed, serve
 from tests.security.wire import address_of, connected, frame, send_until_cut

@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from kvbus.bus import BusContext, RequestClient
-from kvbus.protocol.envelope import MAX_ID
+from kvbus.protocol import MAX_ID
 from tests.bus.messages import Ask, serve
 from tests.examples import num_examples
 

@@ -8,7 +8,7 @@ import zmq
 
 from kvbus.bus import RequestClient, RequestServer, ServerLimits
 from kvbus.errors import ErrorCode, LocalError
-from kvbus.protocol.envelope import Notice
+from kvbus.protocol import Notice
 from tests.bus.messages import Ask, serve, session_of
 
 pytestmark = pytest.mark.anyio

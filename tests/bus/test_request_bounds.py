@@ -9,8 +9,7 @@ import zmq
 
 from kvbus.bus import Call, RequestClient, ServerLimits, Shared
 from kvbus.errors import ErrorCode, LocalError, ProtocolError, RequestRefused
-from kvbus.protocol.engine import Ping
-from kvbus.protocol.envelope import MAX_FRAME_BYTES, encode_request
+from kvbus.protocol import MAX_FRAME_BYTES, Ping, encode_request
 from tests.bus.messages import Ask, AskNow, Echoed, echo, serve, session_of
 
 pytestmark = pytest.mark.anyio

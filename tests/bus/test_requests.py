@@ -9,8 +9,7 @@ import zmq
 
 from kvbus.bus import Call, RequestClient
 from kvbus.errors import ErrorCode, KVBusError, LocalError, RequestRefused, RequestTimeout
-from kvbus.protocol.engine import Ping
-from kvbus.protocol.envelope import MAX_FRAME_BYTES
+from kvbus.protocol import MAX_FRAME_BYTES, Ping
 from tests.bus.conftest import RawPeer
 from tests.bus.messages import Ask, Echoed, echo, serve
 

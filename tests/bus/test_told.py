@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from kvbus.bus import RequestClient
 from kvbus.bus.inbox import NoticeInbox
-from kvbus.protocol.engine import MAX_TOLD
-from kvbus.protocol.envelope import Notice
+from kvbus.protocol import MAX_TOLD, Notice
 from tests.bus.messages import Ask, serve, session_of
 
 pytestmark = pytest.mark.anyio

@@ -12,7 +12,7 @@ from random import Random
 
 import msgpack
 
-from kvbus.protocol.rendezvous import Rendezvous
+from kvbus.protocol import Rendezvous
 from tests.chaos.draws import Draw, draw_handoff
 from tests.chaos.engines import Asked, Engine, Told
 from tests.chaos.ledger import Ledger

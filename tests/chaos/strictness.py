@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbus.geometry import EngineSpec
-from kvbus.protocol.engine import BlocksFreed, Fetched, Released
-from kvbus.protocol.envelope import Notice
+from kvbus.protocol import BlocksFreed, Fetched, Notice, Released
 from tests.chaos.pool import Report
 from tests.strict_sessions import FreeBlocks, OverwritingPrefill, WatchingDecode
 

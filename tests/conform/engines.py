@@ -4,7 +4,7 @@ import sys
 from pathlib import Path
 
 from kvbus.conform.book import Outcome, Verdict
-from kvbus.protocol.engine import AgentRole
+from kvbus.protocol import AgentRole
 
 HERE = Path(__file__).parent
 

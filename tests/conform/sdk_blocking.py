@@ -16,7 +16,7 @@ from sdk_cache import NUM_BLOCKS, SPEC, Blocks, Cache, first_block, positions_of
 from kvbus.engine import BlockingDecode, BlockingMemory, BlockingPrefill, Fetch, Offer
 from kvbus.errors import PeerLost, RequestRefused
 from kvbus.geometry import KvLayout
-from kvbus.protocol.engine import Fetched, Outcome
+from kvbus.protocol import Fetched, Outcome
 
 ATTACH, ROLE = os.environ["KVBUS_ATTACH"], os.environ["KVBUS_ROLE"]
 OPTIONS: Any = {"attach_timeout_s": 30.0, "reconnect": True}

@@ -11,7 +11,7 @@ import pytest
 from kvbus.conform.book import Verdict
 from kvbus.conform.engine_process import EngineProcess
 from kvbus.conform.play import play
-from kvbus.protocol.engine import AgentRole
+from kvbus.protocol import AgentRole
 from tests.agents import AgentProcess, Agents, agents_ended, wait_until
 from tests.conform.engines import named
 

@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 from kvbus.cli import app
 from kvbus.conform.play import scenes_of
 from kvbus.conform.rules import RULES
-from kvbus.protocol.engine import AgentRole
+from kvbus.protocol import AgentRole
 from tests.conform.engines import raw_engine
 
 DOCS = Path(__file__).parents[2] / "docs"

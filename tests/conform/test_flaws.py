@@ -8,7 +8,7 @@ from kvbus.conform.book import Verdict
 from kvbus.conform.play import play
 from kvbus.conform.rules import RULES
 from kvbus.conform.stage import START_S
-from kvbus.protocol.engine import AgentRole
+from kvbus.protocol import AgentRole
 from tests.conform.engines import named, raw_engine
 
 PATIENCE_S = 1.5

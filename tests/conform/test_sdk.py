@@ -7,7 +7,7 @@ import pytest
 
 from kvbus.conform.book import Verdict
 from kvbus.conform.play import play
-from kvbus.protocol.engine import AgentRole
+from kvbus.protocol import AgentRole
 from tests.conform.engines import HERE, named
 
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import msgspec
 import pytest
 
-from kvbus.protocol.peer import Granted
+from kvbus.protocol import Granted
 from kvbus_decode.fetch import events as ev
 from kvbus_decode.fetch.state import FetchLimits, FetchState
 from kvbus_decode.fetch.table import FetchTable

@@ -8,7 +8,7 @@ from typing import Any
 from kvbus.agent.process.config import convert_config
 from kvbus.agent.process.runtime import Runtime
 from kvbus.bus import new_context
-from kvbus.protocol.engine import AgentRole
+from kvbus.protocol import AgentRole
 from kvbus_decode.agent import DecodeService
 from kvbus_decode.config import DecodeConfig
 from tests.inside_agents import BINDS, inside_agent

@@ -21,7 +21,7 @@ from kvbus.agent.process.runtime import Runtime
 from kvbus.engine import DecodeSession, Fetch, Offer, PrefillSession
 from kvbus.errors import ErrorCode
 from kvbus.geometry import GroupSpec, KvPart
-from kvbus.protocol.engine import Outcome
+from kvbus.protocol import Outcome
 from kvbus_decode.agent import DecodeService
 from kvbus_decode.read.leg import LegState
 from kvbus_decode.read.reader import Reader

@@ -7,10 +7,7 @@ from msgspec.structs import replace
 
 from kvbus.errors import ErrorCode, KVBusError, RemoteError, RequestRefused
 from kvbus.geometry import BlockTable
-from kvbus.protocol.engine import Outcome
-from kvbus.protocol.peer import Granted
-from kvbus.protocol.rendezvous import Rendezvous
-from kvbus.protocol.ticket import Ticket
+from kvbus.protocol import Granted, Outcome, Rendezvous, Ticket
 from kvbus_decode.fetch import events as ev
 from kvbus_decode.fetch.state import ENDS, FetchLimits, FetchState
 from kvbus_decode.fetch.table import FetchTable

@@ -5,7 +5,7 @@ from msgspec.structs import replace
 
 from kvbus.errors import ErrorCode
 from kvbus.geometry import BlockTable
-from kvbus.protocol.engine import Outcome
+from kvbus.protocol import Outcome
 from kvbus_decode.fetch import events as ev
 from kvbus_decode.fetch.ahead import Ahead
 from kvbus_decode.fetch.state import FetchState

@@ -6,9 +6,7 @@ import pytest
 
 from kvbus.errors import ErrorCode, RemoteError
 from kvbus.geometry import BlockTable
-from kvbus.protocol.engine import Outcome
-from kvbus.protocol.peer import Granted
-from kvbus.protocol.ticket import Ticket
+from kvbus.protocol import Granted, Outcome, Ticket
 from kvbus_decode.fetch import events as ev
 from kvbus_decode.fetch.state import FetchLimits, FetchState
 from kvbus_decode.fetch.table import FetchTable

@@ -16,8 +16,7 @@ from structlog.testing import capture_logs
 from kvbus.agent.process.machine import machine_id
 from kvbus.errors import LocalError
 from kvbus.memory.attach import AttachConnection, AttachServer, PassingAnswer, wire
-from kvbus.protocol.mapped import LendMemory, LentSegment, MemoryLent, MemorySocket
-from kvbus.protocol.message import from_body, to_body
+from kvbus.protocol import LendMemory, LentSegment, MemoryLent, MemorySocket, from_body, to_body
 from tests.agents import until
 from tests.decode.lent import Neighbours, neighbours
 from tests.engines import Engine, works

@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 
 from kvbus.errors import KVBusError
 from kvbus.memory.attach.channel import FrameChannel
-from kvbus.protocol.mapped import LentSegment, MemoryLent
-from kvbus.protocol.message import to_body
-from kvbus.protocol.peer import Handshake, HandshakeDone
+from kvbus.protocol import Handshake, HandshakeDone, LentSegment, MemoryLent, to_body
 from kvbus_decode.peer.lend_client import LentSegments
 from tests.vectors import examples
 

@@ -9,10 +9,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from kvbus.geometry import BlockTable
-from kvbus.protocol.engine import Outcome
-from kvbus.protocol.peer import Granted
-from kvbus.protocol.rendezvous import Rendezvous
-from kvbus.protocol.ticket import Ticket
+from kvbus.protocol import Granted, Outcome, Rendezvous, Ticket
 from kvbus_decode.fetch import events as ev
 
 BLOCK_SIZE = 8

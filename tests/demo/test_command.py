@@ -16,7 +16,7 @@ from kvbus.demo.options import DemoOptions, EngineShape, Layout, ReadPath
 from kvbus.demo.processes import ROLES, agent_settings
 from kvbus.demo.report import DemoReport, Served
 from kvbus.errors import ErrorCode, RequestRefused
-from kvbus.protocol.engine import StageTimes
+from kvbus.protocol import StageTimes
 from tests.agents import Agents, agents_ended
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from kvbus.engine import DecodeSession, KvCache, MemorySession, PrefillSession
 from kvbus.geometry import EngineSpec, GroupSpec, KvLayout
-from kvbus.protocol.engine import AgentRanks
+from kvbus.protocol import AgentRanks
 
 ACCESS = "access-to-the-rank-in-the-other-pod"
 GROUP = GroupSpec("full", (0, 1), 16, 4, 8, "bfloat16")

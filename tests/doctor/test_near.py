@@ -9,7 +9,7 @@ import pytest
 from kvbus.agent.process.machine import mount_namespace
 from kvbus.doctor.finding import OK, WARNING
 from kvbus.doctor.near import near_findings
-from kvbus.protocol.mapped import Sharing
+from kvbus.protocol import Sharing
 
 HERE = Sharing(machine="m", uid=7, mount_namespace=mount_namespace(), pid_namespace="pid:[1]")
 

@@ -26,10 +26,7 @@ from kvbus.doctor.pair import (
 from kvbus.doctor.peer import check_peer
 from kvbus.engine import DecodeSession
 from kvbus.keys.roles import Role
-from kvbus.protocol.engine import AgentRole
-from kvbus.protocol.mapped import Sharing
-from kvbus.protocol.peer import AgentStatus
-from kvbus.protocol.peer_view import PeerView
+from kvbus.protocol import AgentRole, AgentStatus, PeerView, Sharing
 from tests.agents import AgentProcess, Agents, agents_ended, until
 from tests.doctor.earlier_agent import earlier_agent
 from tests.engines import engine, failure_of, make_spec, pair, works

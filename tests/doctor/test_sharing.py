@@ -13,9 +13,7 @@ from typer.testing import CliRunner
 from kvbus.cli import app
 from kvbus.doctor.finding import Severity
 from kvbus.doctor.sharing import sharing_findings
-from kvbus.protocol.engine import AgentRole
-from kvbus.protocol.mapped import Sharing
-from kvbus.protocol.peer import AgentStatus
+from kvbus.protocol import AgentRole, AgentStatus, Sharing
 from tests.agents import AgentProcess, Agents, agents_ended
 
 OK, NOTE, WARNING, ERROR = Severity

@@ -12,7 +12,7 @@ import msgspec
 
 from kvbus.engine import DecodeSession, Offer, PrefillSession
 from kvbus.geometry import EngineSpec, GroupSpec, KvLayout, num_blocks_for
-from kvbus.protocol.engine import Fetched, Outcome
+from kvbus.protocol import Fetched, Outcome
 from tests.agents import AgentProcess
 from tests.engines import Blocks, Engine, engine, expected_after, make_spec, same
 from tests.expected import num_read_bytes

@@ -12,7 +12,7 @@ from anyio.abc import TaskGroup, TaskStatus
 
 from kvbus.engine import DecodeSession, KvCache, MemorySession, PrefillSession
 from kvbus.geometry import EngineSpec, KvLayout
-from kvbus.protocol.engine import AgentRanks
+from kvbus.protocol import AgentRanks
 from tests.agents import AgentProcess
 from tests.engines import NUM_BLOCKS, Engine, check_at_end, make_spec
 from tests.memories import NHD

@@ -6,7 +6,7 @@ import torch
 from kvbus.engine import Fetch, Offer
 from kvbus.errors import ErrorCode
 from kvbus.geometry import GroupSpec, KvLayout, StatePart, state_group
-from kvbus.protocol.engine import Outcome
+from kvbus.protocol import Outcome
 from tests.agents import until
 from tests.e2e.shapes import (
     FETCH_TIMEOUT_S,

@@ -12,7 +12,7 @@ import zmq
 from kvbus.bus import EventListener, EventSubscriber, new_context
 from kvbus.engine import DecodeSession
 from kvbus.errors import ErrorCode
-from kvbus.protocol.envelope import Notice
+from kvbus.protocol import Notice
 from tests.agents import AgentProcess, until
 from tests.engines import Engine, engine, make_spec, pair
 from tests.plain_sockets import ask

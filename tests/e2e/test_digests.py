@@ -18,8 +18,7 @@ from kvbus.agent.process.runtime import Runtime
 from kvbus.errors import ErrorCode, FetchFailed
 from kvbus.geometry import Box, GroupSpec
 from kvbus.planning.digests import chosen_pieces, num_pieces, piece_of
-from kvbus.protocol.digests import Digests
-from kvbus.protocol.peer import HandshakeDone
+from kvbus.protocol import Digests, HandshakeDone
 from kvbus_decode.read import events as ev
 from kvbus_prefill import digests as digest_server
 from kvbus_prefill import handshake

@@ -8,7 +8,7 @@ import pytest
 
 from kvbus.engine import DecodeSession, PrefillSession
 from kvbus.geometry import KvLayout
-from kvbus.protocol.engine import Outcome
+from kvbus.protocol import Outcome
 from tests.engines import FULL, SMALL, engine, expected_after, make_spec, pair, same
 
 pytestmark = pytest.mark.anyio

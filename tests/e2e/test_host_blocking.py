@@ -13,7 +13,7 @@ from kvbus.engine.bounce import HostPool, LocalCopier, host_blocks
 from kvbus.engine.bounce.blocking import BlockingHostDecode, BlockingHostPrefill
 from kvbus.errors import ErrorCode, FetchFailed, LocalError
 from kvbus.geometry import EngineSpec
-from kvbus.protocol.engine import Outcome
+from kvbus.protocol import Outcome
 from tests.agents import wait_until
 from tests.engines import FULL, make_spec
 from tests.host_engines import private_cache

@@ -8,9 +8,7 @@ import pytest
 from kvbus.bus import ask_agent
 from kvbus.engine.bounce import Direction, HostOffer
 from kvbus.errors import ClosedError, ErrorCode
-from kvbus.protocol.engine import Outcome
-from kvbus.protocol.peer import PeerWithdraw
-from kvbus.protocol.ticket import Ticket
+from kvbus.protocol import Outcome, PeerWithdraw, Ticket
 from tests.agents import until
 from tests.e2e.host_pairs import SIZE, Gate, saved, two
 from tests.engines import failure_of, same, works

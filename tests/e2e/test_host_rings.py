@@ -6,7 +6,7 @@ import torch
 
 from kvbus.engine import PrefillSession
 from kvbus.errors import ClosedError, ErrorCode, GeometryError, LocalError
-from kvbus.protocol.engine import Outcome
+from kvbus.protocol import Outcome
 from tests.agents import until
 from tests.e2e.host_pairs import NUM_BLOCKS, SIZE, STATE, TENTH, saved, two
 from tests.engines import FULL, failure_of, make_spec, same

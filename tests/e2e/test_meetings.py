@@ -9,8 +9,7 @@ import pytest
 
 from kvbus.engine import DecodeSession, PrefillSession
 from kvbus.errors import ErrorCode, RequestRefused
-from kvbus.protocol.engine import Outcome
-from kvbus.protocol.rendezvous import Rendezvous
+from kvbus.protocol import Outcome, Rendezvous
 from tests.agents import AgentProcess, Agents, agents_ended, until
 from tests.engines import engine, expected_after, failure_of, pair, same
 

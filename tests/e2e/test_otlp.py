@@ -9,7 +9,7 @@ import pytest
 
 from kvbus.agent.otlp.sender import MAX_PAUSE_S
 from kvbus.engine import DecodeSession
-from kvbus.protocol.rendezvous import Rendezvous
+from kvbus.protocol import Rendezvous
 from tests.agents import Agents, agents_ended, free_port, until
 from tests.collector import collecting
 from tests.engines import engine, failure_of, pair

@@ -9,7 +9,7 @@ import pytest
 
 from kvbus.errors import ErrorCode
 from kvbus.geometry import KvLayout
-from kvbus.protocol.engine import Outcome
+from kvbus.protocol import Outcome
 from tests.agents import until
 from tests.e2e.shapes import GROUP, SLOT_BYTES, Side, hand_over, two_engines
 from tests.engines import Blocks, Engine, expected_after, failure_of, same

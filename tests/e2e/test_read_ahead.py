@@ -16,8 +16,7 @@ from kvbus.agent.process.runtime import Runtime
 from kvbus.engine import DecodeSession, Fetch, PrefillSession
 from kvbus.errors import ErrorCode, FetchFailed
 from kvbus.geometry import BlockTable
-from kvbus.protocol.engine import Outcome
-from kvbus.protocol.ticket import Ticket, packed_tables
+from kvbus.protocol import Outcome, Ticket, packed_tables
 from kvbus_decode.fetch import events as ev
 from tests.agents import AgentProcess, Agents, agents_ended, until
 from tests.decode.inside import decode_agent

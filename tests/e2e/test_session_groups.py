@@ -9,7 +9,7 @@ import torch
 from kvbus.engine import BlockingDecode, BlockingMemory, BlockingPrefill, KvCache
 from kvbus.errors import ErrorCode, RequestRefused
 from kvbus.geometry import EngineSpec, GroupSpec, KvPart, StatePart, state_group
-from kvbus.protocol.engine import Outcome
+from kvbus.protocol import Outcome
 from tests.e2e.spread_engines import ACCESS
 from tests.engines import FULL, NHD, make_spec
 from tests.strict_sessions import overwrite_once_released

@@ -20,8 +20,7 @@ from kvbus.engine import (
 from kvbus.errors import LocalError
 from kvbus.geometry import Axis, AxisName, KvPart, RankSpec, Region, Segment
 from kvbus.memory.storage import SharedStorage, share_tensor
-from kvbus.protocol.engine import Fetched, Outcome
-from kvbus.protocol.envelope import Notice
+from kvbus.protocol import Fetched, Notice, Outcome
 from tests.agents import until, wait_until
 from tests.engines import (
     FULL,

@@ -10,7 +10,7 @@ import torch
 from kvbus.engine import DecodeSession, MemorySession, PrefillSession
 from kvbus.errors import ErrorCode, RequestRefused
 from kvbus.geometry import GroupSpec, KvLayout
-from kvbus.protocol.engine import AgentRanks, Outcome
+from kvbus.protocol import AgentRanks, Outcome
 from tests.agents import AgentProcess, Agents, agents_ended, until
 from tests.e2e.spread_engines import ACCESS, spread_engine
 from tests.engines import FULL, NHD, SMALL, failure_of, make_spec, same, works

@@ -13,8 +13,7 @@ from typer.testing import CliRunner
 from kvbus.cli import app
 from kvbus.engine import DecodeSession
 from kvbus.geometry import BlockTable
-from kvbus.protocol.engine import MakeOffer, StartFetch
-from kvbus.protocol.rendezvous import Rendezvous
+from kvbus.protocol import MakeOffer, Rendezvous, StartFetch
 from kvbus.table.spans import ASKED, TELLING
 from tests.agents import until
 from tests.e2e.shapes import Side, two_engines

@@ -14,7 +14,7 @@ import pytest
 from kvbus.bus.inbox import NoticeInbox
 from kvbus.engine import BlockingDecode, BlockingMemory, BlockingPrefill
 from kvbus.geometry import BlockTable
-from kvbus.protocol.engine import MakeOffer, StartFetch
+from kvbus.protocol import MakeOffer, StartFetch
 from tests.agents import AgentProcess, until
 from tests.engines import LARGE, NHD, NUM_LARGE_BLOCKS, make_spec, pair
 

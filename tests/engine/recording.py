@@ -9,9 +9,7 @@ from typing import Any
 from kvbus.engine import DecodeSession, PrefillSession
 from kvbus.errors import KVBusError
 from kvbus.geometry import EngineSpec, GroupSpec, StatePart, state_group
-from kvbus.protocol.engine import Fetched, OfferMade, Outcome
-from kvbus.protocol.envelope import Notice
-from kvbus.protocol.message import Empty, Message, Request, to_body
+from kvbus.protocol import Empty, Fetched, Message, Notice, OfferMade, Outcome, Request, to_body
 
 FULL = GroupSpec("full", (0,), 16, 2, 8, "float16")
 WINDOW = GroupSpec("window", (1,), 4, 2, 8, "float16", window=10)

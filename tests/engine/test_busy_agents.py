@@ -8,8 +8,7 @@ import pytest
 
 from kvbus.engine.busy import BusyPauses
 from kvbus.errors import ErrorCode, FetchFailed, PeerLost, RequestRefused, RequestTimeout
-from kvbus.protocol.engine import MakeOffer
-from kvbus.protocol.message import Empty
+from kvbus.protocol import Empty, MakeOffer
 from tests.agents import until
 from tests.engine.recording import MADE, RecordingDecode, RecordingPrefill
 

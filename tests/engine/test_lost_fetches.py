@@ -13,7 +13,7 @@ import pytest
 from kvbus.engine import AgentRanks, Fetch
 from kvbus.errors import ClosedError, FetchFailed, KVBusError, PeerLost
 from kvbus.memory.attach import AttachClient
-from kvbus.protocol.engine import BlocksFreed
+from kvbus.protocol import BlocksFreed
 from tests.agents import until
 from tests.engine.recording import RecordingDecode, failed
 

@@ -7,7 +7,7 @@ import pytest
 
 from kvbus.errors import GeometryError, PeerLost
 from kvbus.geometry import BlockTable
-from kvbus.protocol.engine import Outcome, Released
+from kvbus.protocol import Outcome, Released
 from tests.engine.recording import MADE, RecordingPrefill
 
 pytestmark = pytest.mark.anyio

@@ -12,7 +12,7 @@ from kvbus.engine import BlockingDecode, BlockingMemory, BlockingPrefill
 from kvbus.engine.bounce import HostPool, LocalCopier
 from kvbus.engine.bounce.blocking import BlockingHostDecode, BlockingHostPrefill
 from kvbus.errors import FetchFailed, PeerLost
-from kvbus.protocol.engine import Outcome
+from kvbus.protocol import Outcome
 from tests.agents import AgentProcess, Agents, agents_ended, wait_until
 from tests.engines import FULL, NHD, bits, make_spec
 from tests.host_engines import private_cache

@@ -23,7 +23,7 @@ from kvbus.engine import (
 )
 from kvbus.errors import KVBusError
 from kvbus.geometry import KvPart
-from kvbus.protocol.engine import Outcome
+from kvbus.protocol import Outcome
 from tests.engines import FULL, NHD, make_spec
 from tests.faults.kept_engines import KeptEngine
 from tests.strict_sessions import bits

@@ -17,8 +17,7 @@ import pytest
 from kvbus.engine import DecodeSession, Fetch, Offer, PrefillSession
 from kvbus.errors import ErrorCode
 from kvbus.keys.roles import Role
-from kvbus.protocol.message import to_body
-from kvbus.protocol.remote_ranks import AbortDelegate, Delegate
+from kvbus.protocol import AbortDelegate, Delegate, to_body
 from tests.agents import AgentProcess, until
 from tests.chaos.links import PROXY_HOST
 from tests.e2e.spread_engines import SpreadEngine, spread_engine

@@ -8,7 +8,7 @@ import pytest
 
 from kvbus.engine import DecodeSession, PrefillSession
 from kvbus.errors import ErrorCode, RequestRefused
-from kvbus.protocol.engine import Outcome
+from kvbus.protocol import Outcome
 from tests.agents import until
 from tests.engines import engine, failure_of, make_spec, pair, same, works
 from tests.plain_sockets import ask

@@ -4,7 +4,7 @@ import anyio
 import pytest
 
 from kvbus.engine import DecodeSession, PrefillSession
-from kvbus.protocol.engine import Outcome
+from kvbus.protocol import Outcome
 from tests.agents import until
 from tests.engines import failure_of
 from tests.faults.kept_engines import BLOCKS_EACH, Handoffs, kept_engine

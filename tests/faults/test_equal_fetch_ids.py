@@ -4,7 +4,7 @@ import pytest
 
 from kvbus.engine import DecodeSession, PrefillSession
 from kvbus.errors import ErrorCode, RequestRefused
-from kvbus.protocol.engine import CancelFetch, Outcome
+from kvbus.protocol import CancelFetch, Outcome
 from tests.agents import AgentProcess, until
 from tests.e2e.spread_engines import spread_engine
 from tests.engines import engine, failure_of, make_spec

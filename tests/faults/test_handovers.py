@@ -19,7 +19,7 @@ from kvbus.cli import app
 from kvbus.engine import DecodeSession, Offer, PrefillSession
 from kvbus.errors import PeerLost
 from kvbus.memory.attach.process_end import ProcessEnd
-from kvbus.protocol.engine import Outcome
+from kvbus.protocol import Outcome
 from kvbus.spawn import free_port
 from tests.agents import AgentProcess, until
 from tests.engines import FULL, engine

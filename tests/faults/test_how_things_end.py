@@ -9,7 +9,7 @@ import pytest
 
 from kvbus.engine import DecodeSession
 from kvbus.errors import ErrorCode
-from kvbus.protocol.engine import Outcome
+from kvbus.protocol import Outcome
 from tests.agents import until, wait_until
 from tests.engines import engine, failure_of, pair, story_of, works
 from tests.faults.test_refused_messages import RawEngine

@@ -16,7 +16,7 @@ import pytest
 
 from kvbus.engine import DecodeSession, KeptSession, MemorySession, PrefillSession
 from kvbus.errors import FetchFailed
-from kvbus.protocol.engine import Outcome
+from kvbus.protocol import Outcome
 from tests.agents import AgentProcess, until
 from tests.e2e.spread_engines import ACCESS, ranks_elsewhere
 from tests.engines import NUM_BLOCKS, Engine, make_spec, same

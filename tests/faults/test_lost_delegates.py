@@ -9,7 +9,7 @@ import pytest
 
 from kvbus.engine import DecodeSession, Fetch, Offer, PrefillSession
 from kvbus.errors import ErrorCode
-from kvbus.protocol.engine import Outcome
+from kvbus.protocol import Outcome
 from tests.agents import AgentProcess, until
 from tests.chaos.links import PROXY_HOST
 from tests.e2e.spread_engines import spread_engine

@@ -6,7 +6,7 @@ import uuid
 import pytest
 
 from kvbus.errors import ErrorCode
-from kvbus.protocol.engine import Outcome
+from kvbus.protocol import Outcome
 from tests.agents import until
 from tests.chaos.links import PROXY_HOST
 from tests.engines import Engine, failure_of, pair, story_of, works

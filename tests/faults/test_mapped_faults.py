@@ -7,7 +7,7 @@ import pytest
 
 from kvbus.engine import DecodeSession, PrefillSession
 from kvbus.errors import ErrorCode
-from kvbus.protocol.engine import Outcome
+from kvbus.protocol import Outcome
 from tests.agents import until
 from tests.engines import (
     LARGE,

@@ -7,7 +7,7 @@ import pytest
 
 from kvbus.engine import DecodeSession, PrefillSession
 from kvbus.errors import ErrorCode, PeerLost
-from kvbus.protocol.engine import Outcome
+from kvbus.protocol import Outcome
 from tests.agents import AgentProcess, Agents, agents_ended, until
 from tests.engines import (
     LARGE,

@@ -15,8 +15,7 @@ from msgspec import structs
 from kvbus.agent.process.config import AgentConfig
 from kvbus.bus.limits import max_request_bytes
 from kvbus.geometry import lay_out_rank
-from kvbus.protocol.engine import Register
-from kvbus.protocol.message import to_body
+from kvbus.protocol import Register, to_body
 from tests.agents import AgentProcess, wait_until
 from tests.engines import NHD, make_spec, pair, works
 from tests.plain_sockets import ask, ask_frames

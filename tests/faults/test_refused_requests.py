@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvbus.errors import ErrorCode, GeometryError, RequestRefused
-from kvbus.protocol.engine import Outcome
+from kvbus.protocol import Outcome
 from tests.agents import AgentProcess, until
 from tests.engines import (
     Engine,

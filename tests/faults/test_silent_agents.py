@@ -14,7 +14,7 @@ from kvbus.engine import (
     PrefillSession,
 )
 from kvbus.errors import AgentHungUp, ErrorCode
-from kvbus.protocol.engine import BlocksFreed, Fetched
+from kvbus.protocol import BlocksFreed, Fetched
 from tests.agents import AgentProcess, until, wait_until
 from tests.engines import (
     LARGE,

@@ -9,7 +9,7 @@ import pytest
 
 from kvbus.engine import DecodeSession, PrefillSession
 from kvbus.errors import ErrorCode, PeerLost
-from kvbus.protocol.engine import Outcome
+from kvbus.protocol import Outcome
 from tests.agents import AgentProcess, Agents, agents_ended, until
 from tests.e2e.spread_engines import SpreadEngine, spread_engine
 from tests.engines import (

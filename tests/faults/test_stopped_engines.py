@@ -12,7 +12,7 @@ import pytest
 
 from kvbus.engine import DecodeSession, PrefillSession
 from kvbus.errors import ErrorCode
-from kvbus.protocol.engine import Outcome
+from kvbus.protocol import Outcome
 from tests.agents import AgentProcess, until
 from tests.engines import LARGE, NUM_LARGE_BLOCKS, Engine, engine, failure_of, make_spec, works
 from tests.faults.conftest import Started

@@ -15,7 +15,7 @@ from kvbus.errors import ErrorCode, RequestRefused
 from kvbus.geometry import KvLayout
 from kvbus.memory.cuda import CudaStorage
 from kvbus.memory.storage import share_tensor
-from kvbus.protocol.attach import PassCuda
+from kvbus.protocol import PassCuda
 from tests.agents import until
 from tests.engines import make_spec
 from tests.gpu.conftest import WITHIN_S

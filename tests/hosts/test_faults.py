@@ -12,7 +12,7 @@ import pytest
 
 from kvbus.engine import DecodeSession, Fetch, Offer, PrefillSession
 from kvbus.errors import ErrorCode, FetchFailed, RequestRefused
-from kvbus.protocol.engine import Outcome
+from kvbus.protocol import Outcome
 from kvbus_decode.read.recycling import AGAIN_S
 from tests.agents import AgentProcess, until
 from tests.engines import (

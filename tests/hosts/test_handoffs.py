@@ -7,7 +7,7 @@ import anyio
 import pytest
 
 from kvbus.engine import DecodeSession, PrefillSession
-from kvbus.protocol.engine import Outcome
+from kvbus.protocol import Outcome
 from tests.e2e.spread_engines import spread_engine
 from tests.engines import Engine, engine, make_spec, same, works
 from tests.expected import expected_after

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from kvbus.integrations.vllm.transfer_params import HandoffParams
-from kvbus.protocol.ticket import Ticket
+from kvbus.protocol import Ticket
 from tests.agents import AgentProcess, Agents, agents_ended
 from tests.integrations.conftest import PATIENT_S
 from tests.integrations.vllm_sides import BLOCKS, PROMPT_TOKENS, Side, both_sides, ticket_of

@@ -7,7 +7,7 @@ import pytest
 
 from kvbus.errors import ConfigError
 from kvbus.integrations.vllm.options import read_options
-from kvbus.protocol.engine import AgentRole
+from kvbus.protocol import AgentRole
 
 BOTH = {"prefill": "/run/p.sock", "decode": "unix:///run/d.sock"}
 

@@ -2,7 +2,7 @@
 
 from kvbus.integrations.vllm import stats
 from kvbus.integrations.vllm.stats import StatsRecorder, no_figures
-from kvbus.protocol.engine import Fetched, Outcome, StageTimes
+from kvbus.protocol import Fetched, Outcome, StageTimes
 
 TIMES = StageTimes(claiming=0.25, reading=0.5)
 

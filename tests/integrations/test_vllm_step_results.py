@@ -12,7 +12,7 @@ from kvbus.integrations.vllm.step_results import (
     EarlyCompletions,
     StepResults,
 )
-from kvbus.protocol.engine import Fetched, Outcome
+from kvbus.protocol import Fetched, Outcome
 
 
 def ended(fetch_id: str, outcome: Outcome = Outcome.COMPLETED) -> Fetched:

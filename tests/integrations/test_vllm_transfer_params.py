@@ -17,7 +17,7 @@ from kvbus.integrations.vllm.transfer_params import (
     read_readers,
     read_trace,
 )
-from kvbus.protocol.ticket import Ticket
+from kvbus.protocol import Ticket
 
 TICKET = Ticket(
     "agent", "boot", "tcp://127.0.0.1:1", "engine", "boot", "offer", "request", 0, 32 * "0"

@@ -17,7 +17,7 @@ from kvbus.integrations.vllm.offers import Offers
 from kvbus.integrations.vllm.sessions import ControlLink, MemoryLink, control_link, memory_link
 from kvbus.integrations.vllm.stats import StatsRecorder
 from kvbus.integrations.vllm.transfer_params import HandoffParams
-from kvbus.protocol.rendezvous import Rendezvous
+from kvbus.protocol import Rendezvous
 from tests.agents import AgentProcess, wait_until
 from tests.engines import bits
 

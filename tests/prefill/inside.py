@@ -14,8 +14,7 @@ from kvbus.agent.process.runtime import Runtime
 from kvbus.bus import BusContext, RequestClient, new_boot_id, new_context
 from kvbus.engine import PrefillSession
 from kvbus.geometry import EngineSpec
-from kvbus.protocol.engine import AgentRole
-from kvbus.protocol.message import R, Request
+from kvbus.protocol import AgentRole, R, Request
 from kvbus_prefill.agent import PrefillService
 from kvbus_prefill.config import PrefillConfig
 from tests.agents import until

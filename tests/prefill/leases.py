@@ -15,9 +15,7 @@ from kvbus.agent.staging.devices import HOST
 from kvbus.engine import Offer
 from kvbus.errors import RequestRefused
 from kvbus.geometry import BlockTable, Box, KvPart, canonical_order
-from kvbus.protocol.message import Empty
-from kvbus.protocol.peer import Claim, Confirm, EngineMemory, Granted, Handshake
-from kvbus.protocol.staging import Pack, Packed
+from kvbus.protocol import Claim, Confirm, Empty, EngineMemory, Granted, Handshake, Pack, Packed
 from tests.engines import Engine
 from tests.prefill.inside import PrefillAgent, Reader
 

@@ -12,8 +12,7 @@ from kvbus.bus import new_boot_id
 from kvbus.engine import MemorySession, PrefillSession
 from kvbus.errors import ErrorCode, LocalError, RequestRefused, SegmentError
 from kvbus.memory.attach import AttachClient
-from kvbus.protocol.attach import Hello, PassCuda
-from kvbus.protocol.message import to_body
+from kvbus.protocol import Hello, PassCuda, to_body
 from tests.agents import until
 from tests.engines import NHD, engine, make_spec
 from tests.prefill.inside import PrefillAgent, given_back, prefill_agent

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from kvbus.agent.staging import copiers
-from kvbus.protocol.staging import Packed
+from kvbus.protocol import Packed
 from tests.agents import until
 from tests.prefill.inside import prefill_agent
 from tests.prefill.leases import leased

@@ -9,7 +9,7 @@ import torch
 
 from kvbus.engine import PrefillSession
 from kvbus.errors import ErrorCode, RequestRefused
-from kvbus.protocol.peer import HandshakeDone
+from kvbus.protocol import HandshakeDone
 from kvbus_prefill import gather as packing
 from tests.agents import until
 from tests.gpu_stand_in import GPU, StandIn, engine_on, gpu

@@ -19,8 +19,7 @@ from kvbus.errors import ErrorCode, RequestRefused
 from kvbus.memory.attach import wire
 from kvbus.memory.attach.channel import FrameChannel, close_fds
 from kvbus.memory.attach.connect import connect_to_agent
-from kvbus.protocol.mapped import LendMemory, MemoryLent
-from kvbus.protocol.message import from_body, to_body
+from kvbus.protocol import LendMemory, MemoryLent, from_body, to_body
 from kvbus_prefill.agent import PrefillService
 from kvbus_prefill.lending import MemoryLender
 from tests.agents import until

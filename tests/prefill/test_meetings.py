@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvbus.errors import ErrorCode, KVBusError, LocalError
-from kvbus.protocol.message import Empty
-from kvbus.protocol.rendezvous import Met
+from kvbus.protocol import Empty, Met
 from kvbus_prefill.meeting import events as ev
 from kvbus_prefill.meeting.entry import MeetingLimits
 from kvbus_prefill.meeting.table import MeetingTable

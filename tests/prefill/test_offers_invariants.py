@@ -15,8 +15,7 @@ from hypothesis.stateful import invariant, precondition, rule
 
 from kvbus.errors import ErrorCode, KVBusError
 from kvbus.geometry import BlockTable
-from kvbus.protocol.engine import Outcome
-from kvbus.protocol.peer import Granted
+from kvbus.protocol import Granted, Outcome
 from kvbus.table import Story
 from kvbus_prefill.offer import events as ev
 from kvbus_prefill.offer.entry import OfferedBox, OfferLimits, OfferState

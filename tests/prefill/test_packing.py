@@ -18,10 +18,7 @@ import torch
 from kvbus.engine import MemorySession
 from kvbus.errors import ErrorCode, RequestRefused
 from kvbus.geometry import AxisName, BlockTable, Box, KvPart, SlotOrder
-from kvbus.protocol.message import Empty
-from kvbus.protocol.peer import HandshakeDone
-from kvbus.protocol.remote_ranks import CheckMemory
-from kvbus.protocol.staging import Packed, Unpack
+from kvbus.protocol import CheckMemory, Empty, HandshakeDone, Packed, Unpack
 from kvbus.transport import ReadOutcome, ReadStatus, Transport
 from tests.agents import until
 from tests.engines import FULL, NHD, NUM_BLOCKS, Engine, bits, make_spec

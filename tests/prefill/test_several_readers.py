@@ -3,7 +3,7 @@
 import pytest
 
 from kvbus.errors import ErrorCode
-from kvbus.protocol.engine import Outcome
+from kvbus.protocol import Outcome
 from kvbus_prefill.offer import events as ev
 from kvbus_prefill.offer.entry import OfferState
 from kvbus_prefill.offer.table import OfferTable

@@ -5,7 +5,7 @@ import pytest
 from kvbus.agent.engines.local_engine import LocalEngine
 from kvbus.errors import ErrorCode, GeometryError, RequestRefused
 from kvbus.geometry import BlockTable, EngineSpec, GroupSpec, StatePart, state_group
-from kvbus.protocol.engine import ExtendOffer, MakeOffer, SealOffer
+from kvbus.protocol import ExtendOffer, MakeOffer, SealOffer
 from kvbus_prefill.requests import check_tables
 from tests.engines import make_spec
 from tests.prefill.inside import PrefillAgent

@@ -6,9 +6,7 @@ import pytest
 import torch
 
 from kvbus.agent.staging.slot_memory import SlotMemory
-from kvbus.protocol.message import Empty
-from kvbus.protocol.peer import HandshakeDone
-from kvbus.protocol.staging import Unpack
+from kvbus.protocol import Empty, HandshakeDone, Unpack
 from kvbus.transport import Registration
 from tests.agents import until
 from tests.memories import Memory

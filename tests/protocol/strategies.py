@@ -8,26 +8,39 @@ from hypothesis import strategies as st
 from msgspec import inspect as types
 
 from kvbus.errors import ProtocolError
-from kvbus.protocol import attach, engine, events, handover, mapped, peer
-from kvbus.protocol.message import Empty, ErrorBody, Message
+from kvbus.protocol import (
+    ATTACH_REQUESTS,
+    DECODE_PEER_REQUESTS,
+    DECODE_REQUESTS,
+    ENGINE_REQUESTS,
+    EVENTS,
+    HANDOVER_REQUESTS,
+    MEMORY_REQUESTS,
+    NOTICES,
+    PREFILL_PEER_REQUESTS,
+    PREFILL_REQUESTS,
+    Empty,
+    ErrorBody,
+    Message,
+)
 
 REQUESTS = (
-    *attach.ATTACH_REQUESTS,
-    *handover.HANDOVER_REQUESTS,
-    *engine.ENGINE_REQUESTS,
-    *engine.PREFILL_REQUESTS,
-    *engine.DECODE_REQUESTS,
-    *peer.PREFILL_PEER_REQUESTS,
-    *peer.DECODE_PEER_REQUESTS,
-    *mapped.MEMORY_REQUESTS,
+    *ATTACH_REQUESTS,
+    *HANDOVER_REQUESTS,
+    *ENGINE_REQUESTS,
+    *PREFILL_REQUESTS,
+    *DECODE_REQUESTS,
+    *PREFILL_PEER_REQUESTS,
+    *DECODE_PEER_REQUESTS,
+    *MEMORY_REQUESTS,
 )
 MESSAGES: tuple[type[Message], ...] = tuple(
     dict.fromkeys(
         chain(
             REQUESTS,
             (kind.reply for kind in REQUESTS),
-            engine.NOTICES,
-            events.EVENTS.values(),
+            NOTICES,
+            EVENTS.values(),
             (Empty, ErrorBody),
         )
     )

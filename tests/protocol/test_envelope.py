@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbus.errors import ErrorCode, ProtocolError
-from kvbus.protocol.envelope import (
+from kvbus.protocol import (
     MAX_FRAME_BYTES,
     MAX_ID,
     PROTOCOL_VERSION,

@@ -9,17 +9,27 @@ from hypothesis import strategies as st
 
 from kvbus.errors import ErrorCode, GeometryError, KVBusError, ProtocolError, RequestRefused
 from kvbus.geometry import BlockTable
-from kvbus.protocol.engine import AgentRole, Fetched, MakeOffer, Outcome, Register, StartFetch
-from kvbus.protocol.envelope import decode, encode_reply, encode_request
-from kvbus.protocol.message import (
+from kvbus.protocol import (
+    AgentRole,
+    Claim,
+    EngineMemory,
     ErrorBody,
+    Fetched,
+    MakeOffer,
     Message,
+    Outcome,
+    Register,
+    Renew,
+    StartFetch,
+    Status,
+    decode,
+    encode_reply,
+    encode_request,
     error_body,
     from_body,
     refusal,
     to_body,
 )
-from kvbus.protocol.peer import Claim, EngineMemory, Renew, Status
 from tests.protocol.strategies import MESSAGES, PLAIN, messages, value_or_refusal
 
 RIGHTS = {"secret", "token", "access", "ticket"}

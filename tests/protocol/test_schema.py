@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from docs.generate_schema import PAGE, schema
-from kvbus.protocol import engine, events
+from kvbus.protocol import EVENTS, NOTICES
 from tests.vectors.test_vectors import VECTORS, body_of_vector
 
 SCHEMA: dict[str, Any] = json.loads(PAGE.read_text())
@@ -22,8 +22,8 @@ def test_every_operation_has_its_bodies() -> None:
     shown = {v["message"]["op"] for v in VECTORS if "op" in v["message"] and "topic" not in v}
 
     assert asked | set(SCHEMA["x-notices"]) == shown
-    assert set(SCHEMA["x-events"]) == set(events.EVENTS)
-    assert set(SCHEMA["x-notices"]) == {kind.op for kind in engine.NOTICES}
+    assert set(SCHEMA["x-events"]) == set(EVENTS)
+    assert set(SCHEMA["x-notices"]) == {kind.op for kind in NOTICES}
 
 
 @pytest.mark.parametrize("vector", VECTORS, ids=lambda v: f"{v['kind']}-{v['name']}")

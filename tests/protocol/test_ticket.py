@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from kvbus.errors import ErrorCode, ProtocolError
 from kvbus.geometry import BlockTable
-from kvbus.protocol.ticket import (
+from kvbus.protocol import (
     MAX_TICKET_BLOCKS,
     TICKET_VERSION,
     Ticket,

@@ -8,9 +8,7 @@ import msgspec
 import pytest
 
 from kvbus.errors import ErrorCode, LocalError
-from kvbus.protocol.rendezvous import Rendezvous
-from kvbus.protocol.ticket import Ticket
-from kvbus.protocol.ticket_keys import CLOCK_TOLERANCE_S, TicketKeys
+from kvbus.protocol import CLOCK_TOLERANCE_S, Rendezvous, Ticket, TicketKeys
 
 OLD, NEW, WRONG = (TicketKeys([letter * 32]) for letter in (b"o", b"n", b"w"))
 BOTH = TicketKeys([b"n" * 32, b"o" * 32])

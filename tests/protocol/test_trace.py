@@ -1,6 +1,6 @@
 """An answer to `Trace` has the newest entries that fit, and says when some do not."""
 
-from kvbus.protocol.trace import MAX_SPANS, Remembered, Span
+from kvbus.protocol import MAX_SPANS, Remembered, Span
 
 
 def entry(name: str, num_spans: int) -> tuple[Span, ...]:

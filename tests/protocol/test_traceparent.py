@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvbus.protocol.traceparent import TraceParent, known_trace
+from kvbus.protocol import TraceParent, known_trace
 
 TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 

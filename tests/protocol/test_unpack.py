@@ -9,8 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbus.errors import ErrorCode, ProtocolError
-from kvbus.protocol.envelope import MAX_FRAME_BYTES, decode
-from kvbus.protocol.unpack import MAX_ITEMS, num_items, unpack_map
+from kvbus.protocol import MAX_FRAME_BYTES, MAX_ITEMS, decode, num_items, unpack_map
 from tests.examples import num_examples
 from tests.protocol.strategies import TEXT
 

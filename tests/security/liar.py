@@ -16,7 +16,7 @@ import msgpack
 import zmq
 from msgspec import inspect as types
 
-from kvbus.protocol.message import Request
+from kvbus.protocol import Request
 from tests.plain_sockets import Curve, apply
 
 Known = Mapping[str, Sequence[Any]]

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from kvbus.errors import ErrorCode
-from kvbus.protocol.engine import Outcome
-from kvbus.protocol.ticket import Ticket
+from kvbus.protocol import Outcome, Ticket
 from tests.agents import AgentProcess, until
 from tests.engines import Engine, expected_after, failure_of, pair, same
 from tests.plain_sockets import ask

@@ -12,7 +12,7 @@ import pytest
 import zmq
 
 from kvbus.engine import PrefillSession
-from kvbus.protocol.rendezvous import Rendezvous
+from kvbus.protocol import Rendezvous
 from tests.agents import Agents
 from tests.engines import Engine, engine, pair, works
 from tests.plain_sockets import REPLY_WITHIN_S, ask

@@ -22,7 +22,7 @@ from kvbus.bus import (
     new_key_pair,
 )
 from kvbus.errors import ErrorCode, RemoteError
-from kvbus.protocol.events import Heartbeat
+from kvbus.protocol import Heartbeat
 from tests.agents import until
 from tests.bus.conftest import Hold, Record
 from tests.bus.messages import Ask, Echoed, serve

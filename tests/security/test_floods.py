@@ -11,7 +11,7 @@ import msgpack
 import pytest
 
 from kvbus.bus import ask_agent
-from kvbus.protocol.peer import Status
+from kvbus.protocol import Status
 from tests.agents import WITHIN_S, AgentProcess, Agents
 from tests.engines import pair, works
 from tests.security.wire import (

@@ -8,8 +8,7 @@ import pytest
 
 from kvbus.engine import DecodeSession, PrefillSession
 from kvbus.errors import ErrorCode
-from kvbus.protocol.message import to_body
-from kvbus.protocol.peer import EngineMemory
+from kvbus.protocol import EngineMemory, to_body
 from tests.engines import Engine, engine, failure_of, pair, same, works
 from tests.plain_sockets import ask
 from tests.security.listening import FORGED

@@ -11,7 +11,7 @@ import zmq
 
 from kvbus.engine import PrefillSession
 from kvbus.errors import ErrorCode
-from kvbus.protocol.engine import Outcome
+from kvbus.protocol import Outcome
 from tests.agents import AgentProcess
 from tests.engines import Engine, engine
 from tests.plain_sockets import REPLY_WITHIN_S, ask

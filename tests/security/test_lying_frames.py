@@ -14,8 +14,14 @@ import msgpack
 import pytest
 
 from kvbus.engine import DecodeSession, PrefillSession
-from kvbus.protocol import engine as requests
-from kvbus.protocol.peer import DECODE_PEER_REQUESTS, PREFILL_PEER_REQUESTS
+from kvbus.protocol import (
+    DECODE_PEER_REQUESTS,
+    DECODE_REQUESTS,
+    ENGINE_REQUESTS,
+    PREFILL_PEER_REQUESTS,
+    PREFILL_REQUESTS,
+    Detach,
+)
 from tests.agents import AgentProcess
 from tests.engines import Engine, engine, works
 from tests.security.liar import Known, Liar, Lies, lying
@@ -23,10 +29,10 @@ from tests.security.liar import Known, Liar, Lies, lying
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(400)]
 
 PEER_REQUESTS = {"prefill": PREFILL_PEER_REQUESTS, "decode": DECODE_PEER_REQUESTS}
-STAYING = tuple(kind for kind in requests.ENGINE_REQUESTS if kind is not requests.Detach)
-ENGINE_REQUESTS = {
-    "prefill": (*STAYING, *requests.PREFILL_REQUESTS),
-    "decode": (*STAYING, *requests.DECODE_REQUESTS),
+STAYING = tuple(kind for kind in ENGINE_REQUESTS if kind is not Detach)
+LOCAL_REQUESTS = {
+    "prefill": (*STAYING, *PREFILL_REQUESTS),
+    "decode": (*STAYING, *DECODE_REQUESTS),
 }
 OF_COST = ("engine_unknown", "invalid")
 """What a request is refused with that observers may make, and that names engines."""
@@ -99,7 +105,7 @@ async def test_a_hundred_thousand_lies_have_one_answer_each_and_no_effect(agents
             agent = agents[side]
             known = what_is_true(agent, source, held.ticket, rights, endpoint)
             peers = Lies(PEER_REQUESTS[side], known, seed=number)
-            engines = Lies(ENGINE_REQUESTS[side], known, seed=number)
+            engines = Lies(LOCAL_REQUESTS[side], known, seed=number)
             with attached(agent.attach) as (boot, ipc):
                 these = [
                     Liar(agent.peer, peers, 10_000, ring.curve("any-observer", side)),

@@ -10,7 +10,7 @@ import pytest
 from kvbus.bus import ask_agent
 from kvbus.engine import DecodeSession, PrefillSession
 from kvbus.errors import ErrorCode
-from kvbus.protocol.peer import Status
+from kvbus.protocol import Status
 from tests.agents import Agents
 from tests.engines import engine, failure_of
 from tests.namespaces import HAVE_NAMESPACES, Host, hosts, link

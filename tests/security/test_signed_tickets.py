@@ -15,9 +15,7 @@ from kvbus.agent.process.ticket_keys import load_ticket_keys
 from kvbus.engine import Fetch, MemorySession, PrefillSession
 from kvbus.errors import ConfigError, ErrorCode, FetchFailed
 from kvbus.geometry import BlockTable
-from kvbus.protocol.rendezvous import Rendezvous
-from kvbus.protocol.ticket import Ticket, packed_tables
-from kvbus.protocol.ticket_keys import TicketKeys
+from kvbus.protocol import Rendezvous, Ticket, TicketKeys, packed_tables
 from tests.agents import AgentProcess, Agents, agents_ended
 from tests.engines import NHD, Engine, failure_of, make_spec, pair, same, works
 from tests.faults.test_configuration import ended

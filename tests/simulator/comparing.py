@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from kvbus.errors import ErrorCode, KVBusError, RemoteError
-from kvbus.protocol.message import Message
+from kvbus.protocol import Message
 from kvbus_decode.read import events as ev
 from kvbus_prefill.offer.entry import OfferedBox
 from tests.simulator.checker import check

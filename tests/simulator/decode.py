@@ -11,9 +11,7 @@ from msgspec.structs import replace
 
 from kvbus.errors import KVBusError, LocalError, PeerLost
 from kvbus.geometry import BlockTable
-from kvbus.protocol.engine import Outcome
-from kvbus.protocol.peer import Granted
-from kvbus.protocol.ticket import Ticket
+from kvbus.protocol import Granted, Outcome, Ticket
 from kvbus.table import Driver
 from kvbus_decode.fetch import events as ev
 from kvbus_decode.fetch.ahead import Ahead

@@ -6,7 +6,7 @@ What it does follows `kvbus_prefill.gather`.
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from kvbus.protocol.message import Empty, Message
+from kvbus.protocol import Empty, Message
 from kvbus.table import Driver
 from kvbus_prefill.offer.entry import OfferedBox
 from kvbus_prefill.offer.events import EndLease

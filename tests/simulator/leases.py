@@ -5,8 +5,7 @@ Refuses to look into the table: the events and the commands are all that counts.
 
 from typing import Any
 
-from kvbus.protocol.engine import Outcome
-from kvbus.protocol.peer import Granted
+from kvbus.protocol import Granted, Outcome
 from kvbus_prefill.offer import events as ev
 from kvbus_prefill.offer.entry import OfferLimits
 from kvbus_prefill.offer.table import OfferTable

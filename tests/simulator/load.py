@@ -5,10 +5,7 @@ from itertools import count
 from typing import TYPE_CHECKING
 
 from kvbus.errors import KVBusError
-from kvbus.protocol.engine import Outcome
-from kvbus.protocol.message import Message
-from kvbus.protocol.rendezvous import Rendezvous
-from kvbus.protocol.ticket import Ticket
+from kvbus.protocol import Message, Outcome, Rendezvous, Ticket
 from kvbus_decode.fetch import events as dec
 from kvbus_prefill.offer import events as pre
 from tests.simulator.checker import check

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from kvbus.geometry import BlockTable
-from kvbus.protocol.engine import Outcome
+from kvbus.protocol import Outcome
 from tests.simulator.checker import check
 
 if TYPE_CHECKING:

@@ -7,8 +7,7 @@ import msgspec
 import pytest
 
 from kvbus.errors import ErrorCode
-from kvbus.protocol.engine import Outcome
-from kvbus.protocol.message import Empty
+from kvbus.protocol import Empty, Outcome
 from kvbus.table import Table, Transition
 from kvbus_decode.fetch import events as dec
 from kvbus_decode.fetch import transitions as fetching

@@ -14,7 +14,7 @@ from kvbus.bus.boot import BootChange, BootWatch
 from kvbus.bus.replies import KeptReply, ReplyCache
 from kvbus.bus.sender import Sender
 from kvbus.errors import ErrorCode, KVBusError, PeerLost, RequestRefused, RequestTimeout
-from kvbus.protocol.message import Message
+from kvbus.protocol import Message
 from tests.simulator.clock import Clock, Process
 from tests.simulator.settings import NetworkSettings
 

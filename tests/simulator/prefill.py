@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from kvbus.errors import ErrorCode, KVBusError, LocalError
-from kvbus.protocol.engine import Outcome
-from kvbus.protocol.message import Empty, Message
-from kvbus.protocol.ticket import Ticket
+from kvbus.protocol import Empty, Message, Outcome, Ticket
 from kvbus.table import Driver
 from kvbus_prefill.meeting import events as meeting
 from kvbus_prefill.meeting.table import MeetingTable

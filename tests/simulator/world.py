@@ -5,8 +5,7 @@ from collections import Counter
 from itertools import count
 from random import Random
 
-from kvbus.protocol.engine import Outcome
-from kvbus.protocol.ticket import Ticket
+from kvbus.protocol import Outcome, Ticket
 from kvbus_decode.fetch.events import ReportFetched
 from tests.simulator.checker import Violation, check
 from tests.simulator.clock import Clock, Process

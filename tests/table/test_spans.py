@@ -7,7 +7,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from kvbus.errors import ErrorCode, LocalError
-from kvbus.protocol.trace import Span
+from kvbus.protocol import Span
 from kvbus.table import Story
 from kvbus.table.spans import (
     ASKED,

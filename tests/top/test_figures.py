@@ -4,9 +4,7 @@ import math
 
 import pytest
 
-from kvbus.protocol.engine import AgentRole
-from kvbus.protocol.live import Live
-from kvbus.protocol.peer import AgentStatus
+from kvbus.protocol import AgentRole, AgentStatus, Live
 from kvbus.top.figures import Between, total
 
 BOUNDS = (0.001, 0.01, 0.1, 1.0)

@@ -2,8 +2,7 @@
 
 import pytest
 
-from kvbus.protocol.engine import AgentRole
-from kvbus.protocol.trace import Span
+from kvbus.protocol import AgentRole, Span
 from kvbus.trace.failure import failure
 from kvbus.trace.timeline import Timeline
 from tests.trace.traces import REASON, agent, failed_fetch, fetch, offer, unread_offer

@@ -2,8 +2,7 @@
 
 import pytest
 
-from kvbus.protocol.engine import AgentRole
-from kvbus.protocol.trace import Span
+from kvbus.protocol import AgentRole, Span
 from kvbus.trace.timeline import UNKNOWN, Timeline, covered_s
 from tests.trace.traces import agent, fetch, offer
 

@@ -3,8 +3,7 @@
 import pytest
 from rich.console import Console
 
-from kvbus.protocol.engine import AgentRole
-from kvbus.protocol.trace import Span
+from kvbus.protocol import AgentRole, Span
 from kvbus.trace.timeline import Timeline
 from kvbus.trace.waterfall import BAR, reasons, waterfall
 from tests.trace.traces import REASON, agent, failed_fetch, fetch, offer, unread_offer

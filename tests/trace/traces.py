@@ -1,8 +1,7 @@
 """What agents would have answered."""
 
 from kvbus.clocks import ClockOffset
-from kvbus.protocol.engine import AgentRole
-from kvbus.protocol.trace import Span, Traced
+from kvbus.protocol import AgentRole, Span, Traced
 from kvbus.trace.timeline import AgentTrace
 
 

@@ -5,6 +5,7 @@ Refuses random values and clocks: the same bytes come out on every machine.
 
 import msgspec
 
+from kvbus import protocol as p
 from kvbus.geometry import (
     Axis,
     AxisName,
@@ -20,22 +21,7 @@ from kvbus.geometry import (
     StatePart,
     state_group,
 )
-from kvbus.protocol import attach as a
-from kvbus.protocol import cost as c
-from kvbus.protocol import digests as d
-from kvbus.protocol import engine as e
-from kvbus.protocol import events as v
-from kvbus.protocol import handover as h
-from kvbus.protocol import mapped as m
-from kvbus.protocol import peer as p
-from kvbus.protocol import remote_ranks as s
-from kvbus.protocol import rendezvous as r
-from kvbus.protocol import staging as g
-from kvbus.protocol import trace as t
-from kvbus.protocol.message import Empty, Message
-from kvbus.protocol.peer_view import PeerView
-from kvbus.protocol.ticket import Ticket, packed_tables
-from kvbus.protocol.ticket_keys import TicketKeys
+from kvbus.protocol import Empty, Message, PeerView, Ticket, TicketKeys, packed_tables
 
 PREFILL_BOOT = "0f8fad5bd9cb469fa16570867728950e"
 DECODE_BOOT = "7c9e6679742540de944be07fc1f90ae7"
@@ -114,7 +100,7 @@ UNSIGNED = Ticket(
 TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 TICKET = KEYS.sign(UNSIGNED, now_s=1_760_000_000, lifetime_s=3600).to_json()
 MEMORY = p.EngineMemory(engine=SPEC, ranks=(RANK,), addresses=({"kv": 0x7F00_0000_0000},))
-OTHERS = (e.AgentRanks(OTHER_ENDPOINT, (1,), ACCESS, SERVER_KEY),)
+OTHERS = (p.AgentRanks(OTHER_ENDPOINT, (1,), ACCESS, SERVER_KEY),)
 GRANTED = p.Granted(epoch=1, lease_s=10.0, num_tokens=40, sealed=True, tables=TABLES, token=TOKEN)
 
 TWO = msgspec.structs.replace(SPEC, engine_id="prefill-1", tp_size=2)
@@ -134,34 +120,34 @@ def _half(rank: int) -> RankSpec:
 
 
 TWO_RANKS = {
-    "6f1ed002ab5595859014ebf0951522d9": e.Register(engine=TWO, role=e.AgentRole.PREFILL),
-    "25b0a9d4e1c94d6f8a3b7c2d5e6f7081": e.Register(engine=TWO, rank=_half(0)),
-    "a87ff679a2f3e71d9181a67b7542122c": e.Register(engine=TWO, rank=_half(1)),
+    "6f1ed002ab5595859014ebf0951522d9": p.Register(engine=TWO, role=p.AgentRole.PREFILL),
+    "25b0a9d4e1c94d6f8a3b7c2d5e6f7081": p.Register(engine=TWO, rank=_half(0)),
+    "a87ff679a2f3e71d9181a67b7542122c": p.Register(engine=TWO, rank=_half(1)),
 }
 """By boot id: the control session and both ranks of one engine."""
 
 ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
     "attach": {
-        a.Hello: (
-            a.Hello(min_protocol=1, max_protocol=1, engine_id="prefill-0", boot=ENGINE_BOOT),
-            a.Welcome(
+        p.Hello: (
+            p.Hello(min_protocol=1, max_protocol=1, engine_id="prefill-0", boot=ENGINE_BOOT),
+            p.Welcome(
                 protocol=1,
                 agent_id="prefill-agent-0",
                 agent_boot=PREFILL_BOOT,
-                role=e.AgentRole.PREFILL,
+                role=p.AgentRole.PREFILL,
                 engine_endpoint="ipc:///run/kvbus/prefill-agent-0.engine",
                 peer_endpoint=PREFILL_ENDPOINT,
                 events_endpoint=EVENTS_ENDPOINT,
-                features=a.FEATURES,
+                features=p.FEATURES,
                 server_key=SERVER_KEY,
             ),
         ),
-        a.PassSegment: (
-            a.PassSegment(segment_id="kv", size_bytes=128 * 16_384, direct=True),
-            a.SegmentPassed(sealed=True),
+        p.PassSegment: (
+            p.PassSegment(segment_id="kv", size_bytes=128 * 16_384, direct=True),
+            p.SegmentPassed(sealed=True),
         ),
-        a.PassCuda: (
-            a.PassCuda(
+        p.PassCuda: (
+            p.PassCuda(
                 segment_id="kv",
                 device="GPU-8f7d1a52-0b3c-4e6d-9a1f-2c5b7e904d36",
                 handle=bytes(range(64)),
@@ -173,48 +159,48 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
         ),
     },
     "handover": {
-        h.HandOver: (
-            h.HandOver(
-                agent_id="prefill-agent-0", role=e.AgentRole.PREFILL, agent_boot=DECODE_BOOT
+        p.HandOver: (
+            p.HandOver(
+                agent_id="prefill-agent-0", role=p.AgentRole.PREFILL, agent_boot=DECODE_BOOT
             ),
-            h.HandedOver(agent_boot=PREFILL_BOOT, peer_endpoint=PREFILL_ENDPOINT),
+            p.HandedOver(agent_boot=PREFILL_BOOT, peer_endpoint=PREFILL_ENDPOINT),
         ),
-        h.TakenOver: (h.TakenOver(), Empty()),
+        p.TakenOver: (p.TakenOver(), Empty()),
     },
     "memory": {
-        m.LendMemory: (
-            m.LendMemory(
+        p.LendMemory: (
+            p.LendMemory(
                 agent_boot=PREFILL_BOOT,
                 engine_id="prefill-0",
                 memory_id=MEMORY_ID,
                 access=ACCESS,
                 first=0,
             ),
-            m.MemoryLent(
+            p.MemoryLent(
                 agent_boot=PREFILL_BOOT,
                 num_segments=1,
-                segments=(m.LentSegment(rank=0, segment_id="kv", size_bytes=128 * 16_384),),
+                segments=(p.LentSegment(rank=0, segment_id="kv", size_bytes=128 * 16_384),),
             ),
         ),
     },
     "engine": {
-        e.Register: (
-            e.Register(
-                engine=SPEC, rank=RANK, notices=True, access=ACCESS, role=e.AgentRole.PREFILL
+        p.Register: (
+            p.Register(
+                engine=SPEC, rank=RANK, notices=True, access=ACCESS, role=p.AgentRole.PREFILL
             ),
             Empty(),
         ),
-        e.AwaitReady: (e.AwaitReady(), Empty()),
-        e.Detach: (e.Detach(), Empty()),
-        e.Acknowledge: (
-            e.Acknowledge(upto=3, boot=PREFILL_BOOT, told_s=(81_234.5, 81_234.625)),
+        p.AwaitReady: (p.AwaitReady(), Empty()),
+        p.Detach: (p.Detach(), Empty()),
+        p.Acknowledge: (
+            p.Acknowledge(upto=3, boot=PREFILL_BOOT, told_s=(81_234.5, 81_234.625)),
             Empty(),
         ),
-        e.Ping: (e.Ping(), Empty()),
+        p.Ping: (p.Ping(), Empty()),
     },
     "prefill": {
-        e.MakeOffer: (
-            e.MakeOffer(
+        p.MakeOffer: (
+            p.MakeOffer(
                 request_id="request-1",
                 num_tokens=40,
                 tables=TABLES,
@@ -226,18 +212,18 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
                 traceparent=TRACE,
                 asked_s=81_234.25,
             ),
-            e.OfferMade(offer_id="offer-1", ticket=TICKET),
+            p.OfferMade(offer_id="offer-1", ticket=TICKET),
         ),
-        e.ExtendOffer: (
-            e.ExtendOffer(offer_id="offer-1", num_tokens=50, tables=NEW_TABLES),
+        p.ExtendOffer: (
+            p.ExtendOffer(offer_id="offer-1", num_tokens=50, tables=NEW_TABLES),
             Empty(),
         ),
-        e.SealOffer: (e.SealOffer(offer_id="offer-1"), Empty()),
-        e.WithdrawOffer: (e.WithdrawOffer(offer_id="offer-1"), Empty()),
+        p.SealOffer: (p.SealOffer(offer_id="offer-1"), Empty()),
+        p.WithdrawOffer: (p.WithdrawOffer(offer_id="offer-1"), Empty()),
     },
     "decode": {
-        e.StartFetch: (
-            e.StartFetch(
+        p.StartFetch: (
+            p.StartFetch(
                 fetch_id="fetch-1",
                 ticket=TICKET,
                 num_tokens=40,
@@ -254,7 +240,7 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
             ),
             Empty(),
         ),
-        e.CancelFetch: (e.CancelFetch(fetch_id="fetch-1", release_offer=True), Empty()),
+        p.CancelFetch: (p.CancelFetch(fetch_id="fetch-1", release_offer=True), Empty()),
     },
     "peer": {
         p.Handshake: (
@@ -282,7 +268,7 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
                 access=ACCESS,
                 slot_bytes=4 << 20,
                 others=OTHERS,
-                memory_socket=m.MemorySocket(
+                memory_socket=p.MemorySocket(
                     path="/run/kvbus/memory.sock", machine="5b7e2c1a-3f60-4d0e-9c55-0a1b2c3d4e5f"
                 ),
             ),
@@ -337,17 +323,17 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
             ),
             Empty(),
         ),
-        r.Meet: (
-            r.Meet(transfer_id=TRANSFER_ID, wait_s=4.0),
-            r.Met(ticket=TICKET),
+        p.Meet: (
+            p.Meet(transfer_id=TRANSFER_ID, wait_s=4.0),
+            p.Met(ticket=TICKET),
         ),
-        r.Forgo: (r.Forgo(transfer_id=TRANSFER_ID), Empty()),
+        p.Forgo: (p.Forgo(transfer_id=TRANSFER_ID), Empty()),
         p.PeerWithdraw: (
             p.PeerWithdraw(agent_boot=PREFILL_BOOT, offer_id="offer-1", secret=SECRET),
             Empty(),
         ),
-        g.Pack: (
-            g.Pack(
+        p.Pack: (
+            p.Pack(
                 agent_boot=PREFILL_BOOT,
                 engine_id="prefill-0",
                 memory_id=MEMORY_ID,
@@ -363,7 +349,7 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
                 done=(16, 17),
                 priority=2,
             ),
-            g.Packed(
+            p.Packed(
                 slot_id=18,
                 address=0x7F00_4000_0000,
                 num_bytes=16_384,
@@ -372,8 +358,8 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
                 device=1,
             ),
         ),
-        d.Digest: (
-            d.Digest(
+        p.Digest: (
+            p.Digest(
                 agent_boot=PREFILL_BOOT,
                 engine_id="prefill-0",
                 memory_id=MEMORY_ID,
@@ -385,17 +371,17 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
                 secret=SECRET,
                 access=ACCESS,
             ),
-            d.Digests(digests=(0x0123_4567_89AB_CDEF).to_bytes(8, "little")),
+            p.Digests(digests=(0x0123_4567_89AB_CDEF).to_bytes(8, "little")),
         ),
-        g.Unpack: (g.Unpack(agent_boot=PREFILL_BOOT, slot_ids=(18,)), Empty()),
-        s.CheckMemory: (
-            s.CheckMemory(
+        p.Unpack: (p.Unpack(agent_boot=PREFILL_BOOT, slot_ids=(18,)), Empty()),
+        p.CheckMemory: (
+            p.CheckMemory(
                 agent_boot=PREFILL_BOOT, engine_id="prefill-0", memory_id=MEMORY_ID, access=ACCESS
             ),
             Empty(),
         ),
-        s.Delegate: (
-            s.Delegate(
+        p.Delegate: (
+            p.Delegate(
                 fetch_id="fetch-1",
                 engine_id="decode-0",
                 access=ACCESS,
@@ -416,15 +402,15 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
                 one_in=64,
                 priority=2,
             ),
-            s.Delegated(num_bytes=6_144, path="direct", one_in=64),
+            p.Delegated(num_bytes=6_144, path="direct", one_in=64),
         ),
-        s.AbortDelegate: (
-            s.AbortDelegate(fetch_id="fetch-1", access=ACCESS, token=TOKEN),
-            s.Aborted(ended=True),
+        p.AbortDelegate: (
+            p.AbortDelegate(fetch_id="fetch-1", access=ACCESS, token=TOKEN),
+            p.Aborted(ended=True),
         ),
-        c.Cost: (
-            c.Cost(endpoint="tcp://10.0.0.7:7501", num_tokens=4096, first_token=64),
-            c.Predicted(
+        p.Cost: (
+            p.Cost(endpoint="tcp://10.0.0.7:7501", num_tokens=4096, first_token=64),
+            p.Predicted(
                 predicted_s=0.0125,
                 queue_s=0.0025,
                 num_bytes=67_108_864,
@@ -434,33 +420,33 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
                 observed_s_ago=1.5,
             ),
         ),
-        t.Trace: (
-            t.Trace(request_id="request-1"),
-            t.Traced(
+        p.Trace: (
+            p.Trace(request_id="request-1"),
+            p.Traced(
                 agent_id="decode-agent-0",
-                role=e.AgentRole.DECODE,
+                role=p.AgentRole.DECODE,
                 boot="boot-1",
                 now_s=812.25,
                 wall_s=1_700_000_000.5,
                 spans=(
-                    t.Span(
+                    p.Span(
                         name="fetch",
                         start_s=811.0,
                         end_s=811.5,
                         attributes={"fetch_id": "fetch-1", "num_bytes": 6_144},
                     ),
-                    t.Span(name="claiming", start_s=811.0, end_s=811.25, depth=1),
-                    t.Span(name="reading", start_s=811.25, end_s=811.5, depth=1),
-                    t.Span(name="READ", start_s=811.25, depth=2, about="leg 0"),
+                    p.Span(name="claiming", start_s=811.0, end_s=811.25, depth=1),
+                    p.Span(name="reading", start_s=811.25, end_s=811.5, depth=1),
+                    p.Span(name="READ", start_s=811.25, depth=2, about="leg 0"),
                 ),
-                others=(t.OtherAgent(endpoint="tcp://10.0.0.1:7701"),),
+                others=(p.OtherAgent(endpoint="tcp://10.0.0.1:7701"),),
             ),
         ),
         p.Status: (
             p.Status(echo="x", peer="tcp://10.0.0.9:7501", key=SERVER_KEY),
             p.AgentStatus(
                 agent_id="prefill-agent-0",
-                role=e.AgentRole.PREFILL,
+                role=p.AgentRole.PREFILL,
                 engines={"prefill-0": True},
                 draining=False,
                 counts={"offers": 2, "leases": 1},
@@ -474,7 +460,7 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
                     server_key=SERVER_KEY,
                     roles=("decode",),
                 ),
-                sharing=m.Sharing(
+                sharing=p.Sharing(
                     machine="5b7e2c1a-3f60-4d0e-9c55-0a1b2c3d4e5f",
                     uid=1000,
                     mount_namespace="mnt:[4026531841]",
@@ -487,29 +473,29 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
 }
 
 NOTICES: dict[type[Message], Message] = {
-    e.Released: e.Released(offer_id="offer-1", request_id="request-1", outcome=e.Outcome.COMPLETED),
-    e.Landed: e.Landed(fetch_id="fetch-1", num_tokens=512),
-    e.Fetched: e.Fetched(
+    p.Released: p.Released(offer_id="offer-1", request_id="request-1", outcome=p.Outcome.COMPLETED),
+    p.Landed: p.Landed(fetch_id="fetch-1", num_tokens=512),
+    p.Fetched: p.Fetched(
         fetch_id="fetch-1",
         request_id="request-1",
-        outcome=e.Outcome.FAILED,
+        outcome=p.Outcome.FAILED,
         stage="reading",
         blocks_free=False,
         code="timeout",
         message="the fetch did not end within its deadline, it was reading",
         num_bytes=65_536,
         path="direct",
-        stages_s=e.StageTimes(0.001, 0.002, 0.0, 2.497, 0.0),
+        stages_s=p.StageTimes(0.001, 0.002, 0.0, 2.497, 0.0),
     ),
-    e.BlocksFreed: e.BlocksFreed(fetch_id="fetch-1"),
-    e.Replaced: e.Replaced(),
+    p.BlocksFreed: p.BlocksFreed(fetch_id="fetch-1"),
+    p.Replaced: p.Replaced(),
 }
 
-_OPENED = v.OfferEvent(offer_id="offer-1", num_tokens=40)
-_LEASE = v.LeaseEvent(offer_id="offer-1", epoch=1)
-_ENGINE = v.EngineEvent(engine_id="prefill-0", engine_instance=INSTANCE)
+_OPENED = p.OfferEvent(offer_id="offer-1", num_tokens=40)
+_LEASE = p.LeaseEvent(offer_id="offer-1", epoch=1)
+_ENGINE = p.EngineEvent(engine_id="prefill-0", engine_instance=INSTANCE)
 EVENTS: dict[str, Message] = {
-    "cost.changed": c.CostEvent(
+    "cost.changed": p.CostEvent(
         endpoint="tcp://10.0.0.7:7501",
         prefill_engine="prefill-0",
         decode_engine="decode-0",
@@ -517,18 +503,18 @@ EVENTS: dict[str, Message] = {
         fixed_s=0.001,
         bytes_per_s=5e9,
     ),
-    "heartbeat": v.Heartbeat(seqs={"offer.opened": 4, "lease.granted": 2}, uptime_s=12.5),
+    "heartbeat": p.Heartbeat(seqs={"offer.opened": 4, "lease.granted": 2}, uptime_s=12.5),
     "offer.opened": _OPENED,
-    "offer.extended": v.OfferEvent(offer_id="offer-1", num_tokens=50),
-    "offer.sealed": v.OfferEvent(offer_id="offer-1", num_tokens=50),
-    "offer.released": v.OfferEvent(offer_id="offer-1", num_tokens=50, outcome="completed"),
+    "offer.extended": p.OfferEvent(offer_id="offer-1", num_tokens=50),
+    "offer.sealed": p.OfferEvent(offer_id="offer-1", num_tokens=50),
+    "offer.released": p.OfferEvent(offer_id="offer-1", num_tokens=50, outcome="completed"),
     "lease.granted": _LEASE,
     "lease.revoked": _LEASE,
     "lease.expired": _LEASE,
     "lease.ended": _LEASE,
-    "fetch.completed": v.FetchEvent(fetch_id="fetch-1", request_id="request-1"),
-    "fetch.failed": v.FetchEvent(fetch_id="fetch-1", request_id="request-1", code="timeout"),
-    "fetch.cancelled": v.FetchEvent(fetch_id="fetch-1", request_id="request-1", code="cancelled"),
+    "fetch.completed": p.FetchEvent(fetch_id="fetch-1", request_id="request-1"),
+    "fetch.failed": p.FetchEvent(fetch_id="fetch-1", request_id="request-1", code="timeout"),
+    "fetch.cancelled": p.FetchEvent(fetch_id="fetch-1", request_id="request-1", code="cancelled"),
     "engine.ready": _ENGINE,
     "engine.lost": _ENGINE,
 }

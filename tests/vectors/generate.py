@@ -12,14 +12,16 @@ import msgpack
 
 from kvbus.errors import ErrorCode, ProtocolError
 from kvbus.memory.attach import wire
-from kvbus.protocol.envelope import (
+from kvbus.protocol import EVENTS as EVENT_KINDS
+from kvbus.protocol import (
+    ErrorBody,
+    Message,
     encode_notice,
     encode_refusal,
     encode_reply,
     encode_request,
+    to_body,
 )
-from kvbus.protocol.events import EVENTS as EVENT_KINDS
-from kvbus.protocol.message import ErrorBody, Message, to_body
 from tests.vectors import examples, refused_examples
 
 FOLDER = Path(__file__).parent

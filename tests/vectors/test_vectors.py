@@ -10,9 +10,22 @@ from kvbus.conform.agent import END_OF_FIRST_IDS, LOWEST_FIRST_ID
 from kvbus.errors import ErrorCode
 from kvbus.geometry import validate_rank, validate_ranks
 from kvbus.memory.attach import wire
-from kvbus.protocol import attach, engine, events, handover, mapped
-from kvbus.protocol.envelope import Notice, Reply, RequestFrame, decode
-from kvbus.protocol.message import ErrorBody, Request, from_body, to_body
+from kvbus.protocol import (
+    ATTACH_REQUESTS,
+    EVENTS,
+    HANDOVER_REQUESTS,
+    MEMORY_REQUESTS,
+    NOTICES,
+    ErrorBody,
+    Notice,
+    Register,
+    Reply,
+    Request,
+    RequestFrame,
+    decode,
+    from_body,
+    to_body,
+)
 from tests.protocol.strategies import MESSAGES, REQUESTS
 from tests.vectors.generate import FOLDER, files
 
@@ -105,7 +118,7 @@ def test_an_attach_frame_is_a_length_and_a_typed_message(vector: dict[str, Any])
 
 def test_the_sessions_of_one_engine_register_it_alike_under_boot_ids_of_their_own() -> None:
     registers = [v["message"] for v in VECTORS if v["name"] == "Register"][1:]
-    bodies = [from_body(engine.Register, bytes_again(each["body"])) for each in registers]
+    bodies = [from_body(Register, bytes_again(each["body"])) for each in registers]
     ranks = [body.rank for body in bodies if body.rank is not None]
 
     assert len({each["boot"] for each in registers}) == len(bodies) == 3
@@ -132,7 +145,7 @@ def test_every_message_has_a_vector() -> None:
 @pytest.mark.parametrize("kind", dict.fromkeys(REQUESTS), ids=lambda kind: kind.__name__)
 def test_every_request_has_a_vector_and_its_reply_another(kind: type[Request[Any]]) -> None:
     attached = {vector["name"] for vector in VECTORS if vector["kind"] == "attach"}
-    on_unix = attach.ATTACH_REQUESTS + handover.HANDOVER_REQUESTS + mapped.MEMORY_REQUESTS
+    on_unix = ATTACH_REQUESTS + HANDOVER_REQUESTS + MEMORY_REQUESTS
     on_attach = kind in on_unix
     asked = attached if on_attach else {v["name"] for v in VECTORS if v["kind"] == "request"}
     replies = [vector for vector in VECTORS if vector.get("answers") == kind.__name__]
@@ -147,7 +160,7 @@ def test_every_event_notice_and_error_code_has_a_vector() -> None:
     notices = {v["name"] for v in VECTORS if v["kind"] == "notice"}
     codes = {v["message"]["error"]["code"] for v in VECTORS if "error" in v["message"]}
 
-    assert told == set(events.EVENTS)
-    assert notices == {kind.__name__ for kind in engine.NOTICES}
+    assert told == set(EVENTS)
+    assert notices == {kind.__name__ for kind in NOTICES}
     assert codes == {code.value for code in ErrorCode}
     assert from_body(ErrorBody, {"code": "busy", "message": ""}).code is ErrorCode.BUSY

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from kvbus.keys.roles import Role
-from kvbus.protocol.rendezvous import Rendezvous
+from kvbus.protocol import Rendezvous
 from tests.agents import AgentProcess, Agents, agents_ended, wait_until
 from tests.keyring import KeyRing
 from tests.vllm.calls import Call, Completion

@@ -11,7 +11,7 @@ from prometheus_client.registry import REGISTRY
 
 from kvbus.integrations.vllm.metrics import KvbusPromMetrics, KvbusStats
 from kvbus.integrations.vllm.stats import StatsRecorder
-from kvbus.protocol.engine import Fetched, Outcome, StageTimes
+from kvbus.protocol import Fetched, Outcome, StageTimes
 from tests.agents import wait_until
 from tests.vllm.clusters import Cluster, prompt_of
 from tests.vllm.servers import VllmServer

@@ -29,7 +29,7 @@ from kvbus.integrations.vllm.sessions import ranks_elsewhere
 from kvbus.integrations.vllm.stats import OFFERS_FAILED
 from kvbus.integrations.vllm.step_results import WorkerPlace
 from kvbus.integrations.vllm.transfer_params import prompt_digest
-from kvbus.protocol.engine import AgentRanks
+from kvbus.protocol import AgentRanks
 from tests.agents import AgentProcess, Agents, wait_until
 from tests.integrations.vllm_sides import BLOCKS, GROUP, NUM_BLOCKS, PROMPT_TOKENS, memory_of
 

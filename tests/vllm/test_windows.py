@@ -18,7 +18,7 @@ pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM: make tes
 
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
 
-from kvbus.protocol.rendezvous import Rendezvous
+from kvbus.protocol import Rendezvous
 from tests.agents import AgentProcess, Agents
 from tests.examples import num_examples
 from tests.vllm.configured import Configured, configure, full, layers, window

@@ -9,7 +9,7 @@ from typing import Any
 
 import msgspec
 
-from kvbus.protocol.ticket import Ticket
+from kvbus.protocol import Ticket
 from kvbus.spawn import free_port
 
 Params = Mapping[str, Any]

@@ -25,7 +25,7 @@ from kvbus.agent.http.routes import AgentPages
 from kvbus.agent.http.server import HttpServer
 from kvbus.agent.process.config import AgentConfig
 from kvbus.errors import ConfigError
-from kvbus.protocol.live import Fault
+from kvbus.protocol import Fault
 
 TOKEN = "a-token-of-some-length"
 FAILS_WITHIN_S = 5.0

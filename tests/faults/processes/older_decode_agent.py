@@ -8,8 +8,7 @@ import sys
 from msgspec import structs
 
 from kvbus.bus import Call
-from kvbus.protocol.message import Message, Size, Text
-from kvbus.protocol.remote_ranks import Delegate
+from kvbus.protocol import Delegate, Message, Size, Text
 from kvbus_decode.__main__ import main
 from kvbus_decode.read import delegate
 from kvbus_decode.read.delegate import DelegateServer

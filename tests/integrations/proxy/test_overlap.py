@@ -4,8 +4,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from kvbus.protocol.rendezvous import Rendezvous
-from kvbus.protocol.ticket import Ticket
+from kvbus.protocol import Rendezvous, Ticket
 from tests.agents import wait_until
 from tests.integrations.proxy.engines import Gate, after, breaks_off, offers, says
 
