@@ -27,7 +27,7 @@ PIP_VLLM := $(BIN_VLLM)/pip install --quiet --disable-pip-version-check --constr
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help venv venv-vllm debian-packages demo test test-long chaos soak mutants simulate test-vllm vllm-contract check format bench docs clean
+.PHONY: help venv venv-vllm debian-packages demo test test-long chaos soak mutants simulate test-vllm test-vllm-long vllm-contract check format bench docs clean
 
 help: ## Show the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /  \1\t/' | expand -t 20
@@ -78,11 +78,11 @@ debian-packages: ## Install what some tests need of Debian: a browser, promtool,
 demo: $(INSTALLED) ## Move KV between two real engines and compare the tokens
 	$(BIN)/kvbus demo
 
-test: $(INSTALLED) $(KERNEL) ## Run all tests, TEST_PROCESSES=2 side by side
+test: $(INSTALLED) $(KERNEL) ## Run the tests that CI runs, TEST_PROCESSES=2 side by side
 	$(RUN_TESTS)
 
 test-long: $(INSTALLED) $(KERNEL) ## Run all tests, with more examples and shapes
-	HYPOTHESIS_PROFILE=long $(RUN_TESTS) --timeout 600
+	$(RUN_TESTS) --long --timeout 600
 
 chaos: $(INSTALLED) $(KERNEL) ## Kill, stop and cut agents and engines under load: SEED=1 MINUTES=20
 	@$(BIN)/python -m tests.chaos --seed $(SEED) --minutes $(MINUTES)
@@ -95,6 +95,9 @@ mutants: $(INSTALLED) $(KERNEL) ## Break the code in known ways: a test and a ch
 
 test-vllm: $(INSTALLED_VLLM) ## Run the tests with real vLLM servers (needs x86-64, 10 GB of memory)
 	$(BIN_VLLM)/python -m tests.runner tests/vllm
+
+test-vllm-long: $(INSTALLED_VLLM) ## Run all of them: more shapes, more wirings, Ray
+	$(BIN_VLLM)/python -m tests.runner --long tests/vllm
 
 vllm-contract: $(INSTALLED) ## Write down what the newest vLLM calls of a connector (340 MB; or VLLM=0.33.0)
 	$(BIN)/python -m tests.integrations.vllm_contract --version '$(VLLM)'

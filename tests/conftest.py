@@ -13,11 +13,17 @@ is not seen until the agent listens: each process has ports of its own.
 """
 
 import os
+import shutil
 import signal
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
 
+import pytest
 from hypothesis import Phase, settings
 
 from kvbus import spawn
+from tests.agents import Agents, agents_ended
 from tests.examples import PROFILE, num_examples
 
 phases = [phase for phase in Phase if phase is not Phase.explain]
@@ -31,3 +37,25 @@ if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # gw0, gw1 and so on
     number, num_workers = int(worker[2:]), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
     others = (port for port in range(1 << 16) if port % num_workers != number % num_workers)
     spawn._GIVEN_PORTS.update(others)
+
+
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """The product needs the asyncio backend."""
+    return "asyncio"
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    """A folder with a short path, as Linux allows 107 bytes for a Unix socket's."""
+    path = Path(tempfile.mkdtemp(prefix="kv-"))
+    yield path
+    shutil.rmtree(path)
+
+
+@pytest.fixture
+def fresh() -> Iterator[Agents]:
+    """Agents of one test; those that live then hold nothing, and have logged no trouble."""
+    with agents_ended(Agents) as agents:
+        yield agents
+        agents.check()

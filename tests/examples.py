@@ -1,6 +1,10 @@
-"""How many examples a property test draws: a quarter, or all with HYPOTHESIS_PROFILE=long."""
+"""How many examples a property test draws, and how often a rule of a state machine is drawn."""
 
 import os
+from collections.abc import Callable
+from typing import Any
+
+from hypothesis.stateful import precondition
 
 PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "kvbus")
 SHARE = 4
@@ -9,3 +13,8 @@ SHARE = 4
 def num_examples(long: int) -> int:
     """``long`` in the profile of that name (`make test-long`), else a quarter of it."""
     return long if PROFILE == "long" else -(-long // SHARE)
+
+
+def rarely(one_in: int) -> Callable[[Any], Any]:
+    """Enables a rule that ends much at once in one of ``one_in`` steps only."""
+    return precondition(lambda world: world.num_events % one_in == one_in - 1)

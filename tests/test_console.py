@@ -80,11 +80,6 @@ def test_what_fails_and_what_is_json_is_escaped(capsys: pytest.CaptureFixture[st
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 def prefill() -> Iterator[AgentProcess]:
     """A prefill agent."""
     with agents_ended(Agents) as agents:

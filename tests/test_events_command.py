@@ -28,11 +28,6 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 def agents() -> Iterator[Agents]:
     with agents_ended(Agents) as agents:
         yield agents

@@ -33,11 +33,6 @@ print(child.pid, flush=True)
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 def log(tmp_path: Path) -> Path:
     return tmp_path / "log"
 

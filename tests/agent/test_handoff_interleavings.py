@@ -1,8 +1,5 @@
 """Both tables on a network that drops, repeats and reorders, with agents that crash."""
 
-from collections.abc import Callable
-from typing import Any
-
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
@@ -14,12 +11,7 @@ from kvbus_decode.fetch import events as dec
 from kvbus_decode.fetch.ahead import Ahead
 from kvbus_prefill.offer import events as pre
 from tests.agent.handoff_world import NUM_TOKENS, HandoffWorld, Source, Target
-from tests.examples import num_examples
-
-
-def rarely(one_in: int) -> Callable[[Any], Any]:
-    """Enables a rule that ends much at once in one of ``one_in`` steps only."""
-    return precondition(lambda self: self.num_events % one_in == one_in - 1)
+from tests.examples import num_examples, rarely
 
 
 def connected(world: "HandoffInterleavings") -> None:

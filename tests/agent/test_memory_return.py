@@ -12,12 +12,6 @@ from kvbus.agent.engines.memory_return import MemoryReturn
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    """Agents run on the asyncio backend."""
-    return "asyncio"
-
-
 @dataclass
 class Process:
     """An engine process whose memory notes what is done with it, and in which thread."""

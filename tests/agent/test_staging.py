@@ -18,12 +18,6 @@ SETTINGS: dict[str, Any] = {
 }
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    """Futures of the transport are awaited on asyncio."""
-    return "asyncio"
-
-
 @pytest.mark.anyio
 async def test_staging_memory_is_deregistered_before_it_is_given_back() -> None:
     transport = Transport(f"prefill/{uuid.uuid4().hex}")

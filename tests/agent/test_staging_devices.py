@@ -28,12 +28,6 @@ SETTINGS: dict[str, Any] = {
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    """Futures of the transport are awaited on asyncio."""
-    return "asyncio"
-
-
-@pytest.fixture
 async def transport() -> AsyncIterator[Transport]:
     """A transport that is started, and closed after the test."""
     made = Transport(f"prefill/{uuid.uuid4().hex}")

@@ -22,12 +22,6 @@ pytestmark = pytest.mark.anyio
 STOPPED = LocalError("stopped", code=ErrorCode.CANCELLED)
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    """The threads need an asyncio loop."""
-    return "asyncio"
-
-
 @dataclass
 class Log:
     """What was done, in order, and how works ended; ``gate`` holds up what waits for it."""

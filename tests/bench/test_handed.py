@@ -26,12 +26,6 @@ def line_of(case: str = "one-block", mib: int = 1, left: int = 3) -> bytes:
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    """As the commands run."""
-    return "asyncio"
-
-
-@pytest.fixture
 def writer(monkeypatch: pytest.MonkeyPatch) -> Iterator[IO[bytes]]:
     """The other end of stdin."""
     read, write = os.pipe()

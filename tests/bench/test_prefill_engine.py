@@ -17,12 +17,6 @@ WITHIN_S = 30.0
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    """The SDK needs the asyncio backend."""
-    return "asyncio"
-
-
-@pytest.fixture
 def prefill() -> Iterator[AgentProcess]:
     """An agent for it."""
     with agents_ended(Agents) as agents:

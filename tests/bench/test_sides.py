@@ -40,12 +40,6 @@ def line_of(case: str = "one-block", mib: int = 1, left: int = 3) -> str:
     return json.dumps({"case": case, "mib": mib, "left": left, "ticket": {}}) + "\n"
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    """The SDK needs the asyncio backend."""
-    return "asyncio"
-
-
 class Pair(Agents):
     """A prefill agent, and two decode agents: one that maps memory, one as of another machine."""
 

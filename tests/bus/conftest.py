@@ -27,12 +27,6 @@ Running = Callable[..., AbstractAsyncContextManager[None]]
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    """The bus needs the asyncio backend."""
-    return "asyncio"
-
-
-@pytest.fixture
 def context() -> Iterator[BusContext]:
     """A context that complains about sockets which a test left open."""
     with new_context() as context:

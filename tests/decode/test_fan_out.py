@@ -5,10 +5,8 @@ comes at the worst moment. The sessions of the engines write over blocks that ar
 whether anything lands in those that are free.
 """
 
-import shutil
-import tempfile
 import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,20 +34,6 @@ pytestmark = pytest.mark.anyio
 LATENT = GroupSpec("latent", (0, 1), 16, 1, 32, "bfloat16", (KvPart.LATENT,))
 NUM_RANKS, NUM_TOKENS = 4, 40
 ENDS = (ErrorCode.ENGINE_LOST, ErrorCode.STALE, ErrorCode.OFFER_WITHDRAWN)
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    """The agents need the asyncio backend."""
-    return "asyncio"
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """A folder with a short path, as Linux allows 107 bytes for a Unix socket's."""
-    path = Path(tempfile.mkdtemp(prefix="kv-"))
-    yield path
-    shutil.rmtree(path)
 
 
 @dataclass

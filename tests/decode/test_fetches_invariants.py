@@ -4,9 +4,6 @@ The environment keeps the one promise that the agent makes to the table: each co
 an answer gets exactly one. What the table says is checked where it comes out.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -27,7 +24,7 @@ from tests.decode.watched import (
     rendezvous_of,
     ticket_of,
 )
-from tests.examples import num_examples
+from tests.examples import num_examples, rarely
 
 ENGINES = st.sampled_from(["engine-a", "engine-b"])
 BOOTS = st.sampled_from(["boot-a", "boot-b"])
@@ -45,11 +42,6 @@ AHEAD = st.sampled_from(
     [None, Ahead(TICKET_TABLES, claims=False), Ahead(TICKET_TABLES, claims=True)]
 )
 LIES = st.sampled_from(["gap", "fewer tokens", "open again", "another epoch"])
-
-
-def rarely(one_in: int) -> Callable[[Any], Any]:
-    """Enables a rule that ends much at once in one of ``one_in`` steps only."""
-    return precondition(lambda self: self.num_events % one_in == one_in - 1)
 
 
 class FetchInterleavings(FetchWorld):

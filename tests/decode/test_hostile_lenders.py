@@ -1,10 +1,8 @@
 """What a decode agent does not map: then it reads with NIXL, byte for byte, and says why once."""
 
 import os
-import shutil
 import socket
-import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -23,20 +21,6 @@ from tests.engines import Engine, works
 
 pytestmark = pytest.mark.anyio
 NOBODY = 65534
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    """The agents need the asyncio backend."""
-    return "asyncio"
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """A folder with a short path, as Linux allows 107 bytes for a Unix socket's."""
-    path = Path(tempfile.mkdtemp(prefix="kv-"))
-    yield path
-    shutil.rmtree(path)
 
 
 @pytest.fixture

@@ -1,10 +1,5 @@
 """A fetch whose route is known, but whose peer cannot be held at first, as all places are taken."""
 
-import shutil
-import tempfile
-from collections.abc import Iterator
-from pathlib import Path
-
 import pytest
 
 from kvbus_decode.agent import DecodeService
@@ -17,20 +12,6 @@ from tests.engines import works
 pytestmark = pytest.mark.anyio
 
 NUM_TOKENS = 40
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    """The agents need the asyncio backend."""
-    return "asyncio"
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """A folder with a short path, as Linux allows 107 bytes for a Unix socket's."""
-    path = Path(tempfile.mkdtemp(prefix="kv-"))
-    yield path
-    shutil.rmtree(path)
 
 
 def leases_of(both: Neighbours) -> LeaseClient:

@@ -17,11 +17,6 @@ pytestmark = pytest.mark.anyio
 KEY = 40 * "k"
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 def listed(**keys: Any) -> ListedPeers:
     binds = {"peer_bind": "tcp://127.0.0.1:0", "events_bind": "tcp://127.0.0.1:0"}
     return ListedPeers(DecodeConfig(agent_id="decode-0", **binds, **keys))

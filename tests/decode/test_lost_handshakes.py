@@ -1,9 +1,6 @@
 """What goes while hands are shaken leaves no route behind: nothing would say again that it went."""
 
-import shutil
-import tempfile
-from collections.abc import Awaitable, Callable, Iterator
-from pathlib import Path
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -15,20 +12,6 @@ from tests.decode.lent import Neighbours, neighbours
 from tests.engines import works
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    """The agents need the asyncio backend."""
-    return "asyncio"
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """A folder with a short path, as Linux allows 107 bytes for a Unix socket's."""
-    path = Path(tempfile.mkdtemp(prefix="kv-"))
-    yield path
-    shutil.rmtree(path)
 
 
 async def drop_the_peer(both: Neighbours, _: MappedMemory) -> None:

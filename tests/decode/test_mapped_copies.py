@@ -1,11 +1,8 @@
 """Copies of mapped memory from the inside: what happens at the worst moment of one."""
 
-import shutil
-import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import anyio
@@ -23,20 +20,6 @@ pytestmark = pytest.mark.anyio
 
 MANY_TOKENS = 600
 Act = Callable[[], object]
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    """The agents need the asyncio backend."""
-    return "asyncio"
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """A folder with a short path, as Linux allows 107 bytes for a Unix socket's."""
-    path = Path(tempfile.mkdtemp(prefix="kv-"))
-    yield path
-    shutil.rmtree(path)
 
 
 def before_each_copy(monkeypatch: pytest.MonkeyPatch, act: Act) -> None:

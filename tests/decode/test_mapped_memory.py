@@ -1,10 +1,7 @@
 """A decode agent maps the memory of a prefill engine of its machine, for as long as that lives."""
 
 import os
-import shutil
-import tempfile
 import weakref
-from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -25,20 +22,6 @@ from tests.prefill.inside import given_back
 from tests.vectors.examples import ROOMS
 
 pytestmark = pytest.mark.anyio
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    """The agents need the asyncio backend."""
-    return "asyncio"
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """A folder with a short path, as Linux allows 107 bytes for a Unix socket's."""
-    path = Path(tempfile.mkdtemp(prefix="kv-"))
-    yield path
-    shutil.rmtree(path)
 
 
 async def test_a_handoff_leaves_the_prefill_engines_memory_mapped_byte_for_byte(folder) -> None:

@@ -4,9 +4,6 @@ Whatever happens: no block is free while a leg can still write into it, no slot 
 given on while it is used, every chunk ends exactly once, and one that ends well is right.
 """
 
-from collections.abc import Callable
-from typing import Any
-
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
@@ -21,7 +18,7 @@ from tests.decode.read_world import (
     RemoteSlot,
     SeenRead,
 )
-from tests.examples import num_examples
+from tests.examples import num_examples, rarely
 
 KINDS = st.sampled_from(
     ["direct", "mapped", "reordered", "packed", "packed", "joined", "delegated"]
@@ -33,11 +30,6 @@ ANY = st.sampled_from([0, 0, 0, 1, 2, 5])
 ENGINES = st.sampled_from(["engine a", "engine b"])
 FAILS = st.sampled_from([False, False, False, False, True])
 FAILURE = RemoteError("any", code=ErrorCode.TRANSFER_FAILED)
-
-
-def rarely(one_in: int) -> Callable[[Any], Any]:
-    """Enables a rule that ends much at once in one of ``one_in`` steps only."""
-    return precondition(lambda self: self.num_events % one_in == one_in - 1)
 
 
 class ReadInterleavings(ReadWorld):

@@ -16,11 +16,6 @@ pytestmark = pytest.mark.anyio
 LISTED = "tcp://127.0.0.1:1"
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 class Broken:
     """A directory that has no agents."""
 

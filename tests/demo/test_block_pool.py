@@ -11,11 +11,6 @@ from kvbus.errors import LocalError
 from kvbus.geometry import BlockTable, GroupSpec
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 async def take(pool: ShuffledPool, num_blocks: int) -> Tables:
     return await pool.take({"full": range(num_blocks)}, wait_s=60)
 

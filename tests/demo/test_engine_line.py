@@ -16,11 +16,6 @@ PREFILLED = Prefilled("a", Step(7, "digest"), 3, 0.5)
 FAILED = Failed("a", ErrorCode.BUSY, "no room")
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
 @contextlib.asynccontextmanager
 async def lines() -> AsyncIterator[tuple[EngineLine, Line]]:
     """Both ends of a line; the driver listens."""

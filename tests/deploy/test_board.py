@@ -22,11 +22,6 @@ AT = "30m"
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 def agents() -> Iterator[Agents]:
     """A prefill and a decode agent."""
     with agents_ended(Agents) as agents:

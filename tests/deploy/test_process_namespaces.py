@@ -33,11 +33,6 @@ Pair = Callable[..., tuple[AgentProcess, AgentProcess]]
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 def pair() -> Iterator[Pair]:
     """Makes a prefill agent, in a PID namespace of its own or not, and a decode agent."""
     with agents_ended(Agents) as agents:

@@ -41,12 +41,6 @@ OTHER_CLOCK = f"import time\nreal = time.time\ntime.time = lambda: real() + {APA
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    """The SDK needs the asyncio backend."""
-    return "asyncio"
-
-
-@pytest.fixture
 def agents() -> Iterator[Agents]:
     """Agents of one test."""
     with agents_ended(Agents) as agents:

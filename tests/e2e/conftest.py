@@ -8,12 +8,6 @@ from tests.agents import AgentProcess, Agents, agents_ended
 from tests.e2e.shapes import PATHS, SLOT_BYTES, ShapedAgents
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    """The SDK needs the asyncio backend."""
-    return "asyncio"
-
-
 @pytest.fixture(scope="package")
 def shared() -> Iterator[Agents]:
     """The agents of this folder, ended with its last test."""

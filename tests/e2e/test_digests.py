@@ -1,10 +1,8 @@
 """What was read is compared with what the prefill engine has: a flipped bit fails the fetch."""
 
 import re
-import shutil
-import tempfile
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -103,14 +101,6 @@ def draw_flip(random: Random, engine: Engine, first_token: int, num_tokens: int)
         dim=random.randrange(view.shape[3]),
         bit=random.randrange(8 * view.element_size()),
     )
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """A folder with a short path, as Linux allows 107 bytes for a Unix socket's."""
-    path = Path(tempfile.mkdtemp(prefix="kv-"))
-    yield path
-    shutil.rmtree(path)
 
 
 @asynccontextmanager

@@ -16,14 +16,11 @@ from tests.e2e.test_digests import (
     Flip,
     Handoff,
     compared,
-    folder,
     reader_at,
     two_engines_at,
 )
 from tests.engines import failure_of
 from tests.expected import num_pieces_compared
-
-__all__ = ["folder"]
 
 pytestmark = pytest.mark.anyio
 

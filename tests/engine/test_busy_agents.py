@@ -17,12 +17,6 @@ pytestmark = pytest.mark.anyio
 HINT_S = 0.05
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    """The SDK needs the asyncio backend."""
-    return "asyncio"
-
-
 def busy(**detail: float) -> RequestRefused:
     return RequestRefused("full", code=ErrorCode.BUSY, **detail)
 

@@ -19,12 +19,6 @@ GAPS_BYTES = 16 * 4096
 STATE = state_group("state", (4,), (StatePart("conv", 4, 96), StatePart("ssm", 2, 200)))
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    """The pool is used by sessions, which need the asyncio backend."""
-    return "asyncio"
-
-
 @given(
     buffer_bytes=st.integers(0, 1 << 20),
     tp=st.sampled_from([1, 2, 4]),

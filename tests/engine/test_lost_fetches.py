@@ -35,12 +35,6 @@ sys.stdin.read()
 """
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    """The SDK needs the asyncio backend."""
-    return "asyncio"
-
-
 async def fetching(others: Any = ()) -> tuple[RecordingDecode, Fetch]:
     session = RecordingDecode()
     await session.register(others=others, access=ACCESS)

@@ -13,12 +13,6 @@ from tests.engine.recording import MADE, RecordingPrefill
 pytestmark = pytest.mark.anyio
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    """The SDK needs the asyncio backend."""
-    return "asyncio"
-
-
 async def test_extensions_continue_each_table_also_one_that_starts_late() -> None:
     session = RecordingPrefill()
     offer = await session.offer(

@@ -17,12 +17,6 @@ SLOW_READS = {
 SLOW_COPIES = {"transport": SLOW_READS["transport"], "path": "mapped", "mapped": True}
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    """The SDK needs the asyncio backend."""
-    return "asyncio"
-
-
 class Started(Agents):
     """Agents with the settings of this folder."""
 

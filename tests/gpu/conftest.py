@@ -24,12 +24,6 @@ def _gpu() -> None:
         pytest.skip(f"no GPU for this test: {error.message}")
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    """The SDK needs the asyncio backend."""
-    return "asyncio"
-
-
 @pytest.fixture(scope="session")
 def shared_gpu_agents() -> Iterator[Agents]:
     """A prefill agent, and a decode agent for each way of reading, ended with the session."""

@@ -65,12 +65,6 @@ class Network(Agents):
         return agent
 
 
-@pytest.fixture
-def anyio_backend() -> str:
-    """The SDK needs the asyncio backend."""
-    return "asyncio"
-
-
 @pytest.fixture(scope="package")
 def shared_network() -> Iterator[Network]:
     """The agents of this folder, ended with its last test."""

@@ -17,11 +17,6 @@ from kvbus.memory.attach import AttachConnection, AttachServer
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    return "asyncio"
-
-
-@pytest.fixture
 def runtime_dir() -> Iterator[Path]:
     """A short path of mode 0700: pytest's own are too long for socket addresses."""
     directory = Path(tempfile.mkdtemp(prefix="kvbus-"))

@@ -1,28 +1,12 @@
 """Fixtures of the prefill agent's tests."""
 
-import shutil
-import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from tests.prefill.inside import PrefillAgent, prefill_agent
 from tests.prefill.leases import Case, leased
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    """The agent needs the asyncio backend."""
-    return "asyncio"
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    """A folder with a short path, as Linux allows 107 bytes for a Unix socket's."""
-    path = Path(tempfile.mkdtemp(prefix="kv-"))
-    yield path
-    shutil.rmtree(path)
 
 
 @pytest.fixture

@@ -5,9 +5,7 @@ The oracle knows states, epochs and times as numbers; it knows no table of trans
 
 import copy
 from collections import OrderedDict, defaultdict
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -21,7 +19,7 @@ from kvbus_prefill.offer import events as ev
 from kvbus_prefill.offer.entry import OfferedBox, OfferLimits, OfferState
 from kvbus_prefill.offer.table import OfferTable
 from kvbus_prefill.offer.transitions import TRANSITIONS
-from tests.examples import num_examples
+from tests.examples import num_examples, rarely
 from tests.stories import StoryMachine
 
 SECRET, TOKEN = "secret", "token"
@@ -33,11 +31,6 @@ ANY_OFFER = st.sampled_from([0, 0, 0, 0, 1, 1, 2, 3])
 ANSWERS = ev.SendReply | ev.Refuse
 KINDS = ["claim", "take", "withdraw", "renew", "confirm", "return"]
 EPOCHS_AGO = st.sampled_from([0, 0, 0, 0, 0, 1, 2, -1])
-
-
-def rarely(one_in: int) -> Callable[[Any], Any]:
-    """Enables a rule that ends much at once in one of ``one_in`` steps only."""
-    return precondition(lambda self: self.num_events % one_in == one_in - 1)
 
 
 @dataclass

@@ -7,7 +7,6 @@ checks that it was fair.
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -17,7 +16,7 @@ from kvbus.errors import ErrorCode, TransferFailed
 from kvbus_prefill.slots import events as ev
 from kvbus_prefill.slots.entry import SlotLimits
 from kvbus_prefill.slots.table import SlotTable
-from tests.examples import num_examples
+from tests.examples import num_examples, rarely
 from tests.stories import StoryMachine
 
 LIMITS = SlotLimits(num_slots=5, slot_bytes=100, max_gathers=2, max_waiting=8, max_slot_lease_s=4.0)
@@ -25,11 +24,6 @@ MOST_OF_A_LEASE = 2
 LEASES = st.integers(0, 3)
 BACK = st.sampled_from([0, 0, 0, 1, 1, 2, 3, 5, 8])
 HELD = ("gathering", "packed", "abandoned", "wiping")
-
-
-def rarely(one_in: int) -> Callable[[Any], Any]:
-    """Enables a rule that ends much at once in one of ``one_in`` steps only."""
-    return precondition(lambda self: self.num_events % one_in == one_in - 1)
 
 
 @dataclass

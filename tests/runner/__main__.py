@@ -4,6 +4,8 @@ It ends with 0 only if each test that was collected has passed, or was skipped f
 ``tests/forgiven.toml`` has. On a busy machine a test of real processes may fail by bad luck, or die
 with its worker before it ran: at most `MAX_AGAIN` such tests run once more, alone, and are shown
 with their first output. Where the variable ``TESTS_IN_CI`` is set, few skips are forgiven.
+
+Tests marked ``long`` are left out, or with ``--long`` run with the others, each with more examples.
 """
 
 import argparse
@@ -81,7 +83,12 @@ def main() -> int:
     """Run, run again, and say what came of it."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--processes", type=int, default=1, help="that run tests side by side")
+    parser.add_argument("--long", action="store_true", help="tests that CI does not run, too")
     asked, arguments = parser.parse_known_args()
+    if asked.long:
+        os.environ["HYPOTHESIS_PROFILE"] = "long"  # tests.examples reads it
+    else:
+        arguments = ["-m", "not long", *arguments]
     forgiven = Forgiven(FORGIVEN, is_ci=bool(os.environ.get(IN_CI)))
 
     first, status = _run([f"--numprocesses={asked.processes}", "--dist=worksteal", *arguments])

@@ -17,6 +17,7 @@ testpaths = tests
 addopts = --import-mode=importlib -p no:cacheprovider -p xdist.plugin -p pytest_timeout
 timeout = 60
 timeout_method = signal
+markers = long
 """
 FORGIVEN = """
 processes = ["tests/processes/*"]
@@ -261,3 +262,13 @@ def test_a_module_that_is_skipped_or_cannot_be_imported_is_red(run: Run) -> None
     assert skipped.status == broken.status == 1
     assert f"in CI: {PROCESS}: could not import 'no_such_module'" in skipped.output
     assert f"not collected: {PROCESS}" in broken.output
+
+
+def test_a_long_test_runs_when_it_is_asked_for(run: Run) -> None:
+    files = {PURE: "def test_it(): pass", PROCESS: "@pytest.mark.long\ndef test_it(): pass"}
+
+    short, long = run(files), run(files, "--long")
+
+    assert (short.status, long.status) == (0, 0)
+    assert "1 tests: 1 passed" in short.output
+    assert "2 tests: 2 passed" in long.output

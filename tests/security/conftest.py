@@ -12,14 +12,6 @@ from tests.keyring import KeyRing
 __all__ = ["context", "endpoint", "raw_peer", "record", "running"]
 
 
-@pytest.fixture
-def fresh() -> Iterator[Agents]:
-    """Agents of one test."""
-    with agents_ended(Agents) as agents:
-        yield agents
-        agents.check()
-
-
 @pytest.fixture(scope="package")
 def shared() -> Iterator[Agents]:
     """The agents that survive what is tried here; they log all that they can."""
@@ -48,12 +40,6 @@ def prefill(agents: Agents) -> AgentProcess:
 def decode(agents: Agents) -> AgentProcess:
     """The shared decode agent."""
     return agents.all[1]
-
-
-@pytest.fixture
-def anyio_backend() -> str:
-    """The SDK needs the asyncio backend."""
-    return "asyncio"
 
 
 @pytest.fixture(scope="package")

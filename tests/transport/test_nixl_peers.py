@@ -19,12 +19,6 @@ MIB = 1 << 20
 
 
 @pytest.fixture
-def anyio_backend() -> str:
-    """The agents' own."""
-    return "asyncio"
-
-
-@pytest.fixture
 async def meet() -> AsyncIterator[Callable[[], Peer]]:
     """Makes the object that stands for one connection to the process."""
     clients: list[RequestClient] = []
