@@ -19,7 +19,7 @@ from torch import Tensor
 from kvbus.engine import DecodeSession, Fetch, KvCache, MemorySession, Offer, PrefillSession
 from kvbus.errors import FetchFailed
 from kvbus.geometry import EngineSpec, GroupSpec, KvLayout, KvPart
-from kvbus.memory.storage import share_tensor
+from kvbus.memory import share_tensor
 from tests.agents import NotInTimeError, until
 from tests.expected import expected_after, positions
 from tests.memories import NHD, Memory, all_bytes, rank_of

@@ -18,7 +18,7 @@ from kvbus.agent.staging.slot_memory import SlotMemory
 from kvbus.engine import DecodeSession, KvCache, MemorySession, PrefillSession
 from kvbus.errors import SegmentError
 from kvbus.geometry import lay_out_rank
-from kvbus.memory.cuda_mapping import CudaMapping
+from kvbus.memory import CudaMapping
 from kvbus.protocol import PassCuda, Register
 from kvbus.transport import Transport
 from tests.engines import NHD, NUM_BLOCKS, Engine, check_at_end, make_spec

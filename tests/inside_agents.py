@@ -12,7 +12,7 @@ from kvbus.agent.process.data_plane import UCX_INTERFACES
 from kvbus.agent.process.runtime import Runtime, ServiceFactory
 from kvbus.agent.staging.devices import StagingDevices
 from kvbus.bus import BusContext, new_boot_id
-from kvbus.memory.attach.seat import Seat
+from kvbus.memory.attach import Seat
 from kvbus.protocol import AgentRole
 from kvbus.transport import Transport
 

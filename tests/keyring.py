@@ -6,8 +6,7 @@ from typing import Any
 
 from kvbus.bus import KeyPair, new_key_pair
 from kvbus.engine import DecodeSession, PrefillSession
-from kvbus.keys.files import TrustedKey, write_secret, write_trusted
-from kvbus.keys.roles import Role
+from kvbus.keys import Role, TrustedKey, write_secret, write_trusted
 from tests.agents import AgentProcess, Agents
 from tests.engines import engine
 from tests.plain_sockets import Curve

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from kvbus.cli import app
 from kvbus.engine import PrefillSession
 from kvbus.events_command import _Asker, _Stream
-from kvbus.keys.roles import Role
+from kvbus.keys import Role
 from kvbus.spawn import Child, free_port
 from tests.agents import AgentProcess, Agents, agents_ended, until, wait_until
 from tests.engines import engine

@@ -1,6 +1,6 @@
 """What KV memory means: engines, ranks, groups and regions, and where each token's bytes lie."""
 
-from kvbus.geometry.blocks import BlockTable, num_blocks_for
+from kvbus.geometry.blocks import FEW_IDS, MAX_BLOCKS, BlockTable, num_blocks_for
 from kvbus.geometry.box import Box, SlotOrder, canonical_order, slot_bytes, slot_region, slot_table
 from kvbus.geometry.layouts import KvLayout, held_heads, held_layers, lay_out_rank
 from kvbus.geometry.spec import (
@@ -23,6 +23,8 @@ from kvbus.geometry.validation import validate_engine, validate_rank, validate_r
 
 __all__ = [
     "DTYPE_SIZES_BYTES",
+    "FEW_IDS",
+    "MAX_BLOCKS",
     "Axis",
     "AxisName",
     "BlockTable",

@@ -2,3 +2,17 @@
 
 Refuses to know sockets: `kvbus.bus` has the keys, agents and commands bring the two together.
 """
+
+from kvbus.keys.files import TrustedKey, read_secret, write_secret, write_trusted
+from kvbus.keys.roles import MAY_ASK, Role
+from kvbus.keys.trusted import TrustedKeys
+
+__all__ = [
+    "MAY_ASK",
+    "Role",
+    "TrustedKey",
+    "TrustedKeys",
+    "read_secret",
+    "write_secret",
+    "write_trusted",
+]

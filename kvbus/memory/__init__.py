@@ -1,7 +1,7 @@
 """Memory that an engine shares with its agent: segments, CUDA, attach socket, tensor views.
 
-Imports nothing by itself: torch costs seconds, and only ``storage``, ``views``, ``copying`` with
-its parts and those for GPUs need it.
+A name is imported when it is asked for: torch costs seconds, and only ``storage``, ``views``,
+``copying`` with its parts and those for GPUs need it.
 
     segment   SharedSegment: the engine's memory, sealed and reserved
     storage   share_tensor: a torch tensor moved to shared memory in place
@@ -14,3 +14,80 @@ its parts and those for GPUs need it.
     copying   gather and scatter between those and staging slots (grids, units, tiles: its parts)
     attach    the Unix socket that passes the descriptors
 """
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from kvbus.memory.bus_errors import BusErrors
+    from kvbus.memory.copy_rates import CopyRates, measure_copies
+    from kvbus.memory.copy_stream import wait_for
+    from kvbus.memory.copying import Slot, gather, scatter, zero_positions
+    from kvbus.memory.cuda import CudaStorage, allocate_cuda
+    from kvbus.memory.cuda_mapping import CudaMapping
+    from kvbus.memory.gpus import GpuSlots, check_cuda, gpu_of, gpu_ordinal
+    from kvbus.memory.huge_pages import GIVING_WORDS, HugePages, huge_bytes, shmem_word
+    from kvbus.memory.mapping import LentMapping, SegmentMapping
+    from kvbus.memory.paged import PagedMemory
+    from kvbus.memory.run_copy import is_compiled
+    from kvbus.memory.segment import SharedSegment
+    from kvbus.memory.storage import SharedStorage, share_tensor, share_tensors
+    from kvbus.memory.views import dtype_from_name, region_view
+
+_MODULES = {
+    "bus_errors": "BusErrors",
+    "copy_rates": "CopyRates measure_copies",
+    "copy_stream": "wait_for",
+    "copying": "Slot gather scatter zero_positions",
+    "cuda": "CudaStorage allocate_cuda",
+    "cuda_mapping": "CudaMapping",
+    "gpus": "GpuSlots check_cuda gpu_of gpu_ordinal",
+    "huge_pages": "GIVING_WORDS HugePages huge_bytes shmem_word",
+    "mapping": "LentMapping SegmentMapping",
+    "paged": "PagedMemory",
+    "run_copy": "is_compiled",
+    "segment": "SharedSegment",
+    "storage": "SharedStorage share_tensor share_tensors",
+    "views": "dtype_from_name region_view",
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names.split()}
+
+
+def __getattr__(name: str) -> Any:
+    """A name of `__all__`, from the module that has it."""
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+
+
+__all__ = [
+    "GIVING_WORDS",
+    "BusErrors",
+    "CopyRates",
+    "CudaMapping",
+    "CudaStorage",
+    "GpuSlots",
+    "HugePages",
+    "LentMapping",
+    "PagedMemory",
+    "SegmentMapping",
+    "SharedSegment",
+    "SharedStorage",
+    "Slot",
+    "allocate_cuda",
+    "check_cuda",
+    "dtype_from_name",
+    "gather",
+    "gpu_of",
+    "gpu_ordinal",
+    "huge_bytes",
+    "is_compiled",
+    "measure_copies",
+    "region_view",
+    "scatter",
+    "share_tensor",
+    "share_tensors",
+    "shmem_word",
+    "wait_for",
+    "zero_positions",
+]

@@ -6,26 +6,50 @@ Addresses are numbers here.
 from kvbus.planning.boxes import cut_into_boxes, reader_order
 from kvbus.planning.compatibility import check_compatible
 from kvbus.planning.copies import Copies, check_runs, check_sources, cut_copies
-from kvbus.planning.cost import Rates
+from kvbus.planning.cost import Choice, Rates, box_sizes, choose, predict
+from kvbus.planning.digests import (
+    Lattice,
+    Numbers,
+    Piece,
+    PieceMap,
+    by_lattice,
+    chosen_pieces,
+    cut_for_digests,
+    num_pieces,
+    piece_of,
+)
 from kvbus.planning.direct import Descriptors, DirectPlan
-from kvbus.planning.fetch_shape import FetchShape, Path
+from kvbus.planning.fetch_shape import ALL_PATHS, FetchShape, Path, PathWork
 from kvbus.planning.fetch_work import FetchWork
 from kvbus.planning.few_runs import Run
-from kvbus.planning.mapping import ReadMap, Share
-from kvbus.planning.observed import Overlaps, PeerRates
+from kvbus.planning.handoff_times import HandoffTimes, queue_s
+from kvbus.planning.mapping import MAX_CHOICES, ReadMap, Share
+from kvbus.planning.observed import CURIOSITY, MAX_RATIO, PATIENCE, Overlaps, PeerRates
 from kvbus.planning.pairs import PlacedRank
 from kvbus.planning.slot_reads import SlotReads, from_slot, whole_slot
 from kvbus.planning.spans import Spans, chunk_spans, tail_spans, whole_spans
 
 __all__ = [
+    "ALL_PATHS",
+    "CURIOSITY",
+    "MAX_CHOICES",
+    "MAX_RATIO",
+    "PATIENCE",
+    "Choice",
     "Copies",
     "Descriptors",
     "DirectPlan",
     "FetchShape",
     "FetchWork",
+    "HandoffTimes",
+    "Lattice",
+    "Numbers",
     "Overlaps",
     "Path",
+    "PathWork",
     "PeerRates",
+    "Piece",
+    "PieceMap",
     "PlacedRank",
     "Rates",
     "ReadMap",
@@ -33,13 +57,22 @@ __all__ = [
     "Share",
     "SlotReads",
     "Spans",
+    "box_sizes",
+    "by_lattice",
     "check_compatible",
     "check_runs",
     "check_sources",
+    "choose",
+    "chosen_pieces",
     "chunk_spans",
     "cut_copies",
+    "cut_for_digests",
     "cut_into_boxes",
     "from_slot",
+    "num_pieces",
+    "piece_of",
+    "predict",
+    "queue_s",
     "reader_order",
     "tail_spans",
     "whole_slot",

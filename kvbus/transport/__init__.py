@@ -1,5 +1,6 @@
 """Moves bytes between agents: the only package that imports nixl."""
 
+from kvbus.transport.calibration import Area, fit_reads, measure_reads, measure_wire
 from kvbus.transport.delivery import Deliver, OnEnd
 from kvbus.transport.metadata import PeerMetadata
 from kvbus.transport.transport import ProgressToken, Read, Transport
@@ -15,6 +16,7 @@ from kvbus.transport.types import (
 )
 
 __all__ = [
+    "Area",
     "CloseReport",
     "Deliver",
     "MemoryKind",
@@ -29,4 +31,7 @@ __all__ = [
     "Transport",
     "TransportLimits",
     "TransportStats",
+    "fit_reads",
+    "measure_reads",
+    "measure_wire",
 ]

@@ -10,8 +10,8 @@ from structlog.testing import capture_logs
 from kvbus.agent.process import calibration
 from kvbus.agent.process.calibration import Calibration
 from kvbus.errors import ErrorCode, LocalError, SegmentError
-from kvbus.memory.copy_rates import CopyRates
-from kvbus.planning.cost import Rates
+from kvbus.memory import CopyRates
+from kvbus.planning import Rates
 
 
 class Measured:

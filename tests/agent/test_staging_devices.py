@@ -15,8 +15,7 @@ from kvbus.agent.staging.devices import HOST, StagingDevices
 from kvbus.agent.staging.gpu import preferred
 from kvbus.agent.staging.slot_memory import SlotMemory
 from kvbus.errors import ConfigError, LocalError, SegmentError
-from kvbus.transport import Transport
-from kvbus.transport.calibration import Area, measure_wire
+from kvbus.transport import Area, Transport, measure_wire
 
 SETTINGS: dict[str, Any] = {
     "agent_id": "agent",

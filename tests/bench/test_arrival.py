@@ -9,7 +9,7 @@ import torch
 from kvbus.bench.caches import arrived, fill, wipe
 from kvbus.bench.shapes import LAYERED, PairedBlocks, scattered
 from kvbus.engine import KvCache
-from kvbus.memory.segment import SharedSegment
+from kvbus.memory import SharedSegment
 
 NUM_BLOCKS = 8
 TABLES = scattered(4, LAYERED)

@@ -12,7 +12,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from kvbus.keys.roles import Role
+from kvbus.keys import Role
 from tests.agents import STARTS_WITHIN_S, AgentProcess, Agents, port_range
 from tests.chaos.engines import Engine, Told
 from tests.chaos.ledger import Ledger

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbus.errors import KVBusError
-from kvbus.memory.attach.channel import FrameChannel
+from kvbus.memory.attach import FrameChannel
 from kvbus.protocol import Handshake, HandshakeDone, LentSegment, MemoryLent, to_body
 from kvbus_decode.peer.lend_client import LentSegments
 from tests.vectors import examples

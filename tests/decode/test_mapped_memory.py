@@ -11,7 +11,7 @@ from msgspec.structs import replace
 
 from kvbus.engine import DecodeSession, MemorySession, PrefillSession
 from kvbus.geometry import Segment, lay_out_rank
-from kvbus.memory.segment import SharedSegment
+from kvbus.memory import SharedSegment
 from kvbus.protocol import Handshake, HandshakeDone, MemorySocket
 from kvbus_decode.peer.borrowing import is_near
 from tests.agents import until

@@ -24,7 +24,7 @@ from typer.testing import CliRunner, Result
 from kvbus.cli import app
 from kvbus.doctor.finding import Finding
 from kvbus.doctor.report import print_report
-from kvbus.keys.roles import Role
+from kvbus.keys import Role
 from tests.keyring import KeyRing
 
 KVBUS = [sys.executable, "-c", "from kvbus.cli import app; app()", "doctor"]

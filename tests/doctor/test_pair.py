@@ -25,7 +25,7 @@ from kvbus.doctor.pair import (
 )
 from kvbus.doctor.peer import check_peer
 from kvbus.engine import DecodeSession
-from kvbus.keys.roles import Role
+from kvbus.keys import Role
 from kvbus.protocol import AgentRole, AgentStatus, PeerView, Sharing
 from tests.agents import AgentProcess, Agents, agents_ended, until
 from tests.doctor.earlier_agent import earlier_agent

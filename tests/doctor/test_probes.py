@@ -25,7 +25,7 @@ from kvbus.doctor.nixl import check_nixl, measured_reads
 from kvbus.doctor.process import read_memory
 from kvbus.doctor.versions import check_versions
 from kvbus.errors import ConfigError
-from kvbus.memory.run_copy import is_compiled
+from kvbus.memory import is_compiled
 from kvbus.spawn import free_port
 from kvbus_decode.config import DecodeConfig
 from kvbus_prefill.config import PrefillConfig

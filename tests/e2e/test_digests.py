@@ -15,7 +15,7 @@ import pytest
 from kvbus.agent.process.runtime import Runtime
 from kvbus.errors import ErrorCode, FetchFailed
 from kvbus.geometry import Box, GroupSpec
-from kvbus.planning.digests import chosen_pieces, num_pieces, piece_of
+from kvbus.planning import chosen_pieces, num_pieces, piece_of
 from kvbus.protocol import Digests, HandshakeDone
 from kvbus_decode.read import events as ev
 from kvbus_prefill import digests as digest_server

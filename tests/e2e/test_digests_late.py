@@ -6,7 +6,7 @@ import pytest
 
 from kvbus.errors import ErrorCode
 from kvbus.geometry import Box
-from kvbus.planning.digests import chosen_pieces, piece_of
+from kvbus.planning import chosen_pieces, piece_of
 from kvbus_decode.read import compare
 from kvbus_decode.read import events as ev
 from tests.agents import until

@@ -13,7 +13,7 @@ from playwright.async_api import Page, async_playwright, expect
 from typer.testing import CliRunner
 
 from kvbus.cli import app
-from kvbus.keys.roles import Role
+from kvbus.keys import Role
 from tests.agents import AgentProcess, Agents, agents_ended, until
 from tests.engines import failure_of, pair, works
 from tests.keyring import KeyRing, hand_over

@@ -19,7 +19,7 @@ from kvbus.engine import (
 )
 from kvbus.errors import LocalError
 from kvbus.geometry import Axis, AxisName, KvPart, RankSpec, Region, Segment
-from kvbus.memory.storage import SharedStorage, share_tensor
+from kvbus.memory import SharedStorage, share_tensor
 from kvbus.protocol import Fetched, Notice, Outcome
 from tests.agents import until, wait_until
 from tests.engines import (

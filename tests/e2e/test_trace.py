@@ -14,7 +14,7 @@ from kvbus.cli import app
 from kvbus.engine import DecodeSession
 from kvbus.geometry import BlockTable
 from kvbus.protocol import MakeOffer, Rendezvous, StartFetch
-from kvbus.table.spans import ASKED, TELLING
+from kvbus.table import ASKED, TELLING
 from tests.agents import until
 from tests.e2e.shapes import Side, two_engines
 from tests.engines import engine, failure_of, pair

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from kvbus.engine import DecodeSession, PrefillSession
-from kvbus.keys.roles import Role
+from kvbus.keys import Role
 from kvbus.spawn import free_port
 from tests.agents import AgentProcess, Agents, agents_ended, until
 from tests.engines import Engine, engine, make_spec, pair, works

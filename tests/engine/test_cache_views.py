@@ -7,7 +7,7 @@ import torch
 
 from kvbus.engine import KvCache
 from kvbus.geometry import EngineSpec, KvLayout, lay_out_rank
-from kvbus.memory.segment import SharedSegment
+from kvbus.memory import SharedSegment
 from tests.engine.recording import FULL, SPEC, STATE, WINDOW
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from kvbus.engine.memory import allocate_storage
 from kvbus.geometry import lay_out_rank
-from kvbus.memory.huge_pages import GIVING_WORDS, HugePages, shmem_word
+from kvbus.memory import GIVING_WORDS, HugePages, shmem_word
 from tests.engines import NHD, make_spec
 
 

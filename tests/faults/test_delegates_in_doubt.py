@@ -16,7 +16,7 @@ import pytest
 
 from kvbus.engine import DecodeSession, Fetch, Offer, PrefillSession
 from kvbus.errors import ErrorCode
-from kvbus.keys.roles import Role
+from kvbus.keys import Role
 from kvbus.protocol import AbortDelegate, Delegate, to_body
 from tests.agents import AgentProcess, until
 from tests.chaos.links import PROXY_HOST

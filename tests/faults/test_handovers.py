@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from kvbus.cli import app
 from kvbus.engine import DecodeSession, Offer, PrefillSession
 from kvbus.errors import PeerLost
-from kvbus.memory.attach.process_end import ProcessEnd
+from kvbus.memory.attach import ProcessEnd
 from kvbus.protocol import Outcome
 from kvbus.spawn import free_port
 from tests.agents import AgentProcess, until

@@ -10,7 +10,7 @@ import torch
 from kvbus.engine import DecodeSession, MemorySession, PrefillSession
 from kvbus.errors import ErrorCode, RequestRefused
 from kvbus.geometry import EngineSpec, lay_out_rank
-from kvbus.memory.storage import share_tensor
+from kvbus.memory import share_tensor
 from tests.agents import until
 from tests.engines import FULL, NHD, SMALL, engine, failure_of, make_spec, pair, works
 

@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 from kvbus.cli import app
 from kvbus.engine import Offer
 from kvbus.errors import ErrorCode, FetchFailed
-from kvbus.keys.roles import Role
+from kvbus.keys import Role
 from kvbus_decode.peer.reach import NUM_TIMEOUTS
 from tests.agents import AgentProcess, until
 from tests.engines import Engine, failure_of, pair, works

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbus.errors import GeometryError
-from kvbus.geometry import BlockTable, head_interval, num_blocks_for
-from kvbus.geometry.blocks import FEW_IDS, MAX_BLOCKS
+from kvbus.geometry import FEW_IDS, MAX_BLOCKS, BlockTable, head_interval, num_blocks_for
 
 ids = st.lists(st.integers(0, 2**32 - 1), max_size=20)
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from kvbus.errors import SegmentError
-from kvbus.memory.gpus import check_cuda
+from kvbus.memory import check_cuda
 from tests.agents import Agents, agents_ended
 from tests.e2e.shapes import ShapedAgents
 

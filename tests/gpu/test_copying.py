@@ -7,7 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 
 from kvbus.geometry import slot_bytes
-from kvbus.memory.copying import Slot, gather, scatter, zero_positions
+from kvbus.memory import Slot, gather, scatter, zero_positions
 from tests.memory.boxes import Case, Side, cases, in_slot, itemsize_of
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]

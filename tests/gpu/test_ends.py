@@ -13,8 +13,7 @@ import kvbus
 from kvbus.engine import MemorySession
 from kvbus.errors import ErrorCode, RequestRefused
 from kvbus.geometry import KvLayout
-from kvbus.memory.cuda import CudaStorage
-from kvbus.memory.storage import share_tensor
+from kvbus.memory import CudaStorage, share_tensor
 from kvbus.protocol import PassCuda
 from tests.agents import until
 from tests.engines import make_spec

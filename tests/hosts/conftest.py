@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvbus.keys.roles import Role
+from kvbus.keys import Role
 from tests.agents import AgentProcess, Agents, agents_ended
 from tests.faults.conftest import DECODE, PREFILL, SLOW_READS
 from tests.keyring import KeyRing

@@ -17,7 +17,7 @@ import pytest
 
 from kvbus.engine import DecodeSession, PrefillSession
 from kvbus.errors import ErrorCode, FetchFailed
-from kvbus.keys.roles import Role
+from kvbus.keys import Role
 from tests.agents import AgentProcess, until
 from tests.engines import Engine, engine, failure_of, works
 from tests.hosts.conftest import Network

@@ -10,7 +10,7 @@ from kvbus.geometry import EngineSpec
 from kvbus.integrations.vllm.answers import Answers
 from kvbus.integrations.vllm.sessions import control_link
 from kvbus.integrations.vllm.transfer_params import HandoffParams
-from kvbus.keys.roles import Role
+from kvbus.keys import Role
 from kvbus.protocol import AgentRole
 from tests.agents import Agents, agents_ended, wait_until
 from tests.integrations.vllm_sides import BLOCKS, GROUP, PROMPT_TOKENS, Side, both_sides, side_of

@@ -7,9 +7,7 @@ import pytest
 
 from kvbus.bus import new_key_pair
 from kvbus.errors import ConfigError
-from kvbus.keys.files import TrustedKey, read_secret, write_secret, write_trusted
-from kvbus.keys.roles import Role
-from kvbus.keys.trusted import TrustedKeys
+from kvbus.keys import Role, TrustedKey, TrustedKeys, read_secret, write_secret, write_trusted
 
 PAIR = new_key_pair()
 DECODE = frozenset((Role.DECODE,))

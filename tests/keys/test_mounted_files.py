@@ -14,8 +14,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from kvbus.bus import new_key_pair
-from kvbus.keys.files import TrustedKey, write_secret, write_trusted
-from kvbus.keys.roles import Role
+from kvbus.keys import Role, TrustedKey, write_secret, write_trusted
 
 UID = 10001
 UNSHARE = shutil.which("unshare")
@@ -24,8 +23,8 @@ import os, sys
 from pathlib import Path
 from kvbus.agent.process.ticket_keys import load_ticket_keys
 from kvbus.errors import ConfigError
-from kvbus.keys.files import read_secret
-from kvbus.keys.trusted import TrustedKeys
+from kvbus.keys import read_secret
+from kvbus.keys import TrustedKeys
 os.setgroups([int(sys.argv[2])]); os.setgid(int(sys.argv[2])); os.setuid(int(sys.argv[2]))
 at = Path(sys.argv[1])
 trusted = TrustedKeys(at / "trusted")

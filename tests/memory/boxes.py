@@ -26,9 +26,7 @@ from kvbus.geometry import (
     slot_bytes,
     slot_region,
 )
-from kvbus.memory import copying
-from kvbus.memory.copying import Slot, scatter
-from kvbus.memory.paged import PagedMemory
+from kvbus.memory import PagedMemory, Slot, copying, scatter
 from tests.geometry.layouts import Element, byte_offset, engines, group_specs, ranks
 
 Where = Mapping[object, tuple[str, int]]

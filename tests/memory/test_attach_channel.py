@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import anyio
 import pytest
 
-from kvbus.memory.attach.channel import FrameChannel, close_fds
+from kvbus.memory.attach import FrameChannel, close_fds
 from kvbus.memory.attach.wire import decode_body, encode_frame
 
 pytestmark = pytest.mark.anyio

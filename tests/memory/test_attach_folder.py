@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from kvbus.errors import ConfigError
-from kvbus.memory.attach.folder import check_folder, prepare_folder
+from kvbus.memory.attach import check_folder, prepare_folder
 
 NOBODY = 65534
 as_root = pytest.mark.skipif(os.getuid() != 0, reason="only root can give a folder away")

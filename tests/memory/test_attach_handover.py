@@ -8,9 +8,7 @@ import anyio
 import pytest
 
 from kvbus.errors import ConfigError
-from kvbus.memory.attach import AttachClient, AttachServer
-from kvbus.memory.attach.path import AttachPlace
-from kvbus.memory.attach.seat import NUM_SEATS, Seat
+from kvbus.memory.attach import NUM_SEATS, AttachClient, AttachPlace, AttachServer, Seat
 
 pytestmark = pytest.mark.anyio
 WITHIN_S = 30.0

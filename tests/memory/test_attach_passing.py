@@ -7,9 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvbus.memory.attach import PassingAnswer, wire
-from kvbus.memory.attach.channel import FrameChannel, close_fds
-from kvbus.memory.attach.connect import connect_to_agent
+from kvbus.memory.attach import FrameChannel, PassingAnswer, close_fds, connect_to_agent, wire
 
 pytestmark = pytest.mark.anyio
 Serving = Callable[..., Any]

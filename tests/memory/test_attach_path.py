@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvbus.errors import ConfigError
-from kvbus.memory.attach.path import AttachPlace
+from kvbus.memory.attach import AttachPlace
 
 
 def mode_of(path: Path) -> int:

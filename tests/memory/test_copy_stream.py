@@ -3,7 +3,7 @@
 import pytest
 
 from kvbus.errors import ErrorCode, LocalError
-from kvbus.memory.copy_stream import wait_for
+from kvbus.memory import wait_for
 
 
 class Recorded:

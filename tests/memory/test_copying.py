@@ -15,7 +15,7 @@ from kvbus.geometry import (
     lay_out_rank,
     state_group,
 )
-from kvbus.memory.copying import Slot, gather, scatter, zero_positions
+from kvbus.memory import Slot, gather, scatter, zero_positions
 from tests.examples import num_examples
 from tests.memory.boxes import (
     Case,

@@ -18,8 +18,8 @@ from kvbus.geometry import (
     lay_out_rank,
     slot_bytes,
 )
+from kvbus.memory import PagedMemory
 from kvbus.memory.copying import LARGE_UNIT_BYTES, Slot, gather, scatter, zero_positions
-from kvbus.memory.paged import PagedMemory
 from tests.examples import num_examples
 from tests.memory.boxes import Case, cases, in_slot, itemsize_of, slot_content
 

@@ -15,8 +15,7 @@ from kvbus.geometry import (
     lay_out_rank,
     slot_bytes,
 )
-from kvbus.memory.copying import Slot, gather, scatter, zero_positions
-from kvbus.memory.paged import PagedMemory
+from kvbus.memory import PagedMemory, Slot, gather, scatter, zero_positions
 from tests.memory.boxes import Side
 
 GROUP = GroupSpec("full", tuple(range(6)), 4, 2, 8, "bfloat16")

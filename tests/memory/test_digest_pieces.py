@@ -12,20 +12,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbus.geometry import Box
-from kvbus.memory import digest_pieces
+from kvbus.memory import PagedMemory, digest_pieces
 from kvbus.memory.digest_gathered import digest_gathered
 from kvbus.memory.digest_pieces import Digests
-from kvbus.memory.paged import PagedMemory
-from kvbus.planning import PlacedRank, ReadMap, digests, whole_spans
-from kvbus.planning.digests import (
+from kvbus.planning import (
     Lattice,
     Numbers,
     Piece,
     PieceMap,
+    PlacedRank,
+    ReadMap,
     by_lattice,
     cut_for_digests,
+    digests,
     num_pieces,
     piece_of,
+    whole_spans,
 )
 from tests.examples import num_examples
 from tests.memory.test_run_copy import library

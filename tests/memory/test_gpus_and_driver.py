@@ -4,10 +4,15 @@ import pytest
 import torch
 
 from kvbus.errors import SegmentError
-from kvbus.memory import cuda_driver
-from kvbus.memory.cuda import allocate_cuda
-from kvbus.memory.cuda_mapping import CudaMapping
-from kvbus.memory.gpus import GpuSlots, check_cuda, gpu_of, gpu_ordinal
+from kvbus.memory import (
+    CudaMapping,
+    GpuSlots,
+    allocate_cuda,
+    check_cuda,
+    cuda_driver,
+    gpu_of,
+    gpu_ordinal,
+)
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: see tests/gpu")
 

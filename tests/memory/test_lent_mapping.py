@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvbus.errors import SegmentError
-from kvbus.memory.mapping import LentMapping, SegmentMapping
-from kvbus.memory.segment import SharedSegment
+from kvbus.memory import LentMapping, SegmentMapping, SharedSegment
 
 SIZE_BYTES = 1 << 16
 

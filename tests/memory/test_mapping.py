@@ -11,10 +11,8 @@ import pytest
 
 import kvbus
 from kvbus.errors import ClosedError, SegmentError
-from kvbus.memory import libc, pages
-from kvbus.memory.mapping import SegmentMapping
+from kvbus.memory import SegmentMapping, SharedSegment, libc, pages
 from kvbus.memory.pages import Pages
-from kvbus.memory.segment import SharedSegment
 
 SIZE_BYTES = 1 << 24  # so large that nothing else takes the addresses once they are free
 
@@ -256,8 +254,8 @@ def test_an_agent_attaches_and_maps_without_importing_torch() -> None:
     script = """
 import os, sys
 import kvbus.memory.attach
-from kvbus.memory.mapping import SegmentMapping
-from kvbus.memory.segment import SharedSegment
+from kvbus.memory import SegmentMapping
+from kvbus.memory import SharedSegment
 with SharedSegment(4096) as segment, SegmentMapping(os.dup(segment.fd), size_bytes=4096) as mapping:
     segment.view()[0] = mapping.view()[1]
 print("torch" in sys.modules)

@@ -12,8 +12,7 @@ import pytest
 
 import kvbus
 from kvbus.errors import ClosedError, SegmentError
-from kvbus.memory.huge_pages import GIVING_WORDS, huge_bytes, shmem_word
-from kvbus.memory.segment import SharedSegment
+from kvbus.memory import GIVING_WORDS, SharedSegment, huge_bytes, shmem_word
 
 SIZE_OF_HUGE_PAGES = (8 << 20) + 5000
 
@@ -93,7 +92,7 @@ def test_a_limit_of_the_process_is_named_with_what_to_do(
     script = f"""
 import os, resource
 from kvbus.errors import SegmentError
-from kvbus.memory.segment import SharedSegment
+from kvbus.memory import SharedSegment
 from kvbus.memory import segment
 fds = os.listdir("/proc/self/fd")
 hard = resource.getrlimit(resource.{limit})[1]

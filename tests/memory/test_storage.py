@@ -10,8 +10,7 @@ import pytest
 import torch
 
 from kvbus.errors import ClosedError, GeometryError, SegmentError
-from kvbus.memory.mapping import SegmentMapping
-from kvbus.memory.storage import share_tensor, share_tensors
+from kvbus.memory import SegmentMapping, share_tensor, share_tensors
 
 
 def test_values_and_every_view_follow_and_only_the_address_changes() -> None:

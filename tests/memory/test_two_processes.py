@@ -9,8 +9,8 @@ import anyio
 import pytest
 from anyio.streams.buffered import BufferedByteReceiveStream
 
+from kvbus.memory import SegmentMapping
 from kvbus.memory.attach import AttachClient
-from kvbus.memory.mapping import SegmentMapping
 
 pytestmark = pytest.mark.anyio
 SIZE_BYTES = 1 << 20

@@ -11,9 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbus.errors import GeometryError
-from kvbus.memory.mapping import SegmentMapping
-from kvbus.memory.segment import SharedSegment
-from kvbus.memory.views import dtype_from_name, region_view
+from kvbus.memory import SegmentMapping, SharedSegment, dtype_from_name, region_view
 
 NAMES = ["bfloat16", "float16", "float32", "float8_e4m3fn", "float8_e5m2", "int8", "uint8"]
 UNSIGNED = {1: np.uint8, 2: np.uint16, 4: np.uint32}

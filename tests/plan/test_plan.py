@@ -8,8 +8,7 @@ from kvbus.errors import ConfigError, ErrorCode, GeometryError
 from kvbus.plan.plan import DECODE_STEP, PREFILL_STEP, PathOption, Plan, PlanOptions, make_plan
 from kvbus.plan.spec import read_engine
 from kvbus.plan.synthetic_engine import synthesize
-from kvbus.planning import whole_spans
-from kvbus.planning.fetch_shape import Path
+from kvbus.planning import Path, whole_spans
 
 SMALL = "kv_heads=8,head=4,layers=2,dtype=f16"
 HEAD_BYTES = 4 * 2

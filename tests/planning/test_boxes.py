@@ -26,8 +26,7 @@ from kvbus.geometry import (
     slot_region,
     state_group,
 )
-from kvbus.planning.boxes import cut_into_boxes, reader_order
-from kvbus.planning.mapping import Share
+from kvbus.planning import Share, cut_into_boxes, reader_order
 from tests.examples import num_examples
 
 

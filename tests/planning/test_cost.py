@@ -7,8 +7,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbus.errors import LocalError
-from kvbus.planning.cost import Choice, Rates, box_sizes, choose, predict
-from kvbus.planning.fetch_shape import ALL_PATHS, FetchShape, Path, PathWork
+from kvbus.planning import (
+    ALL_PATHS,
+    Choice,
+    FetchShape,
+    Path,
+    PathWork,
+    Rates,
+    box_sizes,
+    choose,
+    predict,
+)
 
 KIB, MIB = 1 << 10, 1 << 20
 SLOT_BYTES = 8 * MIB

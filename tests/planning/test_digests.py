@@ -10,12 +10,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvbus.geometry import BlockTable, Box, EngineSpec, GroupSpec, KvLayout, lay_out_rank
-from kvbus.planning import PlacedRank, Share, digests
-from kvbus.planning.digests import (
+from kvbus.planning import (
     Piece,
     PieceMap,
+    PlacedRank,
+    Share,
     chosen_pieces,
     cut_for_digests,
+    digests,
     num_pieces,
     piece_of,
 )

@@ -26,10 +26,17 @@ from kvbus.geometry import (
     slot_region,
     state_group,
 )
-from kvbus.planning import PlacedRank, ReadMap, Share, whole_spans
-from kvbus.planning.boxes import cut_into_boxes, reader_order
-from kvbus.planning.fetch_shape import Path, PathWork
-from kvbus.planning.fetch_work import FetchWork
+from kvbus.planning import (
+    FetchWork,
+    Path,
+    PathWork,
+    PlacedRank,
+    ReadMap,
+    Share,
+    cut_into_boxes,
+    reader_order,
+    whole_spans,
+)
 from tests.examples import num_examples
 from tests.geometry.layouts import Element, byte_offset
 

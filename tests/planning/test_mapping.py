@@ -19,8 +19,7 @@ from kvbus.geometry import (
     lay_out_rank,
     state_group,
 )
-from kvbus.planning import ReadMap, Share
-from kvbus.planning.mapping import MAX_CHOICES
+from kvbus.planning import MAX_CHOICES, ReadMap, Share
 from tests.examples import num_examples
 from tests.planning.handoffs import TP_SIZES, Case, cases
 

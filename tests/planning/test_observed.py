@@ -7,9 +7,19 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from kvbus.errors import LocalError
-from kvbus.planning.cost import Rates, predict
-from kvbus.planning.fetch_shape import ALL_PATHS, FetchShape, Path, PathWork
-from kvbus.planning.observed import CURIOSITY, MAX_RATIO, PATIENCE, Overlaps, PeerRates
+from kvbus.planning import (
+    ALL_PATHS,
+    CURIOSITY,
+    MAX_RATIO,
+    PATIENCE,
+    FetchShape,
+    Overlaps,
+    Path,
+    PathWork,
+    PeerRates,
+    Rates,
+    predict,
+)
 
 MIB = 1 << 20
 SLOT_BYTES = 8 * MIB

@@ -6,8 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbus.geometry import GroupSpec, StatePart, state_group
-from kvbus.planning import chunk_spans, whole_spans
-from kvbus.planning.spans import tail_spans
+from kvbus.planning import chunk_spans, tail_spans, whole_spans
 from tests.planning.handoffs import moved_positions, wanted_positions
 
 FULL = GroupSpec("full", (0,), 16, 2, 8, "float16")

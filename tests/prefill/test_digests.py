@@ -9,7 +9,7 @@ import xxhash
 
 from kvbus.errors import ErrorCode, RequestRefused
 from kvbus.geometry import BlockTable
-from kvbus.planning.digests import chosen_pieces, num_pieces, piece_of
+from kvbus.planning import chosen_pieces, num_pieces, piece_of
 from kvbus.protocol import Digest
 from tests.engines import FULL, NUM_BLOCKS
 from tests.prefill.leases import BOX, SECRET, TABLE, Case

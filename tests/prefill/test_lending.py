@@ -16,9 +16,7 @@ from hypothesis import strategies as st
 
 from kvbus.agent.process.machine import machine_id
 from kvbus.errors import ErrorCode, RequestRefused
-from kvbus.memory.attach import wire
-from kvbus.memory.attach.channel import FrameChannel, close_fds
-from kvbus.memory.attach.connect import connect_to_agent
+from kvbus.memory.attach import FrameChannel, close_fds, connect_to_agent, wire
 from kvbus.protocol import LendMemory, MemoryLent, from_body, to_body
 from kvbus_prefill.agent import PrefillService
 from kvbus_prefill.lending import MemoryLender

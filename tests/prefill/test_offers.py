@@ -9,7 +9,7 @@ from msgspec.structs import replace as altered
 from kvbus.errors import ErrorCode, KVBusError
 from kvbus.geometry import BlockTable
 from kvbus.protocol import Granted, Outcome
-from kvbus.table.table import KEPT_ANYWAY, KEPT_S
+from kvbus.table import KEPT_ANYWAY, KEPT_S
 from kvbus_prefill.offer import events as ev
 from kvbus_prefill.offer.entry import OfferedBox, OfferLimits, OfferState
 from kvbus_prefill.offer.table import OfferTable

@@ -29,8 +29,15 @@ from kvbus.geometry import (
     validate_rank,
     validate_ranks,
 )
-from kvbus.planning import DirectPlan, PlacedRank, ReadMap, check_compatible, whole_spans
-from kvbus.planning.boxes import cut_into_boxes, reader_order
+from kvbus.planning import (
+    DirectPlan,
+    PlacedRank,
+    ReadMap,
+    check_compatible,
+    cut_into_boxes,
+    reader_order,
+    whole_spans,
+)
 
 DOCS = Path(__file__).parents[2] / "docs"
 TEXT = (DOCS / "geometry.md").read_text()

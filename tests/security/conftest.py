@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from kvbus.keys.roles import Role
+from kvbus.keys import Role
 from tests.agents import AgentProcess, Agents, agents_ended
 from tests.bus.conftest import context, endpoint, raw_peer, record, running
 from tests.keyring import KeyRing

@@ -13,7 +13,7 @@ import zmq
 
 from kvbus.engine import DecodeSession, PrefillSession
 from kvbus.errors import ErrorCode
-from kvbus.keys.roles import MAY_ASK, Role
+from kvbus.keys import MAY_ASK, Role
 from kvbus.protocol import DECODE_PEER_REQUESTS, PREFILL_PEER_REQUESTS
 from tests.agents import AgentProcess, Agents, agents_ended, until, wait_until
 from tests.e2e.spread_engines import spread_engine

@@ -15,7 +15,7 @@ from math import log
 import pytest
 
 from examples.cost_scorer import Pair, best
-from kvbus.planning.handoff_times import HandoffTimes, queue_s
+from kvbus.planning import HandoffTimes, queue_s
 
 NUM_AGENTS, NUM_REQUESTS = 16, 4000
 MIB = 1 << 20

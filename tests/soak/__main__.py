@@ -21,7 +21,7 @@ import typer
 from kvbus.bench.engines import READERS, Bench
 from kvbus.bench.processes import agent, answering
 from kvbus.errors import KVBusError, leaves
-from kvbus.keys.roles import Role
+from kvbus.keys import Role
 from tests.soak.load import STREAMS, load
 from tests.soak.look import look
 from tests.soak.verdict import Sample, judge

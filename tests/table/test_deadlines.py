@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbus.table.table import Deadlines
+from kvbus.table import Deadlines
 from tests.examples import num_examples
 
 KEYS = st.integers(0, 5)

@@ -8,13 +8,14 @@ from hypothesis import strategies as st
 
 from kvbus.errors import ErrorCode, LocalError
 from kvbus.protocol import Span
-from kvbus.table import Story
-from kvbus.table.spans import (
+from kvbus.table import (
     ASKED,
     FORGOTTEN,
+    MAX_STEPS,
     PENDING,
     TELLING,
     Reading,
+    Story,
     command_spans,
     forgotten_span,
     last_end,
@@ -23,7 +24,6 @@ from kvbus.table.spans import (
     state_spans,
     way_spans,
 )
-from kvbus.table.table import MAX_STEPS
 
 
 class Came:

@@ -4,7 +4,7 @@ import gc
 import weakref
 
 from kvbus.errors import ErrorCode, LocalError
-from kvbus.table.table import MAX_STEPS, Story
+from kvbus.table import MAX_STEPS, Story
 
 
 class Wanted:

@@ -6,8 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbus.table import FairPool, Turns, UrgentFirst
-from kvbus.table.urgent_first import FAIR_TURN
+from kvbus.table import FAIR_TURN, FairPool, Turns, UrgentFirst
 
 PRIORITIES = st.integers(-2, 2) | st.integers(-(2**31), 2**31 - 1)
 STEPS = st.lists(st.none() | PRIORITIES | st.tuples(st.just("leave"), st.integers(0)), max_size=120)

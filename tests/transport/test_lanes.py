@@ -4,7 +4,7 @@ from itertools import islice
 
 import numpy as np
 
-from kvbus.table.urgent_first import FAIR_TURN
+from kvbus.table import FAIR_TURN
 from kvbus.transport.lane import Lane, ReadJob
 from kvbus.transport.slicing import Slices
 

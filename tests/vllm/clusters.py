@@ -16,7 +16,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
-from kvbus.keys.roles import Role
+from kvbus.keys import Role
 from kvbus.protocol import Rendezvous
 from tests.agents import AgentProcess, Agents, agents_ended, wait_until
 from tests.keyring import KeyRing

@@ -15,7 +15,7 @@ from kvbus.errors import GeometryError
 from kvbus.geometry import EngineSpec, RankSpec, validate_ranks
 from kvbus.integrations.vllm.description import describe_engine, layer_number
 from kvbus.integrations.vllm.memory_export import SharedRank, share_rank
-from kvbus.memory.mapping import SegmentMapping
+from kvbus.memory import SegmentMapping
 from tests.vllm.configured import Configured, attention, caches, configure, full, layers, window
 
 HYBRID = layers(window(48), window(48), full(), window(48), window(48), full())

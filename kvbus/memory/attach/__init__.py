@@ -26,7 +26,27 @@ The memory socket of a prefill agent, at which other agents get its engines' mem
 format; there the agent's answers carry the descriptors.
 """
 
+from kvbus.memory.attach.channel import FrameChannel, close_fds
 from kvbus.memory.attach.client import AttachClient
+from kvbus.memory.attach.connect import connect_to_agent
+from kvbus.memory.attach.folder import check_folder, prepare_folder
+from kvbus.memory.attach.path import AttachPlace
+from kvbus.memory.attach.process_end import ProcessEnd
+from kvbus.memory.attach.seat import NUM_SEATS, Seat
 from kvbus.memory.attach.server import AttachConnection, AttachServer, PassingAnswer
 
-__all__ = ["AttachClient", "AttachConnection", "AttachServer", "PassingAnswer"]
+__all__ = [
+    "NUM_SEATS",
+    "AttachClient",
+    "AttachConnection",
+    "AttachPlace",
+    "AttachServer",
+    "FrameChannel",
+    "PassingAnswer",
+    "ProcessEnd",
+    "Seat",
+    "check_folder",
+    "close_fds",
+    "connect_to_agent",
+    "prepare_folder",
+]

@@ -3,7 +3,7 @@
 import torch
 
 from kvbus.errors import SegmentError
-from kvbus.memory.storage import share_tensor
+from kvbus.memory import share_tensor
 
 try:
     share_tensor(torch.zeros(32 << 20, dtype=torch.uint8, device="cuda:0"))

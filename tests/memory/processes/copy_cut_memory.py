@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvbus.memory.bus_errors import BusErrors
-from kvbus.memory.mapping import SegmentMapping
+from kvbus.memory import BusErrors, SegmentMapping
 from kvbus.memory.run_copy import copy_by_kernel, copy_by_numpy, load_kernel
 from kvbus.planning import Copies
 

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from kvbus.memory.bus_errors import BusErrors
-from kvbus.memory.mapping import LentMapping
+from kvbus.memory import BusErrors, LentMapping
 
 SIZE_BYTES = 1 << 24
 

@@ -10,10 +10,7 @@ from ctypes import c_byte
 
 import numpy as np
 
-from kvbus.memory import libc
-from kvbus.memory.bus_errors import BusErrors
-from kvbus.memory.mapping import SegmentMapping
-from kvbus.memory.storage import share_tensor
+from kvbus.memory import BusErrors, SegmentMapping, libc, share_tensor
 
 SIZE_BYTES = 1 << 24
 

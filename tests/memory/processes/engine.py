@@ -5,8 +5,8 @@ import sys
 
 import anyio
 
+from kvbus.memory import SharedSegment
 from kvbus.memory.attach import AttachClient
-from kvbus.memory.segment import SharedSegment
 
 
 def obey(line: str, segment: SharedSegment) -> str:
