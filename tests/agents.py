@@ -17,12 +17,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from subprocess import DEVNULL
 from typing import Any, TypeVar
 
 import anyio
 from prometheus_client.parser import text_string_to_metric_families
 
 from kvbus.spawn import ANY_PORT, Child, free_port
+from tests.forked import Forked, can_fork
 from tests.plain_sockets import Curve, ask
 
 WITHIN_S = 30.0
@@ -117,7 +119,14 @@ class AgentProcess:
         write_config(config, self.settings)
         flags = ["--replace"] if self.replaces else []
         command = [*self.runner, sys.executable, "-m", f"kvbus_{self.role}", *flags, str(config)]
-        self.process = Child.start(f"{self.role} agent", command, log=self.log_path, env=self.env)
+        name, env = f"{self.role} agent", {**_outside_of_agents(), **self.env}
+        if self.runner or not can_fork(env):
+            self.process = Child.start(name, command, log=self.log_path, env=self.env)
+        else:
+            with self.log_path.open("ab") as log:
+                start_bytes = log.tell()
+                process = Forked(command, stdin=DEVNULL, stdout=log, stderr=log, env=env)
+            self.process = Child(name, process, self.log_path, start_bytes)
         if self.runs_first:
             with suppress(PermissionError):  # then it shares the cores, and tests take longer
                 self._running.run_first()
@@ -238,6 +247,11 @@ class AgentProcess:
                 or "exception" in line
             )
         ]
+
+
+def _outside_of_agents() -> dict[str, str]:
+    """The environment that a `Child` gets: nothing configures an agent."""
+    return {name: text for name, text in os.environ.items() if not name.startswith("KVBUS_")}
 
 
 def wait_logged(child: Child, text: str, within_s: float) -> None:

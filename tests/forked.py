@@ -1,0 +1,152 @@
+"""Agents that start in a quarter of the time: forked from a process that has imported them already.
+
+    pytest ──exec──▶ fork server, one for each process of pytest
+      │                   │ fork
+      │                   ├──▶ a process that ends at once
+      │                   │      │ fork
+      └──adopts───────────┼──────┴──▶ the agent
+
+The server imports both agents and then waits, with one thread, no event loop, no ZeroMQ context, no
+NIXL agent and no UCX. While an agent starts, pytest adopts orphans (PR_SET_CHILD_SUBREAPER). So the
+agent is a child of pytest as if pytest had started it: pytest signals it, waits for it and gets its
+exit status, and it ends with pytest (PR_SET_PDEATHSIG, as in `kvbus.spawn`).
+
+The agent gets the environment, the folder and the log of its start; only its command line, for who
+looks into /proc, is the server's.
+"""
+
+import atexit
+import ctypes
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+MODULES = ("kvbus_prefill.__main__", "kvbus_decode.__main__")
+READ_AT_IMPORT = ("PYTHON", "NIXL_", "LD_", "MALLOC_", "GLIBC_")
+"""How the variables begin that must be there before Python, or NIXL, starts."""
+ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
+"""NumPy's import starts threads otherwise, and only the one that forks is in the new process."""
+ADOPTED_WITHIN_S = 10.0
+MAX_REQUEST_BYTES = 1 << 17
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+
+
+class Forked(subprocess.Popen[bytes]):
+    """`python -m MODULE ARGUMENT...` with one of `MODULES`: forked, where Popen starts a Python."""
+
+    def _execute_child(self, args: Sequence[str], *rest: Any) -> None:
+        env, log = rest[5], rest[14]
+        self.pid = _server().fork(args, env, log)
+        self._child_created = True
+
+
+def can_fork(env: Mapping[str, str]) -> bool:
+    """Whether a process with this environment is the same from the fork server."""
+    return _read_at_import(env) == _read_at_import(_server().env)
+
+
+def _read_at_import(env: Mapping[str, str]) -> dict[str, str]:
+    return {name: text for name, text in env.items() if name.startswith(READ_AT_IMPORT)}
+
+
+class ForkServer:
+    """The server, seen from pytest."""
+
+    def __init__(self) -> None:
+        self.env = dict(os.environ)
+        self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            # Not its folder comes first on the path of imports, in which there is a module `plan`.
+            command = [sys.executable, "-P", __file__]
+            env = {**self.env, **ONE_THREAD}
+            self._process = subprocess.Popen(command, stdin=theirs.fileno(), env=env)
+        atexit.register(self._end)
+
+    def _end(self) -> None:
+        self._channel.close()
+        self._process.wait()
+
+    def fork(self, command: Sequence[str], env: Mapping[str, str], log: int) -> int:
+        """The pid of a new child of this process."""
+        request = {"command": command, "env": dict(env), "parent": os.getpid()}
+        request["folder"] = str(Path.cwd())
+        _prctl(PR_SET_CHILD_SUBREAPER, 1)
+        try:
+            socket.send_fds(self._channel, [json.dumps(request).encode()], [log])
+            return int(self._channel.recv(16))
+        finally:
+            _prctl(PR_SET_CHILD_SUBREAPER, 0)
+
+
+@cache
+def _server() -> ForkServer:
+    return ForkServer()
+
+
+def serve() -> Callable[[], None]:
+    """Fork until pytest has ended; in a forked process, return what it is to run."""
+    before = dict(os.environ)
+    mains: dict[str, Callable[[], None]] = {
+        name: importlib.import_module(name).main for name in MODULES
+    }
+    added = {name: text for name, text in os.environ.items() if before.get(name) != text}
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    channel = socket.socket(fileno=os.dup(0))
+    gc.collect()
+    gc.freeze()  # so that pages stay shared
+    while True:
+        text, fds, _, _ = socket.recv_fds(channel, MAX_REQUEST_BYTES, 1)
+        if not text:
+            sys.exit()
+        if (between := os.fork()) == 0:
+            if os.fork() != 0:
+                os._exit(0)
+            request = json.loads(text)
+            _be_adopted(request["parent"])
+            _become(request, log=fds[0], added=added)
+            channel.send(str(os.getpid()).encode())
+            channel.close()
+            return mains[f"{request['command'][2]}.__main__"]
+        os.waitpid(between, 0)
+        os.close(fds[0])
+
+
+def _be_adopted(parent: int) -> None:
+    deadline = time.monotonic() + ADOPTED_WITHIN_S
+    while os.getppid() != parent and time.monotonic() < deadline:
+        time.sleep(0.0005)
+    _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
+
+
+def _become(request: Mapping[str, Any], *, log: int, added: Mapping[str, str]) -> None:
+    """As it would be after an exec and the same imports."""
+    os.chdir(request["folder"])
+    os.environ.clear()
+    os.environ.update({**added, **request["env"]})
+    with open(os.devnull) as nothing:  # noqa: PTH123
+        os.dup2(nothing.fileno(), 0)
+    for standard in (1, 2):
+        os.dup2(log, standard)
+    os.close(log)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    sys.argv = list(request["command"][2:])
+
+
+def _prctl(option: int, value: int) -> None:
+    ctypes.CDLL(None).prctl(option, ctypes.c_ulong(value), 0, 0, 0)
+
+
+if __name__ == "__main__":
+    serve()()

@@ -1,0 +1,119 @@
+"""An agent from the fork server is a process as any that pytest starts."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.agents import AgentProcess, Agents, wait_until
+from tests.forked import Forked
+
+SIGNALS = ("SigBlk", "SigIgn", "SigCgt")
+STARTS_AND_DIES = """
+import os, signal, sys
+from pathlib import Path
+from tests.agents import Agents
+agents = Agents(Path(sys.argv[1]))
+agents.start(agents.prepare("prefill"))
+print(agents.all[0].pid, flush=True)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def state(pid: int, *names: str) -> list[str]:
+    """What the kernel says of a process."""
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    told = dict(line.split(":\t", 1) for line in lines)
+    return [told[name] for name in names]
+
+
+def run_until_end(folder: Path, *arguments: str, env: dict[str, str] | None = None) -> Forked:
+    """`kvbus-prefill` with these arguments, which has ended."""
+    command = [sys.executable, "-m", "kvbus_prefill", *arguments]
+    with (folder / "log").open("wb") as log:
+        process = Forked(command, stdout=log, stderr=log, env={**os.environ, **(env or {})})
+    process.wait(60)
+    return process
+
+
+@pytest.fixture
+def agent(fresh: Agents) -> AgentProcess:
+    """An agent that has started."""
+    fresh.start(fresh.prepare("prefill"))
+    agent: AgentProcess = fresh.all[0]
+    return agent
+
+
+def test_it_is_a_child_of_this_process_that_signals_reach(agent: AgentProcess) -> None:
+    parent, session = state(agent.pid, "PPid")[0], os.getsid(agent.pid)
+    agent.signal(signal.SIGSTOP)
+    stopped = state(agent.pid, "State")
+    agent.signal(signal.SIGCONT)
+    agent.signal(signal.SIGTERM)
+
+    assert (int(parent), session) == (os.getpid(), os.getsid(0))
+    assert stopped == ["T (stopped)"]
+    assert agent.exit_status() == 0
+
+
+def test_it_has_no_descriptor_of_its_server_and_its_own_folder(
+    agent: AgentProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh: Agents
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    other = fresh.prepare("decode")
+    fresh.start(other)
+
+    process = Path(f"/proc/{other.pid}")
+    standard = [(process / "fd" / str(fd)).readlink() for fd in (0, 1, 2)]
+    assert standard == [Path(os.devnull), other.log_path, other.log_path]
+    assert (process / "cwd").readlink() == tmp_path
+
+
+def test_its_signals_are_those_of_a_new_python(tmp_path: Path) -> None:
+    code = "import time; print('here', flush=True); time.sleep(60)"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as python:
+        assert python.stdout is not None
+        python.stdout.readline()
+        new = state(python.pid, *SIGNALS)
+        python.kill()
+    config = tmp_path / "fifo"
+    os.mkfifo(config)
+    command = [sys.executable, "-m", "kvbus_prefill", str(config)]
+    with (
+        (tmp_path / "log").open("wb") as log,
+        Forked(command, stderr=log, env=os.environ) as forked,
+    ):
+        with config.open("w"):  # it reads its configuration
+            seen = state(forked.pid, *SIGNALS)
+        forked.kill()
+
+    assert seen == new
+
+
+def test_its_exit_status_and_its_last_words_are_kept(tmp_path: Path) -> None:
+    ended = run_until_end(tmp_path, "no-such.toml")
+
+    assert ended.returncode == 2
+    assert "no-such.toml" in (tmp_path / "log").read_text()
+
+
+def test_it_sees_the_environment_of_its_start(tmp_path: Path) -> None:
+    ended = run_until_end(tmp_path, env={"KVBUS_NO_SUCH_KEY": "1"})
+
+    assert ended.returncode == 2
+    assert "KVBUS_NO_SUCH_KEY" in (tmp_path / "log").read_text()
+
+
+def test_it_ends_with_a_process_that_is_killed(folder: Path) -> None:
+    ended = subprocess.run(
+        [sys.executable, "-c", STARTS_AND_DIES, str(folder)],
+        stdout=subprocess.PIPE,
+        check=False,
+    )
+    pid = int(ended.stdout)
+
+    wait_until(lambda: not Path(f"/proc/{pid}").exists(), "the agent has ended")
+    assert ended.returncode == -signal.SIGKILL
