@@ -16,7 +16,7 @@ from kvbus.bus.curve import (
     new_key_pair,
     require_key,
 )
-from kvbus.bus.door import DoorLimits, Ended
+from kvbus.bus.door import DoorLimits, Ended, EndReason
 from kvbus.bus.guard import ConnectionGuard
 from kvbus.bus.key_check import Applicant, KeyCheck
 from kvbus.bus.limits import ClientCounters, ServerCounters, ServerLimits, SubscriberCounters
@@ -38,6 +38,7 @@ __all__ = [
     "ClientCurve",
     "ConnectionGuard",
     "DoorLimits",
+    "EndReason",
     "Ended",
     "EventListener",
     "EventPublisher",

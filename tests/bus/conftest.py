@@ -1,4 +1,4 @@
-"""Real sockets for the tests of the bus: raw peers, and a wire that loses what a test says."""
+"""Ends of the bus at real sockets, raw peers of them, and a wire that loses what a test says."""
 
 import asyncio
 import threading
@@ -12,9 +12,20 @@ import msgpack
 import pytest
 import zmq
 
-from kvbus.bus import BusContext, Call, EventListener, new_context
+from kvbus.bus import (
+    BusContext,
+    Call,
+    EventListener,
+    EventPublisher,
+    EventSubscriber,
+    RequestClient,
+    RequestServer,
+    new_context,
+)
 from kvbus.protocol import Notice
-from tests.bus.messages import Ask, echo
+from tests.bus.messages import Ask, echo, serve
+
+TCP = "tcp://127.0.0.1:*"
 
 
 class Runs(Protocol):
@@ -34,29 +45,24 @@ def context() -> Iterator[BusContext]:
 
 
 @pytest.fixture
-def earlier_context() -> BusContext:
-    """For a server that is replaced: once it is terminated, the endpoint's file is really gone."""
-    return new_context()
-
-
-@pytest.fixture
 def endpoint(tmp_path: Path) -> str:
     """A free ipc endpoint."""
     return f"ipc://{tmp_path / 'bus'}"
 
 
+@asynccontextmanager
+async def run_all(*ends: Runs) -> AsyncIterator[None]:
+    """Runs ends of the bus for the length of the block."""
+    async with anyio.create_task_group() as tasks:
+        for end in ends:
+            tasks.start_soon(end.run)
+        yield
+        tasks.cancel_scope.cancel()
+
+
 @pytest.fixture
 def running() -> Running:
     """Runs ends of the bus for the length of a ``with`` block."""
-
-    @asynccontextmanager
-    async def run_all(*ends: Runs) -> AsyncIterator[None]:
-        async with anyio.create_task_group() as tasks:
-            for end in ends:
-                tasks.start_soon(end.run)
-            yield
-            tasks.cancel_scope.cancel()
-
     return run_all
 
 
@@ -68,6 +74,7 @@ class RawPeer:
         self.socket.set(zmq.LINGER, 0)
         self.socket.set(zmq.RCVTIMEO, 10_000)
         self.socket.set(zmq.SNDTIMEO, 10_000)
+        self.identity = b""
 
     def put(self, fields: dict[str, Any], *prefix: bytes) -> None:
         self.socket.send_multipart([*prefix, msgpack.packb(fields)])
@@ -79,6 +86,33 @@ class RawPeer:
     async def get(self) -> dict[str, Any]:
         fields: dict[str, Any] = msgpack.unpackb((await self.frames())[-1])
         return fields
+
+    async def ask(self, fields: dict[str, Any]) -> dict[str, Any]:
+        """What comes back next."""
+        self.put(fields)
+        return await self.get()
+
+    async def asked(self) -> dict[str, Any]:
+        """As a server: the next request; `answer` and `notify` go to who sent it."""
+        self.identity, frame = await self.frames()
+        fields: dict[str, Any] = msgpack.unpackb(frame)
+        return fields
+
+    def answer(self, request_id: int, boot: str = "server", **ok: Any) -> None:
+        self.put({"v": 1, "re": request_id, "boot": boot, "ok": ok}, self.identity)
+
+    def notify(self, seq: int, boot: str = "server", **body: Any) -> None:
+        notice = {"v": 1, "op": "n", "seq": seq, "boot": boot, "body": body}
+        self.put(notice, self.identity)
+
+    def event(self, op: str, seq: int, boot: str = "raw") -> None:
+        """As a publisher."""
+        event = {"v": 1, "op": op, "seq": seq, "boot": boot, "body": {}}
+        self.put(event, op.encode())
+
+    def heartbeat(self, seqs: Any, boot: str = "raw") -> None:
+        event = {"v": 1, "op": "heartbeat", "seq": 1, "boot": boot, "body": {"seqs": seqs}}
+        self.put(event, b"heartbeat")
 
 
 @pytest.fixture
@@ -138,20 +172,6 @@ class LossyWire:
                     self._front.send_multipart([self._client, frame])
 
 
-@pytest.fixture
-def lossy_wire() -> Iterator[Callable[[str, str, Loses], LossyWire]]:
-    """Makes wires that lose the messages a test picks."""
-    wires: list[LossyWire] = []
-
-    def make(front: str, back: str, loses: Loses) -> LossyWire:
-        wires.append(LossyWire(front, back, loses))
-        return wires[-1]
-
-    yield make
-    for wire in wires:
-        wire.close()
-
-
 class Hold:
     """A handler that keeps its calls for the test to answer."""
 
@@ -209,31 +229,64 @@ class Record(EventListener):
         self.told.put_nowait(("alive", endpoint, boot))
 
 
-class RawPublisher:
-    """An XPUB that knows when it is subscribed to, and numbers as a test says."""
-
-    def __init__(self, peer: Any) -> None:
-        self.peer = peer
-
-    async def subscribed(self) -> None:
-        await self.peer.frames()
-
-    def event(self, op: str, seq: int, boot: str = "raw") -> None:
-        event = {"v": 1, "op": op, "seq": seq, "boot": boot, "body": {}}
-        self.peer.put(event, op.encode())
-
-    def heartbeat(self, seqs: Any, boot: str = "raw") -> None:
-        event = {"v": 1, "op": "heartbeat", "seq": 1, "boot": boot, "body": {"seqs": seqs}}
-        self.peer.put(event, b"heartbeat")
-
-
-@pytest.fixture
-def publisher(raw_peer, endpoint) -> RawPublisher:
-    """A raw publisher at ``endpoint``."""
-    return RawPublisher(raw_peer(zmq.XPUB, endpoint))
-
-
 @pytest.fixture
 def record() -> Record:
     """A listener that queues what it is told."""
     return Record()
+
+
+class Bus:
+    """Makes ends of the bus and plain peers, at one free endpoint unless a test says another."""
+
+    def __init__(self, context: BusContext, endpoint: str, raw: Callable[..., RawPeer]) -> None:
+        self.context, self.endpoint, self._raw = context, endpoint, raw
+        self.wires: list[LossyWire] = []
+
+    running = staticmethod(run_all)
+
+    def server(
+        self, handler: Callable[[Any, Call], None] = echo, at: str = "", **options: Any
+    ) -> RequestServer:
+        return serve(options.pop("context", self.context), at or self.endpoint, handler, **options)
+
+    def client(self, boot: str = "client", at: str = "", **options: Any) -> RequestClient:
+        return RequestClient(self.context, at or self.endpoint, boot=boot, **options)
+
+    @asynccontextmanager
+    async def pair(
+        self, handler: Callable[[Any, Call], None] = echo, /, **options: Any
+    ) -> AsyncIterator[tuple[RequestServer, RequestClient]]:
+        """A server and a client of it that run; ``server`` has the server's options."""
+        server = self.server(handler, **options.pop("server", {}))
+        client = self.client(at=server.endpoint, **options)
+        async with run_all(server, client):
+            yield server, client
+
+    def publisher(self, boot: str = "source", at: str = "", **options: Any) -> EventPublisher:
+        options = {"heartbeat_s": 0.02, **options}
+        return EventPublisher(
+            options.pop("context", self.context), at or self.endpoint, boot=boot, **options
+        )
+
+    def subscriber(self, listener: EventListener, *at: str, **options: Any) -> EventSubscriber:
+        subscriber = EventSubscriber(self.context, listener, **{"silence_s": 30, **options})
+        for endpoint in at or (self.endpoint,):
+            subscriber.add(endpoint)
+        return subscriber
+
+    def raw(self, kind: int, at: str = "", context: BusContext | None = None) -> RawPeer:
+        return self._raw(kind, at or self.endpoint, context)
+
+    def lossy_wire(self, back: str, loses: Loses) -> LossyWire:
+        """From our endpoint to the one at its ``back``."""
+        self.wires.append(LossyWire(self.endpoint, back, loses))
+        return self.wires[-1]
+
+
+@pytest.fixture
+def bus(context: BusContext, endpoint: str, raw_peer: Callable[..., RawPeer]) -> Iterator[Bus]:
+    """Ends of the bus at a free endpoint."""
+    bus = Bus(context, endpoint, raw_peer)
+    yield bus
+    for wire in bus.wires:
+        wire.close()

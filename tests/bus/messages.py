@@ -1,9 +1,9 @@
 """A request of the tests' own, its reply, and a server of it."""
 
+from collections.abc import Callable
 from typing import Any, ClassVar
 
 from kvbus.bus import BusContext, Call, RequestServer, Session
-from kvbus.bus.server import Handler
 from kvbus.protocol import Message, Request
 
 
@@ -36,13 +36,21 @@ class AskNow(Request[Echoed], frozen=True):
     fill: bytes = b""
 
 
+def asked(request_id: int, boot: str = "raw", op: str = "ask", **body: Any) -> dict[str, Any]:
+    """The fields of a request's frame."""
+    return {"v": 1, "op": op, "id": request_id, "boot": boot, "secret": boot, "body": body}
+
+
 def echo(asked: Ask | AskNow, call: Call) -> None:
     """Answer at once."""
     call.reply(Echoed(number=asked.number, text=asked.text, fill=asked.fill))
 
 
 def serve(
-    context: BusContext, endpoint: str, handler: Handler = echo, **options: Any
+    context: BusContext,
+    endpoint: str,
+    handler: Callable[[Any, Call], None] = echo,
+    **options: Any,
 ) -> RequestServer:
     """A server with the boot id ``server``, unless ``options`` say another, that takes `Ask`."""
     server = RequestServer(context, endpoint, **{"boot": "server", **options})
@@ -50,6 +58,6 @@ def serve(
     return server
 
 
-def session_of(server: RequestServer, boot: str) -> Session | None:
+def session_of(server: RequestServer, boot: str) -> Session:
     """The server's session with that peer."""
-    return next((session for session in server.sessions if session.boot == boot), None)
+    return next(session for session in server.sessions if session.boot == boot)

@@ -10,44 +10,26 @@ import zmq
 from kvbus.bus import Call, RequestClient
 from kvbus.errors import ErrorCode, KVBusError, LocalError, RequestRefused, RequestTimeout
 from kvbus.protocol import MAX_FRAME_BYTES, Ping
-from tests.bus.conftest import RawPeer
-from tests.bus.messages import Ask, Echoed, echo, serve
+from tests.bus.conftest import Bus, Hold
+from tests.bus.messages import Ask, Echoed, asked, echo
 
 pytestmark = pytest.mark.anyio
 
 
-class Lose:
-    """Loses the first messages that have a key, or a key with a value."""
-
-    def __init__(self, number: int, **match: Any) -> None:
-        self.left, self.match = number, match
-
-    def __call__(self, fields: dict[str, Any]) -> bool:
-        hit = all(
-            key in fields and value in (..., fields[key]) for key, value in self.match.items()
-        )
-        self.left -= hit
-        return hit and self.left >= 0
-
-
-async def test_each_reply_reaches_the_request_that_asked_for_it(
-    context, endpoint, running, hold
-) -> None:
+async def test_each_reply_reaches_the_request_that_asked_for_it(bus: Bus, hold: Hold) -> None:
     """Two hundred requests, answered in the opposite order."""
-    server = serve(context, endpoint, hold)
-    client = RequestClient(context, endpoint, boot="client")
     replies: dict[int, Any] = {}
 
-    async def ask(number: int) -> None:
+    async def ask(client: RequestClient, number: int) -> None:
         replies[number] = await client.ask(Ask(number=number), timeout_s=20)
 
-    async with running(server, client), anyio.create_task_group() as tasks:
+    async with bus.pair(hold) as (server, client), anyio.create_task_group() as tasks:
         for number in range(200):
-            tasks.start_soon(ask, number)
+            tasks.start_soon(ask, client, number)
         for _ in range(200):
             await hold.arrived.get()
-        for asked, call in zip(reversed(hold.asked), reversed(hold.calls), strict=True):
-            echo(asked, call)
+        for one, call in zip(reversed(hold.asked), reversed(hold.calls), strict=True):
+            echo(one, call)
 
     assert replies == {number: Echoed(number=number) for number in range(200)}
     assert server.num_pending == client.num_pending == 0
@@ -55,19 +37,25 @@ async def test_each_reply_reaches_the_request_that_asked_for_it(
 
 @pytest.mark.parametrize("lost", ["re", "id"])
 async def test_a_request_whose_reply_or_self_is_lost_is_sent_again_and_done_once(
-    context, endpoint, running, lossy_wire, lost
+    bus: Bus, lost: str
 ) -> None:
     calls: list[Call] = []
+    left = 3
 
-    def handle(asked: Ask, call: Call) -> None:
+    def handle(one: Ask, call: Call) -> None:
         calls.append(call)
-        echo(asked, call)
+        echo(one, call)
 
-    server = serve(context, endpoint + "s", handle)
-    client = RequestClient(context, endpoint, boot="client", retry_s=0.02, ping_s=30)
-    lossy_wire(endpoint, server.endpoint, Lose(3, **{lost: ...}))
+    def loses(fields: dict[str, Any]) -> bool:
+        nonlocal left
+        left -= lost in fields
+        return lost in fields and left >= 0
 
-    async with running(server, client):
+    server = bus.server(handle, bus.endpoint + "s")
+    client = bus.client(retry_s=0.02, ping_s=30)
+    bus.lossy_wire(server.endpoint, loses)
+
+    async with bus.running(server, client):
         reply = await client.ask(Ask(number=1), timeout_s=30)
 
     assert reply == Echoed(number=1)
@@ -75,64 +63,44 @@ async def test_a_request_whose_reply_or_self_is_lost_is_sent_again_and_done_once
     assert client.counters.retries >= 3
 
 
-async def test_a_repeat_of_a_request_in_progress_is_absorbed(
-    context, endpoint, running, hold, raw_peer
-) -> None:
-    server = serve(context, endpoint, hold)
-    peer = raw_peer(zmq.DEALER, endpoint)
-    ask = {"v": 1, "op": "ask", "id": 5, "boot": "raw", "body": {}}
+async def test_a_repeat_of_a_request_in_progress_is_absorbed(bus: Bus, hold: Hold) -> None:
+    server, peer = bus.server(hold), bus.raw(zmq.DEALER)
 
-    async with running(server):
+    async with bus.running(server):
         for _ in range(3):
-            peer.put(ask)
-        peer.put(ask | {"op": "ping", "id": 6})
-        first = await peer.get()
+            peer.put(asked(5))
+        first = await peer.ask(asked(6, op="ping"))
         hold.calls[0].reply(Echoed(number=1))
         second = await peer.get()
-        peer.put(ask)
-        repeated = await peer.get()
+        repeated = await peer.ask(asked(5))
 
     assert (first["re"], second["re"]) == (6, 5)
     assert repeated == second
     assert len(hold.calls) == 1
-    assert server.counters.repeats_absorbed == 2
-    assert server.counters.repeats_answered == 1
+    assert (server.counters.repeats_absorbed, server.counters.repeats_answered) == (2, 1)
 
 
 async def test_another_request_under_a_used_id_is_invalid_and_not_done(
-    context, endpoint, running, hold, raw_peer
+    bus: Bus, hold: Hold
 ) -> None:
-    server = serve(context, endpoint, hold)
-    peer = raw_peer(zmq.DEALER, endpoint)
-    ask = {"v": 1, "op": "ask", "id": 5, "boot": "raw", "body": {"number": 1}}
-    others = [ask | {"op": "other"}, ask | {"body": {"number": 2}}]
+    server, peer = bus.server(hold), bus.raw(zmq.DEALER)
+    others = [asked(5, op="other", number=1), asked(5, number=2)]
 
-    async with running(server):
-        peer.put(ask)
-        refused = [await answer(peer, other) for other in others]
+    async with bus.running(server):
+        peer.put(asked(5, number=1))
+        refused = [await peer.ask(other) for other in others]
         hold.calls[0].reply(Echoed(number=1))
         first = await peer.get()
-        refused += [await answer(peer, other) for other in others]
-        repeated = await answer(peer, ask)
+        refused += [await peer.ask(other) for other in others]
+        repeated = await peer.ask(asked(5, number=1))
 
     assert [(reply["re"], reply["error"]["code"]) for reply in refused] == [(5, "invalid")] * 4
     assert repeated == first
     assert len(hold.calls) == 1
 
 
-async def answer(peer: RawPeer, request: dict[str, Any]) -> Any:
-    """What comes back next."""
-    peer.put(request)
-    return await peer.get()
-
-
-async def test_a_request_without_a_reply_fails_at_its_deadline(
-    context, endpoint, running, hold
-) -> None:
-    server = serve(context, endpoint, hold)
-    client = RequestClient(context, endpoint, boot="client")
-
-    async with running(server, client):
+async def test_a_request_without_a_reply_fails_at_its_deadline(bus: Bus, hold: Hold) -> None:
+    async with bus.pair(hold) as (_, client):
         await client.ask(Ping(), timeout_s=20)  # connected
         with pytest.raises(RequestTimeout) as failure:
             await client.ask(Ask(), timeout_s=0.05)
@@ -144,123 +112,85 @@ async def test_a_request_without_a_reply_fails_at_its_deadline(
     assert client.counters.late_replies == 1
 
 
-async def test_requests_to_nobody_time_out_and_leave_nothing_behind(
-    context, endpoint, running
-) -> None:
-    client = RequestClient(context, endpoint, boot="client")
+async def test_requests_to_nobody_time_out_and_are_not_sent_later(bus: Bus, hold: Hold) -> None:
+    client = bus.client()
 
-    async with running(client):
+    async with bus.running(client):
         with pytest.raises(RequestTimeout):
             await client.ask(Ask(), timeout_s=0.05)
+        num_pending = client.num_pending
+        async with bus.running(bus.server(hold)):
+            await client.ask(Ping(), timeout_s=20)
 
-    assert client.num_pending == 0
-    assert not client._unsent
-
-
-async def test_a_refusal_arrives_with_code_message_and_detail(context, endpoint, running) -> None:
-    def handle(_: Ask, call: Call) -> None:
-        call.refuse(KVBusError("lease is over", code=ErrorCode.LEASE_EXPIRED, epoch=7))
-
-    server = serve(context, endpoint, handle)
-    client = RequestClient(context, endpoint, boot="client")
-
-    async with running(server, client):
-        with pytest.raises(RequestRefused) as failure:
-            await client.ask(Ask(), timeout_s=20)
-
-    assert failure.value.code is ErrorCode.LEASE_EXPIRED
-    assert failure.value.message == "lease is over"
-    assert failure.value.detail == {"epoch": 7}
+    assert num_pending == 0
+    assert not hold.calls
 
 
-async def test_a_call_is_not_answered_twice(context, endpoint, running, hold) -> None:
-    server = serve(context, endpoint, hold)
-    client = RequestClient(context, endpoint, boot="client")
-
-    async with running(server, client), anyio.create_task_group() as tasks:
-        tasks.start_soon(hold.echo_next)
-        await client.ask(Ask(), timeout_s=20)
-        with pytest.raises(LocalError, match="answered before"):
-            hold.calls[0].reply(Echoed())
+def refuse(_: Ask, call: Call) -> None:
+    call.refuse(KVBusError("lease is over", code=ErrorCode.LEASE_EXPIRED, epoch=7))
 
 
-async def test_a_fault_in_the_handler_fails_its_request_alone(context, endpoint, running) -> None:
-    faults: list[tuple[Exception, Call]] = []
+def fail(_: object, __: object = None) -> None:
+    raise RuntimeError("oops")
 
-    def handle(asked: Ask, call: Call) -> None:
-        if asked.text == "bad":
-            raise RuntimeError("oops")
-        echo(asked, call)
 
-    server = serve(
-        context,
-        endpoint,
-        handle,
-        on_fault=lambda error, call: faults.append((error, call)),
-    )
-    client = RequestClient(context, endpoint, boot="client")
+def reply_with(fill: Any) -> Any:
+    return lambda _, call: call.reply(Echoed(fill=fill))
 
-    async with running(server, client):
+
+@pytest.mark.parametrize(
+    ("handler", "code", "detail", "num_faults"),
+    [
+        (refuse, ErrorCode.LEASE_EXPIRED, {"epoch": 7}, 0),
+        (fail, ErrorCode.INTERNAL, {}, 1),
+        (reply_with(object()), ErrorCode.INTERNAL, {}, 1),
+        (reply_with(bytes(MAX_FRAME_BYTES)), ErrorCode.TOO_LARGE, {}, 1),
+    ],
+    ids=["refused", "a fault", "a reply that cannot be encoded", "a reply that is too large"],
+)
+async def test_what_a_handler_refuses_or_does_wrong_fails_its_request_alone(
+    bus: Bus, handler: Any, code: ErrorCode, detail: dict[str, Any], num_faults: int
+) -> None:
+    faults: list[str] = []
+
+    def handle(one: Ask, call: Call) -> None:
+        (handler if one.text == "bad" else echo)(one, call)
+
+    options = {"on_fault": lambda _, call: faults.append(call.op)}
+    async with bus.pair(handle, server=options) as (_, client):
         with pytest.raises(RequestRefused) as failure:
             await client.ask(Ask(text="bad"), timeout_s=20)
         good = await client.ask(Ask(number=1), timeout_s=20)
 
-    assert failure.value.code is ErrorCode.INTERNAL
+    assert (failure.value.code, failure.value.detail) == (code, detail)
+    assert (failure.value.message == "lease is over") is (handler is refuse)
     assert "oops" not in failure.value.message
-    assert [(str(error), call.op) for error, call in faults] == [("oops", "ask")]
+    assert faults == ["ask"] * num_faults
     assert good == Echoed(number=1)
 
 
-async def test_a_fault_that_nobody_takes_ends_the_server(context, endpoint, running) -> None:
-    def handle(_: Ask, call: Call) -> None:
-        raise RuntimeError("oops")
-
-    server = serve(context, endpoint, handle)
-    client = RequestClient(context, endpoint, boot="client")
-
+async def test_a_fault_that_nobody_takes_ends_the_server(bus: Bus) -> None:
     with pytest.raises(ExceptionGroup) as failure:
-        async with running(server, client):
-            await client.ask(Ask(text="bad"), timeout_s=20)
+        async with bus.pair(fail) as (_, client):
+            await client.ask(Ask(), timeout_s=20)
+
     assert failure.group_contains(RuntimeError, match="oops")
 
 
-@pytest.mark.parametrize(
-    ("fill", "code"),
-    [(object(), ErrorCode.INTERNAL), (bytes(MAX_FRAME_BYTES), ErrorCode.TOO_LARGE)],
-)
-async def test_a_reply_that_cannot_be_sent_becomes_an_error_reply_and_a_fault(
-    context, endpoint, running, fill, code
-) -> None:
-    faults: list[Exception] = []
-    server = serve(
-        context,
-        endpoint,
-        lambda _, call: call.reply(Echoed(fill=fill)),
-        on_fault=lambda error, _: faults.append(error),
-    )
-    client = RequestClient(context, endpoint, boot="client")
+async def test_a_call_is_not_answered_twice(bus: Bus, hold: Hold) -> None:
+    async with bus.pair(hold) as (_, client), anyio.create_task_group() as tasks:
+        tasks.start_soon(hold.echo_next)
+        await client.ask(Ask(), timeout_s=20)
 
-    async with running(server, client):
-        with pytest.raises(RequestRefused) as failure:
-            await client.ask(Ask(), timeout_s=20)
-
-    assert failure.value.code is code
-    assert len(faults) == 1
+        with pytest.raises(LocalError, match="answered before"):
+            hold.calls[0].reply(Echoed())
 
 
-async def test_a_cancelled_caller_loses_nobody_elses_message(
-    context, endpoint, running, hold
-) -> None:
-    server = serve(context, endpoint, hold)
-    client = RequestClient(context, endpoint, boot="client")
-
-    async def ask(number: int) -> None:
-        await client.ask(Ask(number=number), timeout_s=30)
-
-    async with running(server, client):
+async def test_a_cancelled_caller_loses_nobody_elses_message(bus: Bus, hold: Hold) -> None:
+    async with bus.pair(hold) as (server, client):
         for number in range(20):
             async with anyio.create_task_group() as tasks:
-                tasks.start_soon(ask, number)
+                tasks.start_soon(lambda: client.ask(Ask(), timeout_s=30))
                 call = await hold.arrived.get()
                 call.reply(Echoed())
                 tasks.cancel_scope.cancel()
@@ -271,15 +201,10 @@ async def test_a_cancelled_caller_loses_nobody_elses_message(
     assert client.num_pending == server.num_pending == 0
 
 
-async def test_a_fault_in_a_reply_callback_fails_alone(context, endpoint, running) -> None:
+async def test_a_fault_in_a_reply_callback_fails_alone(bus: Bus) -> None:
     faults: list[Exception] = []
-    server = serve(context, endpoint)
-    client = RequestClient(context, endpoint, boot="client", on_fault=faults.append)
 
-    def fail(_: object) -> None:
-        raise RuntimeError("oops")
-
-    async with running(server, client):
+    async with bus.pair(on_fault=faults.append) as (_, client):
         client.send(Ask(), timeout_s=30, on_reply=fail)
         reply = await client.ask(Ask(number=1), timeout_s=30)
 
@@ -287,20 +212,34 @@ async def test_a_fault_in_a_reply_callback_fails_alone(context, endpoint, runnin
     assert reply == Echoed(number=1)
 
 
-async def test_a_reply_that_makes_no_sense_fails_its_request_alone(
-    context, endpoint, running, raw_peer
-) -> None:
-    server = raw_peer(zmq.ROUTER, endpoint)
-    client = RequestClient(context, endpoint, boot="client", ping_s=30)
+async def test_a_reply_that_makes_no_sense_fails_its_request_alone(bus: Bus) -> None:
+    server, client = bus.raw(zmq.ROUTER), bus.client(ping_s=30)
     outcomes: asyncio.Queue[Any] = asyncio.Queue()
 
-    async with running(client):
+    async with bus.running(client):
         for number in ("one", 2):
-            request_id = client.send(Ask(), timeout_s=30, on_reply=outcomes.put_nowait)
-            identity, _ = await server.frames()
-            reply = {"v": 1, "re": request_id, "boot": "server", "ok": {"number": number}}
-            server.put(reply, identity)
+            client.send(Ask(), timeout_s=30, on_reply=outcomes.put_nowait)
+            server.answer((await server.asked())["id"], number=number)
         wrong, right = await outcomes.get(), await outcomes.get()
 
     assert wrong.code is ErrorCode.INVALID
     assert right == Echoed(number=2)
+
+
+async def test_a_client_counts_what_it_cannot_read_and_goes_on(bus: Bus) -> None:
+    server, client = bus.raw(zmq.ROUTER), bus.client(ping_s=30)
+    outcomes: asyncio.Queue[Any] = asyncio.Queue()
+    hostile = {"code": 7, "message": [], "detail": {"message": 1, "code": "x", "l": []}}
+
+    async with bus.running(client):
+        request_id = client.send(Ask(), timeout_s=30, on_reply=outcomes.put_nowait)
+        identity, request = await server.frames()
+        for frames in ([b"\xff\xff"], [b"", b""], [request]):
+            server.socket.send_multipart([identity, *frames])
+        server.put({"v": 1, "re": 12345, "boot": "server", "ok": {}}, identity)
+        server.put({"v": 1, "re": request_id, "boot": "server", "error": hostile}, identity)
+        outcome = await outcomes.get()
+
+    assert (client.counters.malformed, client.counters.late_replies) == (3, 1)
+    assert outcome.code == "internal"
+    assert outcome.detail == {"message": 1, "code": "x", "remote_code": "7"}
