@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import tomllib
+from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatch
@@ -34,6 +35,7 @@ MAX_AGAIN = 5
 MAX_DEATHS = 20
 """Each worker that died has a successor, which collects all tests again, up to so many."""
 MAX_LINES = 20
+NUM_SLOWEST = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,7 @@ class Report:
     skipped: dict[str, str]
     failed: dict[str, str]
     uncollected: dict[str, str]
+    seconds: dict[str, float]
 
     @property
     def lost(self) -> list[str]:
@@ -100,6 +103,7 @@ def main() -> int:
     elif not problems:
         problems += [f"not passed alone either: {name}" for name in again if not _passes(name)]
         _show(again, first)
+    _show_seconds(first)
     print(
         f"{len(first.collected)} tests: {len(first.passed)} passed, {len(first.skipped)} skipped "
         f"(of modules, too), {len(first.failed)} failed, {len(first.lost)} never ran"
@@ -157,6 +161,21 @@ def _show(again: Iterable[str], first: Report) -> None:
     for name in again:
         print(f"\n{'=' * 20} ran again, alone: {name}; the first time:")
         print(first.failed.get(name, "it never ran"))
+
+
+def _show_seconds(run: Report) -> None:
+    """Of each folder of tests, and of the slowest tests."""
+    folders: defaultdict[str, float] = defaultdict(float)
+    for name, seconds in run.seconds.items():
+        folders["/".join(Path(name.partition("::")[0]).parts[:2])] += seconds
+    for title, kinds, number in (
+        ("by folder", folders, None),
+        ("of the slowest tests", run.seconds, NUM_SLOWEST),
+    ):
+        print(f"\nseconds {title}, each with the fixtures that it made:")
+        for name in sorted(kinds, key=lambda name: -kinds[name])[:number]:
+            print(f"{kinds[name]:8.1f}  {name}")
+    print()
 
 
 def _shortened(lines: Sequence[str]) -> list[str]:

@@ -74,6 +74,7 @@ class Reporter:
         self._skipped: dict[str, str] = {}
         self._failed: dict[str, str] = {}
         self._uncollected: dict[str, str] = {}
+        self._seconds: dict[str, float] = {}
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
@@ -90,12 +91,13 @@ class Reporter:
     @pytest.hookimpl(optionalhook=True)
     def pytest_handlecrashitem(self, report: pytest.TestReport) -> None:
         """A worker died: its stacks are what there is to see."""
-        worker = report.node.gateway.id  # type: ignore[attr-defined]
+        worker = report.node.gateway.id  # type: ignore[attr-defined,unused-ignore]
         stacks = _stacks(self._path, worker).read_text(errors="replace")
         report.longrepr = f"{report.longrepr}\n{stacks}"
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         """A phase of a test has ended, or its worker has died."""
+        self._seconds[report.nodeid] = self._seconds.get(report.nodeid, 0.0) + report.duration
         if report.failed:
             shown = [report.longreprtext, *(f"[{name}]\n{text}" for name, text in report.sections)]
             before = self._failed.get(report.nodeid, "")
@@ -115,6 +117,7 @@ class Reporter:
             "skipped": skipped,
             "failed": self._failed,
             "uncollected": self._uncollected,
+            "seconds": self._seconds,
         }
         self._path.write_text(json.dumps(report))
 

@@ -272,3 +272,21 @@ def test_a_long_test_runs_when_it_is_asked_for(run: Run) -> None:
     assert (short.status, long.status) == (0, 0)
     assert "1 tests: 1 passed" in short.output
     assert "2 tests: 2 passed" in long.output
+
+
+def test_the_seconds_of_folders_and_of_the_slowest_tests_are_shown(run: Run) -> None:
+    slow = """
+@pytest.fixture
+def fixture(): time.sleep(1)
+def test_it(fixture): time.sleep(1)
+"""
+    ended = run({PROCESS: slow, PURE: "def test_it(): pass"})
+
+    shown = [line.split() for line in ended.output.splitlines() if line.startswith("   ")]
+    assert [name for _, name in shown] == [
+        "tests/processes",
+        "tests/pure",
+        f"{PROCESS}::test_it",
+        f"{PURE}::test_it",
+    ]
+    assert all(float(shown[number][0]) >= 2 for number in (0, 2))
