@@ -90,7 +90,7 @@ chaos: $(INSTALLED) $(KERNEL) ## Kill, stop and cut agents and engines under loa
 soak: $(INSTALLED) $(KERNEL) ## Hand off at full rate, and see whether the agents grow: MINUTES=60 CAPS=small
 	@$(BIN)/python -m tests.soak --minutes $(MINUTES) --caps $(CAPS)
 
-mutants: $(INSTALLED) $(KERNEL) ## Break the code in known ways: a test and a chaos run must see each
+mutants: $(INSTALLED) $(KERNEL) ## Break the code in known ways: tests must see each
 	@$(BIN)/python -m tests.mutants
 
 test-vllm: $(INSTALLED_VLLM) ## Run the tests with real vLLM servers (needs x86-64, 10 GB of memory)

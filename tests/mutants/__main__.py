@@ -1,125 +1,114 @@
-"""Shows that tests and chaos see each mutant: ``python -m tests.mutants``; 1 if one survives.
+"""Shows that tests see each mutant: ``python -m tests.mutants``.
 
-Each is applied to a copy of the tree. The tests that are named must pass without any mutant.
+Each is applied to a copy of the tree, where one of the tests that it names must fail; without any
+mutant all of them must pass. Ends with 1 when they do not, or when too many mutants survive.
 """
 
 import argparse
-import json
-import os
-import shutil
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
 
-from tests.mutants.mutant import ROOT, Mutant, mutants
+from tests.mutants.mutant import Mutant, mutants
+from tests.mutants.tree import Tree
 
-GIT = shutil.which("git") or "git"
-KERNEL = "kvbus/memory/copy_runs.so"
-TEST_WITHIN_S, CHAOS_WITHIN_S = 300, 400
-FAILED = 1
-CHAOS_MINUTES = 1.0
-SEEDS = (7, 8)
-"""A mutant that needs luck has two chances."""
+NUM_TREES = 2
+LEAST_KILLED = 0.95
+
+
+@dataclass(frozen=True)
+class Result:
+    """What became of a mutant; ``killed_by`` is empty when it survived."""
+
+    mutant: Mutant
+    killed_by: str
+    took_s: float
+
+    def row(self) -> str:
+        killed_by = self.killed_by or "SURVIVES " + ", ".join(self.mutant.tests)
+        cells = self.mutant.name, self.mutant.breaks, killed_by, f"{self.took_s:.1f}"
+        return " | ".join(cells)
 
 
 def main() -> None:
-    """Run, print a table, and end with 1 when a mutant survived."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", action="append", help="the name of a mutant; all without")
-    parser.add_argument("--no-chaos", action="store_true", help="only the tests")
+    """Run, print a table, and end with 1 when too many survived."""
+    parser = argparse.ArgumentParser(prog="tests.mutants", description=__doc__)
+    parser.add_argument("--only", action="append", metavar="NAME", help="this one; repeatable")
+    parser.add_argument("--room", default="", metavar="PREFIX", help="with an edit below this path")
+    parser.add_argument("--long", action="store_true", help="also tests that are marked long")
+    parser.add_argument("--chaos", action="store_true", help="a chaos run in place of the tests")
     asked = parser.parse_args()
-    chosen = [one for one in mutants() if not asked.only or one.name in asked.only]
+    chosen = [one for one in mutants() if _is_chosen(one, asked)]
+    if not chosen:
+        parser.error("there is no such mutant")
     with tempfile.TemporaryDirectory(prefix="kv-") as folder:
-        tree = Path(folder) / "tree"
-        _copy_tree(tree)
-        rows = [_row(tree, mutant, chaos=not asked.no_chaos) for mutant in chosen]
-        if not _tests_pass(tree, [name for mutant in chosen for name in mutant.tests]):
-            rows.append(("no mutant at all", "the tests fail", ""))
-    for row in rows:
-        print(" | ".join(row))
-    sys.exit(any("survives" in cell or "fail" in row[1][4:] for row in rows for cell in row))
-
-
-def _row(tree: Path, mutant: Mutant, *, chaos: bool) -> tuple[str, str, str]:
-    original = (tree / mutant.file).read_text(encoding="utf-8")
-    (tree / mutant.file).write_text(mutant.changed(tree), encoding="utf-8")
-    try:
-        by_test = _by_test(tree, mutant.test)
-        if mutant.in_place_of_chaos:
-            by_chaos = f"another test: {_by_test(tree, mutant.in_place_of_chaos)}"
+        trees = [Tree(Path(folder) / str(number), long=asked.long) for number in range(NUM_TREES)]
+        if asked.chaos:
+            results = [_by_chaos(trees[0], mutant) for mutant in chosen]
         else:
-            by_chaos = f"chaos: {_chaos(tree)}" if chaos else "chaos: not run"
-    finally:
-        (tree / mutant.file).write_text(original, encoding="utf-8")
-    row = mutant.name, f"test: {by_test}", by_chaos
-    print(" | ".join(row), file=sys.stderr, flush=True)
-    return row
+            results = _side_by_side(trees, chosen)
+            _check_without_any(trees[0], chosen)
+    killed = sum(bool(result.killed_by) for result in results)
+    print(f"{killed} of {len(results)} are killed: {killed / len(results):.0%}")
+    sys.exit(killed < LEAST_KILLED * len(results))
 
 
-def _by_test(tree: Path, name: str) -> str:
-    return "survives" if _tests_pass(tree, [name]) else "seen"
+def _is_chosen(mutant: Mutant, asked: argparse.Namespace) -> bool:
+    is_named = not asked.only or mutant.name in asked.only
+    is_below = any(edit.file.startswith(asked.room) for edit in mutant.edit)
+    return is_named and is_below and (mutant.chaos or not asked.chaos)
 
 
-def _copy_tree(tree: Path) -> None:
-    """What git knows, or would take, and the compiled kernel."""
-    listed = subprocess.run(
-        [GIT, "ls-files", "--cached", "--others", "--exclude-standard"],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    for name in [*listed.stdout.splitlines(), KERNEL]:
-        if (ROOT / name).is_file():
-            (tree / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy2(ROOT / name, tree / name)
+def _side_by_side(trees: Sequence[Tree], chosen: Sequence[Mutant]) -> list[Result]:
+    free: SimpleQueue[Tree] = SimpleQueue()
+    for tree in trees:
+        free.put(tree)
+
+    def run(mutant: Mutant) -> Result:
+        tree = free.get()
+        try:
+            return _by_tests(tree, mutant)
+        finally:
+            free.put(tree)
+
+    print("mutant | breaks | killed by | seconds", flush=True)
+    with ThreadPoolExecutor(len(trees)) as threads:
+        return list(threads.map(run, chosen))
 
 
-def _environment(tree: Path) -> dict[str, str]:
-    """The copy's code comes first, for all processes that are started."""
-    paths = (tree, tree / "services/decode", tree / "services/prefill")
-    return {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, paths))}
+def _by_tests(tree: Tree, mutant: Mutant) -> Result:
+    """All that it names see it, or it survives."""
+    started = time.monotonic()
+    try:
+        with tree.mutated(mutant):
+            is_seen = all(not tree.passes([name]) for name in mutant.tests)
+    except RuntimeError as error:
+        print(error, file=sys.stderr, flush=True)
+        is_seen = False
+    killed_by = ", ".join(mutant.tests) if is_seen else ""
+    return _told(Result(mutant, killed_by, time.monotonic() - started))
 
 
-def _tests_pass(tree: Path, names: Sequence[str]) -> bool:
-    """Whether they all pass; raises `RuntimeError` when they could not be run."""
-    ended = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *names],
-        cwd=tree,
-        env=_environment(tree),
-        capture_output=True,
-        text=True,
-        timeout=TEST_WITHIN_S,
-        check=False,
-    )
-    if ended.returncode not in (0, FAILED):
-        raise RuntimeError(f"pytest could not run {names}:\n{ended.stdout}{ended.stderr}")
-    return ended.returncode == 0
+def _by_chaos(tree: Tree, mutant: Mutant) -> Result:
+    started = time.monotonic()
+    with tree.mutated(mutant):
+        found = tree.chaos()
+    return _told(Result(mutant, found, time.monotonic() - started))
 
 
-def _chaos(tree: Path) -> str:
-    """What a run found first, and when."""
-    for seed in SEEDS:
-        command = ["--seed", str(seed), "--minutes", str(CHAOS_MINUTES), "--stop-at-first"]
-        started = time.monotonic()
-        ended = subprocess.run(
-            [sys.executable, "-m", "tests.chaos", *command],
-            cwd=tree,
-            env=_environment(tree),
-            capture_output=True,
-            text=True,
-            timeout=CHAOS_WITHIN_S,
-            check=False,
-        )
-        if not ended.stdout:
-            raise RuntimeError(f"chaos could not run:\n{ended.stderr}")
-        if found := json.loads(ended.stdout)["violations"]:
-            took_s = time.monotonic() - started
-            return f"{found[0]['what']} after {found[0]['at_s']:.0f} of {took_s:.0f} s"
-    return "survives"
+def _told(result: Result) -> Result:
+    print(result.row(), flush=True)
+    return result
+
+
+def _check_without_any(tree: Tree, chosen: Sequence[Mutant]) -> None:
+    if not tree.passes(sorted({name for mutant in chosen for name in mutant.tests})):
+        sys.exit("their tests fail without any mutant, too")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,7 @@
-"""A mutant: one change of the product that breaks a promise, and the test that must see it.
-
-Refuses to be applied where its old text is not there exactly once: the code has moved on.
-"""
+"""A mutant: a change of the product that breaks a promise, and the tests that must see it."""
 
 import tomllib
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,36 +10,47 @@ DATA = Path(__file__).with_name("mutants.toml")
 
 
 @dataclass(frozen=True)
-class Mutant:
-    """``old`` text of ``file`` becomes ``new``; ``test`` is a name that pytest takes.
+class Edit:
+    """``old`` text of ``file``, which is there exactly once, becomes ``new``."""
 
-    ``in_place_of_chaos`` is another one, where a chaos run cannot see it.
+    file: str
+    old: str
+    new: str
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """Each of ``tests``, names that pytest takes, fails with the edits.
+
+    ``chaos`` says whether a chaos run of a minute sees it, too.
     """
 
     name: str
     breaks: str
-    file: str
-    old: str
-    new: str
-    test: str
-    in_place_of_chaos: str = ""
+    tests: Sequence[str]
+    edit: Sequence[Edit]
+    chaos: bool = False
 
-    @property
-    def tests(self) -> list[str]:
-        """All that it names."""
-        return [name for name in (self.test, self.in_place_of_chaos) if name]
-
-    def changed(self, root: Path) -> str:
-        """The file with the change; raises `ValueError` that says what to do."""
-        text = (root / self.file).read_text(encoding="utf-8")
-        if (number := text.count(self.old)) != 1:
-            raise ValueError(
-                f"mutant {self.name}: its old text is in {self.file} {number} times, not once: the "
-                f"code has changed, write the mutant anew in {DATA.relative_to(ROOT)}"
-            )
-        return text.replace(self.old, self.new)
+    def changed(self, root: Path) -> dict[str, str]:
+        """The new text of each file; raises `ValueError` that says what to do."""
+        texts: dict[str, str] = {}
+        for edit in self.edit:
+            text = texts.get(edit.file) or (root / edit.file).read_text(encoding="utf-8")
+            if (number := text.count(edit.old)) != 1:
+                raise ValueError(
+                    f"mutant {self.name}: its old text is in {edit.file} {number} times, not once: "
+                    f"the code has changed, write the mutant again in {DATA.relative_to(ROOT)}:\n"
+                    f"{edit.old}"
+                )
+            texts[edit.file] = text.replace(edit.old, edit.new)
+        return texts
 
 
 def mutants() -> list[Mutant]:
     """All of them."""
-    return [Mutant(**fields) for fields in tomllib.loads(DATA.read_text("utf-8"))["mutant"]]
+    return [_mutant(fields) for fields in tomllib.loads(DATA.read_text("utf-8"))["mutant"]]
+
+
+def _mutant(fields: Mapping[str, object]) -> Mutant:
+    edits = [Edit(**edit) for edit in fields["edit"]]  # type: ignore[attr-defined]  # from a file
+    return Mutant(**{**fields, "edit": edits})  # type: ignore[arg-type]  # from a file
