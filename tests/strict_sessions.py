@@ -1,8 +1,9 @@
 """Control sessions of engines that take their agent at its word, in the callback that brings it.
 
 An offer that is released has its blocks changed at once, so that a release that comes too early
-makes wrong bytes. Free blocks of a fetch that failed must not change again. ``caches`` are the
-engine's, once it has them. Axes of a view: block, token (of a block), head, dim.
+makes wrong bytes. Free blocks of a fetch that failed must not change again, once the engine has
+changed them if it ``overwrites``. ``caches`` are the engine's, once it has them. Axes of a view:
+block, token (of a block), head, dim.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -97,6 +98,7 @@ class WatchingDecode(DecodeSession):
     def __init__(self, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self.caches: Sequence[KvCache] = ()
+        self.overwrites = False
         self._free_blocks: list[FreeBlocks] = []
 
     def fetch(
@@ -123,6 +125,9 @@ class WatchingDecode(DecodeSession):
         ended = fetch.notice
         if ended is not None and (ended.outcome is Outcome.COMPLETED or ended.stage == "requested"):
             return  # the blocks are the request's now, or were never given
+        if self.overwrites:
+            for group, ids in tables.items():
+                change_blocks(self.caches, group, ids)
         for cache in self.caches:
             for group, ids in tables.items():
                 content = [view[ids] for view in _views(cache, group)]

@@ -1,0 +1,1 @@
+"""What only real agents, NIXL, libzmq and the kernel can show."""

@@ -1,0 +1,308 @@
+"""What ends a handoff in the middle, by whichever way its bytes go: who is told what, and when.
+
+Its first bytes have landed when it happens. The prefill engine writes over what it is told is
+released, and the decode engine over what it is told is free: nothing may land there any more. Then
+another handoff completes between the same agents, those that were killed having been started again.
+
+All lanes are played at once, and what needs the cores in turn: most of it is waiting.
+"""
+
+import signal
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+import pytest
+from anyio import Lock, create_task_group, to_thread
+
+from kvbus.errors import ErrorCode, PeerLost
+from kvbus.protocol import Outcome
+from tests.agents import Agents, agents_ended, until
+from tests.engines import LARGE, Engine, failure_of, start_long_read, works
+from tests.process.lanes import LANES, Lane, Left
+
+PREFILL, DECODE = "prefill", "decode"
+PLAYED_WITHIN_S = 600.0
+DEADLINE_S = 15.0
+"""Of a fetch that nothing else ends; it has begun to land by then."""
+
+
+@dataclass
+class Handoff:
+    """A handoff in the middle of its bytes."""
+
+    lane: Lane
+    source: Engine
+    target: Engine
+    offer: Any
+    fetch: Any
+
+
+Happen = Callable[[Handoff], Awaitable[None]]
+
+
+@dataclass(frozen=True)
+class Event:
+    """What happens to the engine or the agent of a ``role``, and what undoes it later."""
+
+    role: str
+    happen: Happen
+    undo: Happen | None = None
+    is_harmless: bool = False
+    """Whether the same engines go on."""
+    timeout_s: float | None = None
+
+
+async def withdraw(handoff: Handoff) -> None:
+    await handoff.offer.withdraw()
+
+
+async def cancel(handoff: Handoff) -> None:
+    await handoff.fetch.cancel()
+
+
+async def lose_source(handoff: Handoff) -> None:
+    await handoff.lane.leave(handoff.source)
+
+
+async def lose_target(handoff: Handoff) -> None:
+    await handoff.lane.leave(handoff.target)
+
+
+async def stop_prefill(handoff: Handoff) -> None:
+    handoff.lane.side(PREFILL)[-1].signal(signal.SIGSTOP)
+
+
+async def go_on(handoff: Handoff) -> None:
+    handoff.lane.side(PREFILL)[-1].signal(signal.SIGCONT)
+
+
+def kill(role: str) -> Happen:
+    async def happen(handoff: Handoff) -> None:
+        handoff.lane.side(role)[-1].kill()
+
+    return happen
+
+
+def restart(role: str) -> Happen:
+    async def undo(handoff: Handoff) -> None:
+        agent = handoff.lane.side(role)[-1]
+        agent.launch()
+        await to_thread.run_sync(agent.wait_started)
+
+    return undo
+
+
+EVENTS = {
+    "withdrawn": Event(PREFILL, withdraw, is_harmless=True),
+    "cancelled": Event(DECODE, cancel, is_harmless=True),
+    "prefill engine leaves": Event(PREFILL, lose_source),
+    "decode engine leaves": Event(DECODE, lose_target),
+    "prefill agent stopped": Event(
+        PREFILL, stop_prefill, undo=go_on, is_harmless=True, timeout_s=DEADLINE_S
+    ),
+    "prefill agent killed": Event(PREFILL, kill(PREFILL), undo=restart(PREFILL)),
+    "decode agent killed": Event(DECODE, kill(DECODE), undo=restart(DECODE)),
+}
+
+NO_ANSWER = {ErrorCode.LEASE_EXPIRED, ErrorCode.TIMEOUT}
+LOST = {ErrorCode.ENGINE_LOST}
+LOST_IN_PART = {*LOST, ErrorCode.ENGINE_UNKNOWN, ErrorCode.STALE, ErrorCode.TRANSFER_FAILED}
+GONE = {ErrorCode.PEER_LOST, ErrorCode.TRANSFER_FAILED, *NO_ANSWER}
+
+
+@dataclass(frozen=True)
+class Expected:
+    """What the decode engine is told, one of ``codes``, and how the offer ends."""
+
+    codes: set[ErrorCode]
+    offer: Outcome | None
+    """None when nobody is told, as the engine or its agent is gone."""
+    stage: str = "reading"
+    is_withheld: bool | None = None
+    """Whether blocks are not free before it is undone; None where that depends on the moment."""
+
+
+EXPECTED = {
+    "withdrawn": dict.fromkeys(LANES, Expected({ErrorCode.OFFER_WITHDRAWN}, Outcome.WITHDRAWN)),
+    "cancelled": dict.fromkeys(LANES, Expected({ErrorCode.CANCELLED}, Outcome.COMPLETED)),
+    "prefill engine leaves": dict.fromkeys(LANES, Expected(LOST, None))
+    | {"several agents": Expected(LOST_IN_PART, Outcome.WITHDRAWN)},
+    "decode engine leaves": dict.fromkeys(
+        ("direct", "packed", "mapped"), Expected(LOST, Outcome.COMPLETED, stage="")
+    )
+    | {"several agents": Expected(LOST, Outcome.COMPLETED)},
+    "prefill agent stopped": dict.fromkeys(
+        LANES, Expected(NO_ANSWER, Outcome.WITHDRAWN, is_withheld=True)
+    )
+    | {
+        "mapped": Expected(NO_ANSWER, Outcome.WITHDRAWN, stage="confirming", is_withheld=False),
+        "packed": Expected(NO_ANSWER, Outcome.WITHDRAWN),
+    },
+    "prefill agent killed": dict.fromkeys(LANES, Expected(GONE, None))
+    | {"several agents": Expected(GONE, Outcome.WITHDRAWN)},
+    "decode agent killed": dict.fromkeys(
+        LANES,
+        Expected({ErrorCode.PEER_LOST}, Outcome.COMPLETED, stage="lost", is_withheld=False),
+    )
+    | {"several agents": Expected(GONE, Outcome.COMPLETED, is_withheld=True)},
+}
+"""By event, and by lane."""
+
+
+@dataclass
+class Told:
+    """What the engines were told."""
+
+    code: ErrorCode | None = None
+    stage: str = ""
+    offer: Outcome | None = None
+    is_withheld: bool = False
+
+
+async def play(lane: Lane, event: Event) -> Told:
+    """Have it happen to a handoff, and see that all goes on after it."""
+    told, has_left = Told(), True
+    stays = DECODE if event.role == PREFILL else PREFILL
+    async with lane.engine(stays) as staying:
+        with suppress(Left):
+            async with lane.engine(event.role) as other:
+                source, target = in_order(event, staying, other)
+                async with lane.turn:
+                    begun = await start_long_read(source, target, timeout_s=event.timeout_s)
+                    handoff = Handoff(lane, source, target, *begun)
+                    await lane.wait_under_way()
+                    await event.happen(handoff)
+                has_left = False
+                await follow(handoff, event, told)
+                if event.is_harmless:
+                    async with lane.turn:
+                        assert await works(source, target)
+        if has_left:
+            await follow_without(handoff, event, told)
+        await until(lambda: not lane.num_mappings(other.spec.engine_id))
+        async with lane.engine(event.role) as again:
+            if event.role == DECODE:
+                told.offer = await read_again(handoff.offer, again)
+            async with lane.turn:
+                assert await works(*in_order(event, staying, again))
+    await to_thread.run_sync(lane.agents.check)
+    return told
+
+
+def in_order(event: Event, staying: Engine, other: Engine) -> tuple[Engine, Engine]:
+    """The prefill and the decode engine."""
+    return (other, staying) if event.role == PREFILL else (staying, other)
+
+
+async def follow(handoff: Handoff, event: Event, told: Told) -> None:
+    """Both engines are told; returns once nothing is withheld."""
+    lane, offer, fetch = handoff.lane, handoff.offer, handoff.fetch
+    await note_failure(handoff, told)
+    if event.role == DECODE:
+        await until(lambda: not lane.num_leases())
+    if event.undo is not None:
+        await event.undo(handoff)
+    await fetch.blocks_freed()
+    await until(lambda: not lane.is_withheld(handoff.target, fetch))
+    if event.role == PREFILL:
+        with suppress(PeerLost):
+            await offer.withdraw()
+            told.offer = await offer.released()
+
+
+async def follow_without(handoff: Handoff, event: Event, told: Told) -> None:
+    """The same, where the engine that it happened to hears nothing."""
+    lane, fetch = handoff.lane, handoff.fetch
+    if event.role == PREFILL:
+        await note_failure(handoff, told)
+        await fetch.blocks_freed()
+        await until(lambda: not lane.is_withheld(handoff.target, fetch))
+    else:
+        lost = {"engine_id": handoff.target.spec.engine_id}
+        await until(lambda: lane.decode[0].logged("handoff.failed", **lost))
+        told.code = ErrorCode(lane.decode[0].logged("handoff.failed", **lost)[-1]["code"])
+        await until(lambda: not lane.num_leases())
+
+
+async def note_failure(handoff: Handoff, told: Told) -> None:
+    failure = await failure_of(handoff.fetch)
+    told.code, told.stage = failure.code, failure.stage
+    told.is_withheld = handoff.lane.is_withheld(handoff.target, handoff.fetch)
+
+
+async def read_again(offer: Any, target: Engine) -> Outcome:
+    """How an offer ends that another engine reads."""
+    fetch = target.decode.fetch(
+        offer.ticket, num_tokens=LARGE.block_size, block_ids={LARGE.name: [1]}
+    )
+    await fetch.completed()
+    outcome: Outcome = await offer.released()
+    return outcome
+
+
+Played = dict[str, Told | BaseException]
+
+
+async def play_lane(name: str, events: list[str], turn: Lock) -> Played:
+    """What is to happen in one lane, in turn, until something goes wrong."""
+    ended: Played = {}
+    try:
+        with agents_ended(Agents) as agents:
+            kind, settings = LANES[name]
+            lane = kind(agents, turn, settings)
+            for agent in agents.all:
+                agent.launch()
+            for agent in agents.all:
+                await to_thread.run_sync(agent.wait_started)
+            for event in events:
+                ended[event] = await play(lane, EVENTS[event])
+    except Exception as error:  # which the tests raise
+        return {**dict.fromkeys(events, error), **ended}
+    return ended
+
+
+async def play_lanes(wanted: dict[str, list[str]]) -> dict[str, Played]:
+    """All of them at once."""
+    played: dict[str, Played] = {}
+    turn = Lock()
+
+    async def note(name: str) -> None:
+        played[name] = await play_lane(name, wanted[name], turn)
+
+    async with create_task_group() as tasks:
+        for name in wanted:
+            tasks.start_soon(note, name)
+    return played
+
+
+@pytest.fixture(scope="module")
+def played(request: pytest.FixtureRequest) -> dict[str, Played]:
+    """By lane, how those events ended whose tests are to be run."""
+    wanted: dict[str, list[str]] = {}
+    for item in request.session.items:
+        if item.path == request.path and isinstance(item, pytest.Function):
+            params = item.callspec.params
+            wanted.setdefault(str(params["lane"]), []).append(str(params["event"]))
+    return anyio.run(play_lanes, wanted)
+
+
+@pytest.mark.timeout(PLAYED_WITHIN_S)
+@pytest.mark.parametrize(
+    ("lane", "event"),
+    [(lane, event) for lane in LANES for event in EVENTS if lane in EXPECTED[event]],
+)
+def test_what_ends_a_handoff_is_told_and_its_blocks_come_back_untouched(
+    played: dict[str, Played], lane: str, event: str
+) -> None:
+    told = played[lane][event]
+    if isinstance(told, BaseException):
+        raise told
+
+    expected = EXPECTED[event][lane]
+    assert told.code in expected.codes
+    assert told.stage == expected.stage
+    assert told.offer == expected.offer
+    assert expected.is_withheld in (None, told.is_withheld)
