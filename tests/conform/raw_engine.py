@@ -1,7 +1,6 @@
-"""A small engine on bare sockets that can be told to have one flaw: its cache, its lines, its loop.
+"""A small engine on bare sockets that can be told to have one flaw.
 
-    python raw_prefill.py [FLAW [ALLOCATOR]]
-    python raw_decode.py [FLAW [ALLOCATOR]]
+    KVBUS_ROLE=prefill KVBUS_ATTACH=... python -m tests.conform.raw_engine [FLAW [ALLOCATOR]]
 
 The allocator is `stack` (the block that came back last is used first), `queue` or `random`.
 
@@ -10,6 +9,7 @@ It knows nothing of kvbus but its protocol page, and docs/conformance.md.
 
 import ctypes
 import fcntl
+import json
 import mmap
 import os
 import random
@@ -17,9 +17,11 @@ import struct
 import sys
 import time
 from collections import deque
+from collections.abc import Callable, Iterator
 
 import zmq
-from raw_session import (
+
+from tests.conform.raw_session import (
     BLOCK,
     BLOCK_BYTES,
     BLOCKS,
@@ -32,46 +34,53 @@ from raw_session import (
     ROW_BYTES,
     SIZE_BYTES,
     TP,
+    Map,
     Session,
+    Tokens,
     positions_of,
+    row,
 )
 
 ALLOCATOR = sys.argv[2] if len(sys.argv) > 2 else "stack"
 SHARED = ctypes.CDLL(None, use_errno=True)
+OnOk = Callable[[str, Map], None]
 
 
-def packed(tables):
+def packed(tables: Map) -> Map:
     return {
         group: {"ids": struct.pack(f"<{len(ids)}I", *ids), "first_block": first}
         for group, (ids, first) in tables.items()
     }
 
 
-def tell(*words):
+def tell(*words: object) -> None:
     print(*words, flush=True)
 
 
 class Engine:
     """One control session, TP memory sessions, and a cache of BLOCKS blocks."""
 
-    def __init__(self):
-        self.context = zmq.Context()
-        self.memory, self.maps = [], []
-        self.jobs, self.later, self.rest = {}, [], b""
+    def __init__(self) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.memory: list[int] = []
+        self.maps: list[mmap.mmap] = []
+        self.jobs: dict[str, Map] = {}
+        self.later: list[tuple[float, Callable[[], None]]] = []
+        self.rest = b""
         self.reset()
 
-    def segment(self):
-        fd = SHARED.memfd_create(b"kv", 3)
+    def segment(self) -> int:
+        fd: int = SHARED.memfd_create(b"kv", 3)
         os.ftruncate(fd, SIZE_BYTES)
         if FLAW != "unsealed":
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK)
         return fd
 
-    def reset(self):
+    def reset(self) -> None:
         self.free = {group["name"]: deque(range(BLOCKS)) for group in GROUPS}
-        self.sessions = []
+        self.sessions: list[Session] = []
 
-    def attach(self):
+    def attach(self) -> None:
         """Come to the agent, each time with new memory: into the old an agent may still write."""
         if FLAW != "same_memory" or not self.memory:
             self.memory = [self.segment() for _ in range(TP)]
@@ -93,7 +102,10 @@ class Engine:
                 self.reset()
                 time.sleep(0.05)
 
-    def run(self):
+    def on_notice(self, op: str, body: Map) -> None:
+        raise NotImplementedError
+
+    def run(self) -> None:
         os.set_blocking(0, False)
         self.attach()
         while self.step():
@@ -102,7 +114,7 @@ class Engine:
             time.sleep(60)
         sys.exit(3 if FLAW == "bad_status" else 0)
 
-    def step(self):
+    def step(self) -> bool:
         poller = zmq.Poller()
         poller.register(0, zmq.POLLIN)
         for session in self.sessions:
@@ -120,7 +132,7 @@ class Engine:
             call()
         return self.read_lines() if 0 in ready else True
 
-    def lose(self):
+    def lose(self) -> None:
         if FLAW == "ends_when_lost":
             sys.exit(1)
         if FLAW == "stays_lost":
@@ -134,7 +146,7 @@ class Engine:
         self.jobs.clear()
         self.attach()
 
-    def read_lines(self):
+    def read_lines(self) -> bool:
         try:
             chunk = os.read(0, 65536)
         except BlockingIOError:
@@ -145,7 +157,7 @@ class Engine:
             getattr(self, f"do_{word}")(name, *rest)
         return bool(chunk)
 
-    def take(self, group, positions):
+    def take(self, group: str, positions: Tokens) -> tuple[list[int], int]:
         """Blocks of the cache for these positions, and the first of them in the request."""
         start, stop = positions
         first = start // BLOCK
@@ -155,17 +167,17 @@ class Engine:
         ids = [self.take_one(group) for _ in range(count)]
         return ids, first
 
-    def take_one(self, group):
+    def take_one(self, group: str) -> int:
         free = self.free[group]
         if ALLOCATOR == "random":
             free.rotate(random.randrange(len(free)))
         return free.popleft()
 
-    def give_back(self, job):
+    def give_back(self, job: Map) -> None:
         for group, (ids, _) in job["tables"].items():
             (self.free[group].extend if ALLOCATOR == "queue" else self.free[group].extendleft)(ids)
 
-    def slots(self, job, start, stop):
+    def slots(self, job: Map, start: int, stop: int) -> Iterator[list[int]]:
         """Rank, layer, part, position, global head, and the address of a row."""
         for group in GROUPS:
             ids, first = job["tables"][group["name"]]
@@ -177,13 +189,13 @@ class Engine:
                         at += position % BLOCK * HELD * ROW_BYTES
                         for head in range(HEADS):
                             rank, held = divmod(head, HELD)
-                            yield rank, layer, part, position, head, at + held * ROW_BYTES
+                            yield [rank, layer, part, position, head, at + held * ROW_BYTES]
 
-    def begin(self, name, op, body, on_ok):
+    def begin(self, name: str, op: str, body: Map, on_ok: OnOk) -> None:
         """Ask for an offer or a fetch; again when the agent is busy."""
         self.control.ask(op, body, lambda reply: self.on_begun(name, op, body, on_ok, reply))
 
-    def on_begun(self, name, op, body, on_ok, reply):
+    def on_begun(self, name: str, op: str, body: Map, on_ok: OnOk, reply: Map) -> None:
         if "ok" in reply:
             on_ok(name, reply["ok"])
             return
@@ -197,3 +209,173 @@ class Engine:
             sys.exit(code)
         self.give_back(self.jobs.pop(name))
         tell("refused", name, code)
+
+
+class Prefill(Engine):
+    def do_offer(self, name: str, line: str) -> None:
+        if FLAW == "offers_nothing":
+            return
+        counts = [int(count) for count in line.split()]
+        job = self.jobs[name] = {"tables": {}, "counts": counts, "offer": None, "done": 0}
+        for group in GROUPS:
+            whole = (0, counts[0]) if len(counts) > 1 else positions_of(group, 0, counts[0])
+            job["tables"][group["name"]] = self.take(group["name"], whole)
+        if FLAW != "late_numbers":
+            self.fill(name, job, counts[0])
+        body: Map = {
+            "request_id": name,
+            "num_tokens": counts[0],
+            "tables": packed(job["tables"]),
+            "sealed": len(counts) == 1,
+        }
+        if FLAW == "first_block" and len(counts) == 1:
+            body["tables"]["tail"]["first_block"] = 0
+        self.begin(name, "offer", body, self.on_offer)
+        if FLAW == "late_numbers":
+            time.sleep(1.0)
+            self.fill(name, job, counts[0])
+
+    def fill(self, name: str, job: Map, num_tokens: int) -> None:
+        seed = int(name)
+        for rank, *which, at in self.slots({"tables": job["tables"]}, 0, num_tokens):
+            if FLAW == "heads_swapped":
+                which[3] ^= 1
+            self.maps[rank][at : at + ROW_BYTES] = row(seed, *which)
+        job["done"] = num_tokens
+
+    def on_offer(self, name: str, reply: Map) -> None:
+        job, ticket = self.jobs.get(name), reply["ticket"]
+        if job is None:
+            return
+        job["offer"] = reply["offer_id"]
+        if FLAW == "ticket_letters":
+            ticket["a_later_field"] = ticket["a_later_field"].encode("ascii", "replace").decode()
+        if FLAW == "ticket_fields":
+            ticket.pop("a_later_field")
+        tell("ticket", name, json.dumps(ticket))
+        if FLAW == "reuses_offered":
+            self.give_back(job)
+            job["tables"] = {}
+        self.grow(name, job)
+
+    def grow(self, name: str, job: Map) -> None:
+        """Announce what comes after the first tokens, one step after the other."""
+        counts = job["counts"][1:]
+        for number, num_tokens in enumerate(counts):
+            tables = {}
+            for group in GROUPS:
+                ids, first = job["tables"][group["name"]]
+                missing = -(-num_tokens // BLOCK) - first - len(ids)
+                new = [self.take_one(group["name"]) for _ in range(max(0, missing))]
+                if FLAW == "extends_with_all":
+                    tables[group["name"]] = (ids + new, first)
+                elif new:
+                    tables[group["name"]] = (new, first + len(ids))
+                job["tables"][group["name"]] = (ids + new, first)
+            self.fill(name, job, num_tokens)
+            body = {"offer_id": job["offer"], "num_tokens": num_tokens, "tables": packed(tables)}
+            last = number == len(counts) - 1
+            self.control.ask("extend", body, lambda _: None)
+            if last and FLAW != "never_sealed":
+                self.control.ask("seal", {"offer_id": job["offer"]}, lambda _: None)
+
+    def do_withdraw(self, name: str) -> None:
+        self.control.ask("withdraw", {"offer_id": self.jobs[name]["offer"]}, lambda _: None)
+        if FLAW == "reuse_withdrawn":
+            self.give_back(self.jobs[name])
+
+    def on_notice(self, op: str, body: Map) -> None:
+        if op == "released":
+            known = self.jobs.get(body["request_id"], {}).get("offer")
+            if FLAW == "reply_first" and body["offer_id"] != known:
+                return
+            job = self.jobs.pop(body["request_id"], None)
+            if job and FLAW != "blocks_lost":
+                self.give_back(job)
+            if FLAW != "end_not_told":
+                tell("released", body["request_id"], body["outcome"])
+
+
+class Decode(Engine):
+    def do_fetch(self, name: str, line: str) -> None:
+        if FLAW == "fetches_nothing":
+            return
+        first_token, num_tokens, text = line.split(" ", 2)
+        tokens = int(first_token), int(num_tokens)
+        tables = {
+            group["name"]: self.take(group["name"], positions_of(group, *tokens))
+            for group in GROUPS
+        }
+        fetch_id = "always" if FLAW == "one_fetch_id" else f"fetch-{name}"
+        self.jobs[name] = {"tables": tables, "tokens": tokens, "fetch": fetch_id}
+        ticket = json.loads(text)
+        if FLAW == "ticket_letters":
+            ticket["a_later_field"] = ticket["a_later_field"].encode("ascii", "replace").decode()
+        if FLAW == "ticket_fields":
+            ticket.pop("a_later_field")
+        body: Map = {
+            "fetch_id": fetch_id,
+            "ticket": ticket,
+            "first_token": tokens[0] if FLAW != "from_zero" else 0,
+            "num_tokens": tokens[1],
+            "tables": packed(tables),
+        }
+        if FLAW == "no_empty_tables":
+            body["tables"] = {k: v for k, v in body["tables"].items() if v["ids"]}
+        self.begin(name, "fetch", body, self.on_fetch)
+
+    def on_fetch(self, name: str, _: Map) -> None:
+        if name in self.jobs:
+            self.jobs[name]["taken"] = True
+        if FLAW == "uses_early":
+            self.jobs[name]["early"] = self.num_wrong(name)
+        if FLAW == "writes_early":
+            job = self.jobs[name]
+            for rank, *_which, at in self.slots(job, *job["tokens"]):
+                self.maps[rank][at] = 0
+
+    def num_wrong(self, name: str) -> int:
+        job, num_wrong = self.jobs[name], 0
+        for rank, *which, at in self.slots(job, *job["tokens"]):
+            have = self.maps[rank][at : at + ROW_BYTES]
+            num_wrong += sum(a != b for a, b in zip(have, row(int(name), *which), strict=True))
+        return num_wrong
+
+    def do_cancel(self, name: str) -> None:
+        if FLAW == "no_cancel":
+            return
+        self.control.ask("cancel", {"fetch_id": self.jobs[name]["fetch"]}, lambda _: None)
+        if FLAW == "reuses_cancelled":
+            self.give_back(self.jobs[name])
+            self.jobs[name]["tables"] = {}
+
+    def on_notice(self, op: str, body: Map) -> None:
+        if op not in ("fetched", "blocks_freed"):
+            return
+        found = (one for one, job in self.jobs.items() if job["fetch"] == body["fetch_id"])
+        name = next(found, None)
+        if name is None or (FLAW == "reply_first" and "taken" not in self.jobs[name]):
+            return
+        if op == "blocks_freed":
+            self.give_back(self.jobs.pop(name))
+            return
+        self.tell_end(name, body)
+        free = body["blocks_free"] or FLAW == "reuses_early"
+        if free and FLAW != "blocks_lost":
+            self.give_back(self.jobs.pop(name))
+
+    def tell_end(self, name: str, body: Map) -> None:
+        outcome = body["outcome"]
+        if FLAW == "failed_is_used" and outcome == "failed":
+            outcome = "completed"
+        if FLAW == "end_not_told":
+            return
+        if outcome != "completed":
+            tell("fetched", name, outcome)
+            return
+        num_wrong = 0 if FLAW == "does_not_look" else self.num_wrong(name)
+        tell("fetched", name, outcome, self.jobs[name].get("early", num_wrong))
+
+
+if __name__ == "__main__":
+    (Prefill() if ROLE == "prefill" else Decode()).run()

@@ -8,6 +8,8 @@ import struct
 import sys
 import time
 import uuid
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import msgpack
 import zmq
@@ -15,7 +17,7 @@ import zmq
 FLAW = sys.argv[1] if len(sys.argv) > 1 else ""
 ROLE, ATTACH = os.environ["KVBUS_ROLE"], os.environ["KVBUS_ATTACH"]
 WINDOW, BLOCK, HEADS, DIM, BLOCKS, TP = 24, 16, 4, 8, 24, 2
-GROUPS = [
+GROUPS: list[dict[str, Any]] = [
     {"name": "full", "layers": [0, 2], "window": None},
     {"name": "tail", "layers": [1], "window": WINDOW},
 ]
@@ -24,8 +26,19 @@ BLOCK_BYTES = 2 * BLOCK * HELD * ROW_BYTES  # parts, tokens, heads
 LAYER_BYTES = BLOCKS * BLOCK_BYTES
 SIZE_BYTES = 3 * LAYER_BYTES
 
+Map = dict[str, Any]
+Tokens = tuple[int, int]
 
-def spec():
+
+class Listener(Protocol):
+    """The engine that a session belongs to."""
+
+    context: "zmq.Context[zmq.Socket[bytes]]"
+
+    def on_notice(self, op: str, body: Map) -> None: ...
+
+
+def spec() -> Map:
     return {
         "engine_id": "raw",
         "model": "m",
@@ -43,7 +56,7 @@ def spec():
     }
 
 
-def rank_spec(rank):
+def rank_spec(rank: int) -> Map:
     """NHD: block, kv, token, head, dim."""
     strides = [("block", BLOCKS, BLOCK_BYTES), ("kv", 2, BLOCK_BYTES // 2)]
     strides += [("token", BLOCK, HELD * ROW_BYTES), ("head", HELD, ROW_BYTES), ("dim", DIM, 2)]
@@ -73,24 +86,27 @@ def rank_spec(rank):
 class Session:
     """One attach connection and one DEALER."""
 
-    def __init__(self, engine, rank=None, boot=None):
+    def __init__(self, engine: Listener, rank: int | None = None) -> None:
         self.engine, self.rank = engine, rank
-        self.boot = boot or uuid.uuid4().hex
+        self.boot = uuid.uuid4().hex
         if FLAW == "same_boot":
             self.boot = "always" + str(rank)
         self.secret = self.boot if FLAW == "told_secret" else uuid.uuid4().hex
         self.attach = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self.attach.set_inheritable(FLAW == "inherited")
         self.attach.connect(ATTACH)
-        self.next_id, self.waiting, self.upto, self.agent = random.getrandbits(48), {}, 0, None
+        self.dealer = engine.context.socket(zmq.DEALER)
+        self.dealer.set(zmq.LINGER, 0)
+        self.dealer.set(zmq.RCVHWM, 0)
+        self.next_id, self.upto, self.agent = random.getrandbits(48), 0, None
+        self.waiting: dict[int, list[Any]] = {}
         if FLAW == "ids_from_one":
             self.next_id = 1
         if FLAW == "falling_ids":
             self.next_id = 1_000_000
         self.heard = time.monotonic()
-        self.dealer = None
 
-    def call(self, op, body, fd=None):
+    def call(self, op: str, body: Map, fd: int | None = None) -> Map:
         packed = msgpack.packb({"op": op, "body": body} if FLAW != "list" else [op, body])
         frame = struct.pack("<I", len(packed)) + packed
         rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))] if fd else []
@@ -104,9 +120,10 @@ class Session:
         reply = msgpack.unpackb(self.read(length))
         if "error" in reply:
             sys.exit(f"{op} was refused: {reply['error']}")
-        return reply["ok"]
+        ok: Map = reply["ok"]
+        return ok
 
-    def read(self, num_bytes):
+    def read(self, num_bytes: int) -> bytes:
         read = b""
         while len(read) < num_bytes:
             chunk = self.attach.recv(num_bytes - len(read))
@@ -115,16 +132,13 @@ class Session:
             read += chunk
         return read
 
-    def open(self, memory=None):
+    def open(self, memory: int | None = None) -> None:
         hello = {"min_protocol": 1, "max_protocol": 1, "engine_id": "raw", "boot": self.boot}
         if FLAW == "number_as_text":
             hello["min_protocol"] = "1"
         if FLAW == "no_hello" and memory is not None:
             self.call("segment", {"segment_id": "kv", "size_bytes": SIZE_BYTES}, memory)
         welcome = self.call("hello", hello)
-        self.dealer = self.engine.context.socket(zmq.DEALER)
-        self.dealer.set(zmq.LINGER, 0)
-        self.dealer.set(zmq.RCVHWM, 0)
         self.dealer.connect(welcome["engine_endpoint"])
         if memory is not None:
             size = SIZE_BYTES + (4096 if FLAW == "wrong_size" else 0)
@@ -136,8 +150,8 @@ class Session:
                 body["engine"]["model"] = "n"
         self.ask("register", body)
 
-    def ask(self, op, body, on_reply=None, timeout_s=60.0):
-        envelope = {"v": 1, "op": op, "id": self.next_id, "boot": self.boot, "body": body}
+    def ask(self, op: str, body: Map, on_reply: Callable[[Map], None] | None = None) -> None:
+        envelope: Map = {"v": 1, "op": op, "id": self.next_id, "boot": self.boot, "body": body}
         envelope["secret"] = uuid.uuid4().hex if FLAW == "new_secrets" else self.secret
         if FLAW == "no_version":
             envelope.pop("v")
@@ -157,12 +171,12 @@ class Session:
             self.waiting[envelope["id"]] = [envelope, frame, now + first_s, first_s, on_reply]
         self.send(frame)
 
-    def send(self, frame):
+    def send(self, frame: bytes) -> None:
         if FLAW == "delimiter":
             self.dealer.send(b"", zmq.SNDMORE)
         self.dealer.send(frame)
 
-    def tick(self):
+    def tick(self) -> None:
         now = time.monotonic()
         for entry in list(self.waiting.values()):
             if now >= entry[2] and FLAW != "no_repeats":
@@ -183,7 +197,7 @@ class Session:
             self.heard = now
             self.ask("ping", {})
 
-    def drain(self):
+    def drain(self) -> None:
         acknowledge = False
         while True:
             try:
@@ -201,18 +215,20 @@ class Session:
         if acknowledge and FLAW != "no_ack":
             self.ask("ack", {"upto": self.upto, "boot": self.agent})
 
-    def on_reply(self, message):
+    def on_reply(self, message: Map) -> None:
         if FLAW == "replies_in_order" and self.waiting:
             entry = self.waiting.pop(min(self.waiting))
         else:
-            entry = self.waiting.pop(message["re"], None)
+            entry = self.waiting.pop(message["re"], [])
         if FLAW == "strict_fields" and entry and entry[4] and "a_later_field" in message:
             sys.exit("a reply with an unknown field")
         if entry and entry[4]:
             entry[4](message)
 
-    def on_notice(self, message):
-        op, seq, body = message["op"], message["seq"], message["body"]
+    def on_notice(self, message: Map) -> bool:
+        """Deliver it in its turn; whether it may be acknowledged."""
+        op, body = message["op"], message["body"]
+        seq: int = message["seq"]
         if FLAW == "notices_repeated" or (FLAW == "notices_as_they_come" and seq > self.upto):
             self.upto = max(self.upto, seq)
             self.engine.on_notice(op, body)
@@ -228,7 +244,7 @@ class Session:
             return False
         return seq <= self.upto
 
-    def is_lost(self):
+    def is_lost(self) -> bool:
         try:
             return self.attach.recv(1, socket.MSG_DONTWAIT) == b""
         except BlockingIOError:
@@ -236,18 +252,17 @@ class Session:
         except OSError:
             return True
 
-    def close(self):
+    def close(self) -> None:
         self.attach.close()
-        if self.dealer is not None:
-            self.dealer.close()
+        self.dealer.close()
 
 
-def positions_of(group, start, stop):
+def positions_of(group: Map, start: int, stop: int) -> Tokens:
     if group["window"] and FLAW != "no_window":
         start = max(start, stop - group["window"])
     return (start, stop) if stop > start else (start, start)
 
 
-def row(name, layer, part, position, head):
+def row(name: int, layer: int, part: int, position: int, head: int) -> bytes:
     base = 101 * name + 59 * layer + 37 * part + 7 * position + 23 * head
     return bytes((base + 3 * i) % 251 for i in range(ROW_BYTES))

@@ -1,159 +1,154 @@
-"""An engine on kvbus's own SDK, of both roles, as docs/conformance.md wants one."""
+"""An engine on the blocking sessions of kvbus's SDK, of both roles: one loop, as a scheduler has.
 
-import asyncio
+It is the engine that docs/conformance.md wants, and its sessions find an agent that comes back.
+"""
+
 import json
 import os
-import sys
-from contextlib import AsyncExitStack, suppress
+import select
+import time
+from contextlib import ExitStack
 from typing import Any
 
-from sdk_cache import NUM_BLOCKS, SPEC, Blocks, Cache, first_block, positions_of, tell
-
-from kvbus.engine import DecodeSession, Fetch, MemorySession, Offer, PrefillSession
-from kvbus.engine.control import ControlSession
-from kvbus.errors import ErrorCode, FetchFailed, KVBusError, PeerLost, RequestRefused
+from kvbus.engine import BlockingDecode, BlockingMemory, BlockingPrefill, Fetch, Offer
+from kvbus.errors import PeerLost, RequestRefused
 from kvbus.geometry import KvLayout
+from kvbus.protocol import Fetched, Outcome
+from tests.conform.sdk_cache import NUM_BLOCKS, SPEC, Blocks, Cache, first_block, positions_of, tell
+
+ATTACH, ROLE = os.environ["KVBUS_ATTACH"], os.environ["KVBUS_ROLE"]
+OPTIONS: Any = {"attach_timeout_s": 30.0, "reconnect": True}
+TICK_S, AGAIN_S = 0.01, 0.5
 
 
 class Prefill:
-    def __init__(self, session: PrefillSession, cache: Cache) -> None:
+    def __init__(self, session: BlockingPrefill, cache: Cache) -> None:
         self.session, self.cache = session, cache
-        self.offers: dict[int, Offer] = {}
+        self.offers: dict[int, tuple[Offer, Blocks]] = {}
 
-    async def offer(self, name: int, rest: str) -> None:
+    def do_offer(self, name: int, rest: str) -> None:
         first, *later = [int(count) for count in rest.split()]
-        spans = positions_of(0, first, whole=bool(later))
-        blocks: Blocks = {}
+        spans, blocks = positions_of(0, first, whole=bool(later)), Blocks()
         self.cache.grow(blocks, spans)
         self.cache.fill(name, blocks, spans)
+        firsts = {group: first_block(group, start) for group, (start, _) in spans.items()}
         try:
-            offer = self.offers[name] = await self.session.offer(
-                str(name),
-                num_tokens=first,
-                block_ids=blocks,
-                sealed=not later,
-                first_blocks={g: first_block(g, start) for g, (start, _) in spans.items()},
-            )
-            tell("ticket", name, json.dumps(offer.ticket))
-            await self.extend(name, offer, blocks, later)
-            tell("released", name, (await offer.released()).value)
-        except RequestRefused as error:
-            tell("refused", name, error.code.value)
-        except KVBusError:
-            tell("released", name, "lost")
-        self.cache.give_back(blocks)
-
-    async def extend(self, name: int, offer: Offer, blocks: Blocks, later: list[int]) -> None:
-        for count in later:
-            spans = positions_of(0, count, whole=True)
-            new = self.cache.grow(blocks, spans)
-            self.cache.fill(name, blocks, spans)
-            await offer.extend(count, {group: ids for group, ids in new.items() if ids})
-        if later:
-            await offer.seal()
-
-    async def withdraw(self, name: int, _: str) -> None:
-        await self.offers[name].withdraw()
-
-
-class Decode:
-    def __init__(self, session: DecodeSession, cache: Cache) -> None:
-        self.session, self.cache = session, cache
-        self.fetches: dict[int, Fetch] = {}
-
-    async def fetch(self, name: int, rest: str) -> None:
-        first, last, ticket = rest.split(" ", 2)
-        tokens = int(first), int(last)
-        spans, blocks = positions_of(*tokens), Blocks()
-        self.cache.grow(blocks, spans)
-        try:
-            await self.until_completed(name, json.loads(ticket), blocks, tokens)
+            offer = self.offer(str(name), first, blocks, firsts, sealed=not later)
         except RequestRefused as error:
             tell("refused", name, error.code.value)
             self.cache.give_back(blocks)
             return
-        except FetchFailed as error:
-            tell("fetched", name, "lost" if error.stage == "lost" else _outcome(error))
-            with suppress(KVBusError):
-                await self.fetches[name].blocks_freed()
-        else:
-            tell("fetched", name, "completed", self.cache.num_wrong(name, blocks, spans))
-        self.cache.give_back(blocks)
+        self.offers[name] = offer, blocks
+        tell("ticket", name, json.dumps(offer.ticket))
+        for count in later:
+            spans = positions_of(0, count, whole=True)
+            new = self.cache.grow(blocks, spans)
+            self.cache.fill(name, blocks, spans)
+            self.session.extend(offer, count, {group: ids for group, ids in new.items() if ids})
+        if later:
+            self.session.seal(offer)
 
-    async def until_completed(
-        self, name: int, ticket: Any, blocks: Blocks, tokens: tuple[int, int]
-    ) -> None:
-        fetch = self.session.fetch(
-            ticket, num_tokens=tokens[1], block_ids=blocks, first_token=tokens[0]
-        )
-        self.fetches[name] = fetch
-        try:
-            await fetch.completed()
-        except FetchFailed as error:
-            if error.stage != "requested":
-                raise
-            raise RequestRefused(error.message, code=error.code) from error
-
-    async def cancel(self, name: int, _: str) -> None:
-        await self.fetches[name].cancel()
-
-
-def _outcome(error: FetchFailed) -> str:
-    return "cancelled" if error.code is ErrorCode.CANCELLED else "failed"
-
-
-async def serve(lines: "asyncio.Queue[str]", stack: AsyncExitStack) -> bool:
-    """Be an engine until its agent goes; False at the end of the lines."""
-    attach, role = os.environ["KVBUS_ATTACH"], os.environ["KVBUS_ROLE"]
-    kind = PrefillSession if role == "prefill" else DecodeSession
-    control: ControlSession = await stack.enter_async_context(kind(attach, SPEC, **WAIT))
-    ranks = []
-    for rank in range(SPEC.tp_size):
-        memory = await stack.enter_async_context(MemorySession(attach, SPEC, rank, **WAIT))
-        ranks.append(await memory.allocate(KvLayout.parse("HND"), num_blocks=NUM_BLOCKS))
-    await control.register()
-    await control.ready()
-    engine: Any = (Prefill if role == "prefill" else Decode)(control, Cache(ranks))
-    ended = asyncio.create_task(control.ended())
-    tasks = set()
-    while True:
-        line = asyncio.create_task(lines.get())
-        await asyncio.wait({line, ended}, return_when=asyncio.FIRST_COMPLETED)
-        if ended.done():
-            line.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-            return True
-        if not line.result():
-            ended.cancel()
-            return False
-        word, name, *rest = line.result().split(" ", 2)
-        tasks.add(asyncio.create_task(getattr(engine, word)(int(name), *rest or [""])))
-
-
-WAIT: Any = {"attach_timeout_s": 30.0}
-
-
-async def main() -> None:
-    reader: asyncio.StreamReader = asyncio.StreamReader(limit=1 << 20)
-    loop = asyncio.get_running_loop()
-    await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), sys.stdin)
-    lines: asyncio.Queue[str] = asyncio.Queue()
-
-    async def read() -> None:
-        while line := await reader.readline():
-            lines.put_nowait(line.decode().rstrip("\n"))
-        lines.put_nowait("")
-
-    reading = asyncio.create_task(read())
-    again = True
-    while again:
-        async with AsyncExitStack() as stack:
+    def offer(
+        self, name: str, num_tokens: int, blocks: Blocks, firsts: dict[str, int], *, sealed: bool
+    ) -> Offer:
+        """Ask until the agent is there."""
+        while True:
             try:
-                again = await serve(lines, stack)
+                return self.session.offer(
+                    name,
+                    num_tokens=num_tokens,
+                    block_ids=blocks,
+                    sealed=sealed,
+                    first_blocks=firsts,
+                )
             except PeerLost:
-                again = True
-    await reading
+                time.sleep(TICK_S)
+
+    def do_withdraw(self, name: int, _: str) -> None:
+        self.session.withdraw(self.offers[name][0])
+
+    def take(self) -> None:
+        for released in self.session.take_released():
+            name = int(released.request_id)
+            tell("released", name, released.outcome.value)
+            self.cache.give_back(self.offers.pop(name)[1])
+
+
+class Decode:
+    def __init__(self, session: BlockingDecode, cache: Cache) -> None:
+        self.session, self.cache = session, cache
+        self.fetches: dict[str, tuple[int, str, Fetch, Blocks]] = {}
+        self.later: list[tuple[float, int, str]] = []
+
+    def do_fetch(self, name: int, rest: str) -> None:
+        first, last, ticket = rest.split(" ", 2)
+        spans, blocks = positions_of(int(first), int(last)), Blocks()
+        self.cache.grow(blocks, spans)
+        wanted: Any = {"num_tokens": int(last), "block_ids": blocks, "first_token": int(first)}
+        try:
+            fetch = self.session.fetch(json.loads(ticket), **wanted)
+        except PeerLost:  # the next agent is not there yet
+            self.cache.give_back(blocks)
+            self.later.append((time.monotonic() + TICK_S, name, rest))
+            return
+        self.fetches[fetch.fetch_id] = name, rest, fetch, blocks
+
+    def do_cancel(self, name: int, _: str) -> None:
+        self.session.cancel(next(fetch for n, _, fetch, _ in self.fetches.values() if n == name))
+
+    def take(self) -> None:
+        for ended in self.session.take_ended():
+            name, rest, _, blocks = self.fetches[ended.fetch_id]
+            if isinstance(ended, Fetched):
+                self.tell_end(name, rest, ended, blocks)
+            if not isinstance(ended, Fetched) or ended.blocks_free:
+                self.cache.give_back(self.fetches.pop(ended.fetch_id)[3])
+        due = [one for one in self.later if time.monotonic() >= one[0]]
+        self.later = [one for one in self.later if one not in due]
+        for _, name, rest in due:
+            self.do_fetch(name, rest)
+
+    def tell_end(self, name: int, rest: str, ended: Fetched, blocks: Blocks) -> None:
+        first, last, _ = rest.split(" ", 2)
+        if ended.outcome is Outcome.COMPLETED:
+            spans = positions_of(int(first), int(last))
+            tell("fetched", name, "completed", self.cache.num_wrong(name, blocks, spans))
+        elif ended.stage == "requested":
+            tell("refused", name, ended.code)
+        else:
+            tell("fetched", name, ended.outcome.value)
+
+
+def run(engine: Prefill | Decode) -> None:
+    """Do what the lines say, and take what has ended, until the last line."""
+    rest = b""
+    while True:
+        if select.select([0], [], [], TICK_S)[0]:
+            chunk = os.read(0, 1 << 16)
+            if not chunk:
+                return
+            *lines, rest = (rest + chunk).split(b"\n")
+            for line in lines:
+                word, name, *words = line.decode().split(" ", 2)
+                getattr(engine, f"do_{word}")(int(name), *words or [""])
+        engine.take()
+
+
+def main() -> None:
+    with ExitStack() as stack:
+        ranks = []
+        for rank in range(SPEC.tp_size):
+            memory = stack.enter_context(BlockingMemory(ATTACH, SPEC, rank, **OPTIONS))
+            ranks.append(memory.allocate(KvLayout.parse("HND"), num_blocks=NUM_BLOCKS))
+        if ROLE == "prefill":
+            prefill = stack.enter_context(BlockingPrefill(ATTACH, SPEC, **OPTIONS))
+            prefill.register()
+            run(Prefill(prefill, Cache(ranks)))
+        else:
+            decode = stack.enter_context(BlockingDecode(ATTACH, SPEC, **OPTIONS))
+            decode.register()
+            run(Decode(decode, Cache(ranks)))
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    main()

@@ -8,12 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvbus.conform.book import Verdict
-from kvbus.conform.engine_process import EngineProcess
-from kvbus.conform.play import play
-from kvbus.protocol import AgentRole
-from tests.agents import AgentProcess, Agents, agents_ended, wait_until
-from tests.conform.engines import named
+from tests.agents import AgentProcess, Agents, wait_until
+from tests.conform.plays import ROLES, Play, Plays
 
 SOURCES = Path(__file__).parents[2] / "examples" / "c"
 PROBE = "#include <zmq.h>\n#include <msgpack.h>\nint main(void) { return 0; }\n"
@@ -40,88 +36,97 @@ def can_compile() -> bool:
     return tried.returncode == 0
 
 
-@pytest.fixture
-def agents() -> Iterator[Agents]:
-    """A prefill agent and a decode agent."""
-    with agents_ended(Agents) as agents:
-        agents.start(agents.prepare("prefill"), agents.prepare("decode"))
-        yield agents
-        agents.check()
+class Engine:
+    """One program beside its agent; it ends with its ``with`` block, and well."""
+
+    def __init__(self, program: Path, agent: AgentProcess) -> None:
+        self._process = subprocess.Popen(
+            [program],
+            env={**os.environ, "KVBUS_ATTACH": str(agent.attach), "KVBUS_ROLE": agent.role},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self._process.stdin
+        assert self._process.stdout
+        self._lines, self._answers = self._process.stdin, self._process.stdout
+        self._told: dict[tuple[str, str], str] = {}
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._lines.close()
+        status = self._process.wait(60)
+        self._answers.close()
+        assert status == 0
+
+    def say(self, *words: object) -> None:
+        self._lines.write(f"{' '.join(map(str, words))}\n")
+        self._lines.flush()
+
+    def told(self, word: str, name: int) -> str:
+        """What it says of this name with this word, once it does."""
+        while (word, str(name)) not in self._told:
+            line = self._answers.readline()
+            assert line, f"the engine has ended, and never said: {word} {name}"
+            said, of, *rest = line.rstrip("\n").split(" ", 2)
+            self._told[said, of] = "".join(rest)
+        return self._told[word, str(name)]
 
 
 @pytest.fixture
-def engines(
-    built: Path, agents: Agents, tmp_path: Path
-) -> Iterator[tuple[EngineProcess, EngineProcess]]:
-    """One engine of each role, with an agent each."""
-    both = [
-        EngineProcess([str(built / role)], agent.attach, role, tmp_path / role)
-        for role, agent in zip(AgentRole, agents.all, strict=True)
-    ]
-    for engine in both:
-        engine.start()
-    yield both[0], both[1]
-    assert [engine.stop() for engine in both] == [0, 0]
+def engines(built: Path, fresh: Agents) -> Iterator[tuple[Engine, Engine]]:
+    """One of each role at an agent of its own, ready."""
+    fresh.start(prefill := fresh.prepare("prefill"), decode := fresh.prepare("decode"))
+    with Engine(built / "prefill", prefill) as source, Engine(built / "decode", decode) as target:
+        wait_until_ready(fresh)
+        yield source, target
 
 
-def told(engine: EngineProcess, word: str, name: int) -> str:
-    """What the engine says with this word, once it does."""
+def wait_until_ready(agents: Agents) -> None:
+    """Each agent has its one engine."""
 
-    def read() -> bool:
-        engine.on_readable()
-        return bool(engine.told(word, name))
+    def are_ready() -> bool:
+        return all([*agent.status()["engines"].values()] == [True] for agent in agents.all)
 
-    wait_until(read, f"{word} {name}")
-    (text,) = engine.told(word, name)
-    return text
+    wait_until(are_ready, "both engines are ready")
 
 
-def hand_over(
-    source: EngineProcess, target: EngineProcess, name: int, *counts: int, first: int = 0
-) -> str:
+def hand_over(source: Engine, target: Engine, name: int, *counts: int, first: int = 0) -> str:
     """What the decode engine says of the KV that it got."""
     source.say("offer", name, *counts)
-    ticket = told(source, "ticket", name)
-    target.say("fetch", name, first, counts[-1], ticket)
-    return told(target, "fetched", name)
+    target.say("fetch", name, first, counts[-1], source.told("ticket", name))
+    return target.told("fetched", name)
 
 
-def serves(agent: AgentProcess) -> bool:
-    """Whether its one engine is ready."""
-    return list(agent.status()["engines"].values()) == [True]
+@pytest.mark.parametrize("number", range(2), ids=ROLES)
+def test_an_engine_in_c_breaks_no_rule(plays: Plays, built: Path, number: int) -> None:
+    ended = plays.ended([Play(role, (str(built / role),)) for role in ROLES], number)
+
+    assert ended.seen("failed") == {}
+    assert ended.seen("untried") == {}
 
 
-@pytest.mark.parametrize("role", AgentRole)
-def test_an_engine_in_c_breaks_no_rule(role: AgentRole, built: Path, tmp_path: Path) -> None:
-    outcomes = play(role, [str(built / role)], log=tmp_path / "log")
-
-    assert named(outcomes, Verdict.FAILED) == {}
-    assert named(outcomes, Verdict.UNTRIED) == {}
-
-
-def test_engines_in_c_hand_kv_over_through_real_agents(
-    engines: tuple[EngineProcess, EngineProcess], agents: Agents
-) -> None:
+def test_engines_in_c_hand_kv_over_through_real_agents(engines: tuple[Engine, Engine]) -> None:
     source, target = engines
-    wait_until(lambda: all(map(serves, agents.all)), "both engines are ready")
 
     assert hand_over(source, target, 7, 100) == "completed 0"
     assert hand_over(source, target, 8, 90, first=37) == "completed 0"
     assert hand_over(source, target, 9, 20, 40, 70) == "completed 0"
-    assert [told(source, "released", name) for name in (7, 8, 9)] == ["completed"] * 3
+    assert [source.told("released", name) for name in (7, 8, 9)] == ["completed"] * 3
 
 
 def test_engines_in_c_go_on_with_agents_that_were_killed(
-    engines: tuple[EngineProcess, EngineProcess], agents: Agents
+    engines: tuple[Engine, Engine], fresh: Agents
 ) -> None:
     source, target = engines
-    wait_until(lambda: all(map(serves, agents.all)), "both engines are ready")
     source.say("offer", 7, 100)
-    told(source, "ticket", 7)
-    for agent in agents.all:
+    source.told("ticket", 7)
+    for agent in fresh.all:
         agent.kill()
         agent.start()
-    wait_until(lambda: all(map(serves, agents.all)), "both engines are ready again")
+    wait_until_ready(fresh)
 
-    assert told(source, "released", 7) == "lost"
+    assert source.told("released", 7) == "lost"
     assert hand_over(source, target, 8, 100) == "completed 0"
