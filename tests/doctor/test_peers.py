@@ -1,0 +1,252 @@
+"""``kvbus doctor --peer --from``: what it says of two agents, by what they say of themselves.
+
+The agents are played: they tell what a row of a table has.
+"""
+
+import socket
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from kvbus.cli import app
+from kvbus.spawn import free_port
+from tests.doctor.played_agents import agent, earlier_agent, told_by
+from tests.doctor.running import Findings, doctor
+
+MACHINE = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+MOUNTS, PIDS = (str(Path(f"/proc/self/ns/{kind}").readlink()) for kind in ("mnt", "pid"))
+HERE = {"machine": MACHINE, "uid": 7, "mount_namespace": MOUNTS, "pid_namespace": PIDS}
+VIEW = {"min_protocol": 1, "max_protocol": 1}
+KEYS = {"p": "p" * 40, "d": "d" * 40}
+Told = dict[str, Any]
+
+
+def look_at(prefill: Told, decode: Told, *, decode_ahead_s: float = 0.0) -> Findings:
+    """The findings about a pair of agents that tell this, without the family's name."""
+    with agent(prefill) as peer, agent(decode, clock_ahead_s=decode_ahead_s) as reader:
+        found = doctor("--only", "peer", "--peer", peer, "--from", reader)
+    return {name.removeprefix("peer."): one for name, one in found.items()}
+
+
+def prefill(view: Told | None = None, **changes: Any) -> Told:
+    return told_by("prefill", view={**VIEW, **(view or {})}, **changes)
+
+
+def decode(view: Told | None = None, **changes: Any) -> Told:
+    return told_by("decode", view={**VIEW, **(view or {})}, **changes)
+
+
+PREFILL_AT = "tcp://10.0.0.1:7701"
+
+
+@pytest.mark.parametrize(
+    ("view", "silent", "severity", "said"),
+    [
+        ({"num_routes": 1}, {PREFILL_AT: 3.0}, "error", "silent: it left requests without"),
+        ({}, {PREFILL_AT: 3.0}, "error", "tried again in 3 s"),
+        ({"num_routes": 1}, {"tcp://10.0.0.9:1": 3.0}, "ok", "routes known: 1"),
+        ({"num_routes": 2, "listed": True, "warm": True}, {}, "ok", "warm, routes known: 2"),
+        ({"problem": "no key"}, {}, "error", "failed: no key"),
+        ({"problem": "no key", "num_routes": 1}, {}, "warning", "failed: no key"),
+        ({"listed": True}, {}, "note", "listed, not warm"),
+        ({}, {}, "note", "not listed; no engine"),
+    ],
+)
+def test_what_came_of_handshakes(
+    view: Told, silent: dict[str, float], severity: str, said: str
+) -> None:
+    found = look_at(prefill(peer_endpoint=PREFILL_AT), decode(view, silent_peers=silent))
+
+    assert found["handshake"]["severity"] == severity
+    assert said in found["handshake"]["found"]
+
+
+@pytest.mark.parametrize(("versions", "severity"), [((1, 2), "ok"), ((2, 3), "error")])
+def test_agents_have_to_speak_one_version(versions: tuple[int, int], severity: str) -> None:
+    theirs = dict(zip(VIEW, versions, strict=True))
+
+    assert look_at(prefill(theirs), decode())["protocol"]["severity"] == severity
+    assert look_at(prefill(), decode(theirs))["protocol"]["severity"] == severity
+
+
+@pytest.mark.parametrize(
+    ("of_prefill", "of_decode", "severity", "said"),
+    [
+        ({}, {}, "ok", "without keys"),
+        ({"server_key": KEYS["p"]}, {}, "error", "'prefill-0' has a key, the decode agent"),
+        ({"server_key": KEYS["p"], "roles": ["decode"]}, KEYS["d"], "ok", "trusts the key of"),
+        (
+            {"server_key": KEYS["p"], "roles": ["router"]},
+            KEYS["d"],
+            "error",
+            f"trusts the key {KEYS['d']} of the decode agent 'decode-0' as router",
+        ),
+        ({"server_key": KEYS["p"]}, KEYS["d"], "error", "as nothing, not as decode"),
+    ],
+)
+def test_each_agent_has_to_trust_the_key_of_the_other_in_its_role(
+    of_prefill: Told, of_decode: Any, severity: str, said: str
+) -> None:
+    trusting = {"server_key": of_decode, "roles": ["prefill"]} if of_decode else {}
+
+    keys = look_at(prefill(of_prefill), decode(trusting))["keys"]
+
+    assert keys["severity"] == severity
+    assert said in keys["found"]
+    assert ("kvbus keys trust FOLDER" in keys["command"]) == (" trusts the key d" in keys["found"])
+
+
+def sharing(**changes: Any) -> Told:
+    return {"sharing": {**HERE, **changes}}
+
+
+LENDS = {"path": "/nowhere/memory.sock", "pid_namespace": "pid:[2]"}
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "severity", "said"),
+    [
+        ({}, {}, "warning", "over TCP: /nowhere/memory.sock is not here"),
+        ({"uid": 8}, {}, "warning", "over TCP: it is of uid 8, and the reader of uid 7"),
+        ({"closed": "mapped = false"}, {}, "warning", "over TCP: mapped = false"),
+        ({"pid_namespace": PIDS}, {}, "ok", "through shared memory: /nowhere"),
+        ({"pid_namespace": ""}, {"closed": "not mapped here"}, "ok", "memory: not mapped here"),
+        ({}, {"engines": {"e at prefill-0": "open"}}, "ok", "can be mapped"),
+        ({}, {"engines": {"e at prefill-0": "no room"}}, "warning", "over TCP: no room"),
+        ({"mount_namespace": "mnt:[8]"}, {"mount_namespace": "mnt:[8]"}, "ok", "can be mapped"),
+        ({}, {"mount_namespace": "mnt:[8]"}, "warning", "may not be there for the reader"),
+        ({"machine": "another"}, {}, "ok", "on two machines"),
+        ({"machine": ""}, {"machine": ""}, "ok", "on two machines"),
+    ],
+)
+def test_how_kv_comes_is_told_by_what_both_say_of_their_places(
+    theirs: Told, ours: Told, severity: str, said: str
+) -> None:
+    lends = prefill(engines={"e": True}, **sharing(**{**LENDS, **theirs}))
+
+    found = look_at(lends, decode(**sharing(**ours)))
+
+    assert found["one_machine"]["severity"] == severity
+    assert said in found["one_machine"]["found"]
+
+
+def test_a_socket_that_is_here_can_be_mapped(folder: Path) -> None:
+    path = folder / "memory.sock"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(path))
+
+        found = look_at(prefill(**sharing(**{**LENDS, "path": str(path)})), decode(**sharing()))
+
+    assert "can be mapped" in found["one_machine"]["found"]
+
+
+@pytest.mark.parametrize(("ahead_s", "severity"), [(0.0, "ok"), (-5.0, "warning")])
+def test_the_clocks_of_the_two_are_compared(ahead_s: float, severity: str) -> None:
+    clock = look_at(prefill(), decode(), decode_ahead_s=ahead_s)["clock"]
+
+    assert clock["severity"] == severity
+    assert clock["values"]["ahead_s"] == pytest.approx(-ahead_s, abs=0.5)
+    assert "that of --from" in clock["found"]
+
+
+def test_wrong_roles_end_the_comparison() -> None:
+    found = look_at(decode(), prefill())
+
+    assert found["roles"]["severity"] == "error"
+    assert "--from the prefill agent" in found["roles"]["found"]
+    assert not found.keys() & {"protocol", "keys", "handshake", "clock"}
+
+
+@pytest.mark.parametrize(("machine", "severity"), [(MACHINE, "ok"), ("another", "note")])
+def test_the_ways_are_those_of_the_machine_that_looks(machine: str, severity: str) -> None:
+    found = look_at(prefill(), decode(**sharing(machine=machine)))
+
+    assert found["from"]["severity"] == severity
+    assert ("run this on that machine" in found["from"]["why"]) == (machine == "another")
+
+
+def test_what_an_agent_of_an_earlier_version_does_not_tell_is_noted() -> None:
+    with earlier_agent("prefill") as peer, agent(decode(**sharing())) as reader:
+        found = doctor("--only", "peer", "--peer", peer, "--from", reader)
+
+    noted = {name for name, one in found.items() if one["severity"] == "note"}
+    unknown = ("packets", "protocol", "keys", "handshake", "one_machine", "clock")
+    assert {one["severity"] for one in found.values()} == {"ok", "note"}
+    assert noted == {f"peer.{subject}" for subject in unknown}
+
+
+def test_an_agent_of_this_side_that_does_not_answer_is_an_error() -> None:
+    with agent(prefill()) as peer:
+        found = doctor("--only", "peer", "--peer", peer, "--from", "tcp://127.0.0.1:1")
+
+    assert found["peer.from"]["severity"] == "error"
+    assert "Connection refused" in found["peer.from"]["found"]
+    assert "peer.roles" not in found
+
+
+def test_a_port_at_which_nobody_listens_and_a_host_that_is_none_are_named() -> None:
+    port = free_port()
+
+    closed = doctor("--only", "peer", "--peer", f"tcp://127.0.0.1:{port}")
+    nowhere = doctor("--only", "peer", "--peer", "tcp://nowhere.invalid:7701")
+
+    assert list(closed) == list(nowhere) == ["peer.socket"]
+    assert f"127.0.0.1:{port}: Connection refused" in closed["peer.socket"]["found"]
+    assert "'nowhere.invalid'" in nowhere["peer.socket"]["found"]
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An answer is waited for as long as one process of this machine needs for it."""
+    monkeypatch.setattr("kvbus.doctor.asking.ANSWER_S", 1.0)
+
+
+def test_who_listens_and_says_nothing_is_no_agent(impatient: None) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        at = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+
+        found = doctor("--only", "peer", "--peer", at)
+
+    assert found["peer.socket"]["severity"] == "error"
+    assert "no reply to 'status'" in found["peer.socket"]["found"]
+
+
+@pytest.mark.parametrize(
+    ("lost", "question", "way"),
+    [
+        (lambda _, body: len(str(body)) > 4096, "one of 8,192 bytes", "there"),
+        (lambda _, body: body.get("echo"), "one with an answer of 8,192 bytes", "back"),
+        (lambda op, _: op == "status", "the one for its status", "back"),
+    ],
+    ids=["there", "back", "status"],
+)
+def test_the_way_that_loses_large_packets_is_named(
+    impatient: None, lost: Callable[[str, Any], bool], question: str, way: str
+) -> None:
+    with agent(prefill(), is_lost=lost) as peer:
+        found = doctor("--only", "peer", "--peer", peer)["peer.packets"]
+
+    assert found["severity"] == "error"
+    assert f"{question} is not: large packets are lost on the way {way}" in found["found"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ((), "--only peer needs --peer"),
+        (("--peer", "127.0.0.1:7701"), "is not tcp://HOST:PORT"),
+        (("--peer", "tcp://127.0.0.1:7701", "--server-key", "x"), "--key-file"),
+        (("--from", "tcp://127.0.0.1:7701"), "--from needs --peer"),
+        (("--peer", "tcp://h:1", "--from", "tcp://h:1"), "are the same agent"),
+        (("--peer", "tcp://h:1", "--from", "h:1"), "--from: 'h:1' is not tcp://HOST:PORT"),
+        (("--peer", "tcp://h:1", "--from-server-key", "x"), "--from-server-key needs --from"),
+    ],
+)
+def test_a_wrong_option_is_told_in_one_line(arguments: tuple[str, ...], told: str) -> None:
+    done = CliRunner().invoke(app, ["doctor", "--only", "peer", *arguments])
+
+    assert done.exit_code == 2
+    assert told in done.output
