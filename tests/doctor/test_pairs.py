@@ -100,23 +100,26 @@ async def test_each_agent_is_asked_with_its_own_key_and_known_though_it_was_neve
 
 
 @pytest.mark.skipif(not HAVE_NAMESPACES, reason="needs root and iproute2")
-def test_an_interface_that_is_down_is_found_and_the_peer_is_not_blamed(tmp_path: Path) -> None:
+def test_an_interface_that_is_down_is_named_by_doctor_and_by_an_agent_and_the_peer_is_not_blamed(
+    tmp_path: Path,
+) -> None:
     config = tmp_path / "config.toml"
     binds = 'peer_bind = "tcp://127.0.0.1:0"\nevents_bind = "tcp://127.0.0.1:0"\n'
-    config.write_text(f'agent_id = "one"\n{binds}data_interfaces = ["kv9"]\n')
+    config.write_text(
+        f'agent_id = "one"\n{binds}data_interfaces = ["kv9"]\nruntime_dir = "{tmp_path}"\n'
+    )
     options = ["--only", "agents", "--only", "peer", "--json", "--config", str(config)]
     with hosts("alone") as made:
         host = made["alone"]
         host.add_interface("kv9", "10.99.0.1")
         run_ip("-n", host.name, "link", "set", "kv9", "down")
 
-        done = subprocess.run(
-            [*host.command, *KVBUS, "doctor", *options, "--peer", "tcp://10.99.0.2:7701"],
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=60,
-        )
+        def run(*command: str) -> subprocess.CompletedProcess[str]:
+            wanted = [*host.command, sys.executable, *command]
+            return subprocess.run(wanted, capture_output=True, text=True, check=False, timeout=60)
+
+        done = run(*KVBUS[1:], "doctor", *options, "--peer", "tcp://10.99.0.2:7701")
+        agent = run("-m", "kvbus_decode", str(config))
 
     found = checked(json.loads(done.stdout), status=done.returncode)
     interfaces, socket = found["agents.one.interfaces"], found["peer.socket"]
@@ -124,6 +127,9 @@ def test_an_interface_that_is_down_is_found_and_the_peer_is_not_blamed(tmp_path:
     assert interfaces["found"].endswith("without a link now: kv9")
     assert "Network is unreachable" in socket["found"]
     assert "data_interfaces is down here" in socket["fix"]
+    assert agent.returncode == 1
+    assert "UCX does not start on data_interfaces = ['kv9']" in agent.stderr
+    assert "no link: kv9" in agent.stderr
 
 
 @pytest.fixture
