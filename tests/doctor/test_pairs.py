@@ -12,7 +12,7 @@ import pytest
 
 from kvbus.engine import DecodeSession
 from kvbus.keys.roles import Role
-from tests.agents import AgentProcess, Agents, agents_ended, until
+from tests.agents import AgentProcess, Agents, agents_ended, until, write_config
 from tests.doctor.running import Findings, checked, doctor, severities
 from tests.engines import engine, failure_of, make_spec, pair, works
 from tests.faulty_link import HAVE_LINKS, THERE, FaultyLink, faulty_link
