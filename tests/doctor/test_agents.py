@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from kvbus.keys.roles import Role
+from kvbus.keys import Role
 from kvbus.spawn import free_port
 from tests.agents import Agents, write_config
 from tests.doctor.played_agents import agent, told_by

@@ -11,7 +11,7 @@ import anyio
 import pytest
 
 from kvbus.engine import DecodeSession
-from kvbus.keys.roles import Role
+from kvbus.keys import Role
 from tests.agents import AgentProcess, Agents, agents_ended, until, write_config
 from tests.doctor.running import Findings, checked, doctor, severities
 from tests.engines import engine, failure_of, make_spec, pair, works
@@ -104,10 +104,9 @@ def test_an_interface_that_is_down_is_named_by_doctor_and_by_an_agent_and_the_pe
     tmp_path: Path,
 ) -> None:
     config = tmp_path / "config.toml"
-    binds = 'peer_bind = "tcp://127.0.0.1:0"\nevents_bind = "tcp://127.0.0.1:0"\n'
-    config.write_text(
-        f'agent_id = "one"\n{binds}data_interfaces = ["kv9"]\nruntime_dir = "{tmp_path}"\n'
-    )
+    any_port = "tcp://127.0.0.1:0"
+    told = {"agent_id": "one", "peer_bind": any_port, "events_bind": any_port}
+    write_config(config, {**told, "data_interfaces": ["kv9"], "runtime_dir": str(tmp_path)})
     options = ["--only", "agents", "--only", "peer", "--json", "--config", str(config)]
     with hosts("alone") as made:
         host = made["alone"]
