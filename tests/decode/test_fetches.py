@@ -1,315 +1,459 @@
-"""The fetch table, one behaviour at a time."""
+"""The fetch table: what it asks for, what it reads, and what it tells the engine, and when.
+
+Each case is a script: events, some with the time and what must be said to them. See `said`.
+"""
 
 import math
+from itertools import product
+from typing import Any
 
 import pytest
 from msgspec.structs import replace
 
-from kvbus.errors import ErrorCode, KVBusError, RemoteError, RequestRefused
+from kvbus.errors import ErrorCode, RemoteError, RequestRefused
 from kvbus.geometry import BlockTable
 from kvbus.protocol import Granted, Outcome, Rendezvous, Ticket
-from kvbus_decode.fetch import events as ev
-from kvbus_decode.fetch.state import ENDS, FetchLimits, FetchState
-from kvbus_decode.fetch.table import FetchTable
-from kvbus_decode.fetch.transitions import TRANSITIONS
+from kvbus_decode import fetch
 
-LIMITS = FetchLimits(max_fetches=2, max_retired=2, request_timeout_s=5.0, busy_retry_s=0.25)
+ev = fetch.events
+LIMITS = fetch.FetchLimits(max_fetches=2, max_retired=2, request_timeout_s=5.0, busy_retry_s=0.25)
 TICKET = Ticket("p", "boot", "tcp://p", "engine-p", "engine-boot", "o1", "r1", 32, "secret")
 MEETS = Rendezvous("transfer-id-of-32-characters-here", "tcp://p:1", request_id="r1")
-PER_FETCH = (
-    ev.OfferMet,
-    ev.PeerReady,
-    ev.TurnCame,
-    ev.LeaseGranted,
-    ev.StepFailed,
-    ev.RenewFailed,
-    ev.OfferAdvanced,
-    ev.ChunkRead,
-    ev.LeaseConfirmed,
-    ev.CancelRequested,
-    ev.PeerGone,
-    ev.EngineLost,
-    ev.Stopped,
-    ev.DeadlinePassed,
-)
-READY = ev.PeerReady("f1")
-READ = ev.ChunkRead("f1", 4096)
-CONFIRMED = ev.LeaseConfirmed("f1")
-CANCEL = ev.CancelRequested("f1", "cancel")
+BUSY, TIMEOUT, STALE = ErrorCode.BUSY, ErrorCode.TIMEOUT, ErrorCode.STALE
 
 
-def requested(fetch_id: str = "f1", *, first_token: int = 0, timeout_s: float = 60.0) -> ev.Event:
-    return ev.Requested(fetch_id, "engine-d", TICKET, first_token, 32, {}, timeout_s, "fetch")
+def requested(fetch_id: str = "f1", *, boot: str = "boot", **changes: Any) -> ev.Requested:
+    """A fetch of the tokens of an offer of 32; whose agent has to be found, unless `KNOWN`."""
+    ticket = replace(TICKET, agent_boot=boot)
+    one = ev.Requested(fetch_id, "engine-d", ticket, 0, 32, {}, 60.0, "fetch")
+    return replace(one, **changes)
 
 
-def meeting(**fields: float) -> ev.Requested:
+def known(fetch_id: str = "f1", **changes: Any) -> ev.Requested:
+    """One whose route is known."""
+    return requested(fetch_id, route="known", **changes)
+
+
+def meeting(**changes: Any) -> ev.Requested:
     """A fetch of an offer that has not been made."""
-    event = requested(**fields)
-    assert isinstance(event, ev.Requested)
-    return replace(event, ticket=MEETS.unknown_ticket(), meets=MEETS)
+    return requested(ticket=MEETS.unknown_ticket(), meets=MEETS, **changes)
 
 
-def lease(
-    *, sealed: bool = True, epoch: int = 1, first_block: int = 0, num_tokens: int = 32
+def blocks(num_tokens: int, after: int = 0) -> dict[str, BlockTable]:
+    """Of 8 tokens each."""
+    table = BlockTable.of(range(100 + after // 8, 100 + num_tokens // 8), first_block=after // 8)
+    return {"full": table}
+
+
+def grant(
+    num_tokens: int = 32,
+    *,
+    sealed: bool | None = None,
+    after: int = 0,
+    epoch: int = 1,
+    fetch_id: str = "f1",
+    at: float = 0.0,
 ) -> ev.LeaseGranted:
-    tables = {"full": BlockTable.of([7], first_block=first_block)}
-    return ev.LeaseGranted("f1", 0.0, Granted(epoch, 9.0, num_tokens, sealed, tables, "token"))
+    """The answer to a claim, or to a renewal that has the blocks of ``after`` tokens."""
+    is_sealed = num_tokens == 32 if sealed is None else sealed
+    granted = Granted(epoch, 9.0, num_tokens, is_sealed, blocks(num_tokens, after), "token")
+    return ev.LeaseGranted(fetch_id, at, granted)
 
 
-def failed(code: ErrorCode) -> ev.StepFailed:
-    return ev.StepFailed("f1", RemoteError("it did not work", code=code))
+def failed(code: ErrorCode, fetch_id: str = "f1", luck: float = 0.0, **more: Any) -> ev.StepFailed:
+    return ev.StepFailed(fetch_id, RemoteError("it did not work", code=code, **more), luck)
 
 
 def renew_failed(code: ErrorCode) -> ev.RenewFailed:
     return ev.RenewFailed("f1", RemoteError("it did not work", code=code))
 
 
-def table_after(*events: ev.Event) -> FetchTable:
-    table = FetchTable(LIMITS)
-    for event in events:
-        table.handle(event, 0.0)
+def read(num_bytes: int = 4096, path: str = "direct", fetch_id: str = "f1") -> ev.ChunkRead:
+    return ev.ChunkRead(fetch_id, num_bytes, None, path)
+
+
+READY, READ, YES, HINT = ev.PeerReady("f1"), read(), ev.LeaseConfirmed("f1"), ev.OfferAdvanced("f1")
+CANCEL = ev.CancelRequested("f1", "cancel")
+GIVE_UP = ev.CancelRequested("f1", "cancel", release_offer=True)
+GONE, LOST, STOPPED = ev.PeerGone("boot"), ev.EngineLost("engine-d"), ev.Stopped()
+NOT_READ = ev.ChunkRead("f1", 0, RemoteError("no", code=ErrorCode.TRANSFER_FAILED))
+DUE = ev.DeadlinePassed()
+READING: list[Any] = [requested(), READY, grant()]
+WAITING: list[Any] = [requested(), READY, grant(0)]
+ASKED: list[Any] = [*READING, READ]
+WORDS = {
+    ev.SendReply: "ok",
+    ev.ResolvePeer: "resolve",
+    ev.HoldPeer: "hold",
+    ev.SendMeet: "meet",
+    ev.SendForgo: "forgo",
+    ev.SendClaim: "claim",
+    ev.SendRenew: "renew",
+    ev.SendConfirm: "confirm",
+    ev.SendTake: "take",
+    ev.SendWithdraw: "withdraw",
+    ev.SendRelease: "release",
+    ev.StopRead: "stop",
+    ev.ReportBlocksFreed: "freed",
+}
+
+
+def said(commands: list[ev.Command]) -> list[str]:
+    """One word for each command; of other fetches than f1 with their name."""
+    return [_word(one) + _name(one) for one in commands]
+
+
+def _name(command: Any) -> str:
+    name = getattr(command, "fetch_id", "f1")
+    return "" if name == "f1" else f" {name}"
+
+
+def _word(command: ev.Command) -> str:
+    match command:
+        case ev.Refuse():
+            return str(command.error.code)
+        case ev.ReadChunk():
+            return f"read {command.start}-{command.stop}" + command.last * " last"
+        case ev.ReportLanded():
+            return f"landed {command.num_tokens}"
+        case ev.ReportFetched():
+            return _end(command)
+    return WORDS[type(command)]
+
+
+def _end(report: ev.ReportFetched) -> str:
+    """``drains`` when the blocks are not free, ``?`` when the offer may be completed."""
+    how = "" if report.error is None else f" {report.stage} {report.error.code}"
+    is_open = " drains" * (not report.blocks_free) + " ?" * report.undecided
+    return report.outcome.value + how + is_open
+
+
+Step = ev.Event | tuple[float, ev.Event] | tuple[float, ev.Event, list[str]] | fetch.FetchLimits
+
+
+def play(*steps: Step) -> fetch.FetchTable:
+    """Tell a table each event; an event alone comes when the one before did."""
+    table, now = fetch.FetchTable(LIMITS), 0.0
+    for step in steps:
+        if isinstance(step, fetch.FetchLimits):
+            table = fetch.FetchTable(step)
+            continue
+        event, expected = step, None
+        if isinstance(step, tuple):
+            now, event, *rest = step
+            expected = rest[0] if rest else None
+        words = said(table.handle(event, now))
+        assert expected is None or words == expected, (now, event)
     return table
 
 
-def report(commands: list[ev.Command]) -> ev.ReportFetched:
-    (found,) = (c for c in commands if isinstance(c, ev.ReportFetched))
+def commands_of(kind: type[Any], *steps: Step, last: ev.Event, now: float = 0.0) -> Any:
+    """The one command of that kind that the last event brings."""
+    (found,) = (one for one in play(*steps).handle(last, now) if isinstance(one, kind))
     return found
 
 
-def kinds(commands: list[ev.Command]) -> list[type[ev.Command]]:
-    return [type(c) for c in commands]
+TABLES = {"full": BlockTable.of([100, 101, 102, 103])}
+ALONE = known(ahead=fetch.Ahead(TABLES, claims=False))
+BESIDE = known(ahead=fetch.Ahead(TABLES, claims=True))
+STATE = replace(requested(), has_state=True)
+PLACE = fetch.FetchLimits(num_places=1, patience_s=1.0)
+# fmt: off
+SCRIPTS: dict[str, list[Step]] = {
+    # from the request to the yes
+    "a fetch resolves, claims, reads, confirms and has completed":
+        [(0, requested(), ["ok", "resolve"]), (0, READY, ["claim"]),
+         (0, grant(), ["read 0-32 last"]), (0, READ, ["confirm"]), (0, YES, ["completed"])],
+    "a fetch of an offer that is not made asks for its ticket first":
+        [(0, meeting(), ["ok", "meet"]), (0, ev.OfferMet("f1", TICKET), ["resolve"]),
+         (0, READY, ["claim"])],
+    "the ticket is asked for until the deadline":
+        [meeting(timeout_s=1.0), (0, failed(BUSY), []), (0.25, DUE, ["meet"]),
+         (0.25, failed(TIMEOUT), []), (0.5, DUE, ["meet"]), (0.9, failed(BUSY), []),
+         (1, DUE, ["failed meeting timeout"])],
+    "who gives up before the offer is made has it forgone, also later":
+        [meeting(), (0, GIVE_UP, ["ok", "cancelled meeting cancelled", "forgo"]),
+         (0, GIVE_UP, ["ok", "forgo"])],
+    "a fetch whose route is known claims before it answers":
+        [(0, known(), ["claim", "ok"])],
+    "an engine that has all tokens reads nothing and confirms":
+        [requested(first_token=32), READY, (0, grant(), ["confirm"])],
+    "a confirm that is refused fails the fetch though all bytes have landed":
+        [*ASKED, (0, failed(STALE), ["release", "failed confirming stale ?"])],
+    "a lease that is granted after the end is given back":
+        [requested(), READY, CANCEL, (0, grant(epoch=4), ["release"])],
+    "an offer that is sealed with too few tokens fails the fetch":
+        [requested(), READY, (0, grant(16, sealed=True), ["release", "failed claiming invalid"])],
+    "a cancel is answered after the end, and unknown of what never was":
+        [requested(), CANCEL, (0, CANCEL, ["ok"]),
+         (0, ev.CancelRequested("never", "c"), ["fetch_unknown"])],
+    "a fetch that drains keeps its place until its transfers end":
+        [*READING, CANCEL, requested("f2"), (0, requested("f3"), ["busy"]), READ,
+         (0, requested("f3"), ["ok", "resolve f3"])],
+    "a fetch is not taken twice, nor after its end":
+        [requested(), (0, requested(), ["fetch_exists"]), CANCEL,
+         (0, requested(), ["fetch_exists"])],
+    "an agent that drains takes no fetch":
+        [ev.DrainStarted(), (0, requested(), ["draining"])],
+    # renewals, and news of the offer
+    "a renewal that timed out is sent again":
+        [*READING, HINT, (1, renew_failed(TIMEOUT), ["renew"])],
+    "a renewal that found its agent busy is sent again while the lease lasts":
+        [*READING, HINT, (1, renew_failed(BUSY), []), (1.2, DUE, []), (1.3, DUE, ["renew"]),
+         (8.9, renew_failed(BUSY)), (9, DUE, ["stop", "failed reading lease_expired drains"])],
+    "a lease that runs out ends the read without waiting for its renewal":
+        [*READING, (3, DUE, ["renew"]), (9, DUE, ["stop", "failed reading lease_expired drains"])],
+    "a hint that overtakes the claim's answer makes it ask once more":
+        [requested(), READY, (0, HINT, []), (0, grant(0), ["renew"])],
+    "a hint that overtakes a renewal's answer makes it ask once more":
+        [*WAITING, HINT, (0, HINT, []), (0, grant(0), ["renew"])],
+    "hints during a renewal ask once more after it and not more often":
+        [requested(), READY, grant(8), (0, HINT, ["renew"]), (0, HINT, []), (0, HINT, []),
+         (0, grant(16, after=8), ["renew"]), (0, grant(24, after=16), [])],
+    "a busy offer is claimed again at once when there is news of it":
+        [requested(), READY, (0, failed(BUSY), []), (0, HINT, ["claim"])],
+    "news that come while a claim is under way are newer than its refusal":
+        [requested(), READY, (0, HINT, []), (0, failed(BUSY), ["claim"]), (0, failed(BUSY), []),
+         (0.25, DUE, ["claim"])],
+    "a claim that is sent after a hint answers it":
+        [requested(), READY, failed(BUSY), (0, HINT, ["claim"]), (1, grant(0, at=1), [])],
+    "a busy offer is claimed again after a moment until the deadline":
+        [requested(timeout_s=1.0), READY, failed(BUSY), (0.25, DUE, ["claim"]),
+         (0.9, failed(BUSY), []), (1, DUE, ["failed claiming timeout"])],
+    "blocks in the grant that leave a gap fail the fetch and give the lease back":
+        [*WAITING, HINT, (0, grant(32, after=16), ["release", "failed waiting geometry"])],
+    # the last question
+    "a confirm without a reply is asked again until the deadline":
+        [requested(timeout_s=1.0), READY, grant(), READ, (0.5, failed(TIMEOUT), ["confirm"]),
+         (1, failed(TIMEOUT), ["release", "failed confirming timeout ?"])],
+    "without an answer a fetch fails when its grace is over and a yes after it is nothing":
+        [requested(timeout_s=1.0), READY, grant(), READ,
+         (2, DUE, ["release", "failed confirming timeout ?"]), (2.5, YES, [])],
+    "a read that ends after the deadline has no grace":
+        [requested(timeout_s=1.0), READY, grant(),
+         (1, READ, ["stop", "failed reading timeout drains", "release", "freed"])],
+    # a yes that is asked for and does not come
+    "an end of the agent while a yes is on its way leaves open what became of the offer":
+        [*ASKED, (0, GONE, ["release", "failed confirming peer_lost ?"])],
+    "a lost connection while a yes is on its way leaves it open":
+        [*ASKED, (0, failed(ErrorCode.PEER_LOST), ["release", "failed confirming peer_lost ?"])],
+    "a cancel while a yes is on its way leaves it open":
+        [*ASKED, (0, CANCEL, ["ok", "release", "cancelled confirming cancelled ?"])],
+    "a refusal does not leave it open":
+        [*ASKED,
+         (0, ev.StepFailed("f1", RequestRefused("no", code=STALE)),
+          ["release", "failed confirming stale"])],
+    # chunks of an offer that is still computed
+    "what is ready is read while the rest is computed":
+        [requested(), READY, (0, grant(8), ["read 0-8"]), (0, READ, []), HINT,
+         (0, grant(24, after=8), ["read 8-24"]), READ, HINT,
+         (0, grant(32, after=24), ["read 24-32 last"]), (0, READ, ["confirm"])],
+    "news during a chunk is one next chunk as soon as that has landed":
+        [requested(), READY, grant(8), HINT, (0, grant(16, after=8), []), HINT,
+         (0, grant(24, after=16), []), (0, READ, ["read 8-24"])],
+    "chunks of the wanted size are told of as they land, after what follows them":
+        [requested(first_token=3, chunk_tokens=8), READY, (0, grant(), ["read 3-8"]),
+         (0, READ, ["read 8-16", "landed 8"]), (0, READ, ["read 16-24", "landed 16"]),
+         (0, READ, ["read 24-32 last", "landed 24"]), (0, READ, ["confirm", "landed 32"])],
+    "a chunk ends where the ready tokens do though the engine wants larger ones":
+        [requested(chunk_tokens=16), READY, (0, grant(8), ["read 0-8"]), (0, READ, ["landed 8"]),
+         HINT, (0, grant(32, after=8), ["read 8-16"])],
+    "a chunk that did not land is not told of":
+        [requested(chunk_tokens=8), READY, grant(),
+         (0, NOT_READ, ["release", "failed reading transfer_failed"])],
+    "no chunk goes beyond the tokens that were asked for":
+        [requested(), READY, (0, grant(40), ["read 0-32"])],
+    "tokens that the engine has are not waited for in chunks":
+        [requested(first_token=12), READY, (0, grant(8), []), HINT,
+         (0, grant(16, after=8), ["read 12-16"])],
+    "a fetch that has all tokens waits for the seal and then confirms":
+        [requested(), READY, grant(32, sealed=False), (0, READ, []), HINT,
+         (0, grant(32, after=32), ["confirm"])],
+    "the state is read as a last chunk without tokens once the offer is sealed":
+        [STATE, READY, grant(32, sealed=False), (0, READ, []), HINT,
+         (0, grant(32, after=32), ["read 32-32 last"]), (0, READ, ["confirm"])],
+    "a seal during the chunk that ends at the last token is not in that chunk":
+        [STATE, READY, grant(32, sealed=False), HINT, (0, grant(32, after=32), []),
+         (0, READ, ["read 32-32 last"])],
+    "an engine that has everything confirms after the seal, a state or not":
+        [replace(STATE, first_token=32), READY, (0, grant(32, sealed=False), []), HINT,
+         (0, grant(32, after=32), ["confirm"])],
+    "an offer that is open again after its seal fails the fetch":
+        [*READING, HINT,
+         (0, grant(32, sealed=False, after=32), ["stop", "failed reading invalid drains"])],
+    "a fetch that is cancelled between two chunks has its blocks at once":
+        [requested(), READY, grant(16), READ,
+         (0, CANCEL, ["ok", "release", "cancelled waiting cancelled"])],
+    "a fetch that failed between two chunks starts no other":
+        [requested(), READY, grant(16), HINT, NOT_READ, (0, grant(32, after=16), [])],
+    # reads by the ticket's own blocks
+    "a short read asks once after its last byte":
+        [(0, ALONE, ["hold", "read 0-32 last", "ok"]), (0, READ, ["take"]),
+         (0, YES, ["completed"])],
+    "a read that takes long asks for the lease and confirms under it":
+        [ALONE, (LIMITS.claim_after_s, DUE, ["claim"]), (1, grant(at=1), []),
+         (1, READ, ["confirm"])],
+    "a claim beside the read is confirmed when both are there, read last":
+        [(0, BESIDE, ["claim", "read 0-32 last", "ok"]), (0, grant(), []), (0, READ, ["confirm"])],
+    "a claim beside the read is confirmed when both are there, granted last":
+        [BESIDE, (0, READ, []), (0, grant(), ["confirm"])],
+    "a read goes on while another reader has the lease and takes what that gave back":
+        [BESIDE, (0, failed(BUSY), []), (0.1, READ, ["take"])],
+    "a claim that was busy is sent again while the read lasts":
+        [BESIDE, failed(BUSY), (0.25, DUE, ["claim"])],
+    "a claim beside the read that is refused stops the read and drains":
+        [BESIDE,
+         (0, failed(ErrorCode.OFFER_COMPLETED), ["stop", "failed reading offer_completed drains"]),
+         (0, READ, ["freed"])],
+    "a claim beside the read whose agent is lost stops it as well":
+        [BESIDE, (0, failed(ErrorCode.PEER_LOST), ["stop", "failed reading peer_lost drains"])],
+    "a take that was busy is asked again after a moment until the deadline":
+        [ALONE, READ, (0, failed(BUSY), []), (0.25, DUE, ["take"]), (59.9, failed(BUSY)),
+         (60, DUE, ["failed confirming timeout"])],
+    "a take that is busy after the deadline is not sent again and was decided":
+        [ALONE, READ, (60.5, failed(BUSY), ["failed confirming timeout"])],
+    "a take without a reply is asked again and a refused one fails the fetch":
+        [ALONE, READ, (5, failed(TIMEOUT), ["take"]),
+         (6, failed(ErrorCode.OFFER_EXPIRED), ["failed confirming offer_expired ?"])],
+    "a confirm is not busy":
+        [BESIDE, grant(), READ, (0, failed(BUSY), ["release", "failed confirming busy ?"])],
+    "an offer with other blocks than the ticket fails and gives the lease back":
+        [BESIDE, (0, grant(32, after=8), ["stop", "failed reading geometry drains"]),
+         (0, READ, ["release", "freed"])],
+    "a lease granted to a fetch that drains goes back when it has drained":
+        [BESIDE, CANCEL, (0, grant(), []), (0, READ, ["release", "freed"])],
+    "an engine that has all tokens takes the offer without a read or a lease":
+        [(0, replace(BESIDE, first_token=32), ["hold", "take", "ok"])],
+    # whose turn it is
+    "a fetch beyond the bound holds its peer and claims nothing":
+        [PLACE, known(), (0, known("f2"), ["ok", "hold f2"])],
+    "the next begins in the event that ends one":
+        [PLACE, known(), known("f2"), known("f3"), grant(), READ,
+         (0.5, YES, ["completed", "claim f2"])],
+    "the next begins when one waits for tokens":
+        [PLACE, known(), known("f2"), (0, grant(0), ["claim f2"])],
+    "the next begins when another reads its offer":
+        [PLACE, known(), known("f2"), (0, failed(BUSY), ["claim f2"])],
+    "the next begins when one is cancelled":
+        [PLACE, known(), known("f2"),
+         (0, CANCEL, ["ok", "cancelled claiming cancelled", "claim f2"])],
+    "blocks that drain keep nobody from beginning":
+        [PLACE, known(), known("f2"), grant(),
+         (0, CANCEL, ["ok", "stop", "cancelled reading cancelled drains", "claim f2"])],
+    "a fetch that stalls keeps its place for a bounded time":
+        [PLACE, known(), known("f2"), (0.999, DUE, []), (1, DUE, ["claim f2"])],
+    "agents have turns and the fetches of one have them in order":
+        [PLACE, *[known(f"a{n}") for n in range(4)],
+         *[known(f"b{n}", boot="b") for n in range(2)], (1.001, DUE, ["claim a1"]),
+         (2.002, DUE, ["claim b0"]), (3.003, DUE, ["claim a2"]), (4.004, DUE, ["claim b1"]),
+         (5.005, DUE, ["claim a3"])],
+    "a queued fetch fails at its deadline and says where it was":
+        [PLACE, known(), known("f2", timeout_s=0.5), (0.5, DUE, ["failed queued timeout f2"])],
+    "a cancelled fetch does not wait any more":
+        [PLACE, known(), known("f2"), known("f3"), ev.CancelRequested("f2", "c"),
+         (0, CANCEL, ["ok", "cancelled claiming cancelled", "claim f3"])],
+    "a new fetch that comes late does not have the turn of one that waits":
+        [PLACE, known(), known("f2"), (1, known("f3"), ["claim f2", "ok", "hold f3"]),
+         (2, DUE, ["claim f3"])],
+    "the urgent one begins first of those that wait":
+        [PLACE, known(), known("f2"), known("f3", priority=1), grant(), READ,
+         (0, YES, ["completed", "claim f3"])],
+    "one whose agent had to be found is as urgent":
+        [PLACE, known(), known("f2"), requested("f3", priority=1), ev.PeerReady("f3"), grant(),
+         READ, (0, YES, ["completed", "claim f3"])],
+}
+# fmt: on
 
 
-def test_the_table_has_a_transition_for_every_state_and_event() -> None:
-    assert set(TRANSITIONS) == {(state, kind) for state in FetchState for kind in PER_FETCH}
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+def test_what_the_table_says_to_what_comes(script: list[Step]) -> None:
+    play(*script)
 
 
-def test_an_ended_fetch_never_comes_back() -> None:
-    assert all(
-        transition.to == (state,) for (state, _), transition in TRANSITIONS.items() if state in ENDS
-    )
+SITUATIONS: dict[str, list[Step]] = {
+    "meeting": [meeting()],
+    "resolving": [requested()],
+    "queued": [PLACE, known("f0"), known()],
+    "claiming": [known()],
+    "waiting": WAITING,
+    "reading": READING,
+    "ahead": [BESIDE],
+    "confirming": ASKED,
+    "draining": [*READING, CANCEL],
+    "completed": [*ASKED, YES],
+    "failed": [requested(), failed(TIMEOUT)],
+}
+ANYTHING = [
+    *(ev.OfferMet("f1", TICKET), READY, ev.TurnCame("f1"), grant(), failed(BUSY), failed(STALE)),
+    *(renew_failed(TIMEOUT), HINT, YES, CANCEL, GIVE_UP, GONE, LOST, STOPPED, DUE),
+]
 
 
-def test_a_fetch_goes_from_resolve_to_claim_to_read_to_confirm_to_completed() -> None:
-    table = table_after()
-
-    steps = [table.handle(e, 0.0) for e in (requested(), READY, lease(), READ, CONFIRMED)]
-
-    assert [kinds(commands) for commands in steps] == [
-        [ev.SendReply, ev.ResolvePeer],
-        [ev.SendClaim],
-        [ev.ReadChunk],
-        [ev.SendConfirm],
-        [ev.ReportFetched],
-    ]
-    assert report(steps[-1]).outcome is Outcome.COMPLETED
-
-
-def test_a_fetch_of_an_offer_that_is_not_made_asks_for_its_ticket_first() -> None:
-    table = table_after()
-
-    steps = [table.handle(e, 0.0) for e in (meeting(), ev.OfferMet("f1", TICKET), READY, lease())]
-
-    assert [kinds(commands) for commands in steps] == [
-        [ev.SendReply, ev.SendMeet],
-        [ev.ResolvePeer],
-        [ev.SendClaim],
-        [ev.ReadChunk],
-    ]
-    assert steps[2][0].requested.ticket is TICKET
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_whatever_comes_in_any_state_ends_a_fetch_once_and_frees_its_blocks_once(
+    situation: str,
+) -> None:
+    for first, second in product(ANYTHING, ANYTHING):
+        table = play(*SITUATIONS[situation])
+        words = [
+            word
+            for now, event in (
+                (0.5, first),
+                (0.5, second),
+                (0.5, READ),
+                (100.0, DUE),
+                (100.0, READ),
+            )
+            for word in said(table.handle(event, now))
+            if word.startswith(("completed", "failed", "cancelled", "freed")) and " f0" not in word
+        ]
+        ended = situation in {"draining", "completed", "failed"}
+        ends = [word for word in words if word != "freed"]
+        assert len(ends) == (not ended)
+        drains = situation == "draining" or any("drains" in word for word in ends)
+        assert words.count("freed") == drains
+        assert "f1" not in table.live
 
 
-@pytest.mark.parametrize("code", [ErrorCode.BUSY, ErrorCode.TIMEOUT])
-def test_the_ticket_is_asked_for_until_the_deadline(code: ErrorCode) -> None:
-    table = table_after(meeting(timeout_s=1.0))
-    num_asked, now = 1, 0.0
-    while (due := table.next_deadline()) is not None:
-        table.handle(failed(code), now)
-        now = table.next_deadline() or due
-        num_asked += kinds(table.handle(ev.DeadlinePassed(), now)).count(ev.SendMeet)
-
-    assert num_asked == 4
-    assert now == 1.0
-    assert table.retired["f1"].error.code is ErrorCode.TIMEOUT
-
-
-def test_who_gives_up_before_the_offer_is_made_has_it_forgone_also_later() -> None:
-    table = table_after(meeting())
-
-    (*_, forgo) = table.handle(ev.CancelRequested("f1", "a", release_offer=True), 0.0)
-    (*_, again) = table.handle(ev.CancelRequested("f1", "b", release_offer=True), 0.0)
-
-    assert forgo == again == ev.SendForgo(MEETS)
-
-
-def test_a_fetch_whose_route_is_known_claims_before_it_answers() -> None:
-    table = table_after()
-
-    steps = [
-        table.handle(event, 0.0)
-        for event in (replace(requested(), route="known"), lease(), READ, CONFIRMED)
-    ]
-
-    assert [kinds(commands) for commands in steps] == [
-        [ev.SendClaim, ev.SendReply],
-        [ev.ReadChunk],
-        [ev.SendConfirm],
-        [ev.ReportFetched],
-    ]
-    assert table.find("f1").requested.route is None, "a retired fetch keeps no route alive"
-
-
-def test_a_confirm_that_is_refused_fails_the_fetch_though_all_bytes_have_landed() -> None:
-    table = table_after(requested(), READY, lease(), READ)
-
-    end = report(table.handle(failed(ErrorCode.STALE), 0.0))
-
-    assert (end.outcome, end.stage, end.blocks_free) == (Outcome.FAILED, "confirming", True)
-
-
-def test_nothing_is_read_when_the_engine_has_all_tokens_and_the_offer_is_still_confirmed() -> None:
-    table = table_after(requested(first_token=32), READY)
-
-    commands = table.handle(lease(), 0.0)
-
-    assert kinds(commands) == [ev.SendConfirm]
-
-
-@pytest.mark.parametrize(
-    "end",
-    [
-        CANCEL,
-        ev.PeerGone("boot"),
-        ev.EngineLost("engine-d"),
-        ev.Stopped(),
-        renew_failed(ErrorCode.STALE),
-    ],
-)
+@pytest.mark.parametrize("end", [CANCEL, GONE, LOST, STOPPED, renew_failed(STALE)])
 def test_a_read_that_is_given_up_is_reported_now_and_its_blocks_when_it_is_terminal(
     end: ev.Event,
 ) -> None:
-    table = table_after(requested(), READY, lease())
+    table = play(*READING)
 
-    ended = table.handle(end, 0.0)
-    drained = table.handle(READ, 1.0)
+    ended, drained = said(table.handle(end, 0.0)), said(table.handle(READ, 1.0))
 
-    assert report(ended).blocks_free is False
-    assert ev.StopRead("f1") in ended
-    assert kinds(drained) == [ev.SendRelease, ev.ReportBlocksFreed]
+    assert "stop" in ended
+    assert ended[-1].endswith("drains")
+    assert drained == ["release", "freed"]
     assert not table.live
 
 
+@pytest.mark.parametrize("late_s", [0.0, 0.99])
+def test_a_yes_that_was_asked_for_by_the_deadline_completes_the_fetch_a_little_later(
+    late_s: float,
+) -> None:
+    steps: list[Step] = [requested(timeout_s=1.0), READY, grant()]
+
+    play(*steps, (0.999, READ), (1.0 + late_s, DUE, []), (1.0 + late_s, YES, ["completed"]))
+
+
 @pytest.mark.parametrize(
-    "answer",
-    [
-        renew_failed(ErrorCode.TIMEOUT),
-        renew_failed(ErrorCode.STALE),
-        lease(first_block=1),
-    ],
+    "answer", [renew_failed(TIMEOUT), renew_failed(STALE), grant(32, after=32), grant(32, after=8)]
 )
 def test_a_renewal_that_is_answered_during_the_confirm_does_not_disturb_it(
     answer: ev.Event,
 ) -> None:
-    table = table_after(requested(), READY, lease(), ev.OfferAdvanced("f1"), READ)
-
-    late = table.handle(answer, 0.0)
-    end = report(table.handle(CONFIRMED, 0.0))
-
-    assert late == []
-    assert end.outcome is Outcome.COMPLETED
+    play(*READING, HINT, READ, (0, answer, []), (0, YES, ["completed"]))
 
 
-@pytest.mark.parametrize(
-    "events",
-    [
-        (requested(),),
-        (requested(), READY),
-        (requested(), READY, lease(), READ),
-    ],
-    ids=["resolving", "claiming", "confirming"],
-)
+@pytest.mark.parametrize("before", [[requested()], [requested(), READY], ASKED])
 def test_only_the_engine_cancels_a_step_that_was_cancelled_on_the_way_has_failed(
-    events: tuple[ev.Event, ...],
+    before: list[Step],
 ) -> None:
-    table = table_after(*events)
-
-    end = report(table.handle(failed(ErrorCode.CANCELLED), 0.0))
+    end = commands_of(ev.ReportFetched, *before, last=failed(ErrorCode.CANCELLED))
 
     assert end.outcome is Outcome.FAILED
-
-
-def test_a_renewal_that_timed_out_is_sent_again_while_the_lease_lasts() -> None:
-    table = table_after(requested(), READY, lease(), ev.OfferAdvanced("f1"))
-
-    commands = table.handle(renew_failed(ErrorCode.TIMEOUT), 1.0)
-
-    assert kinds(commands) == [ev.SendRenew]
-
-
-def test_a_renewal_that_found_its_agent_busy_is_sent_again_while_the_lease_lasts() -> None:
-    table = table_after(requested(), READY, lease(), ev.OfferAdvanced("f1"))
-
-    refused = table.handle(renew_failed(ErrorCode.BUSY), 1.0)
-    early = table.handle(ev.DeadlinePassed(), 1.2)
-    again = table.handle(ev.DeadlinePassed(), 1.3)
-    table.handle(renew_failed(ErrorCode.BUSY), 8.9)
-    end = report(table.handle(ev.DeadlinePassed(), 9.0))
-
-    assert refused == early == []
-    assert kinds(again) == [ev.SendRenew]
-    assert (end.error and end.error.code) is ErrorCode.LEASE_EXPIRED
-
-
-def test_a_lease_that_runs_out_ends_the_read_without_waiting_for_its_renewal() -> None:
-    table = table_after(requested(), READY, lease())
-    table.handle(ev.DeadlinePassed(), 3.0)
-
-    end = report(table.handle(ev.DeadlinePassed(), 9.0))
-
-    assert (end.error and end.error.code) is ErrorCode.LEASE_EXPIRED
-
-
-@pytest.mark.parametrize("hint_at", ["claiming", "renewing"])
-def test_a_hint_that_overtakes_a_grant_makes_the_fetch_ask_once_more(hint_at: str) -> None:
-    table = table_after(requested(), READY)
-    if hint_at == "renewing":
-        table.handle(lease(sealed=False, num_tokens=0), 0.0)
-        table.handle(ev.OfferAdvanced("f1"), 0.0)
-    news = lease(sealed=False, num_tokens=0, first_block=hint_at == "renewing")
-
-    hinted = table.handle(ev.OfferAdvanced("f1"), 0.0)
-    asked = table.handle(news, 0.0)
-
-    assert hinted == []
-    assert kinds(asked) == [ev.SendRenew]
-
-
-@pytest.mark.parametrize("hint_at", ["waiting", "asking"])
-def test_a_busy_offer_is_claimed_again_at_once_when_there_is_news_of_it(hint_at: str) -> None:
-    """News that come while a claim is under way are newer than its refusal."""
-    table = table_after(requested(), READY)
-    news, refused = ev.OfferAdvanced("f1"), failed(ErrorCode.BUSY)
-
-    first, second = (
-        table.handle(event, 0.0)
-        for event in ([refused, news][:: 1 if hint_at == "waiting" else -1])
-    )
-    third = table.handle(refused, 0.0)
-
-    assert (kinds(first), kinds(second), kinds(third)) == ([], [ev.SendClaim], [])
-    assert table.next_deadline() == pytest.approx(0.25, rel=1.0), "it is asked again without news"
-
-
-def test_a_busy_offer_is_claimed_again_after_a_moment_until_the_deadline() -> None:
-    table = table_after(requested(timeout_s=1.0), READY, failed(ErrorCode.BUSY))
-
-    again = table.handle(ev.DeadlinePassed(), 0.25)
-    table.handle(failed(ErrorCode.BUSY), 0.9)
-    end = report(table.handle(ev.DeadlinePassed(), 1.0))
-
-    assert kinds(again) == [ev.SendClaim]
-    assert (end.error and end.error.code) is ErrorCode.TIMEOUT
-    assert table.next_deadline() is None
 
 
 @pytest.mark.parametrize(
@@ -319,183 +463,101 @@ def test_a_busy_offer_is_claimed_again_after_a_moment_until_the_deadline() -> No
         (1.0, 0.5, 1.5),
         (3600.0, 0.0, 2.0),
         (-1.0, 0.0, 0.001),
-        (math.nan, 0.0, 0.001),
+        (math.nan, 0, 0.001),
     ],
 )
 def test_a_busy_offer_is_claimed_again_when_the_prefill_agent_says_or_a_little_later(
     hint_s: float, luck: float, due_at: float
 ) -> None:
-    table = table_after(requested(timeout_s=10.0), READY)
-    error = RemoteError("leased", code=ErrorCode.BUSY, retry_after_s=hint_s)
+    busy = failed(BUSY, luck=luck, retry_after_s=hint_s)
 
-    table.handle(ev.StepFailed("f1", error, luck), 0.0)
-
-    assert table.next_deadline() == due_at
+    assert play(requested(timeout_s=10.0), READY, busy).next_deadline() == due_at
 
 
-@pytest.mark.parametrize(
-    "before",
-    [(READY,), (READY, lease()), (failed(ErrorCode.TIMEOUT),), (READY, CANCEL)],
-    ids=["claiming", "reading", "failed", "cancelled"],
-)
-def test_an_engine_that_gives_up_for_good_has_the_offer_withdrawn_once(
-    before: tuple[ev.Event, ...],
-) -> None:
-    table = table_after(requested(), *before)
+@pytest.mark.parametrize("before", [[READY], [READY, grant()], [failed(TIMEOUT)], [READY, CANCEL]])
+def test_an_engine_that_gives_up_for_good_has_the_offer_withdrawn_once(before: list[Step]) -> None:
+    words = said(play(requested(), *before).handle(GIVE_UP, 0.0))
 
-    commands = table.handle(ev.CancelRequested("f1", "cancel", release_offer=True), 0.0)
-
-    assert [c for c in commands if isinstance(c, ev.SendWithdraw)] == [ev.SendWithdraw(TICKET)]
-    assert kinds(commands).count(ev.SendReply) == 1
-
-
-def test_a_fetch_that_completed_has_no_offer_to_withdraw() -> None:
-    table = table_after(requested(), READY, lease(), READ, CONFIRMED)
-
-    commands = table.handle(ev.CancelRequested("f1", "cancel", release_offer=True), 0.0)
-
-    assert kinds(commands) == [ev.SendReply]
-
-
-def test_a_confirm_without_a_reply_is_asked_again_until_the_deadline_and_a_refused_one_is_not() -> (
-    None
-):
-    table = table_after(requested(timeout_s=1.0), READY, lease(), READ)
-
-    again = table.handle(failed(ErrorCode.TIMEOUT), 0.5)
-    end = report(table.handle(failed(ErrorCode.TIMEOUT), 1.0))
-    refused = table_after(requested(), READY, lease(), READ).handle(failed(ErrorCode.STALE), 0.5)
-
-    assert kinds(again) == [ev.SendConfirm]
-    assert (end.error and end.error.code) is ErrorCode.TIMEOUT
-    assert report(refused).outcome is Outcome.FAILED
-
-
-@pytest.mark.parametrize("late_s", [0.0, 0.99])
-def test_a_yes_that_was_asked_for_by_the_deadline_completes_the_fetch_a_little_later(
-    late_s: float,
-) -> None:
-    table = table_after(requested(timeout_s=1.0), READY, lease())
-    table.handle(READ, 0.999)
-
-    assert table.handle(ev.DeadlinePassed(), 1.0 + late_s) == []
-    end = report(table.handle(CONFIRMED, 1.0 + late_s))
-
-    assert (end.outcome, end.undecided) == (Outcome.COMPLETED, False)
-
-
-def test_without_an_answer_a_fetch_fails_when_its_grace_is_over_and_a_yes_after_it_is_nothing() -> (
-    None
-):
-    table = table_after(requested(timeout_s=1.0), READY, lease(), READ)
-
-    end = report(table.handle(ev.DeadlinePassed(), 1.0 + LIMITS.confirm_grace_s))
-
-    assert (end.outcome, end.stage, end.undecided) == (Outcome.FAILED, "confirming", True)
-    assert table.handle(CONFIRMED, 2.5) == []
-
-
-def test_a_read_that_ends_after_the_deadline_has_no_grace() -> None:
-    table = table_after(requested(timeout_s=1.0), READY, lease())
-
-    commands = table.handle(READ, 1.0)
-
-    assert kinds(commands) == [ev.StopRead, ev.ReportFetched, ev.SendRelease, ev.ReportBlocksFreed]
+    assert (words.count("withdraw"), words.count("ok")) == (1, 1)
+    play(*ASKED, YES, (0, GIVE_UP, ["ok"]))
 
 
 @pytest.mark.parametrize(("at_s", "timeout_s"), [(3.0, 5.0), (5.5, 4.5), (8.5, 1.5)])
 def test_what_is_asked_last_has_until_the_end_of_the_grace(at_s: float, timeout_s: float) -> None:
-    table = table_after(requested(timeout_s=9.0), READY, lease())
+    steps: list[Step] = [requested(timeout_s=9.0), READY, grant()]
 
-    (confirm,) = (c for c in table.handle(READ, at_s) if isinstance(c, ev.SendConfirm))
+    confirm = commands_of(ev.SendConfirm, *steps, last=READ, now=at_s)
 
     assert confirm.timeout_s == pytest.approx(timeout_s)
 
 
+def test_a_fetch_too_many_is_busy() -> None:
+    play(requested("f2"), requested("f3"), (0, requested(), ["busy"]))
+
+
+@pytest.mark.parametrize("in_flight", [True, False])
 @pytest.mark.parametrize(
-    ("end", "undecided"),
-    [
-        (CANCEL, True),
-        (ev.PeerGone("boot"), True),
-        (failed(ErrorCode.PEER_LOST), True),
-        (ev.StepFailed("f1", RequestRefused("no", code=ErrorCode.LEASE_EXPIRED)), False),
-    ],
-    ids=["cancelled", "peer gone", "connection lost", "refused"],
+    "news",
+    [grant(8, after=8), grant(16, sealed=True, after=16), grant(24, after=16, epoch=2)],
+    ids=["fewer tokens", "sealed too short", "another epoch"],
 )
-def test_an_end_while_a_yes_is_on_its_way_leaves_open_what_became_of_the_offer(
-    end: ev.Event, undecided: bool
+def test_news_that_no_chunk_can_follow_fails_the_fetch(
+    news: ev.LeaseGranted, in_flight: bool
 ) -> None:
-    asked = table_after(requested(), READY, lease(), READ)
-    reading = table_after(requested(), READY, lease())
+    landed: list[Step] = [] if in_flight else [READ]
+    steps: list[Step] = [requested(), READY, grant(16), *landed, HINT]
 
-    assert report(asked.handle(end, 0.0)).undecided == undecided
-    assert not report(reading.handle(end, 0.0)).undecided
+    report = commands_of(ev.ReportFetched, *steps, last=news)
 
-
-def test_a_lease_that_is_granted_after_the_end_is_given_back() -> None:
-    table = table_after(requested(), READY, CANCEL)
-
-    commands = table.handle(lease(epoch=4), 0.0)
-
-    assert commands == [ev.SendRelease(TICKET, 4, "token", ErrorCode.CANCELLED)]
+    assert (report.error.code, report.blocks_free) == (ErrorCode.INVALID, not in_flight)
 
 
-def test_blocks_in_the_grant_that_leave_a_gap_fail_the_fetch_and_give_the_lease_back() -> None:
-    waiting = lease(sealed=False, num_tokens=0)
-    table = table_after(requested(), READY, waiting, ev.OfferAdvanced("f1"))
+def test_what_is_read_and_taken_are_the_blocks_of_the_ticket_or_of_the_grant() -> None:
+    ahead = commands_of(ev.ReadChunk, last=ALONE)
+    take = commands_of(ev.SendTake, ALONE, last=READ)
+    table = play(requested(), READY)
+    (first,) = table.handle(grant(8), 0.0)
+    table.handle(HINT, 0.0)
+    table.handle(grant(32, after=8), 0.0)
 
-    commands = table.handle(lease(first_block=5), 0.0)
-
-    assert kinds(commands) == [ev.SendRelease, ev.ReportFetched]
-
-
-def test_an_offer_that_is_sealed_with_too_few_tokens_fails_the_fetch() -> None:
-    table = table_after(requested(), READY)
-    short = ev.LeaseGranted("f1", 0.0, Granted(1, 9.0, 16, True, {}, "token"))
-
-    end = report(table.handle(short, 0.0))
-
-    assert (end.error and end.error.code) is ErrorCode.INVALID
+    assert ahead.tables == take.tables == TABLES
+    assert isinstance(first, ev.ReadChunk)
+    assert first.tables == blocks(8), "they do not grow under a read"
+    renew = commands_of(ev.SendRenew, requested(), READY, grant(8), last=HINT)
+    assert renew.known_blocks == {"full": 1}
 
 
-def test_a_cancel_is_answered_ok_after_the_end_and_refused_for_an_unknown_fetch() -> None:
-    table = table_after(requested(), CANCEL)
+def test_a_met_offer_is_claimed_by_its_own_ticket_and_a_given_back_lease_by_its_token() -> None:
+    claim = commands_of(ev.SendClaim, meeting(), ev.OfferMet("f1", TICKET), last=READY)
+    release = commands_of(ev.SendRelease, requested(), READY, CANCEL, last=grant(epoch=4))
 
-    again = table.handle(CANCEL, 0.0)
-    unknown = table.handle(ev.CancelRequested("never", "cancel"), 0.0)
-
-    assert kinds(again) == [ev.SendReply]
-    assert kinds(unknown) == [ev.Refuse]
+    assert claim.requested.ticket is TICKET
+    assert release == ev.SendRelease(TICKET, 4, "token", ErrorCode.CANCELLED)
 
 
-@pytest.mark.parametrize(
-    ("before", "code"),
-    [
-        ((requested(),), ErrorCode.FETCH_EXISTS),
-        ((requested(), CANCEL), ErrorCode.FETCH_EXISTS),
-        ((requested("f2"), requested("f3")), ErrorCode.BUSY),
-        ((ev.DrainStarted(),), ErrorCode.DRAINING),
-    ],
-)
-def test_a_fetch_that_cannot_be_taken_is_refused_with_the_reason(
-    before: tuple[ev.Event, ...], code: ErrorCode
-) -> None:
-    table = table_after(*before)
+def test_the_report_adds_up_the_chunks_and_the_time_of_each_stage() -> None:
+    steps: list[Step] = [
+        *(STATE, READY, (1, grant(16, at=1)), (2, read(300, "packed")), (2.5, HINT)),
+        *(grant(32, sealed=False, after=16, at=2.5), (2.75, read(200, "direct")), (3, HINT)),
+        *(grant(32, after=32, at=3), (3.25, read(0, ""))),
+    ]
 
-    (refusal,) = table.handle(requested(), 0.0)
+    report = commands_of(ev.ReportFetched, *steps, last=YES, now=4.0)
+    waited: list[Step] = [PLACE, known(), known("f2"), (0.5, CANCEL), grant(fetch_id="f2")]
+    queued = commands_of(ev.ReportFetched, *waited, last=ev.CancelRequested("f2", "c"), now=2.0)
 
-    assert isinstance(refusal, ev.Refuse)
-    assert isinstance(refusal.error, KVBusError)
-    assert refusal.error.code is code
+    assert (report.num_bytes, report.path) == (500, "direct")
+    assert (report.stages_s.waiting, report.stages_s.reading) == (0.75, 1.5)
+    assert queued.stages_s.queued == 0.5
+    for first, flags in ((ALONE, (True, False)), (BESIDE, (True, True)), (known(), (False, True))):
+        granted = [] if first is ALONE else [grant()]
+        end = commands_of(ev.ReportFetched, first, *granted, READ, last=YES)
+        assert (end.ahead, end.leased) == flags
 
 
-def test_a_fetch_that_drains_keeps_its_place_until_its_transfers_end() -> None:
-    table = table_after(requested("f1"), READY, lease(), CANCEL, requested("f2"))
+def test_a_retired_fetch_keeps_no_route_and_no_tables_alive() -> None:
+    table = play(BESIDE, grant(), READ, YES)
 
-    (full,) = table.handle(requested("f3"), 0.0)
-    table.handle(READ, 0.0)
-    taken = table.handle(requested("f3"), 0.0)
-
-    assert isinstance(full, ev.Refuse)
-    assert full.error.code is ErrorCode.BUSY
-    assert kinds(taken) == [ev.SendReply, ev.ResolvePeer]
+    (retired,) = table.retired.values()
+    assert retired.requested.route is None
+    assert retired.requested.ahead is None
