@@ -1,4 +1,7 @@
-"""The table of offers that are known by a name before they are made."""
+"""The table of offers that are known by a name before they are made.
+
+Each case is a script: events, some with the time and who is answered what. See `told`.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -9,21 +12,136 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from kvbus.errors import ErrorCode, KVBusError, LocalError
 from kvbus.protocol import Empty, Met
-from kvbus_prefill.meeting import events as ev
-from kvbus_prefill.meeting.entry import MeetingLimits
-from kvbus_prefill.meeting.table import MeetingTable
+from kvbus_prefill import meeting
 
-NAME, OTHER = "n" * 32, "m" * 32
+ev = meeting.events
+NAME, OTHER, THIRD = "n" * 32, "m" * 32, "k" * 32
 TICKET = {"secret": "s" * 32, "blocks": "many"}
 COMPLETED = LocalError("the offer is over", code=ErrorCode.OFFER_COMPLETED)
-LIMITS = MeetingLimits(max_names=2, max_waiting=2, max_wait_s=5.0, engine_grace_s=2.0)
+LIMITS = meeting.MeetingLimits(max_names=2, max_waiting=2, max_wait_s=5.0, engine_grace_s=2.0)
+
+
+def wants(who: str, name: str = NAME, wait_s: float = 2.0) -> ev.Awaited:
+    return ev.Awaited(name, wait_s, who)
+
+
+MADE, ENDED, DUE = ev.Made(NAME, "offer", TICKET), ev.Ended("offer", COMPLETED), ev.DeadlinePassed()
+GONE, THERE, DRAINS = ev.EnginesGone(), ev.EngineReady(), ev.DrainStarted()
+
+
+def forgone(who: str, name: str = NAME) -> ev.Forgone:
+    return ev.Forgone(name, who)
+
+
+def told(commands: list[ev.Command]) -> dict[str, str]:
+    """What each is told: of an offer ``met``, of a wish that is granted ``ok``, or a code."""
+    words = {}
+    for command in commands:
+        match command:
+            case ev.SendReply(who, Met(ticket)):
+                assert ticket == TICKET
+                words[str(who)] = "met"
+            case ev.SendReply(who, _):
+                words[str(who)] = "ok"
+            case ev.Refuse(who, error):
+                words[str(who)] = str(error.code)
+            case ev.Withdraw(offer_id, secret, who):
+                assert secret == TICKET["secret"]
+                words[str(who)] = f"withdraw {offer_id}"
+    return words
+
+
+Step = ev.Event | tuple[float, ev.Event, dict[str, str]]
+
+
+def play(*steps: Step) -> meeting.MeetingTable:
+    """Tell a table each event; nobody is told anything by one that comes alone."""
+    table, now = meeting.MeetingTable(LIMITS), 0.0
+    for step in steps:
+        now, event, expected = step if isinstance(step, tuple) else (now, step, {})
+        assert told(table.handle(event, now)) == expected, (now, event)
+    return table
+
+
+# fmt: off
+SCRIPTS: dict[str, list[Step]] = {
+    "who comes early is answered when the offer is made":
+        [wants("a"), (1, wants("b"), {}), (1.5, MADE, {"a": "met", "b": "met"})],
+    "who comes late is answered at once":
+        [MADE, (0, wants("a"), {"a": "met"})],
+    "who has waited long enough is told to ask again and may":
+        [wants("a"), wants("b", wait_s=3.0), (2, DUE, {"a": "busy"}), (3, DUE, {"b": "busy"}),
+         (4, wants("c"), {}), (4.5, MADE, {"c": "met"})],
+    "who waits no longer is not answered":
+        [wants("a"), wants("b"), ev.Abandoned(NAME, "a"), ev.Abandoned(NAME, "b"), wants("c"),
+         (0, MADE, {"c": "met"})],
+    "nobody waits for longer than the limit":
+        [wants("a", wait_s=1000.0), (4.999, DUE, {}), (5, DUE, {"a": "busy"})],
+    "of an offer that has ended it is told how":
+        [MADE, ENDED, (0, wants("a"), {"a": "offer_completed"})],
+    "an offer that is given up before it is made is never made":
+        [wants("a"), (0, forgone("b"), {"a": "cancelled", "b": "ok"}),
+         (0, wants("c"), {"c": "cancelled"})],
+    "an offer that is given up when it is made is withdrawn":
+        [MADE, (0, forgone("b"), {"b": "withdraw offer"})],
+    "names and readers are bounded, and offers that are made do not count":
+        [*[ev.Made(f"made-{n}" + NAME, f"offer-{n}", TICKET) for n in range(5)], wants("a"),
+         wants("b"), (0, wants("c"), {"c": "busy"}), wants("d", OTHER),
+         (0, wants("e", THIRD), {"e": "busy"})],
+    "while the agent drains nobody waits":
+        [wants("a"), ev.Made(OTHER, "offer", TICKET), (0, DRAINS, {"a": "draining"}),
+         (0, wants("b"), {"b": "draining"}), (0, wants("c", OTHER), {"c": "met"})],
+    "who waits is told at once when no engine is left":
+        [THERE, wants("a", wait_s=5.0), (1, GONE, {"a": "engine_lost"})],
+    "who asks while no engine is there waits for one for a while":
+        [(1, GONE, {}), (1.5, wants("a", wait_s=5.0), {}), (3, DUE, {"a": "busy"}),
+         (3.001, wants("b"), {"b": "engine_not_ready"})],
+    "the while counts from the last engine and not from each that never was ready":
+        [(1, GONE, {}), (2.9, GONE, {}), (3, wants("a"), {"a": "engine_not_ready"})],
+    "an engine that comes in time makes the offer":
+        [GONE, (1.5, wants("a", wait_s=5.0), {}), (1.9, THERE, {}), (2, DUE, {"a": "busy"}),
+         (2.001, wants("b", wait_s=4.0), {}), (5, MADE, {"b": "met"})],
+    "what was made and given up is known without an engine":
+        [MADE, GONE, (9, forgone("a", OTHER), {"a": "ok"}), (10, wants("b"), {"b": "met"}),
+         (10, wants("c", OTHER), {"c": "cancelled"}), DRAINS,
+         (10, wants("d", THIRD), {"d": "draining"})],
+}
+# fmt: on
+
+
+@pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS)
+def test_who_is_told_what_of_an_offer_by_its_name(script: list[Step]) -> None:
+    play(*script)
+
+
+def test_a_name_that_nobody_waits_for_is_forgotten() -> None:
+    for end in (
+        ev.Abandoned(NAME, "a"),
+        (2.0, DUE, {"a": "busy"}),
+        (1.0, GONE, {"a": "engine_lost"}),
+    ):
+        table = play(THERE, wants("a"), end)
+
+        assert not table.live
+        assert table.num_waiting == 0
+
+
+def test_a_name_is_made_once_and_not_after_it_was_given_up() -> None:
+    play().check_free(NAME)
+    play(wants("a")).check_free(NAME)
+
+    for steps, words in (([MADE], "made before"), ([MADE, ENDED], "made before")):
+        with pytest.raises(LocalError, match=words):
+            play(*steps).check_free(NAME)
+    with pytest.raises(KVBusError, match="given it up"):
+        play((0, forgone("b"), {"b": "ok"})).check_free(NAME)
 
 
 @dataclass
 class Told:
     """What requests were answered, by who asked."""
 
-    table: MeetingTable = field(default_factory=lambda: MeetingTable(LIMITS))
+    table: meeting.MeetingTable = field(default_factory=lambda: meeting.MeetingTable(LIMITS))
     answers: dict[object, list[Any]] = field(default_factory=dict)
     withdrawn: list[ev.Withdraw] = field(default_factory=list)
 
@@ -36,184 +154,6 @@ class Told:
                     self.answers.setdefault(reply_to, []).append(error.code)
                 case ev.Withdraw():
                     self.withdrawn.append(command)
-
-    def await_(
-        self, who: object, now: float = 0.0, *, name: str = NAME, wait_s: float = 2.0
-    ) -> Any:
-        self.handle(ev.Awaited(name, wait_s, who), now)
-        return self.answer(who)
-
-    def answer(self, who: object) -> Any:
-        """The only one, None if there was none."""
-        answers = self.answers.get(who, [None])
-        assert len(answers) == 1
-        return answers[0]
-
-
-@pytest.fixture
-def told() -> Told:
-    return Told()
-
-
-def test_who_comes_early_is_answered_when_the_offer_is_made(told: Told) -> None:
-    assert told.await_("a") is None
-    assert told.await_("b", 1.0) is None
-
-    told.handle(ev.Made(NAME, "offer", TICKET), 1.5)
-
-    assert told.answer("a") == told.answer("b") == Met(TICKET)
-
-
-def test_who_comes_late_is_answered_at_once(told: Told) -> None:
-    told.handle(ev.Made(NAME, "offer", TICKET))
-
-    assert told.await_("a") == Met(TICKET)
-
-
-def test_who_has_waited_long_enough_is_told_to_ask_again_and_may(told: Told) -> None:
-    told.await_("a", 0.0, wait_s=2.0)
-    told.await_("b", 0.0, wait_s=3.0)
-    told.handle(ev.DeadlinePassed(), 2.0)
-
-    assert told.answer("a") is ErrorCode.BUSY
-    assert told.answer("b") is None
-    told.handle(ev.DeadlinePassed(), 3.0)
-    assert told.answer("b") is ErrorCode.BUSY
-    assert not told.table.live
-    assert not told.table.retired
-    told.await_("c", 4.0)
-    told.handle(ev.Made(NAME, "offer", TICKET), 4.5)
-    assert told.answer("c") == Met(TICKET)
-
-
-def test_who_waits_no_longer_is_not_answered_and_leaves_no_name_behind(told: Told) -> None:
-    told.await_("a")
-    told.await_("b")
-    told.handle(ev.Abandoned(NAME, "a"))
-    assert told.table.num_waiting == 1
-    told.handle(ev.Abandoned(NAME, "b"))
-
-    assert not told.table.live
-    assert told.await_("c") is None
-    told.handle(ev.Made(NAME, "offer", TICKET))
-    assert told.answer("a") is told.answer("b") is None
-    assert told.answer("c") == Met(TICKET)
-
-
-def test_nobody_waits_for_longer_than_the_limit(told: Told) -> None:
-    told.await_("a", 0.0, wait_s=1000.0)
-
-    assert told.table.next_deadline() == LIMITS.max_wait_s
-
-
-def test_a_name_is_made_once(told: Told) -> None:
-    told.table.check_free(NAME)
-    told.await_("a")
-    told.table.check_free(NAME)
-    told.handle(ev.Made(NAME, "offer", TICKET))
-
-    with pytest.raises(LocalError, match="made before"):
-        told.table.check_free(NAME)
-    told.handle(ev.Ended("offer", COMPLETED))
-    with pytest.raises(LocalError, match="made before"):
-        told.table.check_free(NAME)
-
-
-def test_of_an_offer_that_has_ended_it_is_told_how(told: Told) -> None:
-    told.handle(ev.Made(NAME, "offer", TICKET))
-    told.handle(ev.Ended("offer", COMPLETED))
-
-    assert told.await_("a") is ErrorCode.OFFER_COMPLETED
-
-
-def test_an_offer_that_is_given_up_before_it_is_made_is_never_made(told: Told) -> None:
-    told.await_("a")
-    told.handle(ev.Forgone(NAME, "b"))
-
-    assert told.answer("a") is ErrorCode.CANCELLED
-    assert told.answer("b") == Empty()
-    with pytest.raises(KVBusError, match="given it up"):
-        told.table.check_free(NAME)
-    assert told.await_("c") is ErrorCode.CANCELLED
-
-
-def test_an_offer_that_is_given_up_when_it_is_made_is_withdrawn(told: Told) -> None:
-    told.handle(ev.Made(NAME, "offer", TICKET))
-    told.handle(ev.Forgone(NAME, "b"))
-
-    assert told.withdrawn == [ev.Withdraw("offer", TICKET["secret"], "b")]
-
-
-def test_names_and_readers_are_bounded_and_offers_that_are_made_do_not_count(told: Told) -> None:
-    for number in range(5):
-        told.handle(ev.Made(f"made-{number}" + NAME, f"offer-{number}", TICKET))
-    told.await_("a")
-    told.await_("b")
-
-    assert told.await_("c") is ErrorCode.BUSY
-    assert told.await_("d", name=OTHER) is None
-    assert told.await_("e", name="k" * 32) is ErrorCode.BUSY
-
-
-def test_while_the_agent_drains_nobody_waits(told: Told) -> None:
-    told.await_("a")
-    told.handle(ev.Made(OTHER, "offer", TICKET))
-    told.handle(ev.DrainStarted())
-
-    assert told.answer("a") is ErrorCode.DRAINING
-    assert told.await_("b") is ErrorCode.DRAINING
-    assert told.await_("c", name=OTHER) == Met(TICKET)
-
-
-def test_who_waits_is_told_at_once_when_no_engine_is_left(told: Told) -> None:
-    told.handle(ev.EngineReady())
-    told.await_("a", wait_s=5.0)
-    told.handle(ev.EnginesGone(), 1.0)
-
-    assert told.answer("a") is ErrorCode.ENGINE_LOST
-    assert not told.table.live
-
-
-def test_who_asks_while_no_engine_is_there_waits_for_one_for_a_while(told: Told) -> None:
-    told.handle(ev.EnginesGone(), 1.0)
-    assert told.await_("a", 1.5, wait_s=5.0) is None
-    told.handle(ev.DeadlinePassed(), 3.0)
-
-    assert told.answer("a") is ErrorCode.BUSY
-    assert told.await_("a again", 3.001, wait_s=5.0) is ErrorCode.ENGINE_NOT_READY
-    assert not told.table.live
-
-
-def test_the_while_counts_from_the_last_engine_and_not_from_each_that_never_was_ready(
-    told: Told,
-) -> None:
-    told.handle(ev.EnginesGone(), 1.0)
-    told.handle(ev.EnginesGone(), 2.9)
-
-    assert told.await_("a", 3.0) is ErrorCode.ENGINE_NOT_READY
-
-
-def test_an_engine_that_comes_in_time_makes_the_offer(told: Told) -> None:
-    told.handle(ev.EnginesGone())
-    told.await_("a", 1.5, wait_s=5.0)
-    told.handle(ev.EngineReady(), 1.9)
-    told.handle(ev.DeadlinePassed(), 2.0)
-    assert told.answer("a") is ErrorCode.BUSY
-    assert told.await_("a again", 2.001, wait_s=4.0) is None
-    told.handle(ev.Made(NAME, "offer", TICKET), 5.0)
-
-    assert told.answer("a again") == Met(TICKET)
-
-
-def test_what_was_made_and_given_up_is_known_without_an_engine(told: Told) -> None:
-    told.handle(ev.Made(NAME, "offer", TICKET))
-    told.handle(ev.EnginesGone())
-    told.handle(ev.Forgone(OTHER, "a"), 9.0)
-
-    assert told.await_("b", 10.0) == Met(TICKET)
-    assert told.await_("c", 10.0, name=OTHER) is ErrorCode.CANCELLED
-    told.handle(ev.DrainStarted(), 10.0)
-    assert told.await_("d", 10.0, name="k" * 32) is ErrorCode.DRAINING
 
 
 class Meetings(RuleBasedStateMachine):
