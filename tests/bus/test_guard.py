@@ -24,7 +24,7 @@ from kvbus.bus import (
     SocketOptions,
     new_key_pair,
 )
-from kvbus.bus.accepted import counted_by
+from kvbus.bus.accepted import counted_by, is_of_same_user
 from kvbus.protocol import Ping
 from tests.agents import WITHIN_S, until
 from tests.bus.conftest import TCP, Bus, Hold
@@ -283,18 +283,13 @@ async def test_what_waits_ends_with_its_connection_and_is_done_again_for_who_com
     assert (num_waiting, num_ended) == (1, 1)
 
 
-@pytest.mark.parametrize("at", [TCP, "tcp://[::1]:*"])
-async def test_a_process_of_the_same_user_is_known_until_it_hangs_up(
-    bus: Bus, guarded: Guarded, hold: Hold, at: str
-) -> None:
-    server = bus.server(hold, at=at, watch=guarded.watch())
-    client = bus.client(at=server.endpoint)
-
-    async with bus.running(server):
-        async with bus.running(client):
-            client.send(Ask(), timeout_s=WITHIN_S, on_reply=lambda _: None)
-            call = await hold.arrived.get()
-            was_known = server.knows(call)
-        await until(lambda: not server.knows(call))
-
-    assert was_known
+@pytest.mark.parametrize(
+    ("family", "host"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")]
+)
+def test_a_process_of_the_same_user_is_known_until_it_hangs_up(family: int, host: str) -> None:
+    with socket.create_server((host, 0), family=family) as server:
+        with socket.create_connection(server.getsockname()[:2]):
+            accepted, _ = server.accept()
+            assert is_of_same_user(accepted.fileno())
+        with accepted:
+            assert not is_of_same_user(accepted.fileno())
