@@ -31,7 +31,10 @@ print(urlopen("http://127.0.0.1:7703/healthz", timeout=10).read().decode(), end=
 """
 SEEN_WITHIN_S = 30.0
 
-pytestmark = pytest.mark.timeout(300)  # agents and engines in turn, on cores that are few
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.timeout(300),  # agents and engines in turn, on cores that are few
+]
 
 MakeCluster = Callable[..., Cluster]
 Templates = dict[str, Manifest]

@@ -23,6 +23,7 @@ WITHIN_S = 30.0
 TELL = {"UCX_PROTO_INFO": "y", "UCX_LOG_LEVEL": "error"}
 
 pytestmark = [
+    pytest.mark.long,
     pytest.mark.anyio,
     pytest.mark.skipif(
         os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and util-linux"

@@ -97,8 +97,13 @@ def nothing_held_back(agent: AgentProcess) -> bool:
 
 @pytest.mark.parametrize(
     ("name", "set_link"),
-    [("p0", Host.set_cable), ("p0", Host.set_interface), ("d0", Host.set_cable)],
-    ids=["cable of the holder", "interface of the holder", "cable of the reader"],
+    [
+        pytest.param("p0", Host.set_cable, id="cable of the holder"),
+        pytest.param(
+            "p0", Host.set_interface, id="interface of the holder", marks=pytest.mark.long
+        ),
+        pytest.param("d0", Host.set_cable, id="cable of the reader", marks=pytest.mark.long),
+    ],
 )
 async def test_a_host_is_cut_off_during_a_read(
     network: Network, name: str, set_link: Callable[[Host, str], None]
@@ -135,6 +140,7 @@ async def test_a_host_is_cut_off_during_a_read(
         assert len(unlinked) == len(linked) == (name == "d0"), "said once each"
 
 
+@pytest.mark.long
 async def test_a_cable_that_is_loose_costs_no_wrong_bit_and_all_pairs_work_after_it(
     network: Network,
 ) -> None:
@@ -177,6 +183,7 @@ async def test_a_cable_that_is_loose_costs_no_wrong_bit_and_all_pairs_work_after
             await until(lambda agent=agent: nothing_held_back(agent))
 
 
+@pytest.mark.long
 async def test_hosts_that_freeze_for_longer_than_any_deadline_and_thaw(network: Network) -> None:
     frozen = network.at["p0"], network.at["d1"]
     async with (

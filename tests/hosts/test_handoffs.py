@@ -78,6 +78,7 @@ def blocks_of(number: int) -> dict[str, list[int]]:
     return {"full": list(range(first, first + BLOCKS_EACH))[::-1]}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("prefill", "decode"),
     [

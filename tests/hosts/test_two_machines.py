@@ -14,6 +14,8 @@ from kvbus.spawn import Child
 from tests.agents import AgentProcess, Agents, agents_ended
 from tests.namespaces import BRIDGED, HAVE_NAMESPACES, Host, bridged
 
+pytestmark = pytest.mark.long
+
 PAGE = Path(__file__).parents[2] / "docs" / "two-machines.md"
 ADDRESSES = {"10.0.0.1": "prefill", "10.0.0.2": "decode"}
 NOT_MAPPED = "mapped = false\n"

@@ -23,7 +23,7 @@ from tests.engines import Engine, engine, failure_of, works
 from tests.hosts.conftest import Network
 from tests.keyring import OBSERVER
 
-pytestmark = pytest.mark.anyio
+pytestmark = [pytest.mark.anyio, pytest.mark.long]
 
 DEADLINE_S, LATE_S = 6.0, 5.0
 LEADS_NOWHERE, NOBODY = "kv9", "10.99.0.1"
