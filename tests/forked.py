@@ -1,18 +1,18 @@
-"""Agents that start in a quarter of the time: forked from a process that has imported them already.
+"""Agents and engines that start in a quarter of the time: forked from who has imported them.
 
-    pytest ──exec──▶ fork server, one for each process of pytest
+    pytest ──exec──▶ fork server, one for agents and one for engines
       │                   │ fork
       │                   ├──▶ a process that ends at once
       │                   │      │ fork
       └──adopts───────────┼──────┴──▶ the agent
 
-The server imports both agents and then waits, with one thread, no event loop, no ZeroMQ context, no
-NIXL agent and no UCX. While an agent starts, pytest adopts orphans (PR_SET_CHILD_SUBREAPER). So the
-agent is a child of pytest as if pytest had started it: pytest signals it, waits for it and gets its
-exit status, and it ends with pytest (PR_SET_PDEATHSIG, as in `kvbus.spawn`).
+A server imports what it is for and then waits, with one thread, no event loop, no ZeroMQ context,
+no NIXL agent and no UCX. While an agent starts, pytest adopts orphans (PR_SET_CHILD_SUBREAPER). So
+the agent is a child of pytest as if pytest had started it: pytest signals it, waits for it and gets
+its exit status, and it ends with pytest (PR_SET_PDEATHSIG, as in `kvbus.spawn`).
 
-The agent gets the environment, the folder and the log of its start; only its command line, for who
-looks into /proc, is the server's.
+The agent gets the environment, the folder and the streams of its start; only its command line, for
+who looks into /proc, is the server's.
 """
 
 import atexit
@@ -31,7 +31,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-MODULES = ("kvbus_prefill.__main__", "kvbus_decode.__main__")
+AGENTS, ENGINES = ("kvbus_prefill.__main__", "kvbus_decode.__main__"), ("tests.engine_program",)
 READ_AT_IMPORT = ("PYTHON", "NIXL_", "LD_", "MALLOC_", "GLIBC_")
 """How the variables begin that must be there before Python, or NIXL, starts."""
 ONE_THREAD = {"OPENBLAS_NUM_THREADS": "1"}
@@ -42,17 +42,23 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 class Forked(subprocess.Popen[bytes]):
-    """`python -m MODULE ARGUMENT...` with one of `MODULES`: forked, where Popen starts a Python."""
+    """`python -m` of an agent or `tests.engine_program`: forked, where Popen starts a Python."""
 
     def _execute_child(self, args: Sequence[str], *rest: Any) -> None:
-        env, log = rest[5], rest[14]
-        self.pid = _server().fork(args, env, log)
-        self._child_created = True
+        env, pipes = rest[5], rest[9:15]
+        ends = (pipes[0], pipes[3], pipes[5])
+        streams = [end if end != -1 else ours for ours, end in enumerate(ends)]
+        server = _server(ENGINES if args[2] in ENGINES else AGENTS)
+        try:
+            self.pid = server.fork(args, os.environ if env is None else env, streams)
+            self._child_created = True
+        finally:
+            self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]  # not in its stub
 
 
 def can_fork(env: Mapping[str, str]) -> bool:
     """Whether a process with this environment is the same from the fork server."""
-    return _read_at_import(env) == _read_at_import(_server().env)
+    return _read_at_import(env) == _read_at_import(_server(AGENTS).env)
 
 
 def _read_at_import(env: Mapping[str, str]) -> dict[str, str]:
@@ -60,14 +66,14 @@ def _read_at_import(env: Mapping[str, str]) -> dict[str, str]:
 
 
 class ForkServer:
-    """The server, seen from pytest."""
+    """A server, seen from pytest."""
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Sequence[str]) -> None:
         self.env = dict(os.environ)
         self._channel, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             # Not its folder comes first on the path of imports, in which there is a module `plan`.
-            command = [sys.executable, "-P", __file__]
+            command = [sys.executable, "-P", __file__, *modules]
             env = {**self.env, **ONE_THREAD}
             self._process = subprocess.Popen(command, stdin=theirs.fileno(), env=env)
         atexit.register(self._end)
@@ -76,28 +82,28 @@ class ForkServer:
         self._channel.close()
         self._process.wait()
 
-    def fork(self, command: Sequence[str], env: Mapping[str, str], log: int) -> int:
+    def fork(self, command: Sequence[str], env: Mapping[str, str], streams: Sequence[int]) -> int:
         """The pid of a new child of this process."""
         request = {"command": command, "env": dict(env), "parent": os.getpid()}
         request["folder"] = str(Path.cwd())
         _prctl(PR_SET_CHILD_SUBREAPER, 1)
         try:
-            socket.send_fds(self._channel, [json.dumps(request).encode()], [log])
+            socket.send_fds(self._channel, [json.dumps(request).encode()], streams)
             return int(self._channel.recv(16))
         finally:
             _prctl(PR_SET_CHILD_SUBREAPER, 0)
 
 
 @cache
-def _server() -> ForkServer:
-    return ForkServer()
+def _server(modules: Sequence[str]) -> ForkServer:
+    return ForkServer(modules)
 
 
-def serve() -> Callable[[], None]:
+def serve(modules: Sequence[str]) -> Callable[[], None]:
     """Fork until pytest has ended; in a forked process, return what it is to run."""
     before = dict(os.environ)
     mains: dict[str, Callable[[], None]] = {
-        name: importlib.import_module(name).main for name in MODULES
+        name.removesuffix(".__main__"): importlib.import_module(name).main for name in modules
     }
     added = {name: text for name, text in os.environ.items() if before.get(name) != text}
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -105,7 +111,7 @@ def serve() -> Callable[[], None]:
     gc.collect()
     gc.freeze()  # so that pages stay shared
     while True:
-        text, fds, _, _ = socket.recv_fds(channel, MAX_REQUEST_BYTES, 1)
+        text, fds, _, _ = socket.recv_fds(channel, MAX_REQUEST_BYTES, 3)
         if not text:
             sys.exit()
         if (between := os.fork()) == 0:
@@ -113,12 +119,13 @@ def serve() -> Callable[[], None]:
                 os._exit(0)
             request = json.loads(text)
             _be_adopted(request["parent"])
-            _become(request, log=fds[0], added=added)
+            _become(request, fds, added=added)
             channel.send(str(os.getpid()).encode())
             channel.close()
-            return mains[f"{request['command'][2]}.__main__"]
+            return mains[request["command"][2]]
         os.waitpid(between, 0)
-        os.close(fds[0])
+        for fd in fds:
+            os.close(fd)
 
 
 def _be_adopted(parent: int) -> None:
@@ -130,16 +137,14 @@ def _be_adopted(parent: int) -> None:
         os._exit(1)
 
 
-def _become(request: Mapping[str, Any], *, log: int, added: Mapping[str, str]) -> None:
+def _become(request: Mapping[str, Any], streams: list[int], *, added: Mapping[str, str]) -> None:
     """As it would be after an exec and the same imports."""
     os.chdir(request["folder"])
     os.environ.clear()
     os.environ.update({**added, **request["env"]})
-    with open(os.devnull) as nothing:  # noqa: PTH123
-        os.dup2(nothing.fileno(), 0)
-    for standard in (1, 2):
-        os.dup2(log, standard)
-    os.close(log)
+    for standard, stream in enumerate(streams):
+        os.dup2(stream, standard)
+        os.close(stream)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv = list(request["command"][2:])
 
@@ -149,4 +154,5 @@ def _prctl(option: int, value: int) -> None:
 
 
 if __name__ == "__main__":
-    serve()()
+    sys.path.insert(0, str(Path(__file__).parents[1]))
+    serve(sys.argv[1:])()

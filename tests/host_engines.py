@@ -5,7 +5,7 @@ the other.
 """
 
 from collections.abc import AsyncIterator, Mapping
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -21,6 +21,7 @@ from kvbus.engine.bounce import (
     HostPrefill,
     LocalCopier,
 )
+from kvbus.errors import KVBusError
 from kvbus.geometry import EngineSpec
 from tests.agents import until
 from tests.engines import Engine, NumBlocks, check_at_end
@@ -59,6 +60,7 @@ class Offering:
 
     host: HostPrefill
     total: int
+    wait_s: float = 20.0
 
     async def offer(
         self,
@@ -69,19 +71,25 @@ class Offering:
         sealed: bool = True,
         first_blocks: Mapping[str, int] | None = None,
         ttl_s: float | None = None,
+        transfer_id: str | None = None,
     ) -> "Offered":
         """Save before it is offered what is all, and after it what is not."""
         total = num_tokens if sealed else self.total
         offer = await self.host.begin(
-            request_id, num_tokens=total, first_blocks=first_blocks, wait_s=20.0
+            request_id, num_tokens=total, first_blocks=first_blocks, wait_s=self.wait_s
         )
-        if sealed:
-            await offer.save(num_tokens, block_ids)
-            ticket = await offer.offer(ttl_s=ttl_s)
-            await offer.seal()
-        else:
-            ticket = await offer.offer(ttl_s=ttl_s)
-            await offer.save(num_tokens, block_ids)
+        try:
+            if sealed:
+                await offer.save(num_tokens, block_ids)
+                ticket = await offer.offer(ttl_s=ttl_s)
+                await offer.seal()
+            else:
+                ticket = await offer.offer(ttl_s=ttl_s)
+                await offer.save(num_tokens, block_ids)
+        except KVBusError:
+            with suppress(KVBusError):  # then it ends with the session
+                await offer.abort()
+            raise
         groups = self.host.session.engine.groups
         states = {group.name: block_ids.get(group.name, []) for group in groups if group.state}
         return Offered(offer, ticket, states)
@@ -94,6 +102,10 @@ class Offered:
     offer: HostOffer
     ticket: dict[str, Any]
     states: dict[str, list[int]]
+
+    @property
+    def offer_id(self) -> str:
+        return self.offer.offer_id
 
     async def extend(self, num_tokens: int, block_ids: Mapping[str, list[int]]) -> None:
         """Save what is new, and the states as they are by then."""

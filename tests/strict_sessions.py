@@ -95,11 +95,14 @@ class FreeBlocks:
 class WatchingDecode(DecodeSession):
     """Remembers what is in the free blocks of failed fetches, until another fetch gets them."""
 
-    def __init__(self, *args: Any, **more: Any) -> None:
+    def __init__(
+        self, *args: Any, free_blocks: "list[FreeBlocks] | None" = None, **more: Any
+    ) -> None:
         super().__init__(*args, **more)
         self.caches: Sequence[KvCache] = ()
         self.overwrites = False
-        self._free_blocks: list[FreeBlocks] = []
+        self._free_blocks = [] if free_blocks is None else free_blocks
+        """Shared with the next session of an engine that keeps its memory."""
 
     def fetch(
         self, ticket: Mapping[str, Any], *, block_ids: Mapping[str, Any], **more: Any
@@ -107,7 +110,7 @@ class WatchingDecode(DecodeSession):
         fetch = super().fetch(ticket, block_ids=block_ids, **more)
         tables = {group: torch.as_tensor(ids).long() for group, ids in block_ids.items()}
         for group, ids in tables.items():
-            self._free_blocks = [
+            self._free_blocks[:] = [
                 one.without(ids) if one.group == group else one for one in self._free_blocks
             ]
         fetch.when_freed(partial(self._remember, fetch, tables))

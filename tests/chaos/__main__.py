@@ -5,7 +5,6 @@ import asyncio
 import sys
 
 from tests.chaos.acts import Run
-from tests.chaos.engines import Engine
 from tests.chaos.ledger import Ledger
 
 
@@ -17,7 +16,6 @@ def main() -> None:
     parser.add_argument("--stop-at-first", action="store_true", help="end at the first violation")
     parser.add_argument("--first-act", type=int, default=0, help="begin there, to see one again")
     asked = parser.parse_args()
-    Engine.context.set_forkserver_preload(["tests.chaos.engine_process"])
     ledger = Ledger(asked.seed, stops_at_first=asked.stop_at_first)
     run = Run(asked.seed, asked.minutes, ledger, first_act=asked.first_act)
     asyncio.run(run.run())

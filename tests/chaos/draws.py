@@ -69,7 +69,7 @@ def draw_handoff(random: Random) -> Draw:
     """By weight, then by the ranges of its kind."""
     (kind,) = random.choices(list(KINDS), list(KINDS.values()))
     tokens = random.randint(*TOKENS.get(kind, SMALL_TOKENS))
-    steps = (tokens,)
+    steps: tuple[int, ...] = (tokens,)
     if kind == "growing" or kind.startswith("met"):
         steps = (*sorted(random.sample(range(1, tokens), min(3, tokens - 1))), tokens)
     return Draw(

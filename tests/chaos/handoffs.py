@@ -11,12 +11,13 @@ from itertools import count
 from random import Random
 
 import msgpack
+from msgspec import to_builtins
 
 from kvbus.protocol import Rendezvous
 from tests.chaos.draws import Draw, draw_handoff
-from tests.chaos.engines import Asked, Engine, Told
 from tests.chaos.ledger import Ledger
-from tests.chaos.world import World
+from tests.chaos.world import Engine, World
+from tests.engine_program import Asked, Told
 from tests.security.listening import FORGED
 
 OVERDUE_S = 5.0
@@ -140,7 +141,7 @@ class Handoffs:
         order = {
             "do": "fetch",
             "offer": offer,
-            "from": source.shape.name,
+            "holder": to_builtins(source.shape.spec),
             "ticket": ticket,
             "num_tokens": draw.num_tokens,
             "first_token": draw.first_token,

@@ -63,7 +63,7 @@ class Nemesis:
     async def _kill_engine(self, fault: Fault) -> None:
         engine = self._world.engines[fault.target]
         await engine.kill()
-        engine.start()
+        await engine.start()
 
     async def _stop_engine(self, fault: Fault) -> None:
         engine = self._world.engines[fault.target]

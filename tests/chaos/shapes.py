@@ -4,8 +4,10 @@ Those with the same ``model`` can hand over to each other.
 """
 
 from dataclasses import dataclass
+from pathlib import Path
 
-from kvbus.geometry import EngineSpec, GroupSpec, KvLayout, num_blocks_for
+from kvbus.geometry import EngineSpec, GroupSpec, num_blocks_for
+from tests.engine_program import EngineConfig
 
 WINDOW_TOKENS = 96
 CAPACITY_TOKENS = 12288
@@ -35,17 +37,21 @@ class Shape:
         """As it is registered."""
         return EngineSpec(self.name, self.model, self.tp, _groups(self.model, self.block_size))
 
-    @property
-    def kv_layout(self) -> KvLayout:
-        """The order of the axes."""
-        return KvLayout.parse(self.layout)
-
-    def num_blocks(self, part: int = 1) -> dict[str, int]:
-        """Blocks of its cache by group, or of one ``part`` of it."""
-        return {
-            group.name: num_blocks_for(CAPACITY_TOKENS, group.block_size) // part
-            for group in self.spec.groups
-        }
+    def config(self, attach: Path, seed: int) -> EngineConfig:
+        """What its process is started with, at the agent that is there."""
+        groups = self.spec.groups
+        num_blocks = {one.name: num_blocks_for(CAPACITY_TOKENS, one.block_size) for one in groups}
+        ring = {name: number // RING_PART for name, number in num_blocks.items()}
+        return EngineConfig(
+            role=self.role,
+            attach=str(attach),
+            spec=self.spec,
+            num_blocks=num_blocks,
+            layout=self.layout,
+            memory=self.memory,
+            ring_blocks=ring if self.memory == "ring" else {},
+            seed=seed,
+        )
 
 
 def _groups(model: str, block_size: int) -> tuple[GroupSpec, ...]:

@@ -9,14 +9,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvbus.geometry import KvLayout
 from tests.chaos.growth import Growth
-from tests.chaos.pattern import View, expected, fill, num_wrong_bytes, views_of
-from tests.chaos.pool import Pool
 from tests.chaos.rogue import frames_of
 from tests.chaos.schedule import draw_faults
 from tests.chaos.shapes import BY_NAME
 from tests.host_engines import private_cache
 from tests.memories import Memory
+from tests.pattern import Pool, View, expected, fill, num_wrong_bytes, views_of
 from tests.security.wire import GREETING, frame
 
 ROOT = Path(__file__).parents[2]
@@ -117,8 +117,6 @@ def test_requests_are_read_off_a_stream_that_was_overheard() -> None:
 def _views(name: str) -> list[View]:
     """Those of a small cache of this engine."""
     shape = BY_NAME[name]
-    memory = Memory(shape.kv_layout)
-    ranks, num_blocks = range(shape.tp), dict.fromkeys(shape.num_blocks(), FEW)
-    return views_of(
-        shape.spec, [private_cache(shape.spec, rank, memory, num_blocks) for rank in ranks]
-    )
+    memory = Memory(KvLayout.parse(shape.layout))
+    caches = [private_cache(shape.spec, rank, memory, FEW) for rank in range(shape.tp)]
+    return views_of(shape.spec, caches)

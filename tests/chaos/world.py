@@ -4,23 +4,23 @@ Refuses to go on with anything left over: after each act all must end, and nothi
 """
 
 import asyncio
-import json
 import os
 import signal
 import subprocess
 import time
+from collections.abc import Coroutine
 from contextlib import suppress
 from typing import Any
 
 from kvbus.keys import Role
 from tests.agents import STARTS_WITHIN_S, AgentProcess, Agents, port_range
-from tests.chaos.engines import Engine, Told
 from tests.chaos.ledger import Ledger
 from tests.chaos.links import AGENT_HOST, PROXY_HOST, Link
 from tests.chaos.rogue import Rogue
 from tests.chaos.schedule import AGENTS, Setting
-from tests.chaos.shapes import SHAPES
+from tests.chaos.shapes import SHAPES, Shape
 from tests.chaos.stops import Stops
+from tests.engine_program import EngineProcess, Told
 from tests.keyring import KeyRing
 from tests.plain_sockets import ask
 
@@ -48,15 +48,58 @@ ENDS_WITHIN_S = 60.0
 LAST_LINES = 8
 
 
+class Engine(EngineProcess):
+    """One engine of a world: killed, stopped, and started again each time that it has ended."""
+
+    def __init__(self, shape: Shape, world: "World", seed: int) -> None:
+        attach = world.agents[f"{shape.role}-{shape.agent}"].attach
+        super().__init__(shape.config(attach, seed), world.folder / f"{shape.name}.log")
+        self.shape, self.stops, self._world = shape, Stops(), world
+        self._is_killed = self._is_in_doubt = False
+
+    async def start(self) -> None:
+        self._is_killed = self._is_in_doubt = False
+        await super().start()
+
+    async def kill(self) -> None:
+        self.stops.end()
+        self._is_killed = True
+        await super().kill()
+
+    def stop(self) -> None:
+        """Stop its process."""
+        self.stops.begin()
+        self.signal(signal.SIGSTOP)
+
+    def go_on(self) -> None:
+        """Let it run again."""
+        if self.stops.is_stopped:
+            self.signal(signal.SIGCONT)
+            self.stops.end()
+
+    def on_told(self, told: Told) -> None:
+        if told["is"] == "violation":
+            self._world.tell_violation(told)
+        elif told["is"] == "in_doubt":
+            self._is_in_doubt = True
+            self._world.ledger.count("engines_in_doubt")
+            self._world.ledger.say(f"in doubt, starts anew: {told['why']}")
+
+    def on_end(self) -> None:
+        if self._is_in_doubt and not self._is_killed:
+            self._world.start_soon(self.start())
+        elif not self._is_killed:
+            self._world.tell_violation({"what": "engine_failed", "of": f"{self.shape.name} ended"})
+
+
 class World:
     """Everything that runs at the same time, until `close`."""
 
     def __init__(self, agents: Agents, setting: Setting, ledger: Ledger, seed: int) -> None:
         self.setting, self.ledger, self._agents, self._seed = setting, ledger, agents, seed
+        self.folder = agents.folder
         self._tasks: list[asyncio.Task[None]] = []
         self._stories: list[asyncio.Task[None]] = []
-        self._socket = agents.folder / "world"
-        self._server: asyncio.Server | None = None
         self.stops = {name: Stops() for name in AGENTS}
         self.faults = {name: Stops() for name in AGENTS}
         """Times in which an agent, or its link, was not left alone."""
@@ -75,7 +118,6 @@ class World:
 
     async def open(self) -> None:
         """Start everything, and return when all engines are up."""
-        self._server = await asyncio.start_unix_server(self._welcome, self._socket, limit=1 << 24)
         for name in AGENTS:
             self._prepare(name)
         for agent in self.agents.values():
@@ -85,16 +127,12 @@ class World:
         for name in ("prefill-0", "prefill-1"):
             await self._open_links(name)
         for number, shape in enumerate(SHAPES):
-            attach = self.agents[f"{shape.role}-{shape.agent}"].attach
-            engine = Engine(shape, attach, self._socket, self._seed + number)
-            engine.on_violation = self._tell_violation
-            engine.on_doubt = self._note_doubt
-            self.engines[shape.name] = engine
-            engine.start()
+            engine = self.engines[shape.name] = Engine(shape, self, self._seed + number)
+            await engine.start()
         async with asyncio.timeout(READY_WITHIN_S):
             for engine in self.engines.values():
                 await engine.up.wait()
-        self._tasks.append(asyncio.create_task(self._watch_lag()))
+        self.start_soon(self._watch_lag())
 
     async def close(self) -> None:
         """End everything."""
@@ -111,8 +149,9 @@ class World:
         for name, agent in self.agents.items():
             await self._end(agent)
             self._read_log(name)
-        if self._server is not None:
-            self._server.close()
+        for log in self.folder.glob("*.log"):
+            if "Traceback" in (said := log.read_text()):
+                self.ledger.violate("engine_failed", f"{log.stem} has logged {said}")
 
     def heal(self) -> None:
         """Links are whole, and nothing is stopped."""
@@ -264,11 +303,12 @@ class World:
         for line in self.agents[name].trouble():
             self.ledger.violate("agent_trouble", f"{name}: {line}")
 
-    def _note_doubt(self, why: str) -> None:
-        self.ledger.count("engines_in_doubt")
-        self.ledger.say(f"in doubt, starts anew: {why}")
+    def start_soon(self, what: Coroutine[Any, Any, None]) -> None:
+        """Have it done while the world goes on."""
+        self._tasks.append(asyncio.create_task(what))
 
-    def _tell_violation(self, told: Told) -> None:
+    def tell_violation(self, told: Told) -> None:
+        """What an engine has found, with the story of it."""
         self._stories.append(asyncio.create_task(self._violate(told)))
 
     async def _violate(self, told: Told) -> None:
@@ -279,12 +319,6 @@ class World:
                 line for name in AGENTS[2:] for line in await self.story(name, fetch_id=fetch_id)
             ]
         self.ledger.violate(told["what"], told["of"], **more)
-
-    async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """An engine has come up, and says which."""
-        with suppress(ValueError, OSError):
-            hello = json.loads(await reader.readline())
-            await self.engines[hello["name"]].listen(reader, writer, hello["pid"])
 
     async def _watch_lag(self) -> None:
         """A busy machine takes time from everybody: so much is seen here."""
