@@ -10,9 +10,9 @@ PROFILE = os.environ.get("HYPOTHESIS_PROFILE", "kvbus")
 SHARE = 4
 
 
-def num_examples(long: int) -> int:
-    """``long`` in the profile of that name (`make test-long`), else a quarter of it."""
-    return long if PROFILE == "long" else -(-long // SHARE)
+def num_examples(long: int, share: int = SHARE) -> int:
+    """``long`` in the profile of that name (`make test-long`), else one of ``share`` of it."""
+    return long if PROFILE == "long" else -(-long // share)
 
 
 def rarely(one_in: int) -> Callable[[Any], Any]:

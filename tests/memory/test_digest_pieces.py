@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbus.geometry import Box
@@ -27,16 +27,21 @@ from kvbus.planning import (
     digests,
     num_pieces,
     piece_of,
-    whole_spans,
 )
-from tests.examples import num_examples
 from tests.memory.test_run_copy import library
-from tests.planning.handoffs import Case, Meaning, Side, cases, where_elements_lie
-from tests.planning.test_direct import SLOW, copied_by_loops
+from tests.planning.handoffs import (
+    Case,
+    Meaning,
+    Side,
+    cases,
+    copied_by_loops,
+    some,
+    where_elements_lie,
+)
 
 __all__ = ["library"]
 
-EXAMPLES = settings(max_examples=num_examples(160), deadline=None, suppress_health_check=SLOW)
+EXAMPLES = some(160)
 SPAN_TOKENS = 3
 """Drawn handoffs have few tokens."""
 NUM_FLIPS = 8
@@ -84,11 +89,8 @@ class Real:
 
 def boxes_of(case: Case) -> Iterator[tuple[int, int, Box]]:
     """Holder, reader and boxes of all that is handed over."""
-    prefill, decode = case.prefill.ranks, case.decode.ranks
-    ranks = [[placed.rank for placed in side.values()] for side in (prefill, decode)]
-    readers, holders = case.decode.engine.groups, case.prefill.engine.groups
-    spans = whole_spans(readers, holders, case.start, case.stop)
-    for share in ReadMap(*ranks).shares(case.replica_index):
+    spans = case.spans()
+    for share in ReadMap(*case.ranks).shares(case.replica_index):
         for box in cut_for_digests(share, spans[share.group]):
             yield share.holder, share.reader, box
 

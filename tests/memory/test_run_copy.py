@@ -11,18 +11,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import hatch_build
 from kvbus.memory import run_copy
 from kvbus.planning import Copies, cut_copies, direct
-from tests.examples import num_examples
-from tests.planning.handoffs import Case, cases
-from tests.planning.test_copies import copies_of
-from tests.planning.test_direct import SLOW, copied_by_loops, plan_of, spans_of
+from tests.planning.handoffs import Case, cases, copied_by_loops, some
 
-EXAMPLES = settings(max_examples=num_examples(200), deadline=None, suppress_health_check=SLOW)
+EXAMPLES = some(200)
 Copy = Callable[[Iterable[Copies]], None]
 
 HAS_COMPILER = shutil.which(shlex.split(os.environ.get("CC") or "cc")[0]) is not None
@@ -60,7 +57,7 @@ def test_what_loops_over_every_element_copy_is_copied(
     decode = np.frombuffer(case.decode.memory, np.uint8).copy()
     moved = prefill.ctypes.data - case.prefill.base, decode.ctypes.data - case.decode.base
 
-    for job in cut_copies(copies_of(case), job_bytes=job_bytes):
+    for job in cut_copies(case.copies(), job_bytes=job_bytes):
         copy([placed_at(one, *moved) for one in job])
 
     assert decode.tobytes() == copied_by_loops(case)[0]
@@ -73,8 +70,7 @@ def test_few_runs_copy_what_loops_over_every_element_copy(case: Case) -> None:
     decode = np.frombuffer(case.decode.memory, np.uint8).copy()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(direct, "MAX_RUNS", 1 << 30)
-        spans = spans_of(case, case.start, case.stop)
-        runs = plan_of(case).few_runs(case.prefill.tables, case.decode.tables, spans)
+        runs = case.plan().few_runs(*case.tables, case.spans())
     assert runs is not None
     to, out_of = decode.ctypes.data - case.decode.base, prefill.ctypes.data - case.prefill.base
 

@@ -1,14 +1,16 @@
 """Random handoffs: two engines of any parallelism, layout and block size, and tokens of a request.
 
-Refuses to use numpy for what elements mean: who holds what and where is computed by plain loops.
+Who holds what and where is computed by plain loops over every element: what a plan, a copy or a
+digest says is compared with these.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
 import msgspec
 import numpy as np
+from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from kvbus.geometry import (
@@ -16,12 +18,35 @@ from kvbus.geometry import (
     BlockTable,
     EngineSpec,
     GroupSpec,
+    KvLayout,
     KvPart,
+    RankSpec,
     StatePart,
+    lay_out_rank,
     state_group,
 )
-from kvbus.planning import PlacedRank
+from kvbus.planning import (
+    Copies,
+    Descriptors,
+    DirectPlan,
+    PlacedRank,
+    ReadMap,
+    Run,
+    Spans,
+    whole_spans,
+)
+from tests.examples import num_examples
 from tests.geometry.layouts import Element, Holding, byte_offset, rank_of, styles_of
+
+SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large, HealthCheck.large_base_example]
+
+
+def some(long: int, share: int = 4) -> settings:
+    """So many handoffs in `make test-long`, else one of ``share`` of them."""
+    return settings(
+        max_examples=num_examples(long, share), deadline=None, suppress_health_check=SLOW
+    )
+
 
 TP_SIZES = ((1, 2), (2, 1), (2, 4), (4, 2), (3, 2), (2, 3), (6, 4), (4, 6), (8, 1), (1, 1))
 MAX_TP_SIZE, MAX_RANKS = 8, 12
@@ -63,11 +88,94 @@ class Case:
             for group in self.decode.engine.groups
         }
 
+    @property
+    def ranks(self) -> tuple[list[RankSpec], list[RankSpec]]:
+        """Those of the prefill and of the decode engine."""
+        prefill, decode = self.prefill.ranks.values(), self.decode.ranks.values()
+        return [placed.rank for placed in prefill], [placed.rank for placed in decode]
+
+    @property
+    def tables(self) -> tuple[Mapping[str, BlockTable], Mapping[str, BlockTable]]:
+        return self.prefill.tables, self.decode.tables
+
+    def plan(self) -> DirectPlan:
+        """Made anew each time."""
+        shares = ReadMap(*self.ranks).shares(self.replica_index)
+        return DirectPlan(self.prefill.ranks, self.decode.ranks, shares)
+
+    def spans(self) -> Spans:
+        readers, holders = self.decode.engine.groups, self.prefill.engine.groups
+        return whole_spans(readers, holders, self.start, self.stop)
+
+    def copies(self) -> list[Copies]:
+        return self.plan().copies(*self.tables, self.spans())
+
+
+Memory = tuple[bytes, bytes]
+"""The decode side's memory afterwards, and how often each of its bytes is written."""
+
+
+def copied_by_loops(case: Case) -> Memory:
+    """Every element of every reader, one after the other."""
+    after = bytearray(case.decode.memory)
+    times = bytearray(len(after))
+    for reader in case.decode.ranks.values():
+        for meaning, at, num_bytes in where_elements_lie(case.decode, reader, case.moved()):
+            after[at : at + num_bytes] = case.prefill.values[meaning]
+            for byte in range(at, at + num_bytes):
+                times[byte] += 1
+    return bytes(after), bytes(times)
+
+
+def copied(case: Case, runs: Iterable[Run]) -> Memory:
+    """The runs of a plan (target, source, bytes), none of which leaves the memory of its side."""
+    after = np.frombuffer(case.decode.memory, np.uint8).copy()
+    times = np.zeros_like(after)
+    source = np.frombuffer(case.prefill.memory, np.uint8)
+    for target, out_of, size in runs:
+        to, at = target - case.decode.base, out_of - case.prefill.base
+        assert 0 <= to <= to + size <= after.size
+        assert 0 <= at <= at + size <= source.size
+        after[to : to + size] = source[at : at + size]
+        times[to : to + size] += 1
+    return after.tobytes(), times.tobytes()
+
+
+def runs_in(copies: Iterable[Copies]) -> Iterator[Run]:
+    for one in copies:
+        for source, target in one.addresses().T.tolist():
+            yield target, source, one.run_bytes
+
+
+def placed_ranks(
+    engine: EngineSpec,
+    layout: str | KvLayout = "NHD",
+    *,
+    num_blocks: int | Mapping[str, int] = 4,
+    base: int = 0,
+) -> dict[int, PlacedRank]:
+    """All ranks of an engine in a usual layout, one after the other from ``base`` on."""
+    if isinstance(layout, str):
+        layout = KvLayout.parse(layout)
+    placed = {}
+    for number in range(engine.num_ranks):
+        rank = lay_out_rank(engine, number, layout, num_blocks=num_blocks)
+        placed[number] = PlacedRank(engine, rank, {"kv": base})
+        base += rank.segments[0].size_bytes
+    return placed
+
+
+def reads_in(reads: Descriptors) -> Iterator[Run]:
+    for (to, size, _), (out_of, _, _) in zip(
+        reads.local.tolist(), reads.remote.tolist(), strict=True
+    ):
+        yield to, out_of, size
+
 
 @st.composite
-def cases(draw: Draw) -> Case:
+def cases(draw: Draw, head_dims: Sequence[int] = (1, 2)) -> Case:
     """Any prefill engine, any decode engine of the same model, any tokens."""
-    groups = draw(_groups())
+    groups = draw(_groups(head_dims))
     prefill_tp, decode_tp = draw(
         st.one_of(
             st.sampled_from(TP_SIZES),
@@ -129,7 +237,7 @@ def where_elements_lie(
 
 
 @st.composite
-def _groups(draw: Draw) -> tuple[GroupSpec, ...]:
+def _groups(draw: Draw, head_dims: Sequence[int]) -> tuple[GroupSpec, ...]:
     """One to three groups whose layers interleave."""
     layers = draw(st.permutations(range(draw(st.sampled_from([1, 2, 3, 4, 4])))))
     kinds = draw(st.lists(st.sampled_from(_KINDS), min_size=1, max_size=min(3, len(layers))))
@@ -151,7 +259,7 @@ def _groups(draw: Draw) -> tuple[GroupSpec, ...]:
                 layers=tuple(share),
                 block_size=1,
                 num_kv_heads=1 if latent else draw(st.sampled_from(_NUM_HEADS)),
-                head_dim=draw(st.integers(1, 2)),
+                head_dim=draw(st.sampled_from(head_dims)),
                 dtype=draw(st.sampled_from(["uint8", "float16", "float32"])),
                 parts=(KvPart.LATENT,) if latent else (KvPart.KEY, KvPart.VALUE),
                 window=draw(st.integers(1, 6)) if kind == "window" else None,

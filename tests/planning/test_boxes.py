@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass
 from itertools import product
-from math import ceil
+from math import ceil, inf
 
 import msgspec
 import pytest
@@ -73,15 +73,12 @@ def cases(draw: st.DrawFn) -> Case:
     return Case(share, group, span, order, least + draw(st.integers(0, 60 * least)))
 
 
-@settings(max_examples=num_examples(500), deadline=None)
+@settings(max_examples=num_examples(600), deadline=None)
 @given(cases())
-def test_boxes_hold_every_element_of_the_share_exactly_once_and_nothing_else(case: Case) -> None:
-    share = case.share
-    expected = Counter(product(share.layers, share.parts, range(*case.span)))
+def test_boxes_hold_every_element_once_and_each_fits_its_slot_and_they_are_few(case: Case) -> None:
+    share, boxes = case.share, case.boxes()
 
-    boxes = case.boxes()
-
-    assert expected == Counter(
+    assert Counter(product(share.layers, share.parts, range(*case.span))) == Counter(
         element
         for box in boxes
         for element in product(box.layers, box.parts, range(box.start, box.stop))
@@ -89,35 +86,27 @@ def test_boxes_hold_every_element_of_the_share_exactly_once_and_nothing_else(cas
     assert {(box.group, box.first_head, box.num_heads) for box in boxes} == {
         ("full", share.first_head, share.num_heads)
     }
-
-
-@settings(max_examples=num_examples(500), deadline=None)
-@given(cases())
-def test_each_box_fits_its_slot_and_no_block_of_the_order_is_in_two_of_a_layer(case: Case) -> None:
-    boxes = case.boxes()
-
     assert all(slot_bytes(case.group, box, case.order) <= case.box_bytes for box in boxes)
     cuts = {edge for box in boxes for edge in (box.start, box.stop)} - set(case.span)
     assert all(cut % case.order.block_size == 0 for cut in cuts)
+    assert len(boxes) <= most_boxes(case)
 
 
-@settings(max_examples=num_examples(300), deadline=None)
-@given(cases())
-def test_boxes_are_no_more_than_whole_layers_or_cut_tokens_alone_would_take(case: Case) -> None:
+def most_boxes(case: Case) -> float:
+    """What whole layers alone, or cut tokens alone, would take."""
     num_layers, (start, stop) = len(case.share.layers), case.span
     whole = msgspec.structs.replace(case.whole(), layers=case.share.layers[:1])
     layer_bytes = slot_bytes(case.group, whole, case.order)
     unit = max(case.group.block_size * case.order.block_size, 1)
     position = msgspec.structs.replace(whole, start=0, stop=case.order.block_size)
     unit_bytes = slot_bytes(case.group, position, case.order) // case.order.block_size * unit
-
-    num_boxes = len(case.boxes())
-
+    most = inf
     if layer_bytes <= case.box_bytes:
-        assert num_boxes <= ceil(num_layers / (case.box_bytes // layer_bytes))
+        most = ceil(num_layers / (case.box_bytes // layer_bytes))
     if unit_bytes * num_layers <= case.box_bytes:
         num_units = ceil(stop / unit) - start // unit
-        assert num_boxes <= ceil(num_units / (case.box_bytes // (unit_bytes * num_layers)))
+        most = min(most, ceil(num_units / (case.box_bytes // (unit_bytes * num_layers))))
+    return most
 
 
 FULL = GroupSpec("full", tuple(range(16)), 16, 8, 128, "bfloat16")
@@ -129,26 +118,25 @@ def _cut(num_tokens: int, box_bytes: int, order: SlotOrder | None = None) -> tup
     return cut_into_boxes(SHARE, FULL, (0, num_tokens), order=order, box_bytes=box_bytes)
 
 
-def test_a_share_that_fits_is_one_box() -> None:
-    boxes = _cut(256, 8 << 20)
-
-    assert boxes == (Box("full", FULL.layers, FULL.parts, 4, 4, 0, 256),)
-
-
-def test_boxes_of_64_mib_fill_their_slots_and_have_long_blocks_of_few_layers() -> None:
-    boxes = _cut(2048, 8 << 20)
-
-    assert len(boxes) == 8
-    assert {(len(box.layers), box.stop - box.start) for box in boxes} == {(4, 1024)}
+FEW_HEADS = Share(0, 0, "full", FULL.layers[:8], FULL.parts, 4, 1)
+CUTS = {  # share, tokens and bytes of a slot; boxes, and the layers and tokens of each
+    "all_that_fits": (SHARE, 256, 8 << 20, 1, (16, 256)),
+    "long_blocks_of_few_layers": (SHARE, 2048, 8 << 20, 8, (4, 1024)),
+    "short_blocks_are_as_long_as_they_can_be": (FEW_HEADS, 2048, 1 << 20, 8, (8, 256)),
+    "no_positions": (SHARE, 0, 1, 0, None),
+}
 
 
-def test_blocks_that_are_short_anyhow_are_as_long_as_they_can_be() -> None:
-    share = Share(0, 0, "full", FULL.layers[:8], FULL.parts, 4, 1)
+@pytest.mark.parametrize("case", CUTS)
+def test_boxes_fill_their_slots(case: str) -> None:
+    share, num_tokens, box_bytes, num_boxes, shape = CUTS[case]
 
-    boxes = cut_into_boxes(share, FULL, (0, 2048), order=canonical_order(), box_bytes=1 << 20)
+    boxes = cut_into_boxes(
+        share, FULL, (0, num_tokens), order=canonical_order(), box_bytes=box_bytes
+    )
 
-    assert len(boxes) == 8
-    assert {(len(box.layers), box.stop - box.start) for box in boxes} == {(8, 256)}
+    assert len(boxes) == num_boxes
+    assert {(len(box.layers), box.stop - box.start) for box in boxes} == {shape} - {None}
 
 
 def test_a_slot_that_holds_less_than_a_block_of_one_layer_is_filled_all_the_same() -> None:
@@ -156,10 +144,6 @@ def test_a_slot_that_holds_less_than_a_block_of_one_layer_is_filled_all_the_same
 
     assert len(boxes) == 17 * 16 / 4
     assert {slot_bytes(FULL, box, canonical_order()) for box in boxes} == {4 * 2048}
-
-
-def test_no_positions_are_no_boxes() -> None:
-    assert _cut(0, 1) == ()
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,11 @@
 """Every element that a decode rank holds is read from one rank that has it, and replicas share."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import msgspec
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from kvbus.errors import ErrorCode, GeometryError
@@ -20,15 +20,12 @@ from kvbus.geometry import (
     state_group,
 )
 from kvbus.planning import MAX_CHOICES, ReadMap, Share
-from tests.examples import num_examples
-from tests.planning.handoffs import TP_SIZES, Case, cases
+from tests.planning.handoffs import TP_SIZES, Case, cases, some
 
 Place = tuple[str, int, str, int]
 """Group, layer, part, head."""
 
-SOME = settings(
-    max_examples=num_examples(150), deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+SOME = some(150)
 NHD = KvLayout.parse("NHD")
 LATENT = (KvPart.LATENT,)
 KV = (KvPart.KEY, KvPart.VALUE)
@@ -64,39 +61,62 @@ def places_of(share: Share) -> Iterator[Place]:
                 yield share.group, layer, part, head
 
 
-def holders_by_place(shares: Iterable[Share], reader: int) -> dict[Place, list[int]]:
-    """Whom ``reader`` has each place from: one holder, if all is well."""
-    found = defaultdict(list)
+def assert_one_holder_each(
+    shares: Iterable[Share], reader: RankSpec, prefill: Iterable[RankSpec]
+) -> None:
+    """The reader has each of its places from one rank, which holds it."""
+    found, held = defaultdict(list), {rank.rank: held_by(rank) for rank in prefill}
     for share in shares:
-        for place in places_of(share) if reader in share.readers else ():
+        for place in places_of(share) if reader.rank in share.readers else ():
             found[place].append(share.holder)
-    return found
-
-
-def sides_of(case: Case) -> tuple[list[RankSpec], list[RankSpec]]:
-    prefill, decode = case.prefill.ranks.values(), case.decode.ranks.values()
-    return [placed.rank for placed in prefill], [placed.rank for placed in decode]
+    assert found.keys() == held_by(reader)
+    assert all(len(holders) == 1 for holders in found.values())
+    assert all(place in held[holders[0]] for place, holders in found.items())
 
 
 @SOME
-@given(cases())
-def test_every_place_of_every_reader_has_one_holder_that_has_it(case: Case) -> None:
-    prefill, decode = sides_of(case)
-    held = {rank.rank: held_by(rank) for rank in prefill}
+@given(cases(), st.lists(st.integers(0, 1), min_size=8))
+def test_every_place_of_every_reader_has_one_holder_that_has_it(
+    case: Case, drawn: list[int]
+) -> None:
+    prefill, decode = case.ranks
+    places = {rank.rank: drawn[rank.rank % len(drawn)] for rank in decode}
+    reads = ReadMap(prefill, decode, places=places)
 
-    shares = ReadMap(prefill, decode).shares(case.replica_index)
+    shares, joined = reads.shares(case.replica_index), reads.joined(case.replica_index)
 
     for reader in decode:
-        found = holders_by_place(shares, reader.rank)
-        assert found.keys() == held_by(reader)
-        assert all(len(holders) == 1 for holders in found.values())
-        assert all(place in held[holders[0]] for place, holders in found.items())
+        assert_one_holder_each(shares, reader, prefill)
+        assert_one_holder_each(joined, reader, prefill)
+    assert all(len({places[reader] for reader in share.readers}) == 1 for share in joined)
+    times = Counter(place for share in joined for place in places_of(share))
+    assert times == times_read(decode, prefill, places)
+
+
+def times_read(
+    decode: Iterable[RankSpec], prefill: list[RankSpec], places: dict[int, int]
+) -> dict[Place, int]:
+    """Equal heads are read once for all readers in one place."""
+    wanted: dict[Place, set[tuple[int, int, int]]] = defaultdict(set)
+    for reader in decode:
+        for place in held_by(reader):
+            wanted[place].add((places[reader.rank], *interval_around(place, reader, prefill)))
+    return {place: len(intervals) for place, intervals in wanted.items()}
+
+
+def interval_around(place: Place, reader: RankSpec, prefill: Iterable[RankSpec]) -> tuple[int, int]:
+    """The heads that the reader wants together with this one: those that the same ranks hold."""
+    head, edges = place[3], set[int]()
+    for rank in (*prefill, reader):
+        heads = {held[3] for held in held_by(rank) if held[:3] == place[:3]}
+        edges |= {min(heads), max(heads) + 1} if heads else set()
+    return max(e for e in edges if e <= head), min(e for e in edges if e > head)
 
 
 @SOME
 @given(cases())
 def test_over_all_choices_each_reader_reads_each_replica_equally_often(case: Case) -> None:
-    prefill, decode = sides_of(case)
+    prefill, decode = case.ranks
     reads = ReadMap(prefill, decode)
     times: dict[tuple[int, Place], Counter[int]] = defaultdict(Counter)
 
@@ -116,7 +136,7 @@ def test_over_all_choices_each_reader_reads_each_replica_equally_often(case: Cas
 @SOME
 @given(cases())
 def test_within_a_fetch_the_readers_of_the_same_replicas_take_turns(case: Case) -> None:
-    prefill, decode = sides_of(case)
+    prefill, decode = case.ranks
     held = {rank.rank: held_by(rank) for rank in prefill}
     readers: dict[tuple[int, ...], set[tuple[int, int]]] = defaultdict(set)
 
@@ -130,57 +150,6 @@ def test_within_a_fetch_the_readers_of_the_same_replicas_take_turns(case: Case) 
         most, least = max(times.values()), min(times[rank] for rank in replicas)
         assert most - least <= 1
         assert len({reader for reader, _ in pairs}) == len(pairs)
-
-
-def intervals_around(
-    place: Place, reader: RankSpec, prefill: Iterable[RankSpec]
-) -> Iterator[tuple[int, int]]:
-    """The heads that the reader wants together with this one: those that the same ranks hold."""
-    head, edges = place[3], set[int]()
-    for rank in (*prefill, reader):
-        heads = {held[3] for held in held_by(rank) if held[:3] == place[:3]}
-        edges |= {min(heads), max(heads) + 1} if heads else set()
-    if place in held_by(reader):
-        yield max(e for e in edges if e <= head), min(e for e in edges if e > head)
-
-
-@SOME
-@given(cases(), st.lists(st.integers(0, 1), min_size=8))
-def test_joined_shares_bring_every_place_to_every_reader_once_from_a_rank_that_has_it(
-    case: Case, drawn: list[int]
-) -> None:
-    prefill, decode = sides_of(case)
-    places = {rank.rank: drawn[rank.rank % len(drawn)] for rank in decode}
-    held = {rank.rank: held_by(rank) for rank in prefill}
-
-    shares = ReadMap(prefill, decode, places=places).joined(case.replica_index)
-
-    for reader in decode:
-        found = holders_by_place(shares, reader.rank)
-        assert found.keys() == held_by(reader)
-        assert all(len(holders) == 1 for holders in found.values())
-        assert all(place in held[holders[0]] for place, holders in found.items())
-    for share in shares:
-        assert len({places[reader] for reader in share.readers}) == 1
-
-
-@SOME
-@given(cases(), st.lists(st.integers(0, 1), min_size=8))
-def test_equal_heads_are_read_once_for_all_readers_in_one_place(
-    case: Case, drawn: list[int]
-) -> None:
-    prefill, decode = sides_of(case)
-    places = {rank.rank: drawn[rank.rank % len(drawn)] for rank in decode}
-    wanted: dict[Place, set[tuple[int, int, int]]] = defaultdict(set)
-    for reader in decode:
-        for place in held_by(reader):
-            for interval in intervals_around(place, reader, prefill):
-                wanted[place].add((places[reader.rank], *interval))
-
-    shares = ReadMap(prefill, decode, places=places).joined(case.replica_index)
-
-    times = Counter(place for share in shares for place in places_of(share))
-    assert times == {place: len(intervals) for place, intervals in wanted.items()}
 
 
 @pytest.mark.parametrize(
@@ -340,28 +309,26 @@ def test_the_choices_stay_few_however_many_replicas_there_are() -> None:
     assert reads.num_choices == MAX_CHOICES
 
 
-LACKING = {
-    "a_head": (
-        lambda rank: msgspec.structs.replace(
-            rank,
-            regions=tuple(
-                msgspec.structs.replace(region, first_head=1, num_heads=3)
-                for region in rank.regions
-            ),
-        ),
-        "heads 0 to 1 of full/0/k",
-    ),
-    "a_layer": (
-        lambda rank: msgspec.structs.replace(rank, regions=rank.regions[:-1]),
-        "heads 0 to 4 of full/3/k",
-    ),
-}
+def without_first_head(rank: RankSpec) -> RankSpec:
+    regions = [msgspec.structs.replace(one, first_head=1, num_heads=3) for one in rank.regions]
+    return msgspec.structs.replace(rank, regions=tuple(regions))
 
 
-@pytest.mark.parametrize("lacking", LACKING)
-def test_what_no_prefill_rank_holds_is_refused_by_name(lacking: str) -> None:
-    change, named = LACKING[lacking]
-    prefill, decode = [change(rank) for rank in ranks_of(1, 4)], ranks_of(1, 4)
+def without_last_layer(rank: RankSpec) -> RankSpec:
+    return msgspec.structs.replace(rank, regions=rank.regions[:-1])
+
+
+@pytest.mark.parametrize(
+    ("lacking", "named"),
+    [
+        (without_first_head, "heads 0 to 1 of full/0/k"),
+        (without_last_layer, "heads 0 to 4 of full/3/k"),
+    ],
+)
+def test_what_no_prefill_rank_holds_is_refused_by_name(
+    lacking: Callable[[RankSpec], RankSpec], named: str
+) -> None:
+    prefill, decode = [lacking(rank) for rank in ranks_of(1, 4)], ranks_of(1, 4)
 
     with pytest.raises(GeometryError, match=named) as refused:
         ReadMap(prefill, decode)

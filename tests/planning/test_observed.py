@@ -46,7 +46,7 @@ def fetch(rates: PeerRates, truth_s: dict[Path, float], shape: FetchShape = SHAP
     return path
 
 
-def test_nothing_observed_means_the_prediction():
+def test_nothing_observed_means_the_prediction() -> None:
     rates = peer()
 
     choice = rates.choose(SHAPE)
@@ -55,7 +55,7 @@ def test_nothing_observed_means_the_prediction():
     assert [prediction.correction for prediction in choice.predictions] == [1.0, 1.0]
 
 
-def test_a_path_that_keeps_being_slower_than_predicted_loses():
+def test_a_path_that_keeps_being_slower_than_predicted_loses() -> None:
     rates, truth_s = peer(), {Path.DIRECT: 1.0, Path.PACKED: predicted_s(Path.PACKED)}
 
     taken = [fetch(rates, truth_s) for _ in range(20)]
@@ -64,7 +64,7 @@ def test_a_path_that_keeps_being_slower_than_predicted_loses():
     assert taken[-10:] == [Path.PACKED] * 10
 
 
-def test_one_unlucky_fetch_does_not_exclude_a_path_for_good():
+def test_one_unlucky_fetch_does_not_exclude_a_path_for_good() -> None:
     rates = peer()
     truth_s = {path: predicted_s(path) for path in BOTH}
     rates.observe(SHAPE, Path.DIRECT, seconds=1000.0)
@@ -77,7 +77,7 @@ def test_one_unlucky_fetch_does_not_exclude_a_path_for_good():
     assert taken[-PATIENCE:] == [Path.DIRECT] * PATIENCE
 
 
-def test_a_path_that_is_better_than_predicted_is_found_though_nobody_was_told():
+def test_a_path_that_is_better_than_predicted_is_found_though_nobody_was_told() -> None:
     nearly = {
         Path.DIRECT: PathWork(num_bytes=64 * MIB, num_descriptors=5000),
         Path.PACKED: SHAPE[Path.PACKED],
@@ -92,10 +92,10 @@ def test_a_path_that_is_better_than_predicted_is_found_though_nobody_was_told():
     assert taken[-PATIENCE:] == [Path.PACKED] * PATIENCE
 
 
-def test_a_path_that_stays_slow_is_tried_more_and_more_seldom():
+def test_a_path_that_stays_slow_is_tried_more_and_more_seldom() -> None:
     rates, truth_s = peer(), {Path.DIRECT: 0.5, Path.PACKED: predicted_s(Path.PACKED)}
 
-    taken = [fetch(rates, truth_s) for _ in range(20_000)]
+    taken = [fetch(rates, truth_s) for _ in range(6000)]
 
     tries = [index for index, path in enumerate(taken) if path is Path.DIRECT]
     gaps = [later - earlier for earlier, later in pairwise(tries) if later - earlier > 1]
@@ -104,7 +104,7 @@ def test_a_path_that_stays_slow_is_tried_more_and_more_seldom():
     assert gaps[-1] >= 16 * gaps[0]
 
 
-def test_what_is_observed_all_the_time_is_not_forgotten():
+def test_what_is_observed_all_the_time_is_not_forgotten() -> None:
     rates = peer()
 
     for _ in range(3000):
@@ -113,7 +113,7 @@ def test_what_is_observed_all_the_time_is_not_forgotten():
     assert rates.ratio(SHAPE, Path.DIRECT) == pytest.approx(3)
 
 
-def test_small_fetches_say_nothing_about_large_ones():
+def test_small_fetches_say_nothing_about_large_ones() -> None:
     rates = peer()
     small = {Path.DIRECT: PathWork(num_bytes=4096, num_descriptors=1)}
 
@@ -124,7 +124,7 @@ def test_small_fetches_say_nothing_about_large_ones():
     assert rates.ratio(SHAPE, Path.DIRECT) == 1.0
 
 
-def test_a_path_that_the_fetch_cannot_take_is_neither_observed_nor_chosen():
+def test_a_path_that_the_fetch_cannot_take_is_neither_observed_nor_chosen() -> None:
     rates = peer()
 
     with pytest.raises(LocalError):
@@ -134,7 +134,7 @@ def test_a_path_that_the_fetch_cannot_take_is_neither_observed_nor_chosen():
     assert rates.choose(SHAPE, paths={Path.PACKED}).path is Path.PACKED
 
 
-def test_a_fetch_of_nothing_teaches_nothing():
+def test_a_fetch_of_nothing_teaches_nothing() -> None:
     rates, nothing = peer(), {Path.DIRECT: PathWork(num_bytes=0, num_descriptors=0)}
 
     rates.observe(nothing, Path.DIRECT, seconds=1.0)
@@ -143,7 +143,9 @@ def test_a_fetch_of_nothing_teaches_nothing():
 
 
 @given(RATIO, RATIO)
-def test_after_enough_observations_the_choice_is_the_faster_path(direct, packed):
+def test_after_enough_observations_the_choice_is_the_faster_path(
+    direct: float, packed: float
+) -> None:
     truth_s = {
         Path.DIRECT: predicted_s(Path.DIRECT) * direct,
         Path.PACKED: predicted_s(Path.PACKED) * packed,
@@ -160,7 +162,7 @@ def test_after_enough_observations_the_choice_is_the_faster_path(direct, packed)
 
 
 @given(RATIO, RATIO)
-def test_left_to_itself_it_seldom_takes_the_slower_path(direct, packed):
+def test_left_to_itself_it_seldom_takes_the_slower_path(direct: float, packed: float) -> None:
     truth_s = {
         Path.DIRECT: predicted_s(Path.DIRECT) * direct,
         Path.PACKED: predicted_s(Path.PACKED) * packed,
@@ -171,11 +173,11 @@ def test_left_to_itself_it_seldom_takes_the_slower_path(direct, packed):
     assume(within_reach)
     rates = peer()
 
-    for _ in range(500):
+    for _ in range(10 * PATIENCE):
         fetch(rates, truth_s)
-    taken = [fetch(rates, truth_s) for _ in range(500)]
+    taken = [fetch(rates, truth_s) for _ in range(10 * PATIENCE)]
 
-    assert taken.count(slower) <= 500 / PATIENCE
+    assert taken.count(slower) <= 10
 
 
 class BusyMachine:
@@ -205,7 +207,9 @@ class BusyMachine:
 
 
 @given(RATIO, RATIO, st.lists(st.sampled_from([*BOTH, None]), max_size=80))
-def test_a_path_is_not_punished_for_what_ran_beside_it(direct, packed, steps):
+def test_a_path_is_not_punished_for_what_ran_beside_it(
+    direct: float, packed: float, steps: list[Path | None]
+) -> None:
     truth_s = {
         Path.DIRECT: predicted_s(Path.DIRECT) * direct,
         Path.PACKED: predicted_s(Path.PACKED) * packed,
@@ -224,7 +228,7 @@ def test_a_path_is_not_punished_for_what_ran_beside_it(direct, packed, steps):
         assert machine.rates.ratio(SHAPE, path) <= max(1.0, truth) * 1.001
 
 
-def test_what_runs_alone_between_busy_times_is_learned():
+def test_what_runs_alone_between_busy_times_is_learned() -> None:
     overlaps, alone = Overlaps(), []
 
     for keys in ("abcde", "a", "ab", "b"):
@@ -236,7 +240,9 @@ def test_what_runs_alone_between_busy_times_is_learned():
 
 
 @given(st.lists(st.tuples(st.sampled_from(BOTH), st.floats(-1, 1e9)), max_size=60))
-def test_ratios_stay_within_their_bounds_and_repeat_exactly(observations):
+def test_ratios_stay_within_their_bounds_and_repeat_exactly(
+    observations: list[tuple[Path, float]],
+) -> None:
     first, second = peer(), peer()
 
     for path, taken_s in observations:
@@ -268,13 +274,13 @@ def reads(rates: PeerRates, bytes_per_s: float, num_bytes: int = 8 * MIB) -> Non
     rates.observe_read(num_bytes=num_bytes, num_descriptors=1, seconds=seconds)
 
 
-def test_the_first_fetch_from_another_machine_reads_once_what_ranks_hold_alike():
+def test_the_first_fetch_from_another_machine_reads_once_what_ranks_hold_alike() -> None:
     near, far = peer().choose(REPLICAS), far_peer().choose(REPLICAS)
 
     assert (near.path, far.path) == (Path.DIRECT, Path.PACKED)
 
 
-def test_one_read_of_a_box_shows_that_the_wire_is_fast_enough_for_all_replicas():
+def test_one_read_of_a_box_shows_that_the_wire_is_fast_enough_for_all_replicas() -> None:
     rates = far_peer()
 
     reads(rates, 40e9)
@@ -283,7 +289,7 @@ def test_one_read_of_a_box_shows_that_the_wire_is_fast_enough_for_all_replicas()
     assert rates.choose(REPLICAS).path is Path.DIRECT
 
 
-def test_one_read_shows_that_the_wire_is_slower_than_was_assumed():
+def test_one_read_shows_that_the_wire_is_slower_than_was_assumed() -> None:
     rates = far_peer()
 
     reads(rates, 0.125e9)
@@ -291,7 +297,7 @@ def test_one_read_shows_that_the_wire_is_slower_than_was_assumed():
     assert rates.rates.wire_bytes_per_s == pytest.approx(0.125e9)
 
 
-def test_reads_that_wait_for_others_do_not_make_the_wire_slower():
+def test_reads_that_wait_for_others_do_not_make_the_wire_slower() -> None:
     rates = far_peer()
 
     for bytes_per_s in (1e9, 10e9, 2e9, 9e9, 1e9):
@@ -300,7 +306,7 @@ def test_reads_that_wait_for_others_do_not_make_the_wire_slower():
     assert rates.rates.wire_bytes_per_s == pytest.approx(10e9)
 
 
-def test_short_reads_and_peers_of_this_machine_show_nothing_of_the_wire():
+def test_short_reads_and_peers_of_this_machine_show_nothing_of_the_wire() -> None:
     near, far = peer(), far_peer()
 
     reads(near, 1e9)
@@ -310,7 +316,7 @@ def test_short_reads_and_peers_of_this_machine_show_nothing_of_the_wire():
     assert far.rates == PeerRates(Rates(), slot_bytes=SLOT_BYTES, far=True).rates
 
 
-def test_corrections_of_a_wire_that_was_assumed_are_forgotten():
+def test_corrections_of_a_wire_that_was_assumed_are_forgotten() -> None:
     rates = far_peer()
     rates.observe(REPLICAS, Path.PACKED, seconds=1.0)
 

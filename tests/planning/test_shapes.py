@@ -12,12 +12,19 @@ from kvbus.geometry import (
     KvLayout,
     KvPart,
     StatePart,
-    lay_out_rank,
     state_group,
 )
-from kvbus.planning import PlacedRank
-from tests.planning.handoffs import Case, Side, wanted_positions, with_equal_replicas
-from tests.planning.test_direct import copied_by_loops, descriptors_of, read
+from tests.planning.handoffs import (
+    Case,
+    Side,
+    copied,
+    copied_by_loops,
+    placed_ranks,
+    reads_in,
+    runs_in,
+    wanted_positions,
+    with_equal_replicas,
+)
 
 LATENT = (KvPart.LATENT,)
 STATE = state_group("state", (3, 4), (StatePart("conv", 1, 5), StatePart("ssm", 6, 4)))
@@ -33,12 +40,13 @@ def side(
     block: int = 16,
     heads: int = 4,
     parts: tuple[KvPart, ...] = (KvPart.KEY, KvPart.VALUE),
+    layers: int = 1,
     window: int | None = None,
     cross_layer: bool = False,
     state: bool = False,
 ) -> Side:
     """An engine with shuffled blocks and noise for memory."""
-    group = GroupSpec("kv", (0, 1, 2), block, heads, 2, "float16", parts, window)
+    group = GroupSpec("kv", tuple(range(layers)), block, heads, 2, "float16", parts, window)
     engine = EngineSpec("engine", "model", tp, (group, STATE) if state else (group,), pp)
     random = np.random.default_rng(base)
     tables = {}
@@ -47,27 +55,24 @@ def side(
         first, num_blocks = min(held, default=0), len(set(held))
         ids = random.permutation(num_blocks + 2)[:num_blocks]
         tables[one.name] = BlockTable.of(ids, first_block=first)
-    num_blocks = {name: len(table) + 2 for name, table in tables.items()}
     axes = KvLayout.parse(layout, cross_layer=cross_layer)
-    ranks = [lay_out_rank(engine, rank, axes, num_blocks=num_blocks) for rank in range(tp * pp)]
-    size_bytes = max(rank.segments[0].size_bytes for rank in ranks)
-    placed = {
-        rank.rank: PlacedRank(engine, rank, {"kv": base + rank.rank * size_bytes}) for rank in ranks
-    }
-    empty = Side(engine, placed, base, tables)
-    return with_equal_replicas(empty, random.bytes(len(ranks) * size_bytes), *tokens)
+    num_blocks_of = {name: len(table) + 2 for name, table in tables.items()}
+    ranks = placed_ranks(engine, axes, num_blocks=num_blocks_of, base=base)
+    size_bytes = sum(placed.rank.segments[0].size_bytes for placed in ranks.values())
+    empty = Side(engine, ranks, base, tables)
+    return with_equal_replicas(empty, random.bytes(size_bytes), *tokens)
 
 
 def check(start: int, stop: int, prefill: dict[str, Any], decode: dict[str, Any]) -> None:
-    case = Case(
-        side(1 << 40, (start, stop), **prefill),
-        side(7 << 32, (start, stop), **decode),
-        start,
-        stop,
-        replica_index=1,
-    )
+    tokens = (start, stop)
+    sides = side(1 << 40, tokens, **prefill), side(7 << 32, tokens, **decode)
+    case = Case(*sides, start, stop, replica_index=1)
 
-    assert read(case, [descriptors_of(case)]) == copied_by_loops(case)
+    reads = case.plan().descriptors(*case.tables, case.spans())
+
+    expected = copied_by_loops(case)
+    assert copied(case, reads_in(reads)) == expected
+    assert copied(case, runs_in(case.copies())) == expected
 
 
 @pytest.mark.parametrize("blocks", [(16, 16), (16, 64), (64, 16), (48, 32), (16, 48)])
@@ -76,7 +81,7 @@ def test_block_sizes_of_any_ratio_and_token_counts_around_their_boundaries(
     blocks: tuple[int, int], stop: int
 ) -> None:
     for start in {0, stop // 3, max(0, stop - 1)}:
-        check(start, stop, {"block": blocks[0]}, {"block": blocks[1]})
+        check(start, stop, {"block": blocks[0], "heads": 1}, {"block": blocks[1], "heads": 1})
 
 
 TP_SIZES = [(1, 2), (2, 1), (2, 4), (4, 2), (3, 2), (2, 3), (6, 4), (4, 6), (8, 1)]
@@ -113,4 +118,4 @@ OTHERS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
 def test_layouts_stages_windows_states_and_all_of_it_together(
     case: str, tokens: tuple[int, int]
 ) -> None:
-    check(*tokens, *OTHERS[case])
+    check(*tokens, *({"layers": 3} | shape for shape in OTHERS[case]))

@@ -37,17 +37,6 @@ def test_a_fetch_moves_what_is_needed_and_what_both_sides_have_in_one_block_with
         assert list(range(*spans[group.name])) == moved_positions(group, holder, start, stop)
 
 
-@given(st.integers(0, 40), st.integers(0, 80), st.integers(1, 50), st.integers(1, 40))
-def test_blocks_of_one_size_are_moved_whole(
-    start: int, stop: int, window: int, block_size: int
-) -> None:
-    group = windowed(window, block_size)
-
-    first, _ = whole_spans([group], [group], start, stop)["window"]
-
-    assert first % block_size == 0 or first == start
-
-
 @given(st.data(), st.integers(0, 40), st.integers(0, 40), st.integers(1, 50))
 def test_the_pieces_of_a_fetch_have_each_position_once_and_in_their_order(
     data: st.DataObject, start: int, length: int, window: int
