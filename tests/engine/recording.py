@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from kvbus.engine import DecodeSession, PrefillSession
-from kvbus.errors import KVBusError
+from kvbus.errors import ErrorCode, KVBusError, RequestRefused
 from kvbus.geometry import EngineSpec, GroupSpec, StatePart, state_group
 from kvbus.protocol import Empty, Fetched, Message, Notice, OfferMade, Outcome, Request, to_body
 
@@ -15,19 +15,17 @@ FULL = GroupSpec("full", (0,), 16, 2, 8, "float16")
 WINDOW = GroupSpec("window", (1,), 4, 2, 8, "float16", window=10)
 STATE = state_group("state", (2,), (StatePart("conv", 4, 6), StatePart("norm", 1, 3)))
 SPEC = EngineSpec("e", "m", 1, (FULL, WINDOW, STATE))
-
-
-MADE = OfferMade("offer-1", {})
+MADE, ANSWER = OfferMade("offer-1", {}), Empty()
 
 
 class _Recording:
     """``reply`` answers each request at once; None leaves it unanswered."""
 
-    reply: Message | None = Empty()
     lost: KVBusError | None
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__("/nowhere", SPEC, *args, **kwargs)
+    def __init__(self: Any, *args: Any, reply: Message | None = ANSWER, **kwargs: Any) -> None:
+        super().__init__("/nowhere", SPEC, *args, **kwargs)  # type: ignore[call-arg] # a session's
+        self.reply = reply
         self.sent: list[Any] = []
         self.on_replies: list[Callable[[Any], None]] = []
 
@@ -65,3 +63,7 @@ class RecordingDecode(_Recording, DecodeSession):
 def failed(fetch_id: str, *, blocks_free: bool) -> Fetched:
     """The notice of a fetch that failed while it read."""
     return Fetched(fetch_id, "r", Outcome.FAILED, "reading", blocks_free, "timeout", "too late")
+
+
+def busy(**detail: float) -> RequestRefused:
+    return RequestRefused("full", code=ErrorCode.BUSY, **detail)

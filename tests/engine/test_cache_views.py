@@ -1,14 +1,17 @@
-"""The views of a cache are the bytes of its regions, for states and pipeline stages too."""
+"""The views of a cache are the bytes of its regions; that there are no huge pages is told once."""
 
+import logging
 from collections.abc import Iterator
 
 import pytest
 import torch
 
 from kvbus.engine import KvCache
+from kvbus.engine.memory import allocate_storage
 from kvbus.geometry import EngineSpec, KvLayout, lay_out_rank
-from kvbus.memory import SharedSegment
+from kvbus.memory import GIVING_WORDS, HugePages, SharedSegment, shmem_word
 from tests.engine.recording import FULL, SPEC, STATE, WINDOW
+from tests.memories import NHD
 
 
 @pytest.fixture
@@ -59,3 +62,17 @@ def test_views_of_all_groups_of_a_rank_share_no_byte(segment: SharedSegment) -> 
     found = {place: set(cache.view(*place).flatten().tolist()) for place in places}
 
     assert found == {place: {number} for number, place in enumerate(places, start=1)}
+
+
+@pytest.mark.parametrize("asked", [False, "advise"])
+def test_a_machine_without_huge_pages_is_logged_if_they_were_asked_for(
+    asked: HugePages, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.WARNING, "kvbus.engine"):
+        storage = allocate_storage(SPEC, lay_out_rank(SPEC, 0, NHD, num_blocks=4), huge_pages=asked)
+        storage.close()
+
+    lines = [record.getMessage() for record in caplog.records]
+    must_tell = asked == "advise" and shmem_word() not in GIVING_WORDS
+    assert len(lines) == must_tell
+    assert all("shmem_enabled" in line and SPEC.engine_id in line for line in lines)

@@ -12,11 +12,12 @@ from kvbus.engine import BlockingDecode, BlockingMemory, BlockingPrefill
 from kvbus.engine.bounce import HostPool, LocalCopier
 from kvbus.engine.bounce.blocking import BlockingHostDecode, BlockingHostPrefill
 from kvbus.errors import FetchFailed, PeerLost
-from kvbus.protocol import Outcome
+from kvbus.protocol import Fetched, Outcome
 from tests.agents import AgentProcess, Agents, agents_ended, wait_until
-from tests.engines import FULL, NHD, bits, make_spec
+from tests.engines import FULL, make_spec
 from tests.host_engines import private_cache
-from tests.memories import Memory
+from tests.memories import NHD, Memory
+from tests.strict_sessions import bits
 
 SIZE = FULL.block_size
 BLOCKS = {"full": [3, 4]}
@@ -118,6 +119,7 @@ def test_a_decode_engine_goes_on_with_the_agent_that_came_back(agents: Agents) -
             with pytest.raises(FetchFailed):
                 sides.target.wait_completed(fetches[0])
             (lost,) = sides.target.take_ended()
+            assert isinstance(lost, Fetched)
             assert (lost.fetch_id, lost.stage) == (fetches[1].fetch_id, "lost")
             assert lost.blocks_free
             sides.target.wait_blocks_freed(fetches[1])

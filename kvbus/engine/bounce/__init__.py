@@ -21,13 +21,14 @@ from kvbus.engine.bounce.buffer import (
     LocalCopier,
 )
 from kvbus.engine.bounce.decode import HostDecode, HostFetch
-from kvbus.engine.bounce.host_pool import HostPool
+from kvbus.engine.bounce.host_pool import BlockAllocator, HostPool
 from kvbus.engine.bounce.prefill import HostOffer, HostPrefill
-from kvbus.engine.bounce.request_blocks import BlockCopy
-from kvbus.engine.bounce.sizing import HOST_LAYOUT, host_blocks
+from kvbus.engine.bounce.request_blocks import BlockCopy, cut_into_copies
+from kvbus.engine.bounce.sizing import HOST_LAYOUT, host_blocks, piece_tokens
 
 __all__ = [
     "HOST_LAYOUT",
+    "BlockAllocator",
     "BlockCopy",
     "Copier",
     "CopyBlocks",
@@ -40,5 +41,7 @@ __all__ = [
     "HostPool",
     "HostPrefill",
     "LocalCopier",
+    "cut_into_copies",
     "host_blocks",
+    "piece_tokens",
 ]
