@@ -29,7 +29,6 @@ class Ledger:
     longest: dict[str, float] = field(default_factory=dict)
     violations: list[dict[str, Any]] = field(default_factory=list)
     consumed: list[dict[str, Any]] = field(default_factory=list)
-    growth: dict[str, Any] = field(default_factory=dict)
     started_at: float = field(default_factory=time.monotonic)
 
     def count(self, name: str, number: int = 1) -> None:
@@ -78,7 +77,36 @@ class Ledger:
             "paths": dict(self.paths.most_common()),
             "faults": dict(sorted(self.faults.items())),
             "longest_s": self.longest,
-            "growth": self.growth,
             "violations": self.violations,
         }
         return json.dumps(fields)
+
+
+class Stops:
+    """Times in which a process was stopped, which nobody may hold against it."""
+
+    def __init__(self) -> None:
+        self._spans: list[tuple[float, float]] = []
+        self._since: float | None = None
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._since is not None
+
+    def begin(self) -> None:
+        self._since = time.monotonic()
+
+    def end(self) -> None:
+        if self._since is not None:
+            self._spans.append((self._since, time.monotonic()))
+            self._since = None
+
+    def add(self, start: float, stop: float) -> None:
+        """A time that was seen afterwards."""
+        self._spans.append((start, stop))
+
+    def lost_s(self, since: float) -> float:
+        """How much of the time from ``since`` until now is lost."""
+        now = time.monotonic()
+        spans = [*self._spans, (self._since, now)] if self._since is not None else self._spans
+        return sum(max(0.0, stop - max(start, since)) for start, stop in spans)

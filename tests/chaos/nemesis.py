@@ -6,8 +6,9 @@ from random import Random
 
 from tests.chaos.handoffs import Handoffs
 from tests.chaos.ledger import Ledger
+from tests.chaos.links import Link
 from tests.chaos.schedule import Fault
-from tests.chaos.world import World
+from tests.chaos.world import Engine, World
 
 BURST = 80
 """More than an agent takes at a time."""
@@ -39,68 +40,59 @@ class Nemesis:
         self._busy.add(fault.target)
         started = time.monotonic()
         try:
-            await getattr(self, f"_{fault.kind}")(fault)
+            await self._do(fault)
         finally:
             self._busy.discard(fault.target)
             if fault.target in self._world.faults:
                 ended = time.monotonic() + AFTERMATH_S
                 self._world.faults[fault.target].add(started, ended)
 
-    async def _kill_agent(self, fault: Fault) -> None:
-        await self._world.restart(fault.target, kill=True, after_s=fault.for_s)
+    async def _do(self, fault: Fault) -> None:
+        name, world = fault.target, self._world
+        link, engine = world.links.get(name), world.engines.get(name)
+        match fault.kind:
+            case "kill_agent":
+                await world.restart(name, kill=True, after_s=fault.for_s)
+            case "restart_agent":
+                await world.restart(name, kill=False, after_s=0.0)
+            case "replace_agent":
+                await world.replace(name)
+            case "stop_agent":
+                world.stop(name)
+                await asyncio.sleep(fault.for_s)
+                world.go_on(name)
+            case "burst":
+                random = Random(f"{fault.at_s}")
+                await asyncio.gather(*(self._handoffs.one(random) for _ in range(BURST)))
+            case kind if engine is not None:
+                await self._hurt_engine(kind, engine, fault.for_s)
+            case kind if link is not None:
+                await self._hurt_link(kind, link, fault.for_s)
 
-    async def _restart_agent(self, fault: Fault) -> None:
-        await self._world.restart(fault.target, kill=False, after_s=0.0)
+    async def _hurt_engine(self, kind: str, engine: Engine, for_s: float) -> None:
+        if kind == "kill_engine":
+            await engine.kill()
+            await engine.start()
+        else:
+            engine.stop()
+            await asyncio.sleep(for_s)
+            engine.go_on()
 
-    async def _replace_agent(self, fault: Fault) -> None:
-        await self._world.replace(fault.target)
-
-    async def _stop_agent(self, fault: Fault) -> None:
-        self._world.stop(fault.target)
-        await asyncio.sleep(fault.for_s)
-        self._world.go_on(fault.target)
-
-    async def _kill_engine(self, fault: Fault) -> None:
-        engine = self._world.engines[fault.target]
-        await engine.kill()
-        await engine.start()
-
-    async def _stop_engine(self, fault: Fault) -> None:
-        engine = self._world.engines[fault.target]
-        engine.stop()
-        await asyncio.sleep(fault.for_s)
-        engine.go_on()
-
-    async def _cut(self, fault: Fault) -> None:
-        self._world.links[fault.target].cut()
-
-    async def _reset(self, fault: Fault) -> None:
-        self._world.links[fault.target].cut(reset=True)
-
-    async def _take_down(self, fault: Fault) -> None:
-        self._world.links[fault.target].take_down()
-        await self._then_heal(fault)
-
-    async def _blacken(self, fault: Fault) -> None:
-        self._world.links[fault.target].blacken()
-        await self._then_heal(fault)
-
-    async def _delay(self, fault: Fault) -> None:
-        self._world.links[fault.target].delay(DELAY_S)
-        await self._then_heal(fault)
-
-    async def _trickle(self, fault: Fault) -> None:
-        self._world.links[fault.target].trickle(TRICKLE_BYTES)
-        await self._then_heal(fault)
-
-    async def _then_heal(self, fault: Fault) -> None:
-        await asyncio.sleep(fault.for_s)
-        self._world.links[fault.target].heal()
-
-    async def _replay(self, fault: Fault) -> None:
-        num_bytes = await self._world.links[fault.target].replay()
-        self._ledger.count("replayed_bytes_answered", num_bytes)
-
-    async def _burst(self, fault: Fault) -> None:
-        random = Random(f"{fault.at_s}")
-        await asyncio.gather(*(self._handoffs.one(random) for _ in range(BURST)))
+    async def _hurt_link(self, kind: str, link: Link, for_s: float) -> None:
+        """For a while, or once where there is no length."""
+        match kind:
+            case "cut" | "reset":
+                link.cut(reset=kind == "reset")
+            case "take_down":
+                link.take_down()
+            case "blacken":
+                link.blacken()
+            case "delay":
+                link.delay(DELAY_S)
+            case "trickle":
+                link.trickle(TRICKLE_BYTES)
+            case "replay":
+                self._ledger.count("replayed_bytes_answered", await link.replay())
+        if for_s:
+            await asyncio.sleep(for_s)
+            link.heal()

@@ -1,7 +1,6 @@
 """A minute of chaos, and that what looks for damage sees it."""
 
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -10,7 +9,6 @@ import pytest
 import torch
 
 from kvbus.geometry import KvLayout
-from tests.chaos.growth import Growth
 from tests.chaos.rogue import frames_of
 from tests.chaos.schedule import draw_faults
 from tests.chaos.shapes import BY_NAME
@@ -23,7 +21,6 @@ ROOT = Path(__file__).parents[2]
 SEED = 7
 ENDS_WITHIN_S = 400
 FEW = 8
-MORE_KIB = 200 << 10
 
 
 @pytest.mark.timeout(ENDS_WITHIN_S + 20)
@@ -90,21 +87,6 @@ def test_two_offers_have_no_word_in_common() -> None:
         ids = torch.tensor(blocks[view.group.name])
         words = [tensor[ids].contiguous().view(torch.int64) for tensor in (one, view.bits)]
         assert not torch.any(words[0] == words[1])
-
-
-def test_growth_is_told_of_the_life_of_an_agent_that_saw_most_handoffs() -> None:
-    growth, pid = Growth(), os.getpid()
-    growth.look("one", pid, 0)
-    kept = bytearray(b"x") * (MORE_KIB << 10)
-    growth.look("one", pid, 2000)
-    growth.look("other", pid, 2000)
-
-    found = growth.by_agent()
-
-    assert len(kept) == MORE_KIB << 10
-    assert found.keys() == {"one"}, "one calm says nothing"
-    assert found["one"]["handoffs"] == 2000
-    assert found["one"]["kib_per_1000"] > MORE_KIB / 4
 
 
 def test_requests_are_read_off_a_stream_that_was_overheard() -> None:

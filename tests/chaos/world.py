@@ -14,12 +14,11 @@ from typing import Any
 
 from kvbus.keys import Role
 from tests.agents import STARTS_WITHIN_S, AgentProcess, Agents, port_range
-from tests.chaos.ledger import Ledger
+from tests.chaos.ledger import Ledger, Stops
 from tests.chaos.links import AGENT_HOST, PROXY_HOST, Link
 from tests.chaos.rogue import Rogue
 from tests.chaos.schedule import AGENTS, Setting
 from tests.chaos.shapes import SHAPES, Shape
-from tests.chaos.stops import Stops
 from tests.engine_program import EngineProcess, Told
 from tests.keyring import KeyRing
 from tests.plain_sockets import ask
