@@ -1,24 +1,27 @@
 """The picture is SVG by itself, with an element for each read, and readable on any ground."""
 
 import re
+from pathlib import Path
 from xml.etree import ElementTree as ET
 
 import pytest
 
-from kvbus.plan.picture import COLOURS, GREY, picture
-from kvbus.plan.plan import Plan, PlanOptions, make_plan
+from tests.plan.planning import plan, planned
 
 SVG = "{http://www.w3.org/2000/svg}"
 SMALL = "kv_heads=8,head=4,layers=4"
 WHITE, DARK = "#ffffff", "#0d1117"
 
 
-def planned(prefill: str, decode: str, num_tokens: int = 40) -> Plan:
-    return make_plan(PlanOptions(prefill=prefill, decode=decode, tokens=num_tokens))
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "plan.svg"
 
 
-def drawn(plan: Plan) -> ET.Element:
-    return ET.fromstring(picture(plan))  # noqa: S314 - our own
+def drawn(file: Path, prefill: str, decode: str) -> ET.Element:
+    result = plan("--svg", str(file), prefill=prefill, decode=decode, tokens=40)
+    assert result.exit_code == 0
+    return ET.parse(file).getroot()  # noqa: S314 - our own
 
 
 def bands(svg: ET.Element) -> list[ET.Element]:
@@ -26,30 +29,29 @@ def bands(svg: ET.Element) -> list[ET.Element]:
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode"),
+    ("prefill", "decode", "num_ranks"),
     [
-        (SMALL, SMALL),
-        (f"tp=3,{SMALL}", f"tp=2,pp=2,{SMALL}"),
-        (f"tp=16,window=9,{SMALL}", f"tp=4,window=9,{SMALL}"),
-        ("tp=8,attention=mla,head=64,layers=4", "attention=mla,head=64,layers=4"),
-        (f"tp=64,{SMALL}", f"tp=64,{SMALL}"),
+        (SMALL, SMALL, 2),
+        (f"tp=3,{SMALL}", f"tp=2,pp=2,{SMALL}", 7),
+        (f"tp=16,window=9,{SMALL}", f"tp=4,window=9,{SMALL}", 20),
+        ("tp=8,attention=mla,head=64,layers=4", "attention=mla,head=64,layers=4", 9),
+        (f"tp=64,{SMALL}", f"tp=64,{SMALL}", 128),
     ],
 )
-def test_each_read_and_each_rank_is_one_element(prefill: str, decode: str) -> None:
-    plan = planned(prefill, decode)
+def test_each_read_and_each_rank_is_one_element(
+    file: Path, prefill: str, decode: str, num_ranks: int
+) -> None:
+    svg = drawn(file, prefill, decode)
 
-    svg = drawn(plan)
-
+    told = planned(prefill=prefill, decode=decode, tokens=40)
     ranks = [rect for rect in svg.iter(f"{SVG}rect") if rect.get("class") == "rank"]
-    assert len(bands(svg)) == len(plan.reads)
-    assert len(ranks) == plan.prefill.engine.num_ranks + plan.decode.engine.num_ranks
-    assert len([rank for rank in ranks if rank.get("stroke-dasharray")]) == len(plan.unread_ranks)
+    unread = [rank for rank in ranks if rank.get("stroke-dasharray")]
+    assert len(bands(svg)) == len(told["reads"])
+    assert (len(ranks), len(unread)) == (num_ranks, len(told["unread_ranks"]))
 
 
-def test_a_band_goes_from_the_heads_that_are_read_to_where_they_are_held() -> None:
-    plan = planned(SMALL, f"tp=2,{SMALL}")
-
-    svg = drawn(plan)
+def test_a_band_goes_from_the_heads_that_are_read_to_where_they_are_held(file: Path) -> None:
+    svg = drawn(file, SMALL, f"tp=2,{SMALL}")
 
     # 8 heads of 16 pixels on the left; on the right two ranks of 4, 6 pixels apart.
     shapes = [str(band.get("d")) for band in bands(svg)]
@@ -59,8 +61,8 @@ def test_a_band_goes_from_the_heads_that_are_read_to_where_they_are_held() -> No
     assert bottoms == [("64", "64"), ("134", "128")]
 
 
-def test_a_screen_reader_is_told_what_is_drawn() -> None:
-    svg = drawn(planned(f"tp=16,{SMALL}", f"tp=2,{SMALL}"))
+def test_a_screen_reader_is_told_what_is_drawn_and_a_name_of_markup_is_text(file: Path) -> None:
+    svg = drawn(file, f"tp=16,model=<b>&,{SMALL}", f"tp=2,model=<b>&,{SMALL}")
 
     told = {str(one.get("id")): str(one.text) for one in svg if one.get("id")}
     assert svg.get("role") == "img"
@@ -70,28 +72,23 @@ def test_a_screen_reader_is_told_what_is_drawn() -> None:
     assert all("from prefill rank" in str(band[0].text) for band in bands(svg))
 
 
-def test_groups_have_colours_of_their_own() -> None:
-    svg = drawn(planned(f"window=9,{SMALL}", f"window=9,{SMALL}"))
+def test_nothing_is_loaded_from_elsewhere_and_groups_have_colours_for_any_ground(
+    file: Path,
+) -> None:
+    svg = drawn(file, f"window=9,{SMALL}", f"window=9,{SMALL}")
 
-    assert [band.get("fill") for band in bands(svg)] == list(COLOURS[:2])
-
-
-def test_nothing_is_loaded_from_elsewhere() -> None:
-    text = picture(planned(SMALL, SMALL)).replace('xmlns="http://www.w3.org/2000/svg"', "")
-
+    text = file.read_text().replace('xmlns="http://www.w3.org/2000/svg"', "")
+    colours = [str(band.get("fill")) for band in bands(svg)]
     assert not re.search(r"http|url\(|@import|href|<style|<script", text)
+    assert len(set(colours)) == len(colours) == 2
+    assert all(contrast(one, ground) >= 3 for one in colours for ground in (WHITE, DARK))
 
 
-def test_a_name_of_markup_is_text() -> None:
-    spec = f"model=<b>&,{SMALL}"
+def test_a_picture_that_cannot_be_written_is_an_error() -> None:
+    result = plan("--svg", "/nowhere/at/all.svg")
 
-    assert drawn(planned(spec, spec)).tag == f"{SVG}svg"
-
-
-@pytest.mark.parametrize("ground", [WHITE, DARK])
-def test_colours_are_readable_on_white_and_on_dark(ground: str) -> None:
-    assert contrast(GREY, ground) >= 4
-    assert min(contrast(colour, ground) for colour in COLOURS) >= 3
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: --svg: cannot write '/nowhere/at/all.svg'")
 
 
 def contrast(one: str, other: str) -> float:

@@ -4,194 +4,150 @@ from typing import Any
 
 import pytest
 
-from kvbus.errors import ConfigError, ErrorCode, GeometryError
-from kvbus.plan.plan import DECODE_STEP, PREFILL_STEP, PathOption, Plan, PlanOptions, make_plan
-from kvbus.plan.spec import read_engine
-from kvbus.plan.synthetic_engine import synthesize
-from kvbus.planning import Path, whole_spans
+from tests.plan.planning import SMALL, plan, planned
 
-SMALL = "kv_heads=8,head=4,layers=2,dtype=f16"
 HEAD_BYTES = 4 * 2
-
-
-def planned(prefill: str, decode: str, tokens: int, **options: Any) -> Plan:
-    return make_plan(PlanOptions(prefill=prefill, decode=decode, tokens=tokens, **options))
-
-
-def num_descriptors(plan: Plan) -> dict[str, int]:
-    return {path.value: one.num_descriptors for path, one in plan.paths.items()}
-
-
-def test_equal_engines_read_each_block_of_each_layer() -> None:
-    plan = planned(SMALL, SMALL, 32)
-
-    assert plan.num_bytes == 2 * 2 * 32 * 8 * HEAD_BYTES  # layers, parts, tokens, heads
-    assert num_descriptors(plan) == {"direct": 4, "packed": 1, "reordered": 4}
-    assert plan.chosen is Path.DIRECT
-
-
-def test_blocks_of_a_busy_cache_do_not_merge() -> None:
-    plan = planned(SMALL, SMALL, 16 * 200)
-
-    assert num_descriptors(plan)["direct"] == 2 * 200
-
-
-def test_blocks_in_order_merge() -> None:
-    plan = planned(SMALL, SMALL, 32, contiguous=True)
-
-    assert num_descriptors(plan)["direct"] == 2
-
-
-def test_nhd_for_twice_the_ranks_reads_each_token() -> None:
-    plan = planned(SMALL, f"tp=2,{SMALL}", 32)
-
-    assert [(read.prefill_rank, read.decode_rank) for read in plan.reads] == [(0, 0), (0, 1)]
-    assert [read.heads for read in plan.reads] == [(0, 4), (4, 8)]
-    assert {read.num_bytes for read in plan.reads} == {2 * 2 * 32 * 4 * HEAD_BYTES}
-    # ranks * layers * parts * tokens; a box for each share; ranks * layers * blocks
-    assert num_descriptors(plan) == {"direct": 256, "packed": 2, "reordered": 8}
-
-
-def test_a_prefix_is_not_read_though_its_block_is_in_the_slot() -> None:
-    plan = planned(SMALL, SMALL, 40, first_token=20)
-
-    packed, reordered = plan.paths.get(Path.PACKED), plan.paths.get(Path.REORDERED)
-    assert packed
-    assert reordered
-    assert plan.num_bytes == 2 * 2 * 20 * 8 * HEAD_BYTES
-    assert {one.num_bytes for one in plan.paths.values()} == {plan.num_bytes}
-    assert {one.over_read_bytes for one in plan.paths.values()} == {0}
-    assert packed.slot_bytes == plan.num_bytes
-    assert reordered.slot_bytes == 2 * 2 * 32 * 8 * HEAD_BYTES
-    assert num_descriptors(plan)["direct"] == 2 * 2 * 2  # layers, parts, blocks, each in part
-
-
-def test_replicas_are_read_once_for_each_reader() -> None:
-    plan = planned(f"tp=16,{SMALL}", f"tp=1,{SMALL}", 16)
-
-    assert len(plan.reads) == 8
-    assert plan.unread_ranks == (1, 3, 5, 7, 9, 11, 13, 15)
-    assert plan.num_bytes == 2 * 2 * 16 * 8 * HEAD_BYTES
+TOKEN_BYTES = 2 * 2 * 8 * HEAD_BYTES  # layers, parts, heads
+LARGE = "block=4096,kv_heads=8,head=128,layers=2"
+WIDE = "kv_heads=8,head=128,layers=32"
+Figures = dict[str, Any]
 
 
 @pytest.mark.parametrize(
-    ("decode_tp", "num_boxes", "num_copies"), [(8, 8, 1), (16, 8, 2), (32, 8, 4)]
+    ("prefill", "decode", "tokens", "options", "wanted"),
+    [
+        # layers * blocks; one box; layers * blocks
+        (SMALL, SMALL, 32, "", {"direct": 4, "packed": 1, "reordered": 4, "chosen": "direct"}),
+        (SMALL, SMALL, 16 * 200, "", {"direct": 2 * 200}),  # no two are neighbours
+        (SMALL, SMALL, 32, "--contiguous", {"direct": 2}),
+        # ranks * layers * parts * tokens; a box for each share; ranks * layers * blocks
+        (SMALL, f"tp=2,{SMALL}", 32, "", {"direct": 256, "packed": 2, "reordered": 8}),
+        (SMALL, SMALL, 40, "--first-token 20", {"direct": 2 * 2 * 2}),  # each block in part
+        (SMALL, SMALL, 7, "--first-token 7", {"direct": 0, "packed": None, "reordered": None}),
+        (WIDE, f"layout=HND,{WIDE}", 131_072, "", {"direct": 32 * 2 * 8 * 131_072}),
+        (SMALL, SMALL, 32, "--path packed", {"chosen": "packed"}),
+    ],
+    ids=["equal", "busy", "in-order", "tp", "prefix", "nothing", "many", "asked-for"],
 )
-def test_what_ranks_hold_alike_is_packed_once(
-    decode_tp: int, num_boxes: int, num_copies: int
+def test_each_path_reads_so_many_pieces(
+    prefill: str, decode: str, tokens: int, options: str, wanted: Figures
 ) -> None:
-    plan = planned(SMALL, f"tp={decode_tp},{SMALL}", 32)
+    sides: Figures = {"prefill": prefill, "decode": decode, "tokens": tokens}
 
-    packed = plan.paths[Path.PACKED]
-    assert packed.num_boxes == packed.num_descriptors == num_boxes
-    assert packed.num_bytes == packed.slot_bytes == 2 * 2 * 32 * 8 * HEAD_BYTES
-    assert packed.scattered_bytes == plan.num_bytes == num_copies * packed.num_bytes
+    found = planned(*options.split(), **sides)
+
+    assert found == planned(*options.split(), **sides)
+    paths = {name: path and path["descriptors"] for name, path in found["paths"].items()}
+    assert wanted.items() <= {**paths, "chosen": found["choice"]["path"]}.items()
+    assert all(path is None or path["over_read_bytes"] == 0 for path in found["paths"].values())
 
 
-def test_stages_are_read_by_layer() -> None:
-    plan = planned(f"pp=2,{SMALL}", SMALL, 16)
+@pytest.mark.parametrize(
+    ("prefill", "decode", "tokens", "reads", "num_bytes"),
+    [
+        (
+            SMALL,
+            f"tp=2,{SMALL}",
+            32,
+            [(0, 0, [0, 4], [0, 1]), (0, 1, [4, 8], [0, 1])],
+            32 * TOKEN_BYTES,
+        ),
+        (f"pp=2,{SMALL}", SMALL, 16, [(0, 0, [0, 8], [0]), (1, 0, [0, 8], [1])], 16 * TOKEN_BYTES),
+        (
+            f"tp=16,{SMALL}",
+            SMALL,
+            16,
+            [(2 * head, 0, [head, head + 1], [0, 1]) for head in range(8)],
+            16 * TOKEN_BYTES,
+        ),
+    ],
+    ids=["tp", "stages", "replicas"],
+)
+def test_who_reads_what_from_whom(
+    prefill: str, decode: str, tokens: int, reads: list[Any], num_bytes: int
+) -> None:
+    found = planned(prefill=prefill, decode=decode, tokens=tokens)
 
-    assert [(read.prefill_rank, read.layers) for read in plan.reads] == [(0, (0,)), (1, (1,))]
+    keys = ("prefill_rank", "decode_rank", "heads", "layers")
+    assert [tuple(read[key] for key in keys) for read in found["reads"]] == reads
+    assert found["bytes"] == sum(read["bytes"] for read in found["reads"]) == num_bytes
+    assert found["unread_ranks"] == [*range(1, 16, 2)] * ("tp=16" in prefill)
+
+
+def test_a_prefix_is_not_read_though_its_block_is_in_the_slot() -> None:
+    found = planned("--first-token", "20", tokens=40)
+
+    paths = found["paths"]
+    assert found["bytes"] == paths["packed"]["slot_bytes"] == 20 * TOKEN_BYTES
+    assert paths["reordered"]["slot_bytes"] == 32 * TOKEN_BYTES
+    assert {path["bytes"] for path in paths.values() if path} == {found["bytes"]}
+
+
+@pytest.mark.parametrize(("decode_tp", "num_copies"), [(8, 1), (16, 2), (32, 4)])
+def test_what_ranks_hold_alike_is_packed_once(decode_tp: int, num_copies: int) -> None:
+    found = planned(decode=f"tp={decode_tp},{SMALL}")
+
+    packed = found["paths"]["packed"]
+    assert packed["boxes"] == packed["descriptors"] == 8
+    assert packed["bytes"] == packed["slot_bytes"] == 32 * TOKEN_BYTES
+    assert packed["scattered_bytes"] == found["bytes"] == num_copies * packed["bytes"]
 
 
 @pytest.mark.parametrize(("theirs", "first"), [(16, 80), (8, 88), (4, 88), (6, 90), (32, 80)])
 def test_a_window_moves_its_tail_only_and_its_first_block_as_far_as_both_have_it(
     theirs: int, first: int
 ) -> None:
-    plan = planned(f"window=10,{SMALL},block={theirs}", f"window=10,{SMALL}", 100)
+    found = planned(
+        prefill=f"window=10,{SMALL},block={theirs}", decode=f"window=10,{SMALL}", tokens=100
+    )
 
-    assert {read.group: read.positions for read in plan.reads} == {
-        "full": (0, 100),
-        "window": (first, 100),
+    assert {read["group"]: read["positions"] for read in found["reads"]} == {
+        "full": [0, 100],
+        "window": [first, 100],
     }
 
 
-def test_no_tokens_are_no_reads() -> None:
-    plan = planned(SMALL, SMALL, 7, first_token=7)
+def test_boxes_fit_their_slots_and_hold_a_block_at_least() -> None:
+    small = planned("--slot-bytes", "4096", tokens=1024)
+    large = planned("--slot-bytes", str(64 << 20), prefill=LARGE, decode=LARGE, tokens=64)
 
-    assert (plan.reads, plan.num_bytes) == ((), 0)
-    assert num_descriptors(plan) == {"direct": 0}
-
-
-def test_boxes_fit_their_slots() -> None:
-    plan = planned(SMALL, SMALL, 1024, slot_bytes=4096)
-
-    packed = plan.paths.get(Path.PACKED)
-    assert packed
-    assert packed.box_bytes == 4096
-    assert packed.num_boxes == plan.num_bytes // 4096
-
-
-def test_a_box_holds_a_block_at_least() -> None:
-    spec = "block=4096,kv_heads=8,head=128,layers=2"
-
-    plan = planned(spec, spec, 64, slot_bytes=64 << 20)
-
-    reordered = plan.paths.get(Path.REORDERED)
-    assert reordered
-    assert reordered.box_bytes == 2 * 4096 * 8 * 128 * 2  # parts, tokens, heads, dims and bytes
-    assert (reordered.num_boxes, reordered.slot_bytes) == (2, 2 * reordered.box_bytes)
+    packed, reordered = small["paths"]["packed"], large["paths"]["reordered"]
+    assert (packed["box_bytes"], packed["boxes"]) == (4096, small["bytes"] // 4096)
+    assert reordered["box_bytes"] == 2 * 4096 * 8 * 128 * 2  # parts, tokens, heads, dims and bytes
+    assert (reordered["boxes"], reordered["slot_bytes"]) == (2, 2 * reordered["box_bytes"])
 
 
 def test_a_path_whose_boxes_fit_no_slot_is_no_path() -> None:
-    plan = planned(
-        f"block=64,{SMALL}",
-        f"block=64,{SMALL}",
-        9,
-        slot_bytes=4096,
-    )
+    spec = f"block=64,{SMALL}"
+    sides: Figures = {"prefill": spec, "decode": spec, "tokens": 9}
 
-    assert set(num_descriptors(plan)) == {"direct", "packed"}
-    with pytest.raises(ConfigError, match="cannot take reordered, it can take direct, packed"):
-        planned(
-            f"block=64,{SMALL}",
-            f"block=64,{SMALL}",
-            9,
-            path=PathOption.REORDERED,
-            slot_bytes=4096,
-        )
+    found = planned("--slot-bytes", "4096", **sides)
+    refused = plan("--slot-bytes", "4096", "--path", "reordered", **sides)
 
-
-def test_a_path_that_is_asked_for_is_chosen() -> None:
-    plan = planned(SMALL, SMALL, 32, path=PathOption.PACKED)
-
-    assert plan.chosen is Path.PACKED
-    assert min(plan.paths, key=lambda path: plan.paths[path].seconds) is Path.DIRECT
-
-
-def test_a_plan_of_more_reads_than_are_made_counts_them() -> None:
-    spec = "kv_heads=8,head=128,layers=32"
-
-    plan = planned(spec, f"layout=HND,{spec}", 131072)
-
-    assert num_descriptors(plan)["direct"] == 32 * 2 * 8 * 131072
-
-
-def test_the_same_request_gives_the_same_plan() -> None:
-    first, second = (planned(SMALL, f"tp=3,{SMALL}", 99) for _ in range(2))
-
-    assert first == second
+    assert {name for name, path in found["paths"].items() if path} == {"direct", "packed"}
+    assert refused.exit_code == 2
+    assert "cannot take reordered, it can take direct, packed" in refused.stderr
 
 
 @pytest.mark.parametrize(
-    ("decode", "field", "values"),
+    ("decode", "told"),
     [
-        ("kv_heads=4,head=4,layers=2,dtype=f16", "attention.num_kv_heads", ("8", "4")),
-        ("kv_heads=8,head=8,layers=2,dtype=f16", "attention.head_dim", ("4", "8")),
-        ("kv_heads=8,head=4,layers=3,dtype=f16", "attention.layers", ("0,1", "0,1,2")),
-        (f"{SMALL[:-3]}bf16", "attention.dtype", ("float16", "bfloat16")),
-        (f"window=3,{SMALL}", "groups", ("attention", "full,window")),
-        (f"model=other,{SMALL}", "model", ("unnamed", "other")),
+        ("kv_heads=4,head=4,layers=2,dtype=f16", "attention.num_kv_heads: prefill has 8, decode 4"),
+        ("kv_heads=8,head=8,layers=2,dtype=f16", "attention.head_dim: prefill has 4, decode has 8"),
+        ("kv_heads=8,head=4,layers=3,dtype=f16", "attention.layers: prefill has 0,1, decode has 0"),
+        (f"{SMALL[:-3]}bf16", "attention.dtype: prefill has float16, decode has bfloat16"),
+        (f"window=3,{SMALL}", "groups: prefill has attention, decode has full,window"),
+        (f"model=other,{SMALL}", "model: prefill has unnamed, decode has other"),
     ],
+    ids=["heads", "head", "layers", "dtype", "groups", "model"],
 )
-def test_engines_that_differ_in_more_than_shape_are_refused(
-    decode: str, field: str, values: tuple[str, str]
+def test_engines_that_differ_in_more_than_shape_are_one_line_and_status_1(
+    decode: str, told: str
 ) -> None:
-    with pytest.raises(GeometryError) as caught:
-        planned(SMALL, decode, 1)
+    result = plan(decode=decode)
 
-    assert caught.value.code is ErrorCode.INCOMPATIBLE
-    assert caught.value.detail == {"field": field, "prefill": values[0], "decode": values[1]}
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (1, "", 1)
+    assert told.replace("decode 4", "decode has 4") in result.stderr
 
 
 @pytest.mark.parametrize(
@@ -203,18 +159,7 @@ def test_engines_that_differ_in_more_than_shape_are_refused(
     ],
 )
 def test_a_plan_that_would_be_too_large_is_refused(spec: str, tokens: int, told: str) -> None:
-    with pytest.raises(ConfigError, match=told):
-        planned(spec, spec, tokens)
+    result = plan(prefill=spec, decode=spec, tokens=tokens)
 
-
-@pytest.mark.parametrize("step", [None, PREFILL_STEP, DECODE_STEP])
-@pytest.mark.parametrize("num_blocks", [1, 7, 64, 1000])
-def test_no_block_of_a_synthetic_request_is_there_twice(
-    num_blocks: int, step: float | None
-) -> None:
-    planned = read_engine("--from", SMALL)
-    spans = whole_spans(planned.engine.groups, planned.engine.groups, 0, 16 * num_blocks)
-
-    table = synthesize(planned, spans, step=step).tables["attention"]
-
-    assert len(set(table.array().tolist())) == num_blocks
+    assert result.exit_code == 2
+    assert told in result.stderr
