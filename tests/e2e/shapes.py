@@ -1,184 +1,27 @@
-"""Handoffs between engines of two shapes, all bytes of the decode engine compared.
+"""Moved to `tests.process.shapes`."""
 
-Refuses to compare less than the whole memory: what must not change did not.
-"""
+from tests.process.shapes import (
+    FETCH_TIMEOUT_S,
+    GROUP,
+    PATHS,
+    SLOT_BYTES,
+    ShapedAgents,
+    Side,
+    blocks_between,
+    hand_over,
+    laid_out,
+    two_engines,
+)
 
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
-from itertools import pairwise
-
-import msgspec
-
-from kvbus.engine import DecodeSession, Offer, PrefillSession
-from kvbus.geometry import EngineSpec, GroupSpec, KvLayout, num_blocks_for
-from kvbus.protocol import Fetched, Outcome
-from tests.agents import AgentProcess
-from tests.engines import Blocks, Engine, engine, expected_after, make_spec, same
-from tests.expected import num_read_bytes
-from tests.host_engines import HostEngine, host_engine
-from tests.memories import Memory
-
-PATHS = ("direct", "packed", "reordered", "mapped")
-GROUP = GroupSpec("full", (0, 1), 16, 8, 4, "bfloat16")
-SLOT_BYTES = 8 << 10
-SPARE_BLOCKS = 3
-NUM_STATES = 4
-FETCH_TIMEOUT_S = 20.0
-PLAIN = Memory()
-
-
-@dataclass(frozen=True)
-class ShapedAgents:
-    """A prefill agent, and a decode agent that is forced to each path, or to none (``auto``)."""
-
-    prefill: AgentProcess
-    decode: dict[str, AgentProcess]
-
-
-@dataclass(frozen=True)
-class Side:
-    """What one engine has of its own; with ``host`` its cache goes through a ring."""
-
-    tp: int = 1
-    pp: int = 1
-    block_size: int | None = None
-    memory: Memory = PLAIN
-    host: bool = False
-
-    def spec(self, groups: Sequence[GroupSpec]) -> EngineSpec:
-        """An engine with these groups, in blocks of its own."""
-        sized = groups
-        if self.block_size is not None:
-            sized = [
-                group if group.state else msgspec.structs.replace(group, block_size=self.block_size)
-                for group in groups
-            ]
-        return make_spec(tp=self.tp, pp=self.pp, groups=sized)
-
-
-def laid_out(layout: str, *, cross_layer: bool = False, tp: int = 1) -> Side:
-    """A side with this layout."""
-    return Side(tp=tp, memory=Memory(KvLayout.parse(layout, cross_layer=cross_layer)))
-
-
-@asynccontextmanager
-async def two_engines(
-    agents: ShapedAgents,
-    path: str,
-    prefill: Side,
-    decode: Side,
-    *,
-    groups: Sequence[GroupSpec] = (GROUP,),
-    max_tokens: int = 100,
-) -> AsyncIterator[tuple[Engine, Engine]]:
-    """A prefill engine and a decode engine, the latter at the agent for ``path``."""
-    specs = [side.spec(groups) for side in (prefill, decode)]
-    blocks = [_enough(spec, max_tokens) for spec in specs]
-    open_source, open_target = (host_engine if side.host else engine for side in (prefill, decode))
-    async with (
-        open_source(
-            PrefillSession,
-            agents.prefill.attach,
-            specs[0],
-            memory=prefill.memory,
-            num_blocks=blocks[0],
-            seed=1,
-        ) as source,
-        open_target(
-            DecodeSession,
-            agents.decode[path].attach,
-            specs[1],
-            memory=decode.memory,
-            num_blocks=blocks[1],
-            seed=2,
-        ) as target,
-    ):
-        yield source, target
-
-
-async def hand_over(
-    source: Engine,
-    target: Engine,
-    num_tokens: int,
-    *,
-    first_token: int = 0,
-    offered: int | None = None,
-    only_tails: bool = False,
-    zero_tail: bool = False,
-    steps: Sequence[int] = (),
-) -> Fetched:
-    """Move tokens [first_token, num_tokens) and fail unless every byte is right.
-
-    ``offered`` tokens are there, ``only_tails`` of the groups with windows, or they come in
-    ``steps``, the offer open until then.
-    """
-    offered = num_tokens if offered is None else offered
-    theirs = source.whole_blocks(5, offered)
-    firsts = {}
-    if only_tails:
-        theirs, firsts = source.some_blocks(5, offered), source.first_blocks(offered)
-    ours = target.some_blocks(6, num_tokens, first_token)
-    wanted = expected_after(
-        target.snapshot(),
-        source,
-        theirs,
-        target,
-        ours,
-        num_tokens=num_tokens,
-        first_token=first_token,
-        first_blocks=firsts,
-        zero_tail=zero_tail,
-    )
-    ready = steps[0] if steps else offered
-    if isinstance(source, HostEngine):
-        source.total = offered
-    offer = await source.prefill.offer(
-        "r",
-        num_tokens=ready,
-        block_ids=blocks_between(source.spec, theirs, 0, ready) if steps else theirs,
-        sealed=not steps,
-        first_blocks=firsts,
-    )
-    fetch = target.decode.fetch(
-        offer.ticket,
-        num_tokens=num_tokens,
-        block_ids=ours,
-        first_token=first_token,
-        zero_tail=zero_tail,
-        timeout_s=FETCH_TIMEOUT_S,
-    )
-    if steps:
-        await _grow(offer, source, theirs, (*steps, offered))
-    fetched = await fetch.completed()
-    assert same(target.snapshot(), wanted)
-    assert fetched.num_bytes == num_read_bytes(
-        source, target, num_tokens, first_token, path=fetched.path
-    )
-    assert await offer.released() is Outcome.COMPLETED
-    return fetched
-
-
-def blocks_between(spec: EngineSpec, blocks: Blocks, start: int, stop: int) -> Blocks:
-    """The blocks that tokens [start, stop) need and tokens [0, start) did not."""
-    some = {}
-    for group in spec.groups:
-        edges = [min(1, at) if group.state else at for at in (start, stop)]
-        first, end = (num_blocks_for(at, group.block_size) for at in edges)
-        some[group.name] = blocks[group.name][first:end]
-    return some
-
-
-async def _grow(offer: Offer, source: Engine, blocks: Blocks, steps: Sequence[int]) -> None:
-    for before, now in pairwise(steps):
-        await offer.extend(now, blocks_between(source.spec, blocks, before, now))
-    await offer.seal()
-
-
-def _enough(spec: EngineSpec, max_tokens: int) -> dict[str, int]:
-    return {
-        group.name: NUM_STATES
-        if group.state
-        else num_blocks_for(max_tokens, group.block_size) + SPARE_BLOCKS
-        for group in spec.groups
-    }
+__all__ = [
+    "FETCH_TIMEOUT_S",
+    "GROUP",
+    "PATHS",
+    "SLOT_BYTES",
+    "ShapedAgents",
+    "Side",
+    "blocks_between",
+    "hand_over",
+    "laid_out",
+    "two_engines",
+]

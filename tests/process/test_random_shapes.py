@@ -1,21 +1,22 @@
 """Random combinations of everything in which two engines may differ, against the plain oracle."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from kvbus.geometry import AxisName, GroupSpec, KvLayout, KvPart, StatePart, state_group
-from tests.e2e.shapes import PATHS, Side, hand_over, two_engines
 from tests.examples import num_examples
 from tests.memories import Memory
+from tests.process.shapes import PATHS, ShapedAgents, Side, hand_over, two_engines
 
 MAX_TOKENS = 90
 NUM_HEADS = (1, 2, 3, 4, 8)
 BLOCK_SIZES = (1, 4, 6, 16, 24, 48, 64)
 COMBINATIONS = settings(
-    max_examples=num_examples(60),  # on each path
+    max_examples=num_examples(160),  # on each path
     deadline=None,
     derandomize=True,
     suppress_health_check=list(HealthCheck),
@@ -50,11 +51,17 @@ def layouts(draw: st.DrawFn) -> KvLayout:
 
 @st.composite
 def sides(draw: st.DrawFn, num_layers: int) -> Side:
-    """An engine of at most 6 ranks."""
+    """An engine of at most 6 ranks: at one agent, at two of them, or with a ring."""
     tp = draw(st.sampled_from([1, 1, 2, 3, 4, 6]))
     pp = draw(st.integers(1, min(num_layers, 3, 6 // tp)))
-    memory = Memory(draw(layouts()), draw(st.booleans()), draw(st.sampled_from([0, 0, 1, 2])))
-    return Side(tp, pp, draw(st.sampled_from(BLOCK_SIZES)), memory)
+    size = draw(st.sampled_from(BLOCK_SIZES))
+    direct = draw(st.integers(0, 3)) > 0
+    places = draw(st.just("") | st.text("01", min_size=tp * pp, max_size=tp * pp))
+    if places:
+        return Side(tp, pp, size, Memory(draw(layouts()), direct=direct), places=places)
+    apart, padding = draw(st.booleans()), draw(st.sampled_from([0, 0, 1, 2]))
+    memory = Memory(draw(layouts()), apart, padding, direct=direct)
+    return Side(tp, pp, size, memory, host=draw(st.integers(0, 3)) == 0)
 
 
 @st.composite
@@ -121,9 +128,13 @@ def handovers(draw: st.DrawFn) -> Handover:
 @pytest.mark.parametrize("path", PATHS)
 @COMBINATIONS
 @given(case=handovers())
-async def test_any_combination_arrives_bit_by_bit(shapes, path, case):
-    shape = {"groups": case.groups, "max_tokens": case.offered}
-    async with two_engines(shapes, path, case.prefill, case.decode, **shape) as (source, target):
+async def test_any_combination_arrives_bit_by_bit(
+    shapes: ShapedAgents, path: str, case: Handover
+) -> None:
+    prefill = registered(case.prefill) if path == "direct" else case.prefill
+    decode = registered(case.decode) if path in ("direct", "reordered") else case.decode
+    shape: dict[str, Any] = {"groups": case.groups, "max_tokens": case.offered}
+    async with two_engines(shapes, path, prefill, decode, **shape) as (source, target):
         await hand_over(
             source,
             target,
@@ -134,3 +145,8 @@ async def test_any_combination_arrives_bit_by_bit(shapes, path, case):
             only_tails=case.only_tails,
             zero_tail=case.zero_tail,
         )
+
+
+def registered(side: Side) -> Side:
+    """Such an engine whose memory NIXL is told of."""
+    return replace(side, memory=replace(side.memory, direct=True))

@@ -1,0 +1,77 @@
+"""Agents that tests of this folder share: for engines that are alike, and for others.
+
+Those that a test ends, stops or starts again are its own.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from tests.agents import AgentProcess, Agents, agents_ended
+from tests.process.shapes import PATHS, SLOT_BYTES, ShapedAgents
+
+SLOTS: dict[str, Any] = {"slot_bytes": SLOT_BYTES, "staging_bytes": 4 * SLOT_BYTES}
+"""Few and small ones, so that a few tokens are many boxes."""
+
+
+@pytest.fixture(scope="package")
+def shared() -> Iterator[Agents]:
+    """The agents of this folder, ended with its last test."""
+    with agents_ended(Agents) as agents:
+        agents.start(agents.prepare("prefill"), agents.prepare("decode"), agents.prepare("decode"))
+        yield agents
+
+
+@pytest.fixture
+def agents(shared: Agents) -> Iterator[Agents]:
+    """The shared agents, which must hold nothing after each test."""
+    yield shared
+    shared.check()
+
+
+@pytest.fixture
+def prefill(agents: Agents) -> AgentProcess:
+    """The prefill agent."""
+    return agents.all[0]
+
+
+@pytest.fixture
+def decode(agents: Agents) -> AgentProcess:
+    """The decode agent."""
+    return agents.all[1]
+
+
+@pytest.fixture
+def other_decode(agents: Agents) -> AgentProcess:
+    """Another decode agent."""
+    return agents.all[2]
+
+
+@pytest.fixture(scope="package")
+def shaped() -> Iterator[Agents]:
+    """Two prefill agents, and for each path two decode agents that compare all that they read."""
+    with agents_ended(Agents) as agents:
+        few_at_once = 2  # side by side they are too slow on few cores
+        wanted = [agents.prepare("prefill", max_refusal_lines_s=1000, **SLOTS) for _ in range(2)]
+        for path in (*PATHS, "auto"):
+            reads: dict[str, Any] = {
+                "path": path,
+                "mapped": path == "mapped",
+                "digest": "full",
+                **SLOTS,
+            }
+            wanted += [agents.prepare("decode", **reads) for _ in range(1 + (path != "auto"))]
+        for at in range(0, len(wanted), few_at_once):
+            agents.start(*wanted[at : at + few_at_once])
+        yield agents
+
+
+@pytest.fixture
+def shapes(shaped: Agents) -> Iterator[ShapedAgents]:
+    """The agents for engines of different shapes, which must hold nothing after each test."""
+    *pairs, auto = shaped.all
+    names = ("prefill", *PATHS)
+    first, second = (dict(zip(names, pairs[at::2], strict=True)) for at in range(2))
+    yield ShapedAgents(first.pop("prefill"), {**first, "auto": auto}, second)
+    shaped.check()
