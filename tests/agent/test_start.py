@@ -1,4 +1,4 @@
-"""What an agent imports when it starts; what it imports later shows in `tests/e2e`."""
+"""What an agent imports when it starts; what it imports later shows in `tests/process`."""
 
 import json
 import subprocess
