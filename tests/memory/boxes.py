@@ -5,6 +5,7 @@ Refuses strides other than through `byte_offset`, the plain meaning of a region.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -29,7 +30,7 @@ from kvbus.geometry import (
 from kvbus.memory import PagedMemory, Slot, copying, scatter
 from tests.geometry.layouts import Element, byte_offset, engines, group_specs, ranks
 
-Where = Mapping[object, tuple[str, int]]
+Where = Mapping[Any, tuple[str, int]]
 """Segment and byte of each element, by what the element means."""
 
 

@@ -1,8 +1,9 @@
-"""Fixtures of the memory tests: a runtime directory, an attach server, a look at the kernel."""
+"""Fixtures of the memory tests: an attach server and a client, children, a look at the kernel."""
 
+import os
+import shlex
 import shutil
 import sys
-import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AbstractAsyncContextManager, asynccontextmanager, suppress
 from pathlib import Path
@@ -12,16 +13,9 @@ import anyio
 import pytest
 from anyio.abc import TaskStatus
 
+import hatch_build
 import kvbus
-from kvbus.memory.attach import AttachConnection, AttachServer
-
-
-@pytest.fixture
-def runtime_dir() -> Iterator[Path]:
-    """A short path of mode 0700: pytest's own are too long for socket addresses."""
-    directory = Path(tempfile.mkdtemp(prefix="kvbus-"))
-    yield directory
-    shutil.rmtree(directory)
+from kvbus.memory.attach import AttachClient, AttachConnection, AttachServer
 
 
 @pytest.fixture
@@ -78,22 +72,54 @@ class RecordedServer:
         self.one_closed.set()
 
 
+HAS_COMPILER = shutil.which(shlex.split(os.environ.get("CC") or "cc")[0]) is not None
+
+
+@pytest.fixture(scope="session")
+def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if not HAS_COMPILER:
+        pytest.skip("there is no C compiler here")
+    library = tmp_path_factory.mktemp("kernel") / "copy_runs.so"
+    assert hatch_build.compile_kernel(library) is None
+    return library
+
+
 Serving = Callable[..., AbstractAsyncContextManager[RecordedServer]]
+Attached = Callable[..., AbstractAsyncContextManager[tuple[RecordedServer, AttachClient]]]
 
 
 @pytest.fixture
-def serving(runtime_dir: Path) -> Serving:
+def serving(folder: Path) -> Serving:
     """``async with serving(**options) as recorded``: a server at ``attach.sock``."""
 
     @asynccontextmanager
     async def serve(**options: Any) -> AsyncIterator[RecordedServer]:
-        recorded = RecordedServer(runtime_dir / "attach.sock", **options)
+        recorded = RecordedServer(folder / "attach.sock", **options)
         async with anyio.create_task_group() as tasks:
             await tasks.start(recorded.run)
             yield recorded
             tasks.cancel_scope.cancel()
 
     return serve
+
+
+@pytest.fixture
+def attached(serving: Serving) -> Attached:
+    """``async with attached(**options) as (recorded, client)``: a server and one client of it."""
+
+    @asynccontextmanager
+    async def attach(**options: Any) -> AsyncIterator[tuple[RecordedServer, AttachClient]]:
+        async with serving(**options) as recorded, AttachClient(recorded.server.path) as client:
+            yield recorded, client
+
+    return attach
+
+
+@pytest.fixture
+def null_fd() -> Iterator[int]:
+    fd = os.open(os.devnull, os.O_RDONLY)
+    yield fd
+    os.close(fd)
 
 
 @pytest.fixture

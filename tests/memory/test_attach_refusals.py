@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 
 from kvbus.memory.attach import AttachClient, AttachServer
 from tests.examples import num_examples
+from tests.memory.conftest import Serving
 
 pytestmark = pytest.mark.anyio
-Serving = Callable[..., Any]
 HELLO = b"\x80"  # an empty map
 
 
@@ -55,13 +55,6 @@ async def replies_until_end(connected: socket.socket) -> list[dict[str, Any]]:
         replies.append(msgpack.unpackb(rest[4 : 4 + length]))
         rest = rest[4 + length :]
     return replies
-
-
-@pytest.fixture
-def null_fd() -> Any:
-    fd = os.open(os.devnull, os.O_RDONLY)
-    yield fd
-    os.close(fd)
 
 
 async def test_several_messages_in_one_write_are_answered_in_order(
@@ -112,83 +105,41 @@ async def test_a_body_that_is_no_map_gets_an_error_and_the_connection_goes_on(
     assert num_open_fds() == before
 
 
-async def broken_frame_is_refused(
-    serving: Serving, num_open_fds: Callable[[], int], send: Callable[[socket.socket], None]
-) -> dict[str, Any]:
-    """Send it, and return the error, after which the connection and all descriptors are closed."""
+BROKEN: dict[str, tuple[list[tuple[bytes, int]], str, str]] = {
+    "a_length_beyond_the_limit": ([((65_537).to_bytes(4, "little"), 1)], "too_large", ""),
+    "too_many_descriptors": ([(framed(HELLO), 100)], "malformed", "more than 64"),
+    "too_many_spread_over_the_first_bytes": (
+        [(b"\x01", 40), (b"\x00", 40)],
+        "malformed",
+        "more than 64",
+    ),
+    "descriptors_inside": ([(framed(HELLO)[:4], 1), (HELLO, 1)], "malformed", "first byte"),
+    "never_finished": ([(framed(HELLO)[:2], 1)], "timeout", ""),
+}
+"""Bytes with so many descriptors each; the code and a part of the message of the error."""
+
+
+@pytest.mark.parametrize("case", BROKEN)
+async def test_a_broken_frame_is_refused_and_its_connection_closed_and_no_descriptor_leaks(
+    serving: Serving, null_fd: int, num_open_fds: Callable[[], int], case: str
+) -> None:
+    parts, code, why = BROKEN[case]
+    options = {"frame_timeout_s": 0.2} if code == "timeout" else {}
     before = num_open_fds()
-    async with serving() as recorded:
+    async with serving(**options) as recorded:
         with raw(recorded.server.path) as connected:
-            send(connected)
+            for part, num_fds in parts:
+                send_with_fds(connected, part, [null_fd] * num_fds)
             (reply,) = await replies_until_end(connected)
         await recorded.one_closed.wait()
         async with AttachClient(recorded.server.path) as other:
             assert await other.call({}) == {"seen": 0}
+
+    assert reply["error"]["code"] == code
+    assert why in reply["error"]["message"]
     assert len(recorded.closed) == 2
     assert recorded.server.counts.num_malformed == 1
     assert num_open_fds() == before
-    error: dict[str, Any] = reply["error"]
-    return error
-
-
-async def test_a_length_beyond_the_limit_is_refused_and_closed(
-    serving: Serving, null_fd: int, num_open_fds: Callable[[], int]
-) -> None:
-    def send(connected: socket.socket) -> None:
-        send_with_fds(connected, (65_537).to_bytes(4, "little"), [null_fd])
-
-    error = await broken_frame_is_refused(serving, num_open_fds, send)
-
-    assert error["code"] == "too_large"
-
-
-async def test_more_descriptors_than_a_message_may_carry_are_refused_and_none_leaks(
-    serving: Serving, null_fd: int, num_open_fds: Callable[[], int]
-) -> None:
-    def send(connected: socket.socket) -> None:
-        send_with_fds(connected, framed(HELLO), [null_fd] * 100)
-
-    error = await broken_frame_is_refused(serving, num_open_fds, send)
-
-    assert "more than 64" in error["message"]
-
-
-async def test_descriptors_spread_over_a_messages_first_bytes_are_counted_together(
-    serving: Serving, null_fd: int, num_open_fds: Callable[[], int]
-) -> None:
-    def send(connected: socket.socket) -> None:
-        send_with_fds(connected, b"\x01", [null_fd] * 40)
-        send_with_fds(connected, b"\x00", [null_fd] * 40)
-
-    error = await broken_frame_is_refused(serving, num_open_fds, send)
-
-    assert "more than 64" in error["message"]
-
-
-async def test_descriptors_inside_a_message_are_refused_and_none_leaks(
-    serving: Serving, null_fd: int, num_open_fds: Callable[[], int]
-) -> None:
-    def send(connected: socket.socket) -> None:
-        send_with_fds(connected, framed(HELLO)[:4], [null_fd])
-        send_with_fds(connected, HELLO, [null_fd])
-
-    error = await broken_frame_is_refused(serving, num_open_fds, send)
-
-    assert "first byte" in error["message"]
-
-
-async def test_a_message_that_is_never_finished_is_refused_at_its_deadline(
-    serving: Serving, null_fd: int, num_open_fds: Callable[[], int]
-) -> None:
-    def send(connected: socket.socket) -> None:
-        send_with_fds(connected, framed(HELLO)[:2], [null_fd])
-
-    def serving_impatiently() -> Any:
-        return serving(frame_timeout_s=0.2)
-
-    error = await broken_frame_is_refused(serving_impatiently, num_open_fds, send)
-
-    assert error["code"] == "timeout"
 
 
 @pytest.mark.parametrize("num_bytes", [1, 4, 6])

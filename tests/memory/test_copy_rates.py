@@ -21,7 +21,7 @@ def num_open_files() -> int:
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
-def test_copies_have_a_speed_and_runs_may_be_free():
+def test_copies_have_a_speed_and_runs_may_be_free() -> None:
     rates = measure_copies()
 
     assert 1e6 < rates.gather_bytes_per_s < 1e13
@@ -38,7 +38,7 @@ def three_threads() -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
-def test_nothing_of_the_measurement_is_left(three_threads):
+def test_nothing_of_the_measurement_is_left(three_threads: None) -> None:
     measure_copies()
     before = num_open_files(), threading.active_count()
 
@@ -48,7 +48,9 @@ def test_nothing_of_the_measurement_is_left(three_threads):
     assert torch.get_num_threads() == 3
 
 
-def test_copies_are_measured_on_one_core(three_threads, monkeypatch):
+def test_copies_are_measured_on_one_core(
+    three_threads: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen = []
 
     def note(*_: object, scatter: bool) -> float:
@@ -62,7 +64,7 @@ def test_copies_are_measured_on_one_core(three_threads, monkeypatch):
     assert seen == [1, 1, 1, 1]
 
 
-def test_the_rates_explain_what_was_measured():
+def test_the_rates_explain_what_was_measured() -> None:
     def seconds(run_bytes: int) -> float:
         return SLOT_BYTES / 12e9 + SLOT_BYTES / run_bytes * 50e-9
 
@@ -75,7 +77,7 @@ def test_the_rates_explain_what_was_measured():
 
 
 @pytest.mark.parametrize("short_s", [1e-6, 1e3])
-def test_a_disturbed_measurement_still_gives_rates_above_zero(short_s):
+def test_a_disturbed_measurement_still_gives_rates_above_zero(short_s: float) -> None:
     bytes_per_s, seconds_per_run = fit_copies(short_s=short_s, long_s=1e-3)
 
     assert SLOT_BYTES / 1e-3 <= bytes_per_s <= SLOT_BYTES / 5e-4

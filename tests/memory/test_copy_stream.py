@@ -17,7 +17,7 @@ class Recorded:
         return self.left < 0
 
 
-def test_every_event_is_waited_for():
+def test_every_event_is_waited_for() -> None:
     events = [Recorded(3), Recorded(0), Recorded(5)]
 
     wait_for(events, gone=lambda: False)
@@ -25,7 +25,7 @@ def test_every_event_is_waited_for():
     assert [event.left for event in events] == [-1, -1, -1]
 
 
-def test_an_engine_that_is_gone_is_not_waited_for():
+def test_an_engine_that_is_gone_is_not_waited_for() -> None:
     asked: list[None] = []
 
     def gone() -> bool:
@@ -38,11 +38,11 @@ def test_an_engine_that_is_gone_is_not_waited_for():
     assert ended.value.code is ErrorCode.ENGINE_LOST
 
 
-def test_work_that_is_done_is_copied_though_the_engine_has_ended():
+def test_work_that_is_done_is_copied_though_the_engine_has_ended() -> None:
     wait_for([Recorded(0)], gone=lambda: True)
 
 
-def test_work_that_never_ends_is_given_up():
+def test_work_that_never_ends_is_given_up() -> None:
     with pytest.raises(LocalError, match=r"0\.01 s") as late:
         wait_for([Recorded(10**9)], gone=lambda: False, timeout_s=0.01)
 

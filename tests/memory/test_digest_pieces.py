@@ -28,7 +28,6 @@ from kvbus.planning import (
     num_pieces,
     piece_of,
 )
-from tests.memory.test_run_copy import library
 from tests.planning.handoffs import (
     Case,
     Meaning,
@@ -38,8 +37,6 @@ from tests.planning.handoffs import (
     some,
     where_elements_lie,
 )
-
-__all__ = ["library"]
 
 EXAMPLES = some(160)
 SPAN_TOKENS = 3

@@ -1,5 +1,7 @@
 """What the CUDA modules say where there is no driver and no GPU; tests/gpu has the rest."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 
@@ -29,11 +31,11 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GP
         lambda: GpuSlots(4096, 0, pinned=True),
     ],
 )
-def test_without_a_gpu_every_call_names_what_is_missing(call):
+def test_without_a_gpu_every_call_names_what_is_missing(call: Callable[[], object]) -> None:
     with pytest.raises(SegmentError, match=r"CUDA|NVIDIA|GPU"):
         call()
 
 
-def test_a_machine_without_the_driver_is_told_its_name():
+def test_a_machine_without_the_driver_is_told_its_name() -> None:
     with pytest.raises(SegmentError, match=r"libcuda\.so\.1|driver"), cuda_driver.on_gpu(0):
         pass

@@ -5,14 +5,12 @@ import fcntl
 import mmap
 import os
 import resource
-import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
-from kvbus.errors import SegmentError
 from kvbus.memory import LentMapping, SegmentMapping, SharedSegment
 
 SIZE_BYTES = 1 << 16
@@ -35,35 +33,26 @@ def copy_of(fd: int | None) -> int:
     return os.dup(fd)
 
 
-def test_who_is_lent_a_segment_sees_what_the_engine_writes(segment: SharedSegment) -> None:
-    with (
-        lent(segment) as ours,
-        LentMapping(copy_of(ours.lent_fd), size_bytes=SIZE_BYTES) as theirs,
-    ):
-        segment.view()[5] = 9
-
-        assert theirs.sealed
-        assert theirs.view()[5] == 9
-        assert (theirs.view()[6:] == 7).all()
-
-
-def test_what_is_lent_cannot_be_mapped_writable_and_is_not(segment: SharedSegment) -> None:
-    with (
-        lent(segment) as ours,
-        LentMapping(copy_of(ours.lent_fd), size_bytes=SIZE_BYTES) as theirs,
-    ):
+def test_who_is_lent_a_segment_sees_what_the_engine_writes_and_can_write_nothing(
+    segment: SharedSegment,
+) -> None:
+    with lent(segment) as ours:
         fd = copy_of(ours.lent_fd)
         with pytest.raises(PermissionError):
             mmap.mmap(fd, SIZE_BYTES, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         with pytest.raises(OSError, match=os.strerror(errno.EBADF)):
             os.pwrite(fd, b"x", 0)
-        os.close(fd)
+        with LentMapping(fd, size_bytes=SIZE_BYTES) as theirs:
+            segment.view()[5] = 9
 
-        with pytest.raises(ValueError, match="read-only"):
-            theirs.view()[0] = 1
-        maps = Path("/proc/self/maps").read_text().splitlines()
-        (line,) = [one for one in maps if one.startswith(f"{theirs.address:x}-")]
-        assert line.split()[1] == "r--s"
+            assert theirs.sealed
+            assert theirs.view()[5] == 9
+            assert (theirs.view()[6:] == 7).all()
+            with pytest.raises(ValueError, match="read-only"):
+                theirs.view()[0] = 1
+            maps = Path("/proc/self/maps").read_text().splitlines()
+            (line,) = [one for one in maps if one.startswith(f"{theirs.address:x}-")]
+            assert line.split()[1] == "r--s"
 
 
 @pytest.mark.parametrize("end", [SegmentMapping.discard, SegmentMapping.close])
@@ -113,42 +102,3 @@ def test_half_of_the_files_that_a_process_may_open_are_left_for_its_sockets(
         assert num_open_fds() == open_files + 1
     for fd in fds:
         os.close(fd)
-
-
-@pytest.mark.parametrize("claimed_bytes", [SIZE_BYTES + 1, SIZE_BYTES - 1, 0])
-def test_a_size_that_is_not_the_files_is_refused_and_closed(
-    segment: SharedSegment, claimed_bytes: int, num_open_fds: Callable[[], int]
-) -> None:
-    before = num_open_fds()
-    with pytest.raises(SegmentError, match=r"claimed|makes no sense"):
-        LentMapping(os.dup(segment.fd), size_bytes=claimed_bytes)
-
-    assert num_open_fds() == before
-
-
-def test_what_is_no_memory_file_is_refused_and_closed(num_open_fds: Callable[[], int]) -> None:
-    before = num_open_fds()
-    on_disk = os.open("/proc/self/status", os.O_RDONLY)
-    for fd in (on_disk, os.open("/tmp", os.O_RDONLY), os.eventfd(0)):  # noqa: S108 - a directory
-        with pytest.raises(SegmentError, match="not a memory file"):
-            LentMapping(fd, size_bytes=4096)
-
-    assert num_open_fds() == before
-
-
-def test_a_sparse_file_larger_than_the_machine_is_refused_before_it_is_read() -> None:
-    fd = os.memfd_create("vast")
-    os.ftruncate(fd, 1 << 40)
-    with pytest.raises(SegmentError, match="does not fit"):
-        LentMapping(fd, size_bytes=1 << 40)
-
-
-def test_who_copies_from_a_lent_file_that_is_cut_lives_and_is_told_before_it_reads_a_zero(
-    child_command: Callable[..., list[str]],
-) -> None:
-    result = subprocess.run(
-        child_command("cut_lent_memory"), capture_output=True, text=True, timeout=60, check=False
-    )
-
-    assert result.returncode == 0, result.stderr
-    assert result.stdout.split() == ["False", "before", "zeros"]

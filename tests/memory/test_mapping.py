@@ -11,7 +11,7 @@ import pytest
 
 import kvbus
 from kvbus.errors import ClosedError, SegmentError
-from kvbus.memory import SegmentMapping, SharedSegment, libc, pages
+from kvbus.memory import LentMapping, SegmentMapping, SharedSegment, libc, pages
 from kvbus.memory.pages import Pages
 
 SIZE_BYTES = 1 << 24  # so large that nothing else takes the addresses once they are free
@@ -86,31 +86,6 @@ def test_the_descriptor_is_closed_once_it_is_mapped(segment: SharedSegment) -> N
         assert not is_open(fd)
 
 
-@pytest.mark.parametrize(
-    "claimed_bytes", [0, -1, SIZE_BYTES - 1, SIZE_BYTES + 1, SIZE_BYTES * 2, 1 << 70]
-)
-def test_a_file_of_another_size_than_claimed_is_refused_and_closed(
-    segment: SharedSegment, claimed_bytes: int
-) -> None:
-    fd = os.dup(segment.fd)
-    with pytest.raises(SegmentError, match=r"claimed|makes no sense"):
-        SegmentMapping(fd, size_bytes=claimed_bytes)
-
-    assert not is_open(fd)
-
-
-def test_what_is_no_memory_file_is_refused_and_closed(
-    num_open_fds: Callable[[], int],
-) -> None:
-    before = num_open_fds()
-    on_disk = os.open("/proc/self/status", os.O_RDONLY)
-    for fd in (on_disk, os.open("/tmp", os.O_RDONLY), os.eventfd(0)):  # noqa: S108 - a directory
-        with pytest.raises(SegmentError, match="not a memory file"):
-            SegmentMapping(fd, size_bytes=4096)
-
-    assert num_open_fds() == before
-
-
 def test_a_descriptor_for_reading_only_is_refused_and_closed(segment: SharedSegment) -> None:
     fd = os.open(f"/proc/self/fd/{segment.fd}", os.O_RDONLY)
     with pytest.raises(SegmentError, match="reading and writing"):
@@ -146,22 +121,50 @@ def test_holes_are_filled_before_use_so_that_no_write_finds_the_memory_gone() ->
     os.close(fd)
 
 
-@pytest.fixture
-def vast_sparse_fd() -> Iterator[int]:
+Kind = type[SegmentMapping] | type[LentMapping]
+either = pytest.mark.parametrize("kind", [SegmentMapping, LentMapping])
+
+
+@either
+@pytest.mark.parametrize(
+    "claimed_bytes", [0, -1, SIZE_BYTES - 1, SIZE_BYTES + 1, SIZE_BYTES * 2, 1 << 70]
+)
+def test_a_file_of_another_size_than_claimed_is_refused_and_closed(
+    segment: SharedSegment, kind: Kind, claimed_bytes: int
+) -> None:
+    fd = os.dup(segment.fd)
+    with pytest.raises(SegmentError, match=r"claimed|makes no sense"):
+        kind(fd, size_bytes=claimed_bytes)
+
+    assert not is_open(fd)
+
+
+@either
+def test_what_is_no_memory_file_is_refused_and_closed(
+    kind: Kind, num_open_fds: Callable[[], int]
+) -> None:
+    before = num_open_fds()
+    on_disk = os.open("/proc/self/status", os.O_RDONLY)
+    for fd in (on_disk, os.open("/tmp", os.O_RDONLY), os.eventfd(0)):  # noqa: S108 - a directory
+        with pytest.raises(SegmentError, match="not a memory file"):
+            kind(fd, size_bytes=4096)
+
+    assert num_open_fds() == before
+
+
+@either
+def test_a_sparse_file_larger_than_the_machine_is_refused_before_it_is_filled_or_read(
+    kind: Kind,
+) -> None:
     """Open for reading only, so that a mapping which tries to fill it fails and takes nothing."""
     fd = os.memfd_create("vast")
     os.ftruncate(fd, 1 << 40)
-    yield os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
+    for_reading = os.open(f"/proc/self/fd/{fd}", os.O_RDONLY)
     os.close(fd)
-
-
-def test_a_sparse_file_larger_than_the_machine_is_refused_before_it_is_filled(
-    vast_sparse_fd: int,
-) -> None:
     with pytest.raises(SegmentError, match="does not fit"):
-        SegmentMapping(vast_sparse_fd, size_bytes=1 << 40)
+        kind(for_reading, size_bytes=1 << 40)
 
-    assert not is_open(vast_sparse_fd)
+    assert not is_open(for_reading)
 
 
 def test_a_write_sealed_file_is_refused() -> None:
@@ -266,13 +269,3 @@ print("torch" in sys.modules)
     )
 
     assert result.stdout.strip() == "False"
-
-
-def test_a_process_that_may_soon_map_nothing_more_refuses_segments_as_busy(
-    child_command: Callable[..., list[str]],
-) -> None:
-    ended = subprocess.run(
-        child_command("many_mappings"), capture_output=True, text=True, timeout=60, check=True
-    )
-
-    assert ended.stdout == "busy True\n"

@@ -2,22 +2,28 @@
 
 import os
 import subprocess
+import tempfile
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 from kvbus.errors import ClosedError, GeometryError, SegmentError
-from kvbus.memory import SegmentMapping, share_tensor, share_tensors
+from kvbus.memory import SegmentMapping, SharedStorage, share_tensor, share_tensors
+
+
+def shared_storage(tensor: torch.Tensor) -> SharedStorage:
+    shared = share_tensor(tensor)
+    assert isinstance(shared, SharedStorage)
+    return shared
 
 
 def test_values_and_every_view_follow_and_only_the_address_changes() -> None:
     tensor = torch.arange(1000, dtype=torch.float32)
     part = tensor[100:200].view(10, 10).t()
     address = tensor.data_ptr()
-    with share_tensor(tensor) as shared:
+    with shared_storage(tensor) as shared:
         tensor[100] = -1
 
         assert tensor.data_ptr() == shared.address != address
@@ -31,30 +37,22 @@ def test_the_agent_sees_writes_through_every_view_and_the_engine_the_agents() ->
     tensor = torch.zeros(4096, dtype=torch.bfloat16)
     row = tensor.view(64, 64)[3]
     with (
-        share_tensor(tensor) as shared,
+        shared_storage(tensor) as shared,
         SegmentMapping(os.dup(shared.fd), size_bytes=shared.size_bytes) as mapping,
     ):
         row.fill_(1.0)
         there = mapping.view().view(np.uint16)
         there[0] = there[64 * 3]
 
+        assert not mapping.sealed  # torch's shared memory cannot be
         assert np.count_nonzero(there) == 65
         assert tensor[0] == 1.0
-
-
-def test_torchs_shared_memory_cannot_be_sealed_and_the_mapping_says_so() -> None:
-    with (
-        share_tensor(torch.ones(16)) as shared,
-        SegmentMapping(os.dup(shared.fd), size_bytes=shared.size_bytes) as mapping,
-    ):
-        assert not mapping.sealed
-        assert mapping.view().view(np.float32).tolist() == [1.0] * 16
 
 
 def test_parameters_stay_the_same_objects_and_can_still_be_trained() -> None:
     layer = torch.nn.Linear(8, 8)
     weight, before = layer.weight, layer.weight.detach().clone()
-    with share_tensor(layer.weight):
+    with shared_storage(layer.weight):
         layer(torch.ones(8)).sum().backward()
 
         assert layer.weight is weight
@@ -77,7 +75,7 @@ def test_tensors_of_one_storage_share_one_segment() -> None:
 
 def test_sharing_twice_moves_nothing_twice() -> None:
     tensor = torch.arange(64)
-    with share_tensor(tensor) as first, share_tensor(tensor[8:]) as second:
+    with shared_storage(tensor) as first, shared_storage(tensor[8:]) as second:
         assert first.address == second.address == tensor.data_ptr()
         assert os.path.sameopenfile(first.fd, second.fd)
         assert first.fd != second.fd
@@ -88,7 +86,7 @@ def test_the_memory_outlives_the_descriptor_and_the_descriptor_the_tensor(
 ) -> None:
     before = num_open_fds()
     tensor = torch.ones(64)
-    shared = share_tensor(tensor)
+    shared = shared_storage(tensor)
     del tensor
     with SegmentMapping(os.dup(shared.fd), size_bytes=256) as mapping:
         assert mapping.view().view(np.float32).sum() == 64
@@ -107,7 +105,17 @@ def refused_tensors() -> dict[str, tuple[Callable[[], torch.Tensor], str]]:
         tensor.numpy()
         return tensor
 
+    def by_file_system() -> torch.Tensor:
+        storage = torch.UntypedStorage._new_using_filename_cpu(4096)
+        return torch.zeros(0, dtype=torch.uint8).set_(storage)
+
+    def in_a_named_file() -> torch.Tensor:
+        with tempfile.NamedTemporaryFile() as file:
+            return torch.from_file(file.name, shared=True, size=64)
+
     return {
+        "by file system": (by_file_system, "file_descriptor"),
+        "in a named file": (in_a_named_file, "file_descriptor"),
         "meta": (lambda: torch.zeros(8, device="meta"), "only dense tensors of a CPU"),
         "sparse": (lambda: torch.eye(4).to_sparse(), "only dense tensors of a CPU"),
         "empty": (lambda: torch.zeros(0), "empty"),
@@ -117,39 +125,22 @@ def refused_tensors() -> dict[str, tuple[Callable[[], torch.Tensor], str]]:
     }
 
 
+def address_of(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_sparse else tensor.data_ptr()
+
+
 @pytest.mark.parametrize("case", refused_tensors())
 def test_memory_that_torch_does_not_own_alone_is_refused_and_not_moved(
     case: str, num_open_fds: Callable[[], int]
 ) -> None:
     make, why = refused_tensors()[case]
     tensor = make()
-    before = num_open_fds()
+    before, address = num_open_fds(), address_of(tensor)
     with pytest.raises(SegmentError, match=why):
         share_tensor(tensor)
 
     assert num_open_fds() == before
-
-
-def test_memory_shared_through_a_named_file_is_refused_and_stays_where_it_is(
-    tmp_path: Path,
-) -> None:
-    file = tmp_path / "storage"
-    mapped = torch.from_file(str(file), shared=True, size=64)
-    address = mapped.data_ptr()
-    with pytest.raises(SegmentError, match="file_descriptor"):
-        share_tensor(mapped)
-
-    assert mapped.data_ptr() == address
-
-
-def test_memory_shared_by_the_file_system_strategy_is_refused_and_stays_where_it_is() -> None:
-    storage = torch.UntypedStorage._new_using_filename_cpu(4096)
-    tensor = torch.zeros(0, dtype=torch.uint8).set_(storage)
-    address = tensor.data_ptr()
-    with pytest.raises(SegmentError, match="file_descriptor"):
-        share_tensor(tensor)
-
-    assert tensor.data_ptr() == address
+    assert address_of(tensor) == address
 
 
 def test_when_one_of_several_is_refused_no_descriptor_stays_open(

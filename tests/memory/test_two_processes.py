@@ -10,7 +10,6 @@ import pytest
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from kvbus.memory import SegmentMapping
-from kvbus.memory.attach import AttachClient
 
 pytestmark = pytest.mark.anyio
 SIZE_BYTES = 1 << 20
@@ -76,8 +75,11 @@ async def test_each_process_sees_what_the_other_writes(attached: Any) -> None:
         assert view[200] == 9
 
 
-async def test_a_killed_engine_is_reported_once_and_leaves_nothing_after_discard(
-    attached: Any, holders_of: Callable[[str], list[str]]
+@pytest.mark.parametrize("end", [SegmentMapping.discard, SegmentMapping.unmap])
+async def test_a_killed_engine_is_reported_once_and_leaves_nothing(
+    attached: Any,
+    holders_of: Callable[[str], list[str]],
+    end: Callable[[SegmentMapping], None],
 ) -> None:
     async with attached() as (recorded, engine):
         view = engine.mappings[0].view()
@@ -86,24 +88,12 @@ async def test_a_killed_engine_is_reported_once_and_leaves_nothing_after_discard
         await engine.process.wait()
         await recorded.one_closed.wait()
         held_before = holders_of(engine.name)
-        engine.mappings[0].discard()
+        end(engine.mappings[0])
 
         assert len(held_before) == 1
         assert holders_of(engine.name) == []
         assert view[5] == 0
     assert len(recorded.closed) == 1
-
-
-async def test_unmapping_alone_leaves_nothing_of_a_killed_engine_either(
-    attached: Any, holders_of: Callable[[str], list[str]]
-) -> None:
-    async with attached() as (recorded, engine):
-        engine.process.kill()
-        await engine.process.wait()
-        await recorded.one_closed.wait()
-        engine.mappings[0].unmap()
-
-        assert holders_of(engine.name) == []
 
 
 async def test_an_engine_cannot_truncate_what_the_agent_has_mapped(attached: Any) -> None:
@@ -113,12 +103,3 @@ async def test_an_engine_cannot_truncate_what_the_agent_has_mapped(attached: Any
         assert engine.mappings[0].sealed
         assert outcome == "PermissionError"
         assert engine.mappings[0].view()[SIZE_BYTES - 1] == 0
-
-
-async def test_an_engine_sees_that_its_agent_went_away(serving: Callable[..., Any]) -> None:
-    async with serving() as recorded, AttachClient(recorded.server.path) as client:
-        await client.call({"op": "hello"})
-        recorded.stopped.cancel()
-        await client.closed.wait()
-
-    assert len(recorded.closed) == 1

@@ -6,26 +6,18 @@ cut_memory.py [unwatched]
 import os
 import sys
 import threading
-from ctypes import c_byte
+from ctypes import string_at
 
 import numpy as np
 
-from kvbus.memory import BusErrors, SegmentMapping, libc, share_tensor
+from kvbus.memory import BusErrors, SegmentMapping, libc
 
 SIZE_BYTES = 1 << 24
 
 
-def shared_file() -> int:
-    """A file in shared memory that cannot be sealed, as torch makes them."""
-    import torch
-
-    storage = share_tensor(torch.ones(SIZE_BYTES, dtype=torch.uint8))
-    fd = os.dup(storage.fd)
-    storage.close()
-    return fd
-
-
-fd = shared_file()
+fd = os.memfd_create("kvbus-cut")  # which nobody can seal, as those of torch
+os.truncate(fd, SIZE_BYTES)
+os.pwrite(fd, bytes([1]) * SIZE_BYTES, 0)
 mapping = SegmentMapping(os.dup(fd), size_bytes=SIZE_BYTES)
 told: list[str] = []
 bus_errors = BusErrors()
@@ -42,6 +34,6 @@ for thread in threads:
 print(mapping.sealed, bool(told), sum(int(copy.any()) for copy in copies), flush=True)
 if "unwatched" in sys.argv:
     address = libc.map_shared(fd, SIZE_BYTES)
-    np.frombuffer((c_byte * 4096).from_address(address), np.uint8).copy()
+    string_at(address, 4096)
     print("still here", flush=True)
 mapping.unmap()
