@@ -3,10 +3,13 @@
 Refuses to check anything: frames go out as they are given.
 """
 
+import socket
+import struct
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from pathlib import Path
+from typing import Any, Self
 
 import msgpack
 import zmq
@@ -55,3 +58,52 @@ def apply(socket: "zmq.Socket[bytes]", curve: Curve | None) -> None:
         socket.set(zmq.CURVE_PUBLICKEY, curve.public.encode())
         socket.set(zmq.CURVE_SECRETKEY, curve.secret.encode())
         socket.set(zmq.CURVE_SERVERKEY, curve.server.encode())
+
+
+def engine_socket(attach: Path) -> str:
+    """Where the agent with this attach socket takes the requests of engines."""
+    return f"ipc://{attach.with_name('engine.sock')}"
+
+
+class Attached:
+    """A connection to the attach socket of an agent, within ``with`` or until it is closed."""
+
+    def __init__(self, attach: Path) -> None:
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.socket.settimeout(REPLY_WITHIN_S)
+        self.socket.connect(str(attach))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.socket.close()
+
+    def send(self, body: bytes, fds: tuple[int, ...] = ()) -> None:
+        """One message, and descriptors with it."""
+        socket.send_fds(self.socket, [struct.pack("<I", len(body)) + body], fds)
+
+    def receive(self) -> dict[str, Any]:
+        """The next message of the agent; raises `EOFError` when it has hung up."""
+        (length,) = struct.unpack("<I", self._exactly(4))
+        answer: dict[str, Any] = msgpack.unpackb(self._exactly(length))
+        return answer
+
+    def ask(self, op: str, body: object, fds: tuple[int, ...] = ()) -> dict[str, Any]:
+        """The answer to a message."""
+        self.send(msgpack.packb({"op": op, "body": body}), fds)
+        return self.receive()
+
+    def hello(self, **changes: object) -> dict[str, Any]:
+        """The answer to a hello of a new process, but for ``changes``."""
+        body = {"min_protocol": 1, "max_protocol": 1, "engine_id": "e", "boot": uuid.uuid4().hex}
+        return self.ask("hello", {**body, **changes})
+
+    def _exactly(self, num_bytes: int) -> bytes:
+        read = b""
+        while len(read) < num_bytes:
+            chunk = self.socket.recv(num_bytes - len(read))
+            if not chunk:
+                raise EOFError
+            read += chunk
+        return read

@@ -42,6 +42,7 @@ from kvbus.protocol.engine import (
 from kvbus.protocol.envelope import (
     MAX_FRAME_BYTES,
     MAX_ID,
+    MAX_PEER_REQUEST_BYTES,
     PROTOCOL_VERSION,
     Envelope,
     Notice,
@@ -115,6 +116,7 @@ __all__ = [
     "MAX_FRAME_BYTES",
     "MAX_ID",
     "MAX_ITEMS",
+    "MAX_PEER_REQUEST_BYTES",
     "MAX_SPANS",
     "MAX_TICKET_BLOCKS",
     "MAX_TOLD",

@@ -12,8 +12,7 @@ from kvbus.errors import ErrorCode
 from kvbus.protocol import Outcome
 from tests.agents import until, wait_until
 from tests.engines import engine, failure_of, pair, story_of, works
-from tests.faults.test_refused_messages import RawEngine
-from tests.plain_sockets import ask
+from tests.plain_sockets import Attached, ask
 
 pytestmark = pytest.mark.anyio
 
@@ -86,7 +85,7 @@ async def test_a_fetch_whose_prefill_agent_stops_is_told_draining(fresh):
 
 def test_a_boot_id_that_was_ended_is_stale_when_it_says_hello(prefill):
     boot = uuid.uuid4().hex
-    first, again = RawEngine(prefill), RawEngine(prefill)
+    first, again = Attached(prefill.attach), Attached(prefill.attach)
     first.hello(boot=boot)
 
     first.socket.close()
@@ -98,7 +97,7 @@ def test_a_boot_id_that_was_ended_is_stale_when_it_says_hello(prefill):
 
 
 def test_a_boot_id_is_as_long_on_the_attach_socket_as_on_the_others(prefill):
-    engine = RawEngine(prefill)
+    engine = Attached(prefill.attach)
 
     too_long = engine.hello(boot="b" * 65)
     longest = engine.hello(boot="b" * 64)
@@ -109,7 +108,7 @@ def test_a_boot_id_is_as_long_on_the_attach_socket_as_on_the_others(prefill):
 
 
 def test_an_agent_says_at_hello_what_it_can(prefill):
-    engine = RawEngine(prefill)
+    engine = Attached(prefill.attach)
 
     features = engine.hello()["ok"]["features"]
     engine.socket.close()

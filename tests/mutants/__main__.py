@@ -5,6 +5,7 @@ mutant all of them must pass. Ends with 1 when they do not, or when too many mut
 """
 
 import argparse
+import subprocess
 import sys
 import tempfile
 import time
@@ -87,7 +88,7 @@ def _by_tests(tree: Tree, mutant: Mutant) -> Result:
     try:
         with tree.mutated(mutant):
             is_seen = all(not tree.passes([name]) for name in mutant.tests)
-    except RuntimeError as error:
+    except (RuntimeError, subprocess.TimeoutExpired) as error:
         print(error, file=sys.stderr, flush=True)
         is_seen = False
     killed_by = ", ".join(mutant.tests) if is_seen else ""

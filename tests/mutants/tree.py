@@ -14,7 +14,7 @@ from tests.mutants.mutant import ROOT, Mutant
 
 GIT = shutil.which("git") or "git"
 KERNEL = "kvbus/memory/copy_runs.so"
-CHAOS_WITHIN_S = 400
+TEST_WITHIN_S, CHAOS_WITHIN_S = 300, 400
 CHAOS_MINUTES = 1.0
 SEEDS = (7, 8)
 """A mutant that needs luck has two chances."""
@@ -52,7 +52,7 @@ class Tree:
     def passes(self, names: Sequence[str]) -> bool:
         """Whether all of these tests pass; raises `RuntimeError` when they could not be run."""
         options = ["-q", "-x", "-p", "no:cacheprovider", *self._chosen]
-        ended = self._run(["pytest", *options, *names])
+        ended = self._run(["pytest", *options, *names], within_s=TEST_WITHIN_S * len(names))
         if ended.returncode not in (PASSED, FAILED):
             raise RuntimeError(f"pytest could not run {names}:\n{ended.stdout}{ended.stderr}")
         return ended.returncode == PASSED
@@ -70,9 +70,7 @@ class Tree:
                 return f"{found[0]['what']} after {found[0]['at_s']:.0f} of {took_s:.0f} s"
         return ""
 
-    def _run(
-        self, module: Sequence[str], *, within_s: float | None = None
-    ) -> "subprocess.CompletedProcess[str]":
+    def _run(self, module: Sequence[str], *, within_s: float) -> "subprocess.CompletedProcess[str]":
         """The copy's code comes first, for all processes that are started."""
         tree = self._folder
         paths = (tree, tree / "services/decode", tree / "services/prefill")

@@ -92,6 +92,8 @@ BODIES: dict[str, tuple[str, dict[str, Any], str]] = {
     "text that is empty": ("claim", {**CLAIM, "offer_id": ""}, "invalid"),
     "text that is too long": ("claim", {**CLAIM, "offer_id": "o" * 257}, "invalid"),
     "a duration of 0": ("claim", {**CLAIM, "lease_s": 0}, "invalid"),
+    "a duration below 0": ("claim", {**CLAIM, "lease_s": -1.0}, "invalid"),
+    "a secret that is too short": ("claim", {**CLAIM, "secret": "short"}, "invalid"),
     "a duration that is no number": (
         "claim",
         {**CLAIM, "lease_s": float("nan")},
@@ -103,6 +105,12 @@ BODIES: dict[str, tuple[str, dict[str, Any], str]] = {
         {"agent_boot": "b", "offer_id": "o", "epoch": 1.5, "token": SECRET},
         "invalid",
     ),
+    "an epoch that is text": (
+        "confirm",
+        {"agent_boot": "b", "offer_id": "o", "epoch": "one", "token": SECRET},
+        "invalid",
+    ),
+    "a handshake without its engine": ("handshake", {"min_protocol": 1}, "invalid"),
     "a boot id of another process": ("claim", CLAIM, "stale"),
     "an op of the engine socket": ("offer", {}, "unknown_op"),
     "an op that nobody has": ("make_coffee", {}, "unknown_op"),
@@ -126,6 +134,11 @@ ATTACH: dict[str, tuple[str, bytes, tuple[bytes, ...]]] = {
     "versions that the agent does not speak": (
         "unsupported_version",
         packed({"op": "hello", "body": {**HELLO, "min_protocol": 2, "max_protocol": 3}}),
+        (),
+    ),
+    "a segment without its size": (
+        "invalid",
+        packed({"op": "segment", "body": {"segment_id": "x"}}),
         (),
     ),
     "a segment before hello": ("not_registered", packed({"op": "segment", "body": SEGMENT}), ()),
@@ -153,15 +166,15 @@ def refused() -> Iterator[Refused]:
         yield Refused(why, "prefill peer", code, (status(op=op, body=body),))
     for op in ("claim", "fetch"):
         yield Refused(f"'{op}' at a decode agent", "decode peer", "unknown_op", (status(op=op),))
-    for op in ("register", "ready", "offer", "fetch"):
+    for op in ("register", "ready", "detach", "offer", "seal", "fetch", "cancel"):
         yield Refused(f"'{op}' before hello", "engine", "not_registered", (status(op=op),))
     for why, after in {
         "an id that was used with another op": status(op="check"),
         "an id that was used with another body": status(body={"offer_id": "o"}),
     }.items():
         yield Refused(why, "prefill peer", "invalid", (after,), (status(),))
-    for why, (code, body, before) in ATTACH.items():
-        yield Refused(why, "attach", code, (_sized(body),), tuple(map(_sized, before)))
+    for why, (code, message, before) in ATTACH.items():
+        yield Refused(why, "attach", code, (_sized(message),), tuple(map(_sized, before)))
     length = (1 << 30).to_bytes(wire.LENGTH_BYTES, "little")
     yield Refused("a length that is too large", "attach", "too_large", (length,))
 

@@ -1,0 +1,34 @@
+"""Two agents that refuse what is tried here, and go on."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from tests.agents import AgentProcess, Agents, agents_ended
+
+
+@pytest.fixture(scope="package")
+def shared() -> Iterator[Agents]:
+    """A prefill and a decode agent."""
+    with agents_ended(Agents) as agents:
+        agents.start(agents.prepare("prefill"), agents.prepare("decode"))
+        yield agents
+
+
+@pytest.fixture
+def agents(shared: Agents) -> Iterator[Agents]:
+    """The shared agents, which must hold nothing after each test."""
+    yield shared
+    shared.check()
+
+
+@pytest.fixture
+def prefill(agents: Agents) -> AgentProcess:
+    """The shared prefill agent."""
+    return agents.all[0]
+
+
+@pytest.fixture
+def decode(agents: Agents) -> AgentProcess:
+    """The shared decode agent."""
+    return agents.all[1]
