@@ -11,7 +11,7 @@ from kvbus.agent.engines.local_engine import EngineProcess
 from kvbus.engine import DecodeSession, PrefillSession
 from kvbus.errors import ErrorCode
 from tests.agents import until
-from tests.decode.inside import decode_agent
+from tests.decode.neighbours import decode_agent
 from tests.e2e.shapes import SLOT_BYTES, hand_over
 from tests.engines import engine, failure_of
 from tests.expected import num_pieces_compared

@@ -42,7 +42,7 @@ sys.stdout.buffer.write(words)
 def lender(agent: PrefillAgent) -> MemoryLender:
     service = agent.runtime.service
     assert isinstance(service, PrefillService)
-    return service._lender
+    return service.lender
 
 
 @asynccontextmanager

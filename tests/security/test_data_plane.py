@@ -19,7 +19,7 @@ from kvbus.spawn import free_port
 from kvbus.transport import Transport
 from kvbus_prefill.config import PrefillConfig
 from tests.agents import AgentProcess, Agents
-from tests.decode.lent import neighbours
+from tests.decode.neighbours import neighbours
 from tests.engines import works
 from tests.keyring import KeyRing, hand_over
 from tests.namespaces import HAVE_NAMESPACES, hosts, link

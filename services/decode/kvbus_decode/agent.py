@@ -30,6 +30,7 @@ from kvbus_decode.fetch.state import FetchState
 from kvbus_decode.fetch.table import FetchTable
 from kvbus_decode.metrics import READINGS, DecodeMetrics
 from kvbus_decode.peer.directory import PeerAddress
+from kvbus_decode.peer.handshake import RouteBook
 from kvbus_decode.peer.lease_client import LeaseClient
 from kvbus_decode.peer.meeting_client import MeetingClient
 from kvbus_decode.peer.route import Route
@@ -153,6 +154,11 @@ class DecodeService:
             "delegated_reads": self._delegates.num_reads,
             "slots": self._reader.num_slots_in_use,
         }
+
+    @property
+    def routes(self) -> RouteBook:
+        """The routes to prefill engines."""
+        return self._leases.routes
 
     def sharing(self) -> Sharing:
         """What of other agents is mapped here."""

@@ -162,6 +162,11 @@ class PrefillService:
         offers = {"offers": len(table.live), "leases": table.num_leases()}
         return offers | self._packing.counts()
 
+    @property
+    def lender(self) -> MemoryLender:
+        """Its memory socket."""
+        return self._lender
+
     def sharing(self) -> Sharing:
         """What its memory socket lends."""
         return self._lender.sharing()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import msgspec
 import pytest
@@ -81,27 +81,54 @@ def basic(password: str) -> str:
     return "Basic " + base64.b64encode(f"anybody:{password}".encode()).decode()
 
 
-@pytest.mark.parametrize(
-    "shown",
-    [
-        "",
-        TOKEN,
-        "Bearer",
-        "Bearer x",
-        f"Bearer {TOKEN}x",
-        basic("x"),
-        "Basic x",
-        "Basic /w==",
-        "Basic ä",
-    ],
-)
-def test_a_stranger_is_told_401_and_how_to_show_the_token(guarded, shown):
-    status, said = ask(guarded, "/closed", Authorization=shown)
+BEARER = f"Bearer {TOKEN}"
+WRONG = [
+    "",
+    TOKEN,
+    "Bearer",
+    "Bearer x",
+    BEARER + "x",
+    basic("x"),
+    "Basic x",
+    "Basic /w==",
+    "Basic ä",
+]
+HERE = ["127.0.0.1:1", "127.8.8.8", "localhost:7703", "[::1]:7703"]
+ELSEWHERE = ["kvbus.example", "127.0.0.1.example", "[::1].example", "lo", ""]
+ASKED: list[tuple[str, str, dict[str, str], int, str]] = [
+    *(("guarded", "/closed", {"Authorization": shown}, 401, "http_token_file") for shown in WRONG),
+    *(
+        ("guarded", "/closed?word=in", {"Authorization": shown}, 200, "in")
+        for shown in (BEARER, f"bearer {TOKEN}", basic(TOKEN))
+    ),
+    ("guarded", "/open", {}, 200, "open"),
+    ("guarded", "/other", {}, 401, ""),
+    *(("local", "/closed", {"Host": host}, 200, "closed") for host in HERE),
+    *(("local", "/closed", {"Host": host}, 403, "") for host in ELSEWHERE),
+    ("local", "/closed", {"method": "POST"}, 405, ""),
+    ("local", "/closed", {"method": "HEAD"}, 200, ""),
+    ("local", "/other", {}, 404, "/closed"),
+    ("local", "/closed", {"Long": 20_000 * "x"}, 431, ""),
+]
 
-    assert (status, "http_token_file" in said) == (401, True)
+
+@pytest.mark.parametrize(("server", "path", "more", "status", "words"), ASKED)
+def test_who_is_answered_with_what(  # noqa: PLR0917 - the columns of the table
+    request: pytest.FixtureRequest,
+    server: str,
+    path: str,
+    more: dict[str, str],
+    status: int,
+    words: str,
+) -> None:
+    """A stranger is told how to show the token; without one a local address is to be named."""
+    got, said = ask(request.getfixturevalue(server), path, **more)
+
+    assert got == status
+    assert words in said
 
 
-def test_a_browser_is_asked_for_a_password(guarded):
+def test_a_browser_is_asked_for_a_password(guarded: HttpServer) -> None:
     connection = http.client.HTTPConnection("127.0.0.1", guarded.port, timeout=20)
     connection.request("GET", "/closed")
 
@@ -109,62 +136,16 @@ def test_a_browser_is_asked_for_a_password(guarded):
     connection.close()
 
 
-@pytest.mark.parametrize("shown", [f"Bearer {TOKEN}", f"bearer {TOKEN}", basic(TOKEN)])
-def test_who_shows_the_token_is_answered(guarded, shown):
-    assert ask(guarded, "/closed?word=in", Authorization=shown) == (200, "in\n")
-
-
-def test_what_is_open_asks_for_no_token_and_what_is_not_there_does(guarded):
-    assert ask(guarded, "/open") == (200, "open\n")
-    assert ask(guarded, "/other")[0] == 401
-
-
-@pytest.mark.parametrize(
-    ("host", "expected"),
-    [
-        ("127.0.0.1:1", 200),
-        ("127.8.8.8", 200),
-        ("localhost:7703", 200),
-        ("[::1]:7703", 200),
-        ("kvbus.example", 403),
-        ("127.0.0.1.example", 403),
-        ("[::1].example", 403),
-        ("lo", 403),
-        ("", 403),
-    ],
-)
-def test_without_a_token_a_request_names_the_port_by_a_local_address(local, host, expected):
-    assert ask(local, "/closed", Host=host)[0] == expected
-
-
-def test_a_wrong_method_and_a_wrong_path_say_what_is_there(local):
-    assert ask(local, "/closed", method="POST")[0] == 405
-    assert ask(local, "/closed", method="HEAD") == (200, "")
-    status, said = ask(local, "/other")
-    assert (status, "/closed" in said) == (404, True)
-
-
-def test_a_request_that_fails_does_so_alone(local):
+def test_a_request_that_fails_does_so_alone(local: HttpServer) -> None:
     assert ask(local, "/failing")[0] == 500
     assert ask(local, "/closed") == (200, "closed\n")
 
 
-def test_a_header_without_end_is_cut_off(local):
-    assert ask(local, "/closed", Long=20_000 * "x")[0] == 431
-
-
-def test_silent_connections_do_not_keep_others_out(local):
-    silent = [http.client.HTTPConnection("127.0.0.1", local.port, timeout=20) for _ in range(40)]
-    for one in silent:
-        one.connect()
-
-    assert ask(local, "/closed") == (200, "closed\n")
-    for one in silent:
-        one.close()
-
-
-def test_connections_without_a_request_keep_others_out_for_a_few_seconds_at_most(local):
-    silent = [socket.create_connection(("127.0.0.1", local.port)) for _ in range(80)]
+@pytest.mark.parametrize("number", [40, 80])
+def test_silent_connections_keep_others_out_for_a_few_seconds_at_most(
+    local: HttpServer, number: int
+) -> None:
+    silent = [socket.create_connection(("127.0.0.1", local.port)) for _ in range(number)]
     try:
         assert ask(local, "/closed") == (200, "closed\n")
     finally:
@@ -172,7 +153,7 @@ def test_connections_without_a_request_keep_others_out_for_a_few_seconds_at_most
             one.close()
 
 
-def test_connections_that_send_a_request_slowly_keep_nobody_out(local):
+def test_connections_that_send_a_request_slowly_keep_nobody_out(local: HttpServer) -> None:
     slow = [socket.create_connection(("127.0.0.1", local.port)) for _ in range(100)]
     ended = threading.Event()
     sends = threading.Thread(target=send_slowly, args=(slow, ended))
@@ -197,7 +178,7 @@ def send_slowly(connections: list[socket.socket], ended: threading.Event) -> Non
         text = b"x"
 
 
-def test_the_address_is_free_again_after_a_stop():
+def test_the_address_is_free_again_after_a_stop() -> None:
     with served(Door()) as first:
         assert ask(first, "/open")[0] == 200
         bind = f"127.0.0.1:{first.port}"
@@ -208,7 +189,7 @@ def test_the_address_is_free_again_after_a_stop():
         assert ask(second, "/open")[0] == 200
 
 
-def test_it_is_served_at_an_ipv6_address():
+def test_it_is_served_at_an_ipv6_address() -> None:
     with served(Door(only_by_address=True), "[::1]:0") as server:
         assert ask(server, "/closed", host="::1") == (200, "closed\n")
 
@@ -233,7 +214,9 @@ def token_file(folder: Path, content: bytes, mode: int = 0o600) -> str:
         (None, 0o600, "No such file"),
     ],
 )
-def test_a_wrong_token_file_is_named_with_its_key(tmp_path, content, mode, reason):
+def test_a_wrong_token_file_is_named_with_its_key(
+    tmp_path: Path, content: bytes | None, mode: int, reason: str
+) -> None:
     path = str(tmp_path / "none") if content is None else token_file(tmp_path, content, mode)
     config = replaced(http_bind="0.0.0.0:0", http_token_file=path)
 
@@ -245,13 +228,13 @@ def test_a_wrong_token_file_is_named_with_its_key(tmp_path, content, mode, reaso
     assert TOKEN not in refused.value.message
 
 
-def test_the_token_is_the_line_in_the_file(tmp_path):
+def test_the_token_is_the_line_in_the_file(tmp_path: Path) -> None:
     path = token_file(tmp_path, f"{TOKEN}\n".encode())
 
     assert Door.open(replaced(http_bind="0.0.0.0:0", http_token_file=path)) == Door(TOKEN)
 
 
-def test_a_port_that_others_reach_needs_a_token():
+def test_a_port_that_others_reach_needs_a_token() -> None:
     with pytest.raises(ConfigError, match="http_token_file"):
         Door.open(replaced(http_bind="0.0.0.0:0"))
 
@@ -282,13 +265,15 @@ def pong() -> Future[None]:
     return answered
 
 
-def verdict(ask_health: Callable[[], object]) -> tuple[str, str]:
+def verdict(ask_health: Callable[[], Any]) -> tuple[str, str]:
     answer = ask_health()
     return answer.status[:3], answer.body.decode()
 
 
 @pytest.mark.parametrize("error", [RuntimeError, TimeoutError])
-def test_what_a_function_raises_in_the_loop_is_not_taken_for_the_loop_s_own(error):
+def test_what_a_function_raises_in_the_loop_is_not_taken_for_the_loop_s_own(
+    error: type[Exception],
+) -> None:
     def fails() -> NoReturn:
         raise error("its own")
 
@@ -296,7 +281,7 @@ def test_what_a_function_raises_in_the_loop_is_not_taken_for_the_loop_s_own(erro
         LoopAsker(loop).ask(fails)
 
 
-def test_metrics_and_live_are_read_in_the_loop():
+def test_metrics_and_live_are_read_in_the_loop() -> None:
     read_by: list[int] = []
 
     class Noting(Collector):
@@ -316,7 +301,7 @@ def test_metrics_and_live_are_read_in_the_loop():
     assert read_by == [of_loop]
 
 
-def test_an_agent_whose_loop_hangs_is_not_alive_and_says_so_in_time():
+def test_an_agent_whose_loop_hangs_is_not_alive_and_says_so_in_time() -> None:
     with running_loop() as loop:
         health = Health(LoopAsker(loop), pong, lambda: [])
         assert verdict(health.healthz) == verdict(health.readyz) == ("200", "ok\n")
@@ -334,7 +319,7 @@ def test_an_agent_whose_loop_hangs_is_not_alive_and_says_so_in_time():
         assert verdict(health.healthz) == ("200", "ok\n")
 
 
-def test_an_agent_whose_transport_hangs_is_not_alive():
+def test_an_agent_whose_transport_hangs_is_not_alive() -> None:
     with running_loop() as loop:
         health = Health(LoopAsker(loop), Future, lambda: [])
 
@@ -343,7 +328,7 @@ def test_an_agent_whose_transport_hangs_is_not_alive():
         assert verdict(health.readyz) == ("200", "ok\n")
 
 
-def test_who_is_not_ready_says_why_and_is_alive():
+def test_who_is_not_ready_says_why_and_is_alive() -> None:
     faults = [Fault("no engine", ""), Fault("draining", "")]
     with running_loop() as loop:
         health = Health(LoopAsker(loop), pong, lambda: faults)

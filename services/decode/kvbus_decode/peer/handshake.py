@@ -4,7 +4,7 @@ Refuses an engine whose KV ours cannot use; both sides log the field and both va
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
@@ -91,6 +91,9 @@ class RouteBook:
         self._max_refusals = config.max_peers
         self.refusals: dict[str, str] = {}
         """Of each agent with which the last handshake came to nothing, why."""
+
+    def __iter__(self) -> Iterator[Route]:
+        return iter(list(self._routes.values()))
 
     def find(self, ticket: Ticket, engine: LocalEngine) -> Route | None:
         """The route, if it is known and can be read."""

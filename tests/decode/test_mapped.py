@@ -1,0 +1,325 @@
+"""A decode agent maps the memory of a prefill engine of its machine, for as long as that lives."""
+
+import os
+import threading
+import weakref
+from collections.abc import Awaitable, Callable
+from contextlib import ExitStack, suppress
+from dataclasses import replace as changed
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from msgspec.structs import replace
+
+from kvbus.engine import DecodeSession, MemorySession, PrefillSession
+from kvbus.errors import ErrorCode
+from kvbus.geometry import Segment, lay_out_rank
+from kvbus.memory import SharedSegment, libc
+from tests.agents import WITHIN_S, until
+from tests.decode.neighbours import (
+    Neighbours,
+    before_each_copy,
+    begin,
+    bytes_at,
+    bytes_of,
+    files_at,
+    neighbours,
+)
+from tests.engines import NUM_BLOCKS, engine, failure_of, make_spec, works
+from tests.memories import NHD, Memory
+from tests.prefill.inside import given_back
+
+pytestmark = pytest.mark.anyio
+
+MANY_TOKENS = 600
+
+
+@pytest.mark.parametrize(
+    ("tp", "memory"), [(2, None), (1, Memory(direct=False))], ids=["registered", "unregistered"]
+)
+async def test_a_handoff_leaves_the_prefill_engines_memory_mapped_byte_for_byte(
+    folder: Path, tp: int, memory: Memory | None
+) -> None:
+    async with neighbours(folder) as both, both.engines(tp=tp, memory=memory) as (source, target):
+        assert await works(source, target)
+
+        mapped = both.the_memory()
+        assert mapped.is_open
+        assert sorted(mapped.addresses) == list(range(tp))
+        assert bytes_of(mapped, source)
+        source.fill(99)
+        assert bytes_of(mapped, source)
+        assert both.state == "open"
+        assert [one.near for route in both.routes for one in route.sources] == [True]
+
+
+async def test_the_end_of_the_engine_puts_zeros_under_the_same_addresses(folder: Path) -> None:
+    async with neighbours(folder) as both:
+        async with both.engines() as (source, target):
+            assert await works(source, target)
+            memory = both.the_memory()
+            first, end = memory.extents[0]
+            assert bytes_at(first, end - first).any()
+
+        await until(lambda: not memory.is_open)
+
+        assert not bytes_at(first, end - first).any()
+        assert both.mapped == []
+        assert both.lender.num_readers == 0
+        assert "ended" in both.state
+
+
+async def test_a_route_that_nobody_wants_leaves_the_bytes_to_who_still_copies(
+    folder: Path,
+) -> None:
+    """And the event loop does not unmap what it was the last to hold."""
+    async with neighbours(folder) as both, both.engines() as (source, target):
+        assert await works(source, target)
+        memory = both.the_memory()
+        (first, end), *_ = memory.extents
+        files = files_at(first, end)
+
+        both.forget_routes()
+
+        assert memory.is_open
+        assert bytes_of(memory, source)
+        assert both.lender.num_readers == 1
+        held = weakref.ref(memory)
+        del memory
+        await until(lambda: held() is None)  # a thread may still enter its pages
+        assert files_at(first, end) == files != []
+        await until(lambda: files_at(first, end) != files)
+        await until(lambda: both.lender.num_readers == 0)
+        assert await works(source, target)
+
+
+async def test_two_routes_to_one_engine_share_what_is_mapped(folder: Path) -> None:
+    async with neighbours(folder) as both, both.engines() as (source, target):
+        assert await works(source, target)
+        ours = both.decode.config.attach_path
+        async with engine(DecodeSession, ours, make_spec(), seed=3) as other:
+            assert await works(source, other)
+
+            one, another = both.mapped
+            assert one is another
+            assert both.lender.num_readers == 1
+
+
+async def test_a_rank_of_more_segments_than_a_message_carries_is_mapped_whole(
+    folder: Path,
+) -> None:
+    spec, count = make_spec(), 150
+    rank = lay_out_rank(spec, 0, NHD, num_blocks=NUM_BLOCKS)
+    extra = tuple(Segment(f"more-{number}", 4096) for number in range(count))
+    rank = replace(rank, segments=(*rank.segments, *extra))
+    sizes = {one.segment_id: one.size_bytes for one in rank.segments}
+    with ExitStack() as stack:
+        storages = {name: stack.enter_context(SharedSegment(size)) for name, size in sizes.items()}
+        for number, storage in enumerate(storages.values()):
+            storage.view()[:] = number
+        async with neighbours(folder) as both, both.engines() as (_, target):
+            attach = both.prefill.attach
+            async with (
+                PrefillSession(attach, spec) as control,
+                MemorySession(attach, spec, 0) as one,
+            ):
+                await one.register(rank, storages)
+                await control.register()
+                await control.ready()
+                offer = await control.offer("r", num_tokens=16, block_ids={"full": [1]})
+                fetch = target.decode.fetch(offer.ticket, num_tokens=16, block_ids={"full": [1]})
+                await fetch.completed()
+
+                memory = both.the_memory()
+                local = both.prefill.runtime.agent.engines.engines[spec.engine_id]
+                processes = list(local.processes)
+                assert len(memory.extents) == count + 1
+                for number, name in enumerate(storages):
+                    assert (bytes_at(memory.addresses[0][name], sizes[name]) == number).all()
+            await until(lambda: all(map(given_back, processes)))
+
+
+async def test_memory_that_its_engine_cuts_reads_as_zeros_and_its_route_is_made_again(
+    folder: Path,
+) -> None:
+    async with neighbours(folder) as both:
+        both.decode.bus_errors.install()
+        try:
+            async with both.engines(memory=Memory(apart=True)) as (source, target):
+                assert await works(source, target)
+                memory = both.the_memory()
+                (first, end), *_ = memory.extents
+                assert bytes_of(memory, source)
+
+                cut_what_torch_shares()
+
+                assert not bytes_at(first, end - first).any()
+                assert not memory.is_open
+                await until(lambda: both.mapped == [])
+                assert "cut" in both.state
+        finally:
+            both.decode.bus_errors.restore()
+        async with both.engines() as (source, target):
+            assert await works(source, target)
+            (route,) = both.routes
+            both.the_memory().cut()
+
+            assert await works(source, target)
+            assert route not in list(both.routes)
+
+
+def cut_what_torch_shares() -> None:
+    """As the engine could, since these files cannot be sealed."""
+    for fd in Path("/proc/self/fd").iterdir():
+        if fd.is_symlink() and fd.readlink().name.startswith("torch_"):
+            with suppress(OSError):  # what is lent is open for reading only
+                os.ftruncate(int(fd.name), 0)
+
+
+def end_memory(both: Neighbours) -> None:
+    """Zeros are under the map from now on, and nobody has dropped the route yet."""
+    memory = both.the_memory()
+    memory.close("it was cut")
+    for first, end in memory.extents:
+        libc.map_zeros_over(first, end - first)
+
+
+@pytest.mark.parametrize("num_tokens", [16, MANY_TOKENS], ids=["on the loop", "in a thread"])
+async def test_zeros_are_not_confirmed_though_the_lease_lives(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, num_tokens: int
+) -> None:
+    async with neighbours(folder) as both, both.engines() as (source, target):
+        assert await works(source, target)
+        with monkeypatch.context() as patched:
+            before_each_copy(patched, lambda: end_memory(both))
+            offer, fetch = await begin(source, target, num_tokens)
+            failure = await failure_of(fetch)
+            await offer.withdraw()
+            await offer.released()
+
+        assert failure.code is ErrorCode.TRANSFER_FAILED
+        assert "the memory that was copied from is gone: it was cut" in failure.message
+
+
+async def test_an_engine_that_is_lost_under_a_copy_is_named_by_its_agent(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with neighbours(folder) as both, both.engines() as (source, target):
+        assert await works(source, target)
+        prefill = both.prefill.runtime
+        (lost,) = prefill.agent.engines.engines.values()
+
+        def lose() -> None:
+            prefill.service.on_engine_lost(lost)
+            end_memory(both)
+
+        before_each_copy(monkeypatch, lose)
+        monkeypatch.setattr(prefill.agent.engines, "engines", {})
+        _, fetch = await begin(source, target, 16)
+        failure = await failure_of(fetch)
+        monkeypatch.undo()
+
+        assert failure.code is ErrorCode.ENGINE_LOST
+
+
+async def test_blocks_are_withheld_while_a_job_runs_and_no_further_one_begins(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, begun = threading.Event(), list[int]()
+
+    def hold() -> None:
+        begun.append(len(begun))
+        assert gate.wait(WITHIN_S)
+
+    async with neighbours(folder) as both, both.engines() as (source, target):
+        transport = both.decode.agent.transport
+        transport.limits = changed(transport.limits, slice_bytes=4096)
+        assert await works(source, target)
+        before_each_copy(monkeypatch, hold)
+        offer, fetch = await begin(source, target, MANY_TOKENS)
+        await until(lambda: begun)
+
+        await fetch.cancel()
+        failure = await failure_of(fetch)
+        await offer.withdraw()
+        await offer.released()  # all has been said by then
+        freed_before = fetch.are_blocks_free
+        gate.set()
+        await fetch.blocks_freed()
+
+        assert (failure.code, failure.blocks_free) == (ErrorCode.CANCELLED, False)
+        assert not freed_before
+        assert begun == [0]
+
+
+async def drop_the_peer(both: Neighbours, _: Any) -> None:
+    """Its key is distrusted, which is none."""
+    for told in both.decode.agent.access.on_change:
+        told(frozenset({""}))
+
+
+async def end_the_memory(_: Neighbours, memory: Any) -> None:
+    memory.hang_up()
+    await until(lambda: memory.closed)
+
+
+async def lose_the_engine(both: Neighbours, _: Any) -> None:
+    (one,) = both.decode.agent.engines.engines.values()
+    one.lost = True  # its memory goes a little later
+    both.decode.service.on_engine_lost(one)
+
+
+def when_mapped(
+    both: Neighbours, happens: Callable[[Neighbours, Any], Awaitable[None]]
+) -> list[Any]:
+    """Have something happen once, in the middle of a handshake; what was mapped by then."""
+    borrower, seen = both.routes.borrower, list[Any]()
+    borrow = borrower.borrow
+
+    async def borrow_and_go_on(*args: Any, **more: Any) -> Any:
+        memory = await borrow(*args, **more)
+        assert not isinstance(memory, str), memory
+        if not seen:
+            await happens(both, memory)
+        seen.append(memory)
+        return memory
+
+    borrower.borrow = borrow_and_go_on  # type: ignore[method-assign]  # it lasts until then
+    return seen
+
+
+@pytest.mark.parametrize("happens", [drop_the_peer, end_the_memory])
+async def test_no_route_is_kept_whose_source_went_during_its_handshake(
+    folder: Path, happens: Callable[[Neighbours, Any], Awaitable[None]]
+) -> None:
+    async with neighbours(folder) as both, both.engines() as (source, target):
+        seen = when_mapped(both, happens)
+        offer, fetch = await begin(source, target, 16)
+        await until(lambda: fetch.notice)
+        kept = both.mapped
+
+        assert kept == []
+        await offer.withdraw()
+        await offer.released()
+        assert await works(source, target)
+        assert both.mapped == [seen[1]]
+        assert seen[1].is_open
+
+
+async def test_no_route_is_kept_into_an_engine_that_went_during_its_handshake(
+    folder: Path,
+) -> None:
+    async with neighbours(folder) as both, both.engines() as (source, target):
+        (local,) = both.decode.agent.engines.engines.values()
+        seen = when_mapped(both, lose_the_engine)
+        offer, _ = await begin(source, target, 16)
+        await until(lambda: seen)
+        await anyio.wait_all_tasks_blocked()
+        kept = both.mapped
+
+        assert kept == []
+        local.lost = False  # it leaves now
+        await offer.withdraw()
+        await offer.released()
