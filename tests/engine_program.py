@@ -406,8 +406,9 @@ class DecodeProgram(Program):
             self._compare(order, fetch, blocks, "")
             more = {"path": fetched.path, "num_bytes": fetched.num_bytes}
             self._tell_end(key, "completed", fetch_id=fetch.fetch_id, **more)
-            await anyio.sleep(order.get("hold_s", 0.0))
-            self._compare(order, fetch, blocks, " later")
+            if hold_s := order.get("hold_s"):
+                await anyio.sleep(hold_s)
+                self._compare(order, fetch, blocks, " later")
         except FetchFailed as error:
             told = {"stage": error.stage, "code": error.code, "message": error.message}
             self._tell_end(key, "failed", fetch_id=fetch.fetch_id, **told)

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import ClassVar
@@ -223,7 +224,8 @@ async def _cache(
         num_blocks = {group.name: num_blocks for group in spec.groups}
     rank = rank_of(spec, session.rank, memory, num_blocks)
     tensor = torch.zeros(rank.segments[0].size_bytes, dtype=torch.uint8, device=memory.device)
-    storage = stack.enter_context(share_tensor(tensor))
+    storage = share_tensor(tensor)
+    stack.enter_context(storage)
     await session.register(rank, {"kv": storage}, direct=memory.direct)
     return KvCache(spec, rank, tensor)
 
@@ -240,10 +242,10 @@ async def pair(
 ) -> AsyncIterator[tuple[Engine, Engine]]:
     """A prefill and a decode engine that fit, with different contents."""
     specs = [make_spec(tp=tp, groups=groups) for _ in range(2)]
-    shape = {"layout": layout, "num_blocks": num_blocks}
+    made = partial(engine, layout=layout, num_blocks=num_blocks)
     async with (
-        engine(PrefillSession, prefill_attach, specs[0], seed=1, **shape) as source,
-        engine(DecodeSession, decode_attach, specs[1], seed=2, **shape) as target,
+        made(PrefillSession, prefill_attach, specs[0], seed=1) as source,
+        made(DecodeSession, decode_attach, specs[1], seed=2) as target,
     ):
         yield source, target
 

@@ -21,7 +21,8 @@ from kvbus.geometry import lay_out_rank
 from kvbus.memory import CudaMapping
 from kvbus.protocol import PassCuda, Register
 from kvbus.transport import Transport
-from tests.engines import NHD, NUM_BLOCKS, Engine, check_at_end, make_spec
+from tests.engines import NUM_BLOCKS, Engine, check_at_end, make_spec
+from tests.memories import NHD
 from tests.strict_sessions import strict
 
 GPU = "GPU-stand-in"

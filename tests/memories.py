@@ -94,8 +94,7 @@ def own_layers(spec: EngineSpec, rank: int) -> set[int]:
 def all_bytes(view: Tensor) -> Tensor:
     """Every byte of the memory in which a view lies, padding included; not a copy."""
     storage = view.untyped_storage()
-    every = torch.empty(0, dtype=torch.uint8, device=view.device)
-    return every.set_(storage, 0, (storage.nbytes(),))
+    return torch.empty(0, dtype=torch.uint8, device=view.device).set_(storage)
 
 
 def _tensors(

@@ -9,7 +9,9 @@ ways = st.floats(1e-5, 0.5)
 
 
 @given(st.floats(-1e6, 1e6), st.lists(st.tuples(ways, ways), min_size=1, max_size=8))
-def test_it_is_wrong_by_no_more_than_it_says(skew_s, took):
+def test_it_is_wrong_by_no_more_than_it_says(
+    skew_s: float, took: list[tuple[float, float]]
+) -> None:
     exchanges = [
         Exchange(float(at), at + there_s + skew_s, at + there_s + back_s)
         for at, (there_s, back_s) in enumerate(took)

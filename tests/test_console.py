@@ -3,7 +3,6 @@
 import io
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import anyio
@@ -19,7 +18,7 @@ from kvbus.console import Console
 from kvbus.engine import PrefillSession
 from kvbus.output import fail, write_json
 from kvbus.text import printable
-from tests.agents import AgentProcess, Agents, agents_ended
+from tests.agents import Agents
 from tests.engines import make_spec
 
 pytestmark = pytest.mark.anyio
@@ -79,18 +78,11 @@ def test_what_fails_and_what_is_json_is_escaped(capsys: pytest.CaptureFixture[st
         assert json.loads(out) == {"name": name}
 
 
-@pytest.fixture
-def prefill() -> Iterator[AgentProcess]:
-    """A prefill agent."""
-    with agents_ended(Agents) as agents:
-        agents.start(agent := agents.prepare("prefill"))
-        yield agent
-        agents.check()
-
-
 async def test_an_engine_of_an_evil_name_does_no_harm_to_the_terminals_of_status_and_top(
-    prefill: AgentProcess,
+    fresh: Agents,
 ) -> None:
+    prefill = fresh.prepare("prefill")
+    fresh.start(prefill)
     name = "".join(HOSTILE.values())
     commands = (["status", prefill.peer], ["top", prefill.settings["http_bind"], "--once"])
     async with PrefillSession(prefill.attach, make_spec(engine_id=name)) as engine:

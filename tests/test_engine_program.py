@@ -89,7 +89,7 @@ async def test_an_offer_that_grows_is_fetched_and_every_block_comes_back(
 async def test_bytes_of_another_offer_are_told_as_a_violation(fresh: Agents) -> None:
     async with engines(fresh) as (source, target):
         offered = source.ask(1, {"do": "offer", "steps": [40]})
-        fetched = target.ask(2, fetch((await offered.made)["ticket"], 40, offer=7))
+        fetched = target.ask(2, fetch((await offered.made)["ticket"], 40, offer=7, hold_s=0.01))
         await fetched.freed
 
         assert [told["what"] for told in target.told] == ["wrong_bytes", "wrong_bytes"]

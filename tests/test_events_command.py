@@ -9,16 +9,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import anyio
 import pytest
 from typer.testing import CliRunner
 
 from kvbus.cli import app
 from kvbus.engine import PrefillSession
-from kvbus.events_command import _Asker, _Stream
+from kvbus.events_command import _Stream
 from kvbus.keys import Role
-from kvbus.spawn import Child, free_port
-from tests.agents import AgentProcess, Agents, agents_ended, until, wait_until
+from kvbus.spawn import Child
+from tests.agents import AgentProcess, Agents, until, wait_until
 from tests.engines import engine
 from tests.keyring import KeyRing
 
@@ -28,16 +27,9 @@ pytestmark = pytest.mark.anyio
 
 
 @pytest.fixture
-def agents() -> Iterator[Agents]:
-    with agents_ended(Agents) as agents:
-        yield agents
-        agents.check()
-
-
-@pytest.fixture
-def prefill(agents: Agents) -> AgentProcess:
-    agent: AgentProcess = agents.prepare("prefill")
-    agents.start(agent)
+def prefill(fresh: Agents) -> AgentProcess:
+    agent: AgentProcess = fresh.prepare("prefill")
+    fresh.start(agent)
     return agent
 
 
@@ -83,21 +75,27 @@ async def one_offer(agent: AgentProcess, request: str) -> str:
         return str(offer.ticket["offer_id"])
 
 
-async def test_each_event_is_a_line_with_its_agent_boot_and_number(prefill, tmp_path) -> None:
+async def test_each_event_is_a_line_with_its_agent_boot_and_number_until_ctrl_c(
+    prefill: AgentProcess, tmp_path: Path
+) -> None:
     with listening(tmp_path, prefill.peer) as listener:
         offer_id = await one_offer(prefill, "r")
         await until(lambda: "engine.lost" in listener.events())
+        listener.child.process.send_signal(signal.SIGINT)
+        status = await listener.child.ended()
 
-        opened = next(line for line in listener.lines() if line["event"] == "offer.opened")
-
+    opened = next(line for line in listener.lines() if line["event"] == "offer.opened")
     assert set(listener.events()) >= {"boot", "engine.ready", "offer.opened", "offer.released"}
     assert opened["agent"] == prefill.settings["agent_id"]
     assert opened["seq"] == 1
     assert opened["offer_id"] == offer_id
     assert opened["boot"] == listener.lines()[0]["boot"]
+    assert (status, listener.child.log_text()) == (0, "")
 
 
-async def test_what_is_not_wanted_is_left_out_and_the_count_ends_it(prefill, tmp_path) -> None:
+async def test_what_is_not_wanted_is_left_out_and_the_count_ends_it(
+    prefill: AgentProcess, tmp_path: Path
+) -> None:
     wanted = ("--only", "offer.*", "--count", "2")
     with listening(tmp_path, prefill.peer, *wanted) as listener:
         await one_offer(prefill, "r")
@@ -107,7 +105,7 @@ async def test_what_is_not_wanted_is_left_out_and_the_count_ends_it(prefill, tmp
     assert listener.events() == ["boot", "offer.opened", "offer.released"]
 
 
-async def test_the_events_of_one_offer(prefill, tmp_path) -> None:
+async def test_the_events_of_one_offer(prefill: AgentProcess, tmp_path: Path) -> None:
     async with engine(PrefillSession, prefill.attach) as source:
         first, second = [
             await source.prefill.offer(f"r{n}", num_tokens=32, block_ids=source.some_blocks(n, 32))
@@ -119,21 +117,13 @@ async def test_the_events_of_one_offer(prefill, tmp_path) -> None:
                 await offer.released()
             await until(lambda: "offer.released" in listener.events())
 
-            released = [line for line in listener.lines() if line["event"] == "offer.released"]
-
+    released = [line for line in listener.lines() if line["event"] == "offer.released"]
     assert [line["offer_id"] for line in released] == [second.ticket["offer_id"]]
 
 
-async def test_ctrl_c_is_the_usual_end(prefill, tmp_path) -> None:
-    with listening(tmp_path, prefill.peer) as listener:
-        listener.child.process.send_signal(signal.SIGINT)
-
-        assert await listener.child.ended() == 0
-
-    assert listener.child.log_text() == ""
-
-
-async def test_a_reader_that_has_enough_ends_it_quietly(prefill, tmp_path) -> None:
+async def test_a_reader_that_has_enough_ends_it_quietly(
+    prefill: AgentProcess, tmp_path: Path
+) -> None:
     command = [*KVBUS, "events", prefill.peer]
     log = tmp_path / "log"
     with Child.start("kvbus events", command, log=log, stdout=subprocess.PIPE) as child:
@@ -147,80 +137,54 @@ async def test_a_reader_that_has_enough_ends_it_quietly(prefill, tmp_path) -> No
     assert child.log_text() == ""
 
 
-async def test_an_agent_that_comes_back_is_heard_again(agents, prefill, tmp_path) -> None:
-    with listening(tmp_path, prefill.peer) as listener:
-        prefill.kill()
-        prefill.start()
+async def test_an_agent_that_is_away_is_waited_for_which_is_said_once(
+    fresh: Agents, tmp_path: Path
+) -> None:
+    agent = fresh.prepare("prefill")
+    with running(tmp_path, agent.settings["peer_bind"]) as listener:
+        await until(lambda: "no answer from" in listener.child.log_text())
+        fresh.start(agent)
+        await until(lambda: listener.events() == ["boot"])
+        num_said = listener.child.log_text().count("no answer from")
+        agent.kill()
+        agent.start()
         await until(lambda: listener.events().count("boot") == 2)
-        await one_offer(prefill, "r")
+        await one_offer(agent, "r")
         await until(lambda: "offer.opened" in listener.events())
 
-        boots = [line["boot"] for line in listener.lines() if line["event"] == "boot"]
-
-    assert boots[0] != boots[1]
-
-
-async def test_an_agent_that_stays_away_is_said_once(monkeypatch, capsys) -> None:
-    monkeypatch.setattr("kvbus.events_command.ANSWER_S", 0.05)
-    monkeypatch.setattr("kvbus.events_command.RETRY_S", 0.01)
-    endpoint = f"tcp://127.0.0.1:{free_port()}"
-
-    with anyio.move_on_after(1.0):
-        await _Asker(endpoint, curve=None).ask()
-
-    assert capsys.readouterr().err.count(f"no answer from {endpoint}") == 1
+    first, second = [line["boot"] for line in listener.lines() if line["event"] == "boot"]
+    assert first != second
+    assert num_said == 1
 
 
-async def test_an_agent_that_is_away_is_waited_for(agents, tmp_path) -> None:
-    agent = agents.prepare("prefill")
-    with running(tmp_path, agent.settings["peer_bind"], "--only", "engine.*") as listener:
-        await until(lambda: "no answer from" in listener.child.log_text())
-        agents.start(agent)
-        await until(lambda: listener.events() == ["boot"])
-
-
-def test_a_key_that_may_not_ask_is_refused(agents, tmp_path) -> None:
+def test_a_key_that_may_not_ask_or_hear_is_told_so_and_the_agent_turns_nobody_away(
+    fresh: Agents, tmp_path: Path
+) -> None:
     ring = KeyRing(tmp_path)
-    agent = ring.prepare(agents, Role.PREFILL, "prefill")
+    agent = ring.prepare(fresh, Role.DECODE, "decode")
+    ring.trust("prefill", Role.PREFILL)
     ring.pair("stranger")
-    agents.start(agent)
-    keys = f"--server-key={ring.pair('prefill').public}"
-    observer, stranger = str(ring.secret_path("observer")), str(ring.secret_path("stranger"))
+    fresh.start(agent)
+    server = f"--server-key={ring.pair('decode').public}"
 
-    refused = CliRunner().invoke(app, ["events", agent.peer, keys, "--key-file", stranger])
-    with listening(tmp_path, agent.peer, keys, "--key-file", observer) as listener:
+    def asked(name: str) -> tuple[str, ...]:
+        return agent.peer, server, f"--key-file={ring.secret_path(name)}"
+
+    deaf = CliRunner().invoke(app, ["events", *asked("prefill")])
+    turned_away = agent.metric("refused_keys")
+    stranger = CliRunner().invoke(app, ["events", *asked("stranger")])
+    with listening(tmp_path, *asked("observer")) as listener:
         heard = listener.events()
 
-    assert refused.exit_code == 1
-    assert "refused our key" in refused.stderr
+    assert (deaf.exit_code, deaf.stdout, len(deaf.stderr.splitlines())) == (1, "", 1)
+    assert "trusted there as prefill, which hears no events" in deaf.stderr
+    assert not turned_away
+    assert stranger.exit_code == 1
+    assert "refused our key" in stranger.stderr
     assert heard == ["boot"]
 
 
-def test_a_key_that_may_not_hear_events_is_told_so_and_the_agent_turns_nobody_away(
-    agents, tmp_path
-) -> None:
-    ring = KeyRing(tmp_path)
-    agent = ring.prepare(agents, Role.DECODE, "decode")
-    ring.trust("prefill", Role.PREFILL)
-    agents.start(agent)
-    own = f"--key-file={ring.secret_path('prefill')}"
-    server = f"--server-key={ring.pair('decode').public}"
-
-    told = subprocess.run(
-        [*KVBUS, "events", agent.peer, own, server],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
-
-    assert (told.returncode, told.stdout) == (1, "")
-    assert len(told.stderr.splitlines()) == 1
-    assert "trusted there as prefill, which hears no events" in told.stderr
-    assert not agent.metric("refused_keys")
-
-
-async def test_what_was_missed_is_a_line(capsys) -> None:
+def test_what_was_missed_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     _Stream("prefill-0", "", -1).on_gap("tcp://h:1", "boot-1", "offer.opened")
 
     line = json.loads(capsys.readouterr().out)

@@ -34,7 +34,9 @@ def test_only_what_was_added_between_two_looks_counts() -> None:
 
 
 @given(st.lists(st.floats(0, 2), min_size=1), st.sampled_from([0.1, 0.5, 0.9, 0.99]))
-def test_a_quantile_is_in_the_bucket_of_the_value_of_that_rank(values, part):
+def test_a_quantile_is_in_the_bucket_of_the_value_of_that_rank(
+    values: list[float], part: float
+) -> None:
     counts = {b: float(sum(v <= b for v in values)) for b in (*BOUNDS, math.inf)}
 
     found = histogram_quantile(counts, part)

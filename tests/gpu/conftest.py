@@ -1,6 +1,7 @@
 """Agents that take memory of a GPU; every test here is skipped, and says why, where none is."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from tests.agents import Agents, agents_ended
 from tests.e2e.shapes import ShapedAgents
 
 READERS = ("auto", "packed", "reordered")
-SLOTS = {"slot_bytes": 64 << 10, "staging_bytes": 8 * (64 << 10)}
+SLOTS: dict[str, Any] = {"slot_bytes": 64 << 10, "staging_bytes": 8 * (64 << 10)}
 WITHIN_S = 240.0
 """For anything that starts CUDA in a new process."""
 
@@ -41,10 +42,3 @@ def shapes(_gpu: None, shared_gpu_agents: Agents) -> Iterator[ShapedAgents]:
     prefill, *readers = shared_gpu_agents.all
     yield ShapedAgents(prefill, dict(zip(READERS, readers, strict=True)))
     shared_gpu_agents.check()
-
-
-@pytest.fixture
-def agents() -> Iterator[Agents]:
-    """Makes agents for one test."""
-    with agents_ended(Agents) as made:
-        yield made

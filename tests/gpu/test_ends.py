@@ -5,6 +5,7 @@ import subprocess
 import sys
 import uuid
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from kvbus.errors import ErrorCode, RequestRefused
 from kvbus.geometry import KvLayout
 from kvbus.memory import CudaStorage, share_tensor
 from kvbus.protocol import PassCuda
-from tests.agents import until
+from tests.agents import Agents, until
+from tests.e2e.shapes import ShapedAgents
 from tests.engines import make_spec
 from tests.gpu.conftest import WITHIN_S
 
@@ -43,7 +45,7 @@ def free_bytes() -> int:
     return torch.cuda.mem_get_info(0)[0]
 
 
-async def test_the_memory_of_a_killed_engine_is_free_again(shapes):
+async def test_the_memory_of_a_killed_engine_is_free_again(shapes: ShapedAgents) -> None:
     engine_id = uuid.uuid4().hex
     with child("engine.py", str(shapes.prefill.attach), engine_id, "8192") as doomed:
         assert doomed.stdout is not None
@@ -57,9 +59,9 @@ async def test_the_memory_of_a_killed_engine_is_free_again(shapes):
     assert not shapes.prefill.logged("segment.kept")
 
 
-async def test_an_agent_that_does_not_see_the_gpu_says_how_it_would(agents):
-    blind = agents.prepare("prefill", env={"CUDA_VISIBLE_DEVICES": ""})
-    agents.start(blind)
+async def test_an_agent_that_does_not_see_the_gpu_says_how_it_would(fresh: Agents) -> None:
+    blind = fresh.prepare("prefill", env={"CUDA_VISIBLE_DEVICES": ""})
+    fresh.start(blind)
     async with MemorySession(blind.attach, make_spec(), 0) as session:
         with pytest.raises(RequestRefused, match="CUDA_VISIBLE_DEVICES") as refused:
             await session.allocate(NHD, num_blocks=4, device="cuda:0")
@@ -76,11 +78,13 @@ async def test_an_agent_that_does_not_see_the_gpu_says_how_it_would(agents):
     ],
     ids=["no handle", "no such GPU", "beyond the allocation"],
 )
-async def test_what_cannot_be_opened_is_refused_and_the_agent_goes_on(shapes, change, words):
+async def test_what_cannot_be_opened_is_refused_and_the_agent_goes_on(
+    shapes: ShapedAgents, change: dict[str, Any], words: str
+) -> None:
     tensor = torch.zeros(32 << 20, dtype=torch.uint8, device="cuda:0")
     storage = share_tensor(tensor)
     assert isinstance(storage, CudaStorage)
-    fields = {
+    fields: dict[str, Any] = {
         "segment_id": "kv",
         "device": storage.device,
         "handle": storage.handle,
@@ -93,7 +97,7 @@ async def test_what_cannot_be_opened_is_refused_and_the_agent_goes_on(shapes, ch
         await session._call(PassCuda(**fields))
 
 
-def test_memory_of_expandable_segments_is_refused_with_what_to_set():
+def test_memory_of_expandable_segments_is_refused_with_what_to_set() -> None:
     setting = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     with child("expandable.py", **setting) as process:
         said, _ = process.communicate(timeout=WITHIN_S)
@@ -101,10 +105,11 @@ def test_memory_of_expandable_segments_is_refused_with_what_to_set():
     assert "expandable_segments:False" in said
 
 
-def test_a_view_is_shared_with_its_whole_storage():
+def test_a_view_is_shared_with_its_whole_storage() -> None:
     whole = torch.zeros(4, 1 << 20, dtype=torch.uint8, device="cuda:0")
 
     with share_tensor(whole[2]) as storage:
+        assert isinstance(storage, CudaStorage)
         assert storage.size_bytes == whole.numel()
         assert storage.offset_bytes_of(whole[3]) == 3 << 20
         assert storage.tensor.data_ptr() == whole.data_ptr()

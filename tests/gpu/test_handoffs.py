@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from kvbus.geometry import GroupSpec, KvLayout, StatePart, state_group
-from tests.e2e.shapes import GROUP, Side, hand_over, two_engines
+from tests.e2e.shapes import GROUP, ShapedAgents, Side, hand_over, two_engines
 from tests.memories import Memory
 
 pytestmark = [pytest.mark.gpu, pytest.mark.anyio, pytest.mark.timeout(600)]
@@ -38,7 +38,7 @@ def on(side: Side, device: str) -> Side:
 @pytest.mark.parametrize("places", PLACES)
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("path", ["auto", "packed"])
-async def test_every_byte_arrives(shapes, path, name, places):
+async def test_every_byte_arrives(shapes: ShapedAgents, path: str, name: str, places: str) -> None:
     sides = [on(s, device) for s, device in zip(SHAPES[name], PLACES[places], strict=True)]
     async with two_engines(shapes, path, *sides, groups=(GROUP, WINDOW, STATE)) as pair:
         for num_tokens, first_token in ((71, 0), (71, 60), (13, 5), (71, 71)):
@@ -50,7 +50,9 @@ async def test_every_byte_arrives(shapes, path, name, places):
 
 
 @pytest.mark.parametrize("name", SHAPES)
-async def test_boxes_from_a_gpu_are_read_straight_into_shared_blocks(shapes, name):
+async def test_boxes_from_a_gpu_are_read_straight_into_shared_blocks(
+    shapes: ShapedAgents, name: str
+) -> None:
     source, target = SHAPES[name]
     async with two_engines(
         shapes, "reordered", on(source, "cuda:0"), target, groups=(GROUP, WINDOW, STATE)
@@ -60,19 +62,19 @@ async def test_boxes_from_a_gpu_are_read_straight_into_shared_blocks(shapes, nam
         assert fetched.path == "reordered"
 
 
-async def test_an_open_offer_is_read_while_it_grows(shapes):
+async def test_an_open_offer_is_read_while_it_grows(shapes: ShapedAgents) -> None:
     sides = on(Side(), "cuda:0"), on(Side(tp=2), "cuda:0")
     async with two_engines(shapes, "auto", *sides, max_tokens=130) as pair:
         await hand_over(*pair, 130, steps=(17, 64, 100))
 
 
-async def test_many_boxes_pass_through_few_slots(shapes):
+async def test_many_boxes_pass_through_few_slots(shapes: ShapedAgents) -> None:
     sides = on(Side(), "cuda:0"), on(Side(memory=Memory(HND)), "cuda:0")
     async with two_engines(shapes, "packed", *sides, max_tokens=20_000) as pair:
         await hand_over(*pair, 20_000)
 
 
-async def test_the_agents_have_said_where_their_slots_are(shapes):
+async def test_the_agents_have_said_where_their_slots_are(shapes: ShapedAgents) -> None:
     sides = on(Side(), "cuda:0"), on(Side(), "cuda:0")
     async with two_engines(shapes, "auto", *sides) as pair:
         await hand_over(*pair, 40)

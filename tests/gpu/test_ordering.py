@@ -5,7 +5,9 @@ import torch
 
 from kvbus.engine import DecodeSession, MemorySession, PrefillSession
 from kvbus.geometry import GroupSpec, KvLayout, KvPart
-from tests.engines import bits, make_spec
+from tests.e2e.shapes import ShapedAgents
+from tests.engines import make_spec
+from tests.strict_sessions import bits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.anyio, pytest.mark.timeout(600)]
 
@@ -18,10 +20,12 @@ LONG_CYCLES = 2_000_000_000
 
 
 @pytest.mark.parametrize("turn", range(3))
-async def test_late_writes_are_sent_and_late_zeros_do_not_overwrite_what_arrives(shapes, turn):
+async def test_late_writes_are_sent_and_late_zeros_do_not_overwrite_what_arrives(
+    shapes: ShapedAgents, turn: int
+) -> None:
     specs = [make_spec(groups=(GROUP,)) for _ in range(2)]
     attach = shapes.prefill.attach, shapes.decode["auto"].attach
-    streams = [torch.cuda.Stream() for _ in specs]
+    streams = [torch.cuda.Stream() for _ in specs]  # type: ignore[no-untyped-call]  # of torch
     async with (
         MemorySession(attach[0], specs[0], 0) as theirs,
         MemorySession(attach[1], specs[1], 0) as ours,
@@ -34,14 +38,14 @@ async def test_late_writes_are_sent_and_late_zeros_do_not_overwrite_what_arrives
             await control.register()
             await control.ready()
         with torch.cuda.stream(streams[0]):
-            torch.cuda._sleep(LONG_CYCLES)
+            torch.cuda._sleep(LONG_CYCLES)  # type: ignore[no-untyped-call]  # of torch
             for layer in GROUP.layers:
                 for part in GROUP.parts:
                     bits(source.view(layer, part)).fill_(1000 + layer + turn)
             theirs.record()
         offer = await prefill.offer("r", num_tokens=NUM_TOKENS, block_ids=BLOCKS)
         with torch.cuda.stream(streams[1]):
-            torch.cuda._sleep(2 * LONG_CYCLES)
+            torch.cuda._sleep(2 * LONG_CYCLES)  # type: ignore[no-untyped-call]  # of torch
             for layer in GROUP.layers:
                 for part in GROUP.parts:
                     bits(target.view(layer, part)).zero_()
@@ -50,10 +54,10 @@ async def test_late_writes_are_sent_and_late_zeros_do_not_overwrite_what_arrives
         fetch = decode.fetch(offer.ticket, num_tokens=NUM_TOKENS, block_ids=BLOCKS)
         await fetch.completed()
         found = {
-            layer: bits(target.view(layer, KvPart.VALUE))[BLOCKS["full"]].unique().tolist()
+            layer: set(bits(target.view(layer, KvPart.VALUE))[BLOCKS["full"]].flatten().tolist())
             for layer in GROUP.layers
         }
         await offer.released()
 
     assert still_busy, "the GPU was done too soon for this test to say anything: raise LONG_CYCLES"
-    assert found == {layer: [1000 + layer + turn] for layer in GROUP.layers}
+    assert found == {layer: {1000 + layer + turn} for layer in GROUP.layers}

@@ -1,154 +1,170 @@
 """The handoffs of a soak: streams between pairs of engines, of every path and many sizes.
 
-A worker has blocks of its own on both sides, and uses them again and again.
+Each side is a process of `tests.engine_program`, which compares every byte.
 """
 
+import asyncio
 import time
+import uuid
 from collections import Counter
-from collections.abc import AsyncIterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
+from itertools import count
 from random import Random
+from typing import Any
 
-import anyio
+from msgspec import to_builtins
 
-from kvbus.bench.engines import UNMAPPED, Bench, EnginePair, Ticket
-from kvbus.bench.shapes import (
-    BIG,
-    GROUP,
-    HND_1,
-    LAYERED,
-    NHD_1,
-    SMALL,
-    PairedBlocks,
-    Shape,
-    scattered_tokens,
-)
-from kvbus.errors import FetchFailed, KVBusError
+from kvbus.geometry import EngineSpec, GroupSpec
+from tests.agents import AgentProcess
+from tests.engine_program import EngineConfig, EngineProcess, Told
 from tests.plain_sockets import ask
 
-CHUNKS, CHUNK_S = 3, 0.002
 CANCELS = 0.03
+NUM_WORKERS = 2
+READERS: Mapping[str, dict[str, Any]] = {
+    "mapped": {"mapped": True},
+    "unmapped": {"mapped": False},
+    "packed": {"path": "packed"},
+}
+"""The decode agents, by what is different of them."""
+
+
+def cache_of(num_layers: int, num_heads: int) -> GroupSpec:
+    """A cache of blocks of 16 tokens."""
+    return GroupSpec("full", tuple(range(num_layers)), 16, num_heads, 128, "bfloat16")
 
 
 @dataclass(frozen=True, slots=True)
 class Stream:
-    """Handoffs between two engines, by the decode agent ``reader``.
+    """Handoffs of up to ``most_blocks`` blocks, ``at_once``, by the decode agent ``reader``.
 
     An offer that grows is read under a lease while it is computed, and never cancelled here: its
     engine extends it on. A small one that is sealed is read ahead of its lease.
     """
 
-    source: Shape
-    target: Shape
+    group: GroupSpec
     reader: str
     most_blocks: int
+    layouts: tuple[str, str] = ("NHD", "NHD")
     at_once: int = 1
-    num_workers: int = 2
     grows: bool = False
 
-    @property
-    def num_blocks(self) -> int:
-        """Of each cache."""
-        return 2 * self.most_blocks * self.at_once * self.num_workers
 
-
+SMALL, BIG, LAYERED = cache_of(1, 8), cache_of(4, 8), cache_of(16, 2)
 STREAMS = (
-    Stream(SMALL, SMALL, reader="mapped", most_blocks=1, at_once=32),
-    Stream(SMALL, SMALL, reader=UNMAPPED, most_blocks=1, at_once=32),
-    Stream(BIG, BIG, reader="mapped", most_blocks=16),
-    Stream(LAYERED, LAYERED, reader=UNMAPPED, most_blocks=16),
-    Stream(BIG, BIG, reader=UNMAPPED, most_blocks=16, grows=True),
-    Stream(NHD_1, HND_1, reader="packed", most_blocks=4),
+    Stream(SMALL, reader="mapped", most_blocks=1, at_once=32),
+    Stream(SMALL, reader="unmapped", most_blocks=1, at_once=32),
+    Stream(BIG, reader="mapped", most_blocks=16),
+    Stream(LAYERED, reader="unmapped", most_blocks=16),
+    Stream(BIG, reader="unmapped", most_blocks=16, grows=True),
+    Stream(BIG, reader="packed", most_blocks=4, layouts=("NHD", "HND")),
 )
+
+
+class Engine(EngineProcess):
+    """One side of a stream."""
+
+    def __init__(self, config: EngineConfig, agent: AgentProcess, troubles: list[Told]) -> None:
+        super().__init__(config, agent.folder / f"{config.spec.engine_id}.log")
+        self.agent, self._troubles = agent, troubles
+
+    def on_told(self, told: Told) -> None:
+        self._troubles.append(told)
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
     """All streams, their engines up; ``counts`` of how handoffs ended, and by which path."""
 
-    pairs: Sequence[tuple[Stream, EnginePair]]
+    pairs: list[tuple[Stream, Engine, Engine]]
     random: Random
     counts: Counter[str]
+    troubles: list[Told]
+    keys: "count[int]"
 
     async def run_for(self, seconds: float) -> None:
         """Hand off at full rate, and return when all that was begun has ended."""
         deadline = time.monotonic() + seconds
-        async with anyio.create_task_group() as workers:
-            for stream, pair in self.pairs:
-                for worker in range(stream.num_workers):
-                    workers.start_soon(self._work, stream, pair, worker, deadline)
-        for _, pair in self.pairs:
-            await pair.source.ended()
+        async with asyncio.TaskGroup() as workers:
+            for pair in self.pairs * NUM_WORKERS:
+                workers.create_task(self._work(*pair, deadline))
+        assert not self.troubles, self.troubles
 
-    async def verify(self) -> None:
-        """One handoff of each stream, with every byte compared."""
-        for stream, pair in self.pairs:
-            await pair.verify(self._tables(stream, stream.most_blocks, 0))
-
-    async def _work(self, stream: Stream, pair: EnginePair, worker: int, deadline: float) -> None:
-        first = worker * stream.at_once
+    async def _work(self, stream: Stream, source: Engine, target: Engine, deadline: float) -> None:
         while time.monotonic() < deadline:
-            tables = [
-                self._tables(stream, self.random.randint(1, stream.most_blocks), first + at)
-                for at in range(stream.at_once)
-            ]
-            if stream.grows:
-                tickets = [await pair.source.compute(one, CHUNKS, CHUNK_S) for one in tables]
-            else:
-                tickets = await pair.source.offer(*tables)
-            async with anyio.create_task_group() as fetches:
-                for ticket, one in zip(tickets, tables, strict=True):
-                    gives_up = not stream.grows and self.random.random() < CANCELS
-                    fetches.start_soon(partial(self._fetch, pair, ticket, one, gives_up=gives_up))
+            all_at_once = [self._hand_over(stream, source, target) for _ in range(stream.at_once)]
+            await asyncio.gather(*all_at_once)
 
-    async def _fetch(
-        self, pair: EnginePair, ticket: Ticket, of: PairedBlocks, *, gives_up: bool
-    ) -> None:
+    async def _hand_over(self, stream: Stream, source: Engine, target: Engine) -> None:
         """One in so many is cancelled, and its offer with it."""
-        block_ids = {GROUP: of.decode}
-        fetch = pair.session.fetch(ticket, num_tokens=of.num_tokens, block_ids=block_ids)
-        if gives_up:
-            with suppress(KVBusError):  # it may have ended by now
-                await fetch.cancel(release_offer=True)
-        try:
-            fetched = await fetch.completed()
-        except FetchFailed as error:
-            if not gives_up:
-                error.add_note("\n".join(await _story(pair, fetch.fetch_id)))
-                raise
-            self.counts[error.code.value] += 1
-            await fetch.blocks_freed()
-        else:
-            self.counts[fetched.path] += 1
-
-    def _tables(self, stream: Stream, num_blocks: int, place: int) -> PairedBlocks:
-        return scattered_tokens(
-            stream.source,
-            stream.target,
-            num_blocks * stream.source.block_size,
-            first_block=2 * stream.most_blocks * place,
-            seed=self.random.getrandbits(32),
+        num_tokens = 16 * self.random.randint(1, stream.most_blocks)
+        steps = [num_tokens // 3, 2 * num_tokens // 3, num_tokens]
+        gives_up = not stream.grows and self.random.random() < CANCELS
+        key, fetch_key, fetch_id = next(self.keys), next(self.keys), uuid.uuid4().hex
+        order = {"do": "offer", "steps": steps if stream.grows else steps[-1:]}
+        offered = source.ask(key, order)
+        fetched = target.ask(
+            fetch_key,
+            {
+                "do": "fetch",
+                "offer": key,
+                "holder": to_builtins(source.config.spec),
+                "ticket": (await offered.made)["ticket"],
+                "num_tokens": num_tokens,
+                "first_token": 0,
+                "fetch_id": fetch_id,
+            },
         )
+        if gives_up:
+            target.tell({"do": "cancel", "fetch": fetch_key, "release_offer": True})
+        end = await fetched.ended
+        if end["outcome"] != "completed" and not gives_up:
+            raise AssertionError(f"{end}, {await self._story(target, fetch_id)}")
+        self.counts[end.get("path") or end["code"]] += 1
+        await fetched.freed
+        await offered.ended
 
-
-async def _story(pair: EnginePair, fetch_id: str) -> list[str]:
-    """What happened to a fetch, as its agent tells it."""
-    endpoint = pair.session.agent.peer_endpoint
-    answer = await anyio.to_thread.run_sync(ask, endpoint, "status", {"fetch_id": fetch_id})
-    story: list[str] = answer["ok"]["story"]
-    return story
+    async def _story(self, target: Engine, fetch_id: str) -> Any:
+        """What happened to a fetch, as its agent tells it."""
+        asked = "status", {"fetch_id": fetch_id}
+        return (await asyncio.to_thread(ask, target.agent.peer, *asked))["ok"]["story"]
 
 
 @asynccontextmanager
-async def load(bench: Bench, seed: int) -> AsyncIterator[Load]:
-    """The engines of all streams; ``bench`` has a decode agent of each name."""
-    async with AsyncExitStack() as stack:
-        pairs = []
-        for stream in STREAMS:
-            source = await stack.enter_async_context(bench.source(stream.source, stream.num_blocks))
-            agent = bench.agents[stream.reader]
-            pair = bench.reader(stream.target, stream.num_blocks, source, agent=agent)
-            pairs.append((stream, await stack.enter_async_context(pair)))
-        yield Load(pairs, Random(seed), Counter())
+async def load(agents: Mapping[str, AgentProcess], seed: int) -> AsyncIterator[Load]:
+    """The engines of all streams, at the agent ``prefill`` and at those of `READERS`."""
+    made = Load([], Random(seed), Counter(), [], count(1))
+    for number, stream in enumerate(STREAMS):
+        of = stream, number, agents, made.troubles
+        made.pairs.append((stream, _side(*of, "prefill"), _side(*of, "decode")))
+    sides = [side for _, *both in made.pairs for side in both]
+    for side in sides:
+        await side.start()
+    for side in sides:
+        await side.up.wait()
+    try:
+        yield made
+    finally:
+        for side in sides:
+            await side.kill()
+
+
+def _side(
+    stream: Stream,
+    number: int,
+    agents: Mapping[str, AgentProcess],
+    troubles: list[Told],
+    role: str,
+) -> Engine:
+    is_source = role == "prefill"
+    agent = agents["prefill" if is_source else stream.reader]
+    config = EngineConfig(
+        role=role,
+        attach=str(agent.attach),
+        spec=EngineSpec(f"{role}-{number}", f"model-{number}", 1, (stream.group,)),
+        num_blocks={"full": 2 * stream.most_blocks * stream.at_once * NUM_WORKERS},
+        layout=stream.layouts[0 if is_source else 1],
+    )
+    return Engine(config, agent, troubles)

@@ -1,19 +1,16 @@
 """What an agent has, seen from outside: the files of its process in /proc, and its metrics page.
 
-Refuses to look while anything is on its way: what is held for a handoff is no leak.
+It is looked at once nothing is on its way: what is held for a handoff is no leak.
 """
 
-import http.client
+import asyncio
 import re
 import time
-from contextlib import closing
 from pathlib import Path
 
-import anyio
 from prometheus_client.parser import text_string_to_metric_families
 
-from kvbus.bench.processes import BenchAgent
-from kvbus.errors import RequestTimeout
+from tests.agents import AgentProcess
 from tests.soak.verdict import Sample
 
 HELD = (
@@ -22,19 +19,17 @@ HELD = (
 )  # fmt: skip
 CALM_WITHIN_S = 60.0
 LOOK_S = 0.1
-Metrics = dict[str, float]
 
 
-async def look(agent: BenchAgent) -> Sample:
-    """A sample once all has ended; raises `RequestTimeout` when it does not."""
+async def look(agent: AgentProcess) -> Sample:
+    """A sample once all has ended; raises `AssertionError` when it does not."""
     deadline = time.monotonic() + CALM_WITHIN_S
-    while held := _held(metrics := _metrics(agent)):
-        if time.monotonic() > deadline:
-            raise RequestTimeout(
-                f"the {agent.child.name} holds {held} yet, {CALM_WITHIN_S:g} s after all had ended"
-            )
-        await anyio.sleep(LOOK_S)
-    process = Path(f"/proc/{agent.child.pid}")
+    while held := {name: number for name, number in metrics_of(agent).items() if name in HELD}:
+        if not any(held.values()):
+            break
+        assert time.monotonic() < deadline, f"{agent.folder} holds {held} after all had ended"
+        await asyncio.sleep(LOOK_S)
+    metrics, process = metrics_of(agent), Path(f"/proc/{agent.pid}")
     return Sample(
         num_handoffs=round(metrics.get("handoffs_total", metrics.get("offers_total", 0))),
         anonymous_bytes=_anonymous_bytes(process),
@@ -48,18 +43,10 @@ async def look(agent: BenchAgent) -> Sample:
     )
 
 
-def _held(metrics: Metrics) -> Metrics:
-    return {name: metrics[name] for name in HELD if metrics.get(name)}
-
-
-def _metrics(agent: BenchAgent) -> Metrics:
+def metrics_of(agent: AgentProcess) -> dict[str, float]:
     """Each metric of kvbus by its name, summed over its labels."""
-    connection = http.client.HTTPConnection("127.0.0.1", agent.metrics_port, timeout=CALM_WITHIN_S)
-    with closing(connection):
-        connection.request("GET", "/metrics")
-        page = connection.getresponse().read().decode()
-    metrics: Metrics = {}
-    for family in text_string_to_metric_families(page):
+    metrics: dict[str, float] = {}
+    for family in text_string_to_metric_families(agent.page("/metrics")[1]):
         for sample in family.samples:
             name = sample.name.removeprefix("kvbus_")
             metrics[name] = metrics.get(name, 0.0) + sample.value

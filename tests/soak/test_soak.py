@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.soak.__main__ import NUM_PERIODS
-from tests.soak.load import STREAMS
+from tests.soak.load import READERS
 from tests.soak.verdict import LIMITS, MIB, Sample, judge
 
 ROOT = Path(__file__).parents[2]
@@ -39,7 +39,7 @@ def test_a_few_seconds_of_a_soak_go_every_way_and_leave_no_descriptor_or_handle(
     assert found.get("flat") is (ended.returncode == 0), ended.stdout + ended.stderr
     assert len(looks) == NUM_PERIODS
     assert looks[-1]["ended"].keys() >= {"mapped", "direct", "packed"}
-    for name in ("prefill", *(stream.reader for stream in STREAMS)):
+    for name in ("prefill", *READERS):
         assert found["agents"][name]["num_handoffs"]
         assert found["agents"][name]["grows"].keys() <= {"other_bytes", "anonymous_bytes"}
         assert looks[-1]["agents"][name]["reply_bytes"]
