@@ -1,12 +1,11 @@
 """Agents that give up soon: shared ones for faults that they survive, fresh ones for the others."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 from tests.agents import AgentProcess, Agents, agents_ended
-from tests.faults.engine_processes import EngineProcess
 
 PREFILL = {"late_read_s": 1.0, "drain_timeout_s": 20.0}
 DECODE = {"lease_s": 3.0, "request_timeout_s": 5.0, "drain_timeout_s": 20.0}
@@ -14,7 +13,6 @@ SLOW_READS = {
     "env": {"UCX_TLS": "tcp"},
     "transport": {"slice_bytes": 4096, "slice_descriptors": 1, "close_timeout_s": 1.0},
 }
-SLOW_COPIES = {"transport": SLOW_READS["transport"], "path": "mapped", "mapped": True}
 
 
 class Started(Agents):
@@ -77,49 +75,3 @@ def slow(shared_slow: Started) -> Iterator[Started]:
     """The slow agents, for faults that they survive."""
     yield shared_slow
     shared_slow.check()
-
-
-@pytest.fixture(scope="package")
-def shared_copying() -> Iterator[Started]:
-    """Two agents on one machine whose copies take long."""
-    with agents_ended(Started) as agents:
-        agents.start(agents.prefill(), agents.decode(**SLOW_COPIES))
-        yield agents
-
-
-@pytest.fixture
-def copying(shared_copying: Started) -> Iterator[Started]:
-    """The agents that copy slowly, for faults that they survive."""
-    yield shared_copying
-    shared_copying.check()
-
-
-@pytest.fixture(params=["slow", "copying"])
-def slow_or_copying(request: pytest.FixtureRequest) -> Started:
-    """Agents that read slowly with NIXL, or copy slowly out of mapped memory."""
-    agents: Started = request.getfixturevalue(request.param)
-    return agents
-
-
-@pytest.fixture(params=["tcp", "shared memory"])
-def slow_and_fresh(request: pytest.FixtureRequest, fresh: Started) -> Started:
-    """The same for one test, over each fabric."""
-    settings = SLOW_READS if request.param == "tcp" else {**SLOW_READS, "env": {}}
-    fresh.start(fresh.prefill(**settings), fresh.decode(**settings))
-    return fresh
-
-
-@pytest.fixture
-def start_engine() -> Iterator[Callable[..., EngineProcess]]:
-    """Starts engines that end with the test."""
-    started: list[EngineProcess] = []
-
-    def start(
-        agent: AgentProcess, engine_id: str, *arguments: str, script: str = "engine.py"
-    ) -> EngineProcess:
-        started.append(EngineProcess(agent, engine_id, *arguments, script=script))
-        return started[-1]
-
-    yield start
-    for one in started:
-        one.forget()

@@ -1,6 +1,5 @@
 """A signal lets an agent finish what runs and nothing new begin; what is left then is failed."""
 
-import asyncio
 import signal
 import time
 
@@ -56,7 +55,9 @@ async def test_a_draining_agent_finishes_what_runs_and_refuses_what_is_new(fresh
         assert decode.says("agent.stopped")
 
 
-@pytest.mark.parametrize("how", ["drain timeout", "second signal"])
+@pytest.mark.parametrize(
+    "how", [pytest.param("drain timeout", marks=pytest.mark.long), "second signal"]
+)
 async def test_what_a_drain_does_not_finish_fails_by_name_and_the_agents_exit(fresh, how):
     drain_timeout_s = 0.3 if how == "drain timeout" else 600.0
     prefill = fresh.prefill(drain_timeout_s=600.0)
@@ -82,7 +83,13 @@ async def test_what_a_drain_does_not_finish_fails_by_name_and_the_agents_exit(fr
         await offer.withdraw()
 
 
-@pytest.mark.parametrize("busy_s", [0.0, BUSY_S], ids=["listening", "busy"])
+@pytest.mark.parametrize(
+    "busy_s",
+    [
+        pytest.param(0.0, id="listening", marks=pytest.mark.long),
+        pytest.param(BUSY_S, id="busy"),
+    ],
+)
 async def test_offers_that_a_drain_does_not_finish_are_withdrawn(fresh, busy_s):
     prefill = fresh.prefill(drain_timeout_s=0.3)
     fresh.start(prefill)
@@ -107,26 +114,6 @@ def test_an_idle_agent_ends_at_once_and_leaves_no_socket(fresh):
     for agent in (prefill, decode):
         assert agent.exit_status() == 0
         assert not agent.attach.exists()
-
-
-async def test_full_tables_have_engines_wait_for_room(fresh):
-    prefill, decode = fresh.prefill(max_offers=1), fresh.decode(max_fetches=1)
-    fresh.start(prefill, decode)
-    async with pair(prefill.attach, decode.attach) as (source, target):
-        offer = await source.prefill.offer("r", **NOTHING, sealed=False)
-        fetch = target.decode.fetch(offer.ticket, **NOTHING)
-        next_offer = asyncio.ensure_future(source.prefill.offer("next", **NOTHING))
-        await until(lambda: prefill.metric("refusals_total", code="busy") > 1)
-        late = target.decode.fetch(offer.ticket, **NOTHING)
-        await until(lambda: decode.metric("refusals_total", code="busy") > 1)
-
-        await offer.seal()
-        await fetch.completed()
-        failure = await failure_of(late)
-        await (await next_offer).withdraw()
-
-        assert failure.code is ErrorCode.OFFER_COMPLETED
-        assert await works(source, target)
 
 
 async def test_full_tables_are_busy_and_have_room_again(fresh):

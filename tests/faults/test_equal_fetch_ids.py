@@ -6,9 +6,7 @@ from kvbus.engine import DecodeSession, PrefillSession
 from kvbus.errors import ErrorCode, RequestRefused
 from kvbus.protocol import CancelFetch, Outcome
 from tests.agents import AgentProcess, until
-from tests.e2e.spread_engines import spread_engine
-from tests.engines import engine, failure_of, make_spec
-from tests.faults.conftest import Started
+from tests.engines import engine, failure_of
 
 pytestmark = pytest.mark.anyio
 
@@ -68,27 +66,3 @@ async def test_an_engine_cannot_cancel_the_fetch_of_another(
 
     assert refused.value.code is ErrorCode.FETCH_UNKNOWN
     assert outcome is Outcome.COMPLETED
-
-
-async def test_an_agent_reads_for_two_engines_with_equal_fetch_ids(fresh: Started) -> None:
-    prefill, home, sibling = fresh.prefill(), fresh.decode(), fresh.decode()
-    fresh.start(prefill, home, sibling)
-    async with (
-        engine(PrefillSession, prefill.attach, make_spec(tp=2), seed=1) as source,
-        spread_engine(DecodeSession, [home, sibling], make_spec(tp=2), seed=2) as one,
-        spread_engine(DecodeSession, [home, sibling], make_spec(tp=2), seed=3) as other,
-    ):
-        offers = [
-            await source.prefill.offer(name, num_tokens=16, block_ids=BLOCKS) for name in ("r", "s")
-        ]
-        fetches = [
-            target.decode.fetch(offer.ticket, num_tokens=16, block_ids=BLOCKS, fetch_id=NAME)
-            for target, offer in zip((one, other), offers, strict=True)
-        ]
-        for fetch in fetches:
-            await fetch.completed()
-        for offer in offers:
-            await offer.released()
-        story = "\n".join(sibling.status(fetch_id=NAME)["story"])
-
-    assert story.count("ChunkEnded") == len(fetches)

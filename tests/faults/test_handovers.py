@@ -109,6 +109,7 @@ async def refused(fresh: Started, old: AgentProcess, **settings: Any) -> str:
     return "\n".join(line for line in successor.lines() if line.startswith("error: "))
 
 
+@pytest.mark.long
 async def test_a_successor_that_cannot_start_changes_nothing(fresh: Started) -> None:
     fresh.start(old := fresh.prefill(peer_bind=range_of(1), events_bind=range_of(2)))
     said = await refused(fresh, old)
@@ -134,7 +135,9 @@ async def test_an_agent_that_is_stopped_is_named_and_goes_on_when_it_is_woken(
     assert not old.logged("agent.replacing")
 
 
-@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "end", [signal.SIGKILL, pytest.param(signal.SIGTERM, marks=pytest.mark.long)]
+)
 async def test_engines_go_back_when_the_successor_ends_and_over_to_the_next_one(
     fresh: Started, old: AgentProcess, engines: Engines, end: signal.Signals
 ) -> None:
@@ -164,6 +167,7 @@ async def test_engines_go_back_when_the_successor_ends_and_over_to_the_next_one(
     await engines.hand_over()
 
 
+@pytest.mark.long
 async def test_what_was_offered_before_is_read_from_the_old_agent_whatever_is_sent_to_it(
     fresh: Started, old: AgentProcess, engines: Engines
 ) -> None:
@@ -184,6 +188,7 @@ async def test_what_was_offered_before_is_read_from_the_old_agent_whatever_is_se
     await engines.hand_over()
 
 
+@pytest.mark.long
 async def test_an_agent_whose_engines_do_not_go_in_time_ends_all_the_same(fresh: Started) -> None:
     fresh.start(old := fresh.prefill(drain_timeout_s=1.0))
     async with kept_engine(PrefillSession, old.attach, num_blocks=16) as source:
@@ -215,7 +220,9 @@ async def test_an_engine_that_cannot_follow_is_named_and_keeps_its_agent(
     assert not old.logged("agent.replacing")
 
 
-@pytest.mark.parametrize("last_step", ["hand_over", "taken_over"])
+@pytest.mark.parametrize(
+    "last_step", [pytest.param("hand_over", marks=pytest.mark.long), "taken_over"]
+)
 async def test_a_successor_that_hangs_up_in_the_middle_leaves_the_place_as_it_was(
     old: AgentProcess, engines: Engines, last_step: str
 ) -> None:
@@ -290,6 +297,7 @@ def said_to(connected: socket.socket, op: str, body: dict[str, str]) -> list[int
     return list(fds)
 
 
+@pytest.mark.long
 async def test_another_agent_cannot_take_the_place(fresh: Started, old: AgentProcess) -> None:
     said = await refused(fresh, old, agent_id="another")
 

@@ -121,8 +121,15 @@ async def sites(fresh: Started) -> AsyncIterator[Sites]:
         yield Sites({"prefill": prefill, "decode": decode}, {"prefill": source, "decode": target})
 
 
-@pytest.mark.parametrize("which", [HOME, OTHER], ids=["home", "other"])
-@pytest.mark.parametrize("role", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    ("role", "which"),
+    [
+        pytest.param("prefill", OTHER, id="prefill other"),
+        pytest.param("decode", HOME, id="decode home"),
+        pytest.param("prefill", HOME, id="prefill home", marks=pytest.mark.long),
+        pytest.param("decode", OTHER, id="decode other", marks=pytest.mark.long),
+    ],
+)
 async def test_an_engine_goes_on_with_an_agent_that_was_killed_and_is_back(
     sites: Sites, role: str, which: int
 ) -> None:
@@ -153,7 +160,9 @@ def said_by_successors(fresh: Started) -> Any:
     return said
 
 
-@pytest.mark.parametrize("which", [HOME, OTHER], ids=["home", "other"])
+@pytest.mark.parametrize(
+    "which", [HOME, pytest.param(OTHER, marks=pytest.mark.long)], ids=["home", "other"]
+)
 async def test_an_agent_of_such_an_engine_is_not_replaced_and_the_reason_says_what_to_do(
     sites: Sites, said_by_successors: Any, which: int
 ) -> None:

@@ -6,8 +6,7 @@ import pytest
 
 from kvbus.engine import DecodeSession, Fetch, Offer, PrefillSession
 from kvbus.errors import ErrorCode
-from tests.agents import AgentProcess, until
-from tests.e2e.spread_engines import spread_engine
+from tests.agents import until
 from tests.engines import (
     LARGE,
     NUM_LARGE_BLOCKS,
@@ -69,6 +68,7 @@ async def test_the_blocks_of_a_reader_that_comes_back_late_are_free_without_anot
         assert await works(source, target)
 
 
+@pytest.mark.long
 async def test_a_reader_that_comes_back_when_the_engine_is_gone_harms_nobody(agents: Started):
     prefill, decode = agents.all
     before = prefill.metric("registered_bytes")
@@ -99,48 +99,3 @@ async def test_a_reader_that_comes_back_when_the_engine_is_gone_harms_nobody(age
 
     assert prefill.alive
     assert failure.code in (*LATE, ErrorCode.ENGINE_LOST)
-
-
-async def stop_orphan(
-    prefill: list[AgentProcess], decode: list[AgentProcess], source: Engine, target: Engine
-) -> None:
-    """Stop the agent of some ranks in the middle of its READ, until nobody drives its source.
-
-    Its home, which would ask for that, is killed.
-    """
-    while True:
-        _, fetch = await start_long_read(source, target, timeout_s=20.0)
-        await until(
-            lambda: (
-                decode[1].metric("outstanding_bytes") or not decode[0].status()["counts"]["fetches"]
-            )
-        )
-        decode[1].signal(signal.SIGSTOP)
-        if decode[0].status()["counts"]["fetches"]:
-            break
-        decode[1].signal(signal.SIGCONT)  # it had ended already
-        await fetch.completed()
-    decode[0].kill()
-    await failure_of(fetch)
-    for agent in prefill:
-        await until(lambda a=agent: not a.metric("progress_tokens"))
-
-
-async def test_a_sibling_that_comes_back_late_when_its_home_is_gone_has_its_read_served(
-    fresh: Started,
-):
-    prefill = [fresh.prefill(**OVER_TCP) for _ in range(2)]
-    decode = [fresh.decode(**OVER_TCP, path="direct") for _ in range(2)]
-    fresh.start(*prefill, *decode)
-    specs = [make_spec(tp=2, groups=(LARGE,)) for _ in range(2)]
-    shape = {"num_blocks": NUM_LARGE_BLOCKS}
-    async with (
-        spread_engine(PrefillSession, prefill, specs[0], seed=1, **shape) as source,
-        spread_engine(DecodeSession, decode, specs[1], seed=2, **shape) as target,
-    ):
-        await stop_orphan(prefill, decode, source, target)
-
-        decode[1].signal(signal.SIGCONT)
-        await until(decode[1].idle)
-
-        assert not decode[1].metric("recycled_transports")

@@ -80,6 +80,7 @@ async def connects_and_works(
     return False
 
 
+@pytest.mark.long
 async def test_a_handoff_completes_over_a_slow_link_that_loses_packets(link, agents):
     prefill, decode = agents
     async with pair(prefill.attach, decode.attach) as (source, target):
@@ -89,6 +90,7 @@ async def test_a_handoff_completes_over_a_slow_link_that_loses_packets(link, age
         link.delay_s = link.loss = 0.0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("fault", ["a hole", "a cut"])
 async def test_a_fetch_across_a_dead_link_ends_by_name_and_one_after_it_completes(
     link, agents, fault
@@ -143,6 +145,7 @@ async def test_blocks_come_back_from_a_read_that_fell_into_a_hole_and_nothing_la
         await offer.withdraw()
 
 
+@pytest.mark.long
 async def test_data_that_is_dropped_holds_up_no_handoff_with_another_agent(link, agents, fresh):
     prefill, decode = agents
     near = fresh.prefill(
@@ -201,6 +204,7 @@ async def test_a_prefill_agent_begins_no_connection_to_its_reader(link, agents):
     assert link.num_connects_from_there == probes
 
 
+@pytest.mark.long
 async def test_a_listed_agent_is_cold_while_its_data_is_dropped_and_warm_after(
     link: FaultyLink, fresh: Started
 ) -> None:

@@ -4,10 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from kvbus.engine import DecodeSession, PrefillSession
 from tests.agents import AgentProcess, until
-from tests.engines import LARGE, NUM_LARGE_BLOCKS, engine, make_spec, pair, works
-from tests.faults.engine_processes import num_mappings_of
+from tests.engines import pair, works
 from tests.namespaces import HAVE_NAMESPACES
 
 pytestmark = pytest.mark.anyio
@@ -18,55 +16,8 @@ def socket_file(prefill: AgentProcess) -> Path:
     return Path(prefill.status()["sharing"]["path"])
 
 
-def mapped_bytes(decode: AgentProcess) -> int:
-    return round(decode.metric("mapped_bytes"))
-
-
 def why_closed(decode: AgentProcess) -> list[str]:
     return [line["reason"] for line in decode.logged("mapped.closed")]
-
-
-@pytest.mark.parametrize("role", ["prefill", "staged-prefill"])
-async def test_a_killed_prefill_engine_is_mapped_nowhere_any_more(fresh, start_engine, role):
-    prefill, decode = fresh.prefill(), fresh.decode(mapped=True)
-    fresh.start(prefill, decode)
-    spec = make_spec(groups=(LARGE,))
-    shape = {"num_blocks": NUM_LARGE_BLOCKS}
-    async with engine(DecodeSession, decode.attach, make_spec(groups=(LARGE,)), **shape) as target:
-        doomed = start_engine(prefill, spec.engine_id, role)
-        ticket = doomed.said()
-        fetch = target.decode.fetch(ticket, num_tokens=64, block_ids={"full": [1]})
-        await fetch.completed()
-        assert mapped_bytes(decode) > 0
-        assert prefill.metric("memory_readers") == 1
-        assert decode.memory_maps(f"kvbus-{spec.engine_id}") == 1
-
-        doomed.kill()
-
-        await until(lambda: not mapped_bytes(decode))
-        await until(lambda: num_mappings_of(spec.engine_id) == 0)
-        assert prefill.metric("memory_readers") == 0
-        assert "ended" in why_closed(decode)[-1]
-        async with engine(PrefillSession, prefill.attach, spec, **shape, seed=3) as source:
-            assert await works(source, target)
-            assert mapped_bytes(decode) > 0
-
-
-async def test_a_killed_prefill_agent_ends_what_it_lent_and_a_new_one_lends_again(fresh):
-    prefill, decode = fresh.prefill(), fresh.decode(mapped=True)
-    fresh.start(prefill, decode)
-    async with engine(DecodeSession, decode.attach, make_spec(), seed=2) as target:
-        async with engine(PrefillSession, prefill.attach, make_spec(), seed=1) as source:
-            assert await works(source, target)
-            assert mapped_bytes(decode) > 0
-
-            prefill.kill()
-            await until(lambda: not mapped_bytes(decode))
-            assert not decode.memory_maps(f"kvbus-{source.spec.engine_id}")
-        prefill.start()
-        async with engine(PrefillSession, prefill.attach, make_spec(), seed=1) as source:
-            assert await works(source, target)
-            assert mapped_bytes(decode) > 0
 
 
 async def test_a_killed_decode_agent_lets_go_of_what_it_was_lent(fresh):

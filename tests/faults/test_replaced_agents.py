@@ -1,6 +1,6 @@
 """Agents that are replaced while handoffs run: not one fails, and none has other bytes.
 
-Twice each, at a rate that a busy machine has; more of it, and what it took, with
+Once each, at a rate that a busy machine has; more of it, and what it took, with
 ``KVBUS_REPLACEMENTS=20 KVBUS_HANDOFFS_S=100 pytest -s tests/faults/test_replaced_agents.py``.
 """
 
@@ -17,7 +17,7 @@ from tests.faults.conftest import Started
 from tests.faults.kept_engines import kept_engine
 from tests.faults.paced import Tally, blocking_pair, run_async
 
-NUM_TIMES = int(os.environ.get("KVBUS_REPLACEMENTS", "2"))
+NUM_TIMES = int(os.environ.get("KVBUS_REPLACEMENTS", "1"))
 RATE_S = float(os.environ.get("KVBUS_HANDOFFS_S", "40"))
 NUM_WORKERS = 4
 
@@ -65,7 +65,7 @@ async def test_no_handoff_fails_while_either_agent_is_replaced(fresh: Started) -
     assert not tally.failures
     seen = [line["level"] for one in fresh.all for line in one.logged("peer.lost")]
     assert set(seen) == {"info"}, "an agent that was replaced is missed by nobody"
-    assert len(tally.took_s) > 100
+    assert len(tally.took_s) > 20
 
 
 def wait_replaced(before: AgentProcess, successor: AgentProcess) -> None:

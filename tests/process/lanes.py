@@ -141,6 +141,10 @@ LANES: dict[str, tuple[type[Lane], Settings]] = {
         Lane,
         {"prefill": {**OVER_TCP, **RING}, "decode": {**OVER_TCP, **RING, "path": "packed"}},
     ),
+    "shared memory": (
+        Lane,
+        {"prefill": {"transport": SLICES}, "decode": {"transport": SLICES, "path": "direct"}},
+    ),
     "mapped": (Lane, {"decode": {"transport": SLICES, "mapped": True, "path": "mapped"}}),
     "several agents": (
         SpreadLane,
