@@ -190,7 +190,12 @@ CASES: dict[tuple[str, str], list[Refused]] = {
     (
         "a state with a window, blocks of several tokens, or other parts than it describes",
         "state",
-    ): [state_with(window=3), state_with(block_size=2), state_with(parts=("conv",))],
+    ): [
+        state_with(window=3),
+        state_with(block_size=2),
+        state_with(dtype="float16"),
+        *(state_with(parts=parts) for parts in (("conv",), ("norm", "conv"), ("conv", "other"))),
+    ],
     ("a rank number from `tp_size * pp_size` on", "rank"): [rank_of(rank=1)],
     ("two segments of one id", "segments"): [rank_of(segments=RANK.segments * 2)],
     ("a region of a group that is not there", "group"): [region_of(group="none")],
@@ -205,6 +210,7 @@ CASES: dict[tuple[str, str], list[Refused]] = {
     ("heads beyond those of the group", "num_heads"): [
         region_of(first_head=1),
         box_of(first_head=1, num_heads=2),
+        box_of(STATE, layers=(2,), parts=("norm",), num_heads=2, stop=1),
     ],
     ("a stride that steps into the axes within it", "axes.token"): [axes_of(token=(4, 24))],
     ("a region that leaves its segment", "offset_bytes"): [region_of(offset_bytes=1 << 20)],
@@ -241,7 +247,8 @@ CASES: dict[tuple[str, str], list[Refused]] = {
     ("different windows", "full.window"): [other(window=8)],
     ("different states", "full.state"): [other(state=STATE.state)],
     ("an order that does not name each axis once", "axes"): [
-        box_of(order=SlotOrder((AxisName.DIM,) * 6, 1))
+        box_of(order=SlotOrder(axes, 1))
+        for axes in ((AxisName.DIM,) * 6, tuple(AxisName)[1:], (*AxisName, AxisName.DIM))
     ],
     ("layers or parts that are not the group's", "layers"): [
         box_of(layers=(5,)),
@@ -251,7 +258,7 @@ CASES: dict[tuple[str, str], list[Refused]] = {
     ("parts whose heads, or units, differ in size", "parts"): [
         box_of(STATE, layers=(2,), parts=("conv", "norm"), stop=1)
     ],
-    ("no positions", "stop"): [box_of(start=4)],
+    ("no positions", "stop"): [box_of(start=4), box_of(start=5)],
     ("a slot that is too small for one token of one layer", "slot_bytes"): [small_slot],
 }
 ELSEWHERE = {("a rank at two agents, none at the home, or a number too high", "others")}

@@ -1,22 +1,50 @@
-"""An answer to `Trace` has the newest entries that fit, and says when some do not."""
+"""A trace is read as W3C Trace Context says, and an answer to `Trace` has the newest that fits."""
 
-from kvbus.protocol import MAX_SPANS, Remembered, Span
+import pytest
 
+from kvbus.protocol import MAX_SPANS, Remembered, Span, TraceParent, known_trace
 
-def entry(name: str, num_spans: int) -> tuple[Span, ...]:
-    return tuple(Span(name, 0.0) for _ in range(num_spans))
-
-
-def test_all_that_fits_is_answered_in_order() -> None:
-    spans, cut = Remembered((entry("old", 2), entry("new", 1))).newest()
-
-    assert [span.name for span in spans] == ["old", "old", "new"]
-    assert not cut
+TRACE, SPAN = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
 
 
-def test_of_too_many_the_newest_are_kept_and_the_answer_says_so() -> None:
-    spans, cut = Remembered((entry("old", 300), entry("new", 300))).newest()
+@pytest.mark.parametrize(("flags", "sampled"), [("01", True), ("00", False), ("03", True)])
+def test_a_trace_is_its_two_ids_and_whether_it_is_sampled(flags: str, sampled: bool) -> None:
+    assert TraceParent.read(f"00-{TRACE}-{SPAN}-{flags}") == TraceParent(TRACE, SPAN, sampled)
 
-    assert len(spans) == MAX_SPANS
-    assert [span.name for span in spans].count("new") == 300
-    assert cut
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "no trace",
+        f"01-{TRACE}-{SPAN}-01",
+        f"00-{TRACE}-{SPAN}-01-more",
+        f"00-{TRACE}-{SPAN}-01\n",
+        f"00-{TRACE.upper()}-{SPAN}-01",
+        f"00-{32 * '0'}-{SPAN}-01",
+        f"00-{TRACE}-{16 * '0'}-01",
+        f"00-{TRACE}-{SPAN}-0\N{ARABIC-INDIC DIGIT ONE}",
+    ],
+)
+def test_what_is_not_of_the_form_is_no_trace(text: str) -> None:
+    assert TraceParent.read(text) is None
+
+
+def test_the_first_of_several_that_is_a_trace_counts() -> None:
+    first, second = f"00-{TRACE}-{SPAN}-01", f"00-{TRACE}-{SPAN}-00"
+
+    assert known_trace("wrong", first, second) == first
+    assert known_trace("", second) == second
+    assert known_trace("wrong", "") == ""
+
+
+def test_of_too_many_spans_the_newest_are_kept_and_the_answer_says_so() -> None:
+    few, many = ((Span(name, 0.0),) * num for name, num in (("old", 2), ("new", MAX_SPANS - 1)))
+
+    fits, cut = Remembered((few, (Span("new", 0.0),))).newest()
+    newest, also_cut = Remembered((few, many)).newest()
+
+    assert ([span.name for span in fits], cut) == (["old", "old", "new"], False)
+    assert len(newest) == MAX_SPANS
+    assert [span.name for span in newest].count("new") == MAX_SPANS - 1
+    assert also_cut
