@@ -185,18 +185,22 @@ async def test_an_engine_that_leaves_or_is_sent_away_is_reported_once(attached: 
         assert len(recorded.closed) == 1
 
 
-async def test_calls_that_wait_when_the_agent_goes_learn_of_it(serving: Serving) -> None:
+async def test_calls_that_wait_when_the_agent_goes_learn_of_it_and_no_descriptor_stays(
+    serving: Serving, null_fd: int, num_open_fds: Callable[[], int]
+) -> None:
     async def never(*_: object) -> dict[str, Any]:
         recorded.stopped.cancel()
         await anyio.sleep_forever()
         return {}
 
+    before = num_open_fds()
     async with serving(on_message=never) as recorded, AttachClient(recorded.server.path) as client:
         for _ in range(2):
             with pytest.raises(PeerLost, match=r"attach\.sock is gone"):
-                await client.call({})
+                await client.call({}, [null_fd])
 
     assert len(recorded.closed) == 1
+    assert num_open_fds() == before
 
 
 async def test_nothing_stays_open_when_the_server_stops(

@@ -11,14 +11,16 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import pytest
 
 from kvbus.errors import ClosedError
-from kvbus.transport import ReadOutcome, Transport, TransportLimits
+from kvbus.transport import ReadOutcome, ReadStatus, Transport, TransportLimits
 
+Bytes = npt.NDArray[np.uint8]
 PEER = Path(__file__).parent / "processes" / "peer.py"
 
 
@@ -41,7 +43,8 @@ class Peer:
         assert self.process.stdout
         self.process.stdin.write(json.dumps({"op": op, **arguments}) + "\n")
         self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())
+        answer: dict[str, Any] = json.loads(self.process.stdout.readline())
+        return answer
 
     def allocate(self, size_bytes: int, seed: int) -> tuple[int, bytes]:
         answer = self.ask("allocate", size_bytes=size_bytes, seed=seed)
@@ -89,11 +92,24 @@ class Reader:
         )
         return read, ended
 
+    def hold_thread(self) -> threading.Event:
+        """Keep the transport's thread in a callback, until the event that is returned is set."""
+        holds, goes_on = threading.Event(), threading.Event()
+
+        def wait(_: ReadOutcome) -> None:
+            holds.set()
+            goes_on.wait(20)
+
+        nowhere = np.ones((1, 3), np.uint64)
+        self.transport.read("nobody", nowhere, nowhere, on_end=wait)
+        assert holds.wait(20)
+        return goes_on
+
     def read(self, peer: str, address: int, spans: list[tuple[int, int, int]]) -> ReadOutcome:
         return self.start(peer, address, spans)[1].result(20)
 
 
-def content(size_bytes: int, seed: int) -> np.ndarray:
+def content(size_bytes: int, seed: int) -> Bytes:
     """What a peer's memory of this size and seed holds."""
     return np.random.default_rng(seed).integers(0, 256, size_bytes, np.uint8)
 
@@ -106,8 +122,12 @@ def until(condition: Callable[[], bool], within_s: float = 20) -> None:
         time.sleep(0.001)
 
 
+StartPeer = Callable[[str], Peer]
+StartReader = Callable[..., Reader]
+
+
 @pytest.fixture
-def start_peer() -> Iterator[Callable[[str], Peer]]:
+def start_peer() -> Iterator[StartPeer]:
     peers: list[Peer] = []
 
     def start(name: str) -> Peer:
@@ -119,12 +139,22 @@ def start_peer() -> Iterator[Callable[[str], Peer]]:
         peer.end()
 
 
+class Link(NamedTuple):
+    """A peer, and a reader that knows its memory."""
+
+    peer: Peer
+    reader: Reader
+    name: str
+    address: int
+
+
+MakeLink = Callable[..., Link]
 KEPT: list[Reader] = []
 """Their memory is never freed: a transfer may write into it until the process ends."""
 
 
 @pytest.fixture
-def start_reader() -> Iterator[Callable[..., Reader]]:
+def start_reader() -> Iterator[StartReader]:
     readers: list[Reader] = []
 
     def start(limits: TransportLimits | None = None, **options: Any) -> Reader:
@@ -140,16 +170,31 @@ def start_reader() -> Iterator[Callable[..., Reader]]:
 
 
 @pytest.fixture
+def link(start_peer: StartPeer, start_reader: StartReader) -> MakeLink:
+    """A peer with memory of a seed, and a reader with as much, or with ``room`` bytes."""
+
+    def make(
+        size_bytes: int = 1 << 20,
+        limits: TransportLimits | None = None,
+        *,
+        seed: int = 1,
+        peer: str = "peer/1",
+        room: int | None = None,
+        connected: bool = False,
+        **options: Any,
+    ) -> Link:
+        holder, reader = start_peer(peer), start_reader(limits, **options)
+        address, reader.peer_metadata = holder.allocate(size_bytes, seed=seed)
+        reader.allocate(size_bytes if room is None else room)
+        name = reader.transport.add_peer(reader.peer_metadata).result(20)
+        if connected:
+            assert reader.read(name, address, [(0, 0, 4096)]).status is ReadStatus.DONE
+        return Link(holder, reader, name, address)
+
+    return make
+
+
+@pytest.fixture
 def over_tcp(monkeypatch: pytest.MonkeyPatch) -> None:
     """UCX reads its environment when an agent is made: both sides see it."""
     monkeypatch.setenv("UCX_TLS", "tcp")
-
-
-@pytest.fixture(name="content")
-def content_fixture() -> Callable[[int, int], np.ndarray]:
-    return content
-
-
-@pytest.fixture(name="until")
-def until_fixture() -> Callable[..., None]:
-    return until

@@ -10,6 +10,7 @@ import pytest
 from kvbus.errors import ErrorCode, LocalError
 from kvbus.transport.bare_pair import LONG_BYTES
 from kvbus.transport.calibration import MANY, Area, _Pair, fit_reads, measure_reads
+from tests.transport.conftest import until
 
 
 def transport_threads() -> list[threading.Thread]:
@@ -21,7 +22,9 @@ def num_open_files() -> int:
 
 
 @pytest.mark.parametrize("transports", ["all", "tcp"])
-def test_reads_have_a_price_and_the_bytes_a_speed(monkeypatch, transports):
+def test_reads_have_a_price_and_the_bytes_a_speed(
+    monkeypatch: pytest.MonkeyPatch, transports: str
+) -> None:
     monkeypatch.setenv("UCX_TLS", transports)
 
     rates = measure_reads("agent/boot", timeout_s=30)
@@ -31,7 +34,7 @@ def test_reads_have_a_price_and_the_bytes_a_speed(monkeypatch, transports):
     assert 1e6 < rates.wire_bytes_per_s < 1e13
 
 
-def test_no_thread_and_no_descriptor_is_left(until):
+def test_no_thread_and_no_descriptor_is_left() -> None:
     before = transport_threads()
     measure_reads("agent/boot", timeout_s=30)  # UCX keeps some of its own from then on
     until(lambda: transport_threads() == before)
@@ -43,7 +46,7 @@ def test_no_thread_and_no_descriptor_is_left(until):
     until(lambda: num_open_files() <= num_open)
 
 
-def test_what_takes_too_long_is_a_timeout_and_leaves_nothing(until):
+def test_what_takes_too_long_is_a_timeout_and_leaves_nothing() -> None:
     before = transport_threads()
 
     with pytest.raises(LocalError) as refused:
@@ -53,7 +56,9 @@ def test_what_takes_too_long_is_a_timeout_and_leaves_nothing(until):
     until(lambda: transport_threads() == before)
 
 
-def test_a_read_that_is_under_way_at_the_end_of_the_time_keeps_no_memory(monkeypatch, until):
+def test_a_read_that_is_under_way_at_the_end_of_the_time_keeps_no_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("UCX_TLS", "tcp")
     areas: list[weakref.ref[object]] = []
 
@@ -74,11 +79,11 @@ def test_a_read_that_is_under_way_at_the_end_of_the_time_keeps_no_memory(monkeyp
     until(lambda: gc.collect() >= 0 and [area() for area in areas] == [None, None])
 
 
-def test_what_is_measured_with_is_small():
+def test_what_is_measured_with_is_small() -> None:
     assert Area.in_host().size_bytes == LONG_BYTES == 8 << 20
 
 
-def test_the_rates_explain_what_was_measured():
+def test_the_rates_explain_what_was_measured() -> None:
     rates = fit_reads(few_s=1e-4, many_s=1e-4 + MANY * 2e-6, long_s=1e-4 + LONG_BYTES / 8e9)
 
     assert rates.seconds_per_read == 1e-4
@@ -86,7 +91,7 @@ def test_the_rates_explain_what_was_measured():
     assert rates.wire_bytes_per_s == pytest.approx(8e9)
 
 
-def test_a_disturbed_measurement_still_gives_rates_above_zero():
+def test_a_disturbed_measurement_still_gives_rates_above_zero() -> None:
     rates = fit_reads(few_s=1.0, many_s=1e-3, long_s=1e-3)
 
     assert rates.seconds_per_descriptor == pytest.approx(1e-3 / 2 / MANY)

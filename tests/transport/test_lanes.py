@@ -27,7 +27,7 @@ def turns(lane: Lane, *long: ReadJob, num: int) -> list[ReadJob]:
     return [taken() for _ in range(num)]
 
 
-def test_an_urgent_read_has_all_turns_but_the_fair_ones_whichever_is_short():
+def test_an_urgent_read_has_all_turns_but_the_fair_ones_whichever_is_short() -> None:
     for urgent_is_short in (False, True):
         lane, slow, urgent = Lane(), job(), job(1)
         lane.waiting.add(slow, short=not urgent_is_short)
@@ -40,7 +40,7 @@ def test_an_urgent_read_has_all_turns_but_the_fair_ones_whichever_is_short():
         assert taken[0] is urgent
 
 
-def test_reads_that_are_as_urgent_have_turns_as_before():
+def test_reads_that_are_as_urgent_have_turns_as_before() -> None:
     lane, short, first, second = Lane(), job(), job(), job()
     lane.waiting.add(first, short=False)
     lane.waiting.add(second, short=False)
@@ -51,7 +51,7 @@ def test_reads_that_are_as_urgent_have_turns_as_before():
     assert taken == list(islice([short, first, short, second] * 5, 20))
 
 
-def test_a_short_read_that_is_not_urgent_is_not_starved_by_long_ones_that_are():
+def test_a_short_read_that_is_not_urgent_is_not_starved_by_long_ones_that_are() -> None:
     lane, short, urgent = Lane(), job(), job(1)
     lane.waiting.add(short, short=True)
 

@@ -7,10 +7,11 @@ import numpy as np
 import pytest
 
 from kvbus.errors import ClosedError, SegmentError
-from kvbus.transport import CloseReport, ReadStatus, Transport
+from kvbus.transport import CloseReport, ReadOutcome, ReadStatus, Transport
+from tests.transport.conftest import StartPeer, StartReader, until
 
 
-def test_progress_is_driven_while_demanded_and_not_otherwise(start_reader, until):
+def test_progress_is_driven_while_demanded_and_not_otherwise(start_reader: StartReader) -> None:
     transport = start_reader().transport
 
     with transport.hold_progress(), transport.hold_progress() as second:
@@ -29,7 +30,7 @@ def test_progress_is_driven_while_demanded_and_not_otherwise(start_reader, until
     assert transport.stats().progress_calls == passes
 
 
-def test_memory_is_counted_until_it_is_given_back(start_reader):
+def test_memory_is_counted_until_it_is_given_back(start_reader: StartReader) -> None:
     reader = start_reader()
     reader.allocate(8192)
 
@@ -40,7 +41,7 @@ def test_memory_is_counted_until_it_is_given_back(start_reader):
     assert reader.transport.stats().registered_bytes == 0
 
 
-def test_a_clean_close_leaves_nothing_and_refuses_what_follows(start_reader):
+def test_a_clean_close_leaves_nothing_and_refuses_what_follows(start_reader: StartReader) -> None:
     reader = start_reader()
     reader.allocate(8192)
 
@@ -56,7 +57,7 @@ def test_a_clean_close_leaves_nothing_and_refuses_what_follows(start_reader):
     reader.transport.hold_progress().close()
 
 
-def test_a_transport_that_was_not_started_refuses_reads():
+def test_a_transport_that_was_not_started_refuses_reads() -> None:
     transport = Transport("never/started")
 
     with pytest.raises(ClosedError):
@@ -65,7 +66,9 @@ def test_a_transport_that_was_not_started_refuses_reads():
         )
 
 
-def test_memory_that_was_registered_before_nixl_is_open_is_read_into_afterwards(start_peer):
+def test_memory_that_was_registered_before_nixl_is_open_is_read_into_afterwards(
+    start_peer: StartPeer,
+) -> None:
     peer = start_peer("peer/1")
     address, metadata = peer.allocate(4096, seed=1)
     memory, ended = np.zeros(4096, np.uint8), Future[ReadStatus]()
@@ -97,7 +100,7 @@ def test_memory_that_was_registered_before_nixl_is_open_is_read_into_afterwards(
     )
 
 
-def test_a_transport_that_was_never_open_gives_back_what_was_registered():
+def test_a_transport_that_was_never_open_gives_back_what_was_registered() -> None:
     transport = Transport("opens/never")
     transport.start(opens=False).result(20)
     memory = np.zeros(4096, np.uint8)
@@ -108,7 +111,7 @@ def test_a_transport_that_was_never_open_gives_back_what_was_registered():
     )
 
 
-def test_memory_that_does_not_exist_cannot_be_registered(start_reader):
+def test_memory_that_does_not_exist_cannot_be_registered(start_reader: StartReader) -> None:
     transport = start_reader().transport
 
     with pytest.raises(SegmentError):
@@ -117,12 +120,14 @@ def test_memory_that_does_not_exist_cannot_be_registered(start_reader):
         transport.register(4096, 0)
 
 
-def test_callbacks_run_on_the_event_loop_and_one_that_raises_stops_none(start_peer):
+def test_callbacks_run_on_the_event_loop_and_one_that_raises_stops_none(
+    start_peer: StartPeer,
+) -> None:
     peer = start_peer("peer/1")
     address, metadata = peer.allocate(4096, seed=1)
 
     async def read_some() -> tuple[list[ReadStatus], list[str]]:
-        loop, complaints = asyncio.get_running_loop(), []
+        loop, complaints = asyncio.get_running_loop(), list[str]()
         loop.set_exception_handler(lambda _, context: complaints.append(str(context["exception"])))
         transport = Transport("loop/boot", deliver=loop.call_soon_threadsafe)
         await asyncio.wrap_future(transport.start())
@@ -131,11 +136,11 @@ def test_callbacks_run_on_the_event_loop_and_one_that_raises_stops_none(start_pe
         name = await asyncio.wrap_future(transport.add_peer(metadata))
         ended: asyncio.Queue[ReadStatus] = asyncio.Queue()
 
-        def on_end(outcome):
+        def on_end(outcome: ReadOutcome) -> None:
             assert asyncio.get_running_loop() is loop
             ended.put_nowait(outcome.status)
 
-        def broken(_):
+        def broken(_: ReadOutcome) -> None:
             raise ValueError("a broken callback")
 
         here = np.array([[memory.ctypes.data, 4096, 0]], np.uint64)

@@ -1,24 +1,25 @@
 """Peers that die and peers that stop: what the reader is told, and what it must not be told."""
 
 import signal
+from concurrent.futures import Future
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 
 from kvbus.errors import ErrorCode, LocalError, PeerLost, RemoteError
-from kvbus.transport import ReadStatus, TransportLimits
+from kvbus.transport import Read, ReadOutcome, ReadStatus, TransportLimits
+from tests.transport.conftest import MakeLink, Peer, Reader, StartPeer, content, until
 
 MIB = 1 << 20
 
 
 def test_a_peer_killed_mid_read_is_lost_and_another_is_still_readable(
-    over_tcp, start_peer, start_reader, content, until
-):
-    victim, other, reader = start_peer("victim/1"), start_peer("other/1"), start_reader()
-    address, metadata = victim.allocate(512 * MIB, seed=1)
+    over_tcp: None, link: MakeLink, start_peer: StartPeer
+) -> None:
+    victim, reader, name, address = link(512 * MIB, peer="victim/1")
+    other = start_peer("other/1")
     other_address, other_metadata = other.allocate(MIB, seed=2)
-    reader.allocate(512 * MIB)
-    name = reader.transport.add_peer(metadata).result(20)
     other_name = reader.transport.add_peer(other_metadata).result(20)
 
     _, ended = reader.start(name, address, [(0, 0, 512 * MIB)])
@@ -37,22 +38,28 @@ def test_a_peer_killed_mid_read_is_lost_and_another_is_still_readable(
     assert reader.transport.stats().peers == 1
 
 
+class Stopped(NamedTuple):
+    peer: Peer
+    reader: Reader
+    name: str
+    read: Read
+    ended: Future[ReadOutcome]
+
+
 @pytest.fixture
-def stopped(over_tcp, start_peer, start_reader, until):
+def stopped(over_tcp: None, link: MakeLink) -> Stopped:
     """A reader with a read from a peer that was stopped while it answered."""
-    peer, reader = start_peer("stopped/1"), start_reader(TransportLimits(slice_bytes=64 * MIB))
-    address, metadata = peer.allocate(256 * MIB, seed=3)
-    reader.allocate(256 * MIB)
-    name = reader.transport.add_peer(metadata).result(20)
-    assert reader.read(name, address, [(0, 0, 4096)]).status is ReadStatus.DONE
+    limits = TransportLimits(slice_bytes=64 * MIB)
+    peer, reader, name, address = link(256 * MIB, limits, seed=3, connected=True)
     peer.signal(signal.SIGSTOP)
     read, ended = reader.start(name, address, [(0, 0, 256 * MIB)])
     until(lambda: reader.transport.stats().outstanding_handles > 0)
-    reader.peer_metadata = metadata
-    return peer, reader, name, read, ended
+    return Stopped(peer, reader, name, read, ended)
 
 
-def test_a_stopped_peer_keeps_an_aborted_read_outstanding_until_it_goes_on(stopped, until):
+def test_a_stopped_peer_keeps_an_aborted_read_outstanding_until_it_goes_on(
+    stopped: Stopped,
+) -> None:
     peer, reader, _, read, ended = stopped
     transport = reader.transport
 
@@ -73,7 +80,7 @@ def test_a_stopped_peer_keeps_an_aborted_read_outstanding_until_it_goes_on(stopp
     assert transport.stats().outstanding_handles == 0
 
 
-def test_nothing_is_taken_back_under_a_live_handle(stopped):
+def test_nothing_is_taken_back_under_a_live_handle(stopped: Stopped) -> None:
     peer, reader, name, read, ended = stopped
     transport = reader.transport
 
@@ -90,7 +97,7 @@ def test_nothing_is_taken_back_under_a_live_handle(stopped):
     transport.remove_peer(name).result(20)
 
 
-def test_a_stopped_peer_holds_up_nobody_else(stopped, start_peer):
+def test_a_stopped_peer_holds_up_nobody_else(stopped: Stopped, start_peer: StartPeer) -> None:
     _, reader, *_ = stopped
     other = start_peer("other/1")
     address, metadata = other.allocate(64 * MIB, seed=4)
@@ -101,7 +108,7 @@ def test_a_stopped_peer_holds_up_nobody_else(stopped, start_peer):
     assert {outcome.status for outcome in outcomes} == {ReadStatus.DONE}
 
 
-def test_close_reports_the_handle_that_a_stopped_peer_holds(stopped):
+def test_close_reports_the_handle_that_a_stopped_peer_holds(stopped: Stopped) -> None:
     _, reader, _, _, ended = stopped
 
     report = reader.transport.close(timeout_s=0.2).result(20)
@@ -118,7 +125,7 @@ def without_key(metadata: bytes) -> bytes:
     return metadata[:at] + (24).to_bytes(8, "little") + metadata[at + 8 : at + 32] + b"|"
 
 
-def test_a_handle_that_nixl_forgot_is_never_reported_as_ended(stopped, until):
+def test_a_handle_that_nixl_forgot_is_never_reported_as_ended(stopped: Stopped) -> None:
     peer, reader, _, _, ended = stopped
 
     with pytest.raises(RemoteError):  # NIXL forgets a known peer when it refuses its metadata

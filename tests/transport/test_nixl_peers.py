@@ -1,5 +1,6 @@
 """What a decode agent tells NIXL of peers that are dropped while they are read from."""
 
+import asyncio
 import signal
 from collections.abc import AsyncIterator, Callable
 
@@ -12,6 +13,7 @@ from kvbus.transport import ReadStatus, TransportLimits
 from kvbus_decode.peer.directory import Peer, PeerAddress
 from kvbus_decode.peer.nixl import NixlMemory, NixlPeers
 from kvbus_decode.peer.reach_book import ReachBook
+from tests.transport.conftest import StartPeer, StartReader, content, until
 
 pytestmark = pytest.mark.anyio
 
@@ -27,7 +29,7 @@ async def meet() -> AsyncIterator[Callable[[], Peer]]:
         def make() -> Peer:
             address = PeerAddress("tcp://127.0.0.1:1")
             clients.append(RequestClient(context, address.endpoint, boot=new_boot_id()))
-            reach = ReachBook(anyio.lowlevel.current_token().native_token, max_known=1)
+            reach = ReachBook(asyncio.get_running_loop(), max_known=1)
             return Peer(address, clients[-1], reach)
 
         yield make
@@ -44,7 +46,7 @@ def forever() -> float:
 
 
 async def test_an_agent_that_is_read_from_when_its_peer_is_dropped_goes_when_that_has_ended(
-    over_tcp, start_peer, start_reader, meet, until
+    over_tcp: None, start_peer: StartPeer, start_reader: StartReader, meet: Callable[[], Peer]
 ) -> None:
     holder, reader = start_peer("holder/1"), start_reader(TransportLimits(slice_bytes=64 * MIB))
     address, metadata = holder.allocate(256 * MIB, seed=1)
@@ -69,7 +71,7 @@ async def test_an_agent_that_is_read_from_when_its_peer_is_dropped_goes_when_tha
 
 
 async def test_an_agent_that_is_met_again_stays_and_what_it_had_before_is_remembered(
-    over_tcp, start_peer, start_reader, meet, content
+    over_tcp: None, start_peer: StartPeer, start_reader: StartReader, meet: Callable[[], Peer]
 ) -> None:
     holder, reader = start_peer("holder/1"), start_reader()
     address, metadata = holder.allocate(MIB, seed=1)

@@ -7,13 +7,14 @@ import pytest
 
 from kvbus.errors import RemoteError
 from kvbus.transport import ReadStatus
+from tests.transport.conftest import MakeLink, StartPeer, StartReader, content
 
 MIB = 1 << 20
 
 
 def test_memory_registered_later_is_readable_once_its_metadata_is_added(
-    start_peer, start_reader, content
-):
+    start_peer: StartPeer, start_reader: StartReader
+) -> None:
     peer, reader = start_peer("peer/1"), start_reader()
     _, metadata = peer.allocate(MIB, seed=1)
     reader.allocate(MIB)
@@ -31,8 +32,8 @@ def test_memory_registered_later_is_readable_once_its_metadata_is_added(
 
 
 def test_metadata_may_be_added_while_a_read_is_in_flight(
-    over_tcp, start_peer, start_reader, content
-):
+    over_tcp: None, start_peer: StartPeer, start_reader: StartReader
+) -> None:
     peer, reader = start_peer("peer/1"), start_reader()
     address, metadata = peer.allocate(128 * MIB, seed=3)
     later_address, later = peer.allocate(MIB, seed=4)
@@ -53,11 +54,8 @@ def test_metadata_may_be_added_while_a_read_is_in_flight(
     assert np.array_equal(reader.memory[128 * MIB :], content(MIB, 4))
 
 
-def test_the_same_address_registered_again_is_readable_again(start_peer, start_reader, content):
-    peer, reader = start_peer("peer/1"), start_reader()
-    address, metadata = peer.allocate(MIB, seed=5)
-    reader.allocate(MIB)
-    name = reader.transport.add_peer(metadata).result(20)
+def test_the_same_address_registered_again_is_readable_again(link: MakeLink) -> None:
+    peer, reader, name, address = link(MIB, seed=5)
     assert reader.read(name, address, [(0, 0, MIB)]).status is ReadStatus.DONE
 
     again = bytes.fromhex(peer.ask("refill", index=0, seed=6)["metadata"])
@@ -68,7 +66,9 @@ def test_the_same_address_registered_again_is_readable_again(start_peer, start_r
     assert np.array_equal(reader.memory, content(MIB, 6))
 
 
-def test_a_removed_peer_can_be_added_again(start_peer, start_reader):
+def test_a_removed_peer_can_be_added_again(
+    start_peer: StartPeer, start_reader: StartReader
+) -> None:
     peer, reader = start_peer("peer/1"), start_reader()
     address, _ = peer.allocate(MIB, seed=7)
     metadata = bytes.fromhex(peer.ask("everything")["metadata"])
@@ -85,11 +85,10 @@ def test_a_removed_peer_can_be_added_again(start_peer, start_reader):
 
 
 @pytest.mark.parametrize("garbage", [b"", b"nixl", b"\xff" * 400])
-def test_garbage_instead_of_metadata_is_refused_and_harms_nobody(start_peer, start_reader, garbage):
-    peer, reader = start_peer("peer/1"), start_reader()
-    address, metadata = peer.allocate(MIB, seed=8)
-    reader.allocate(MIB)
-    name = reader.transport.add_peer(metadata).result(20)
+def test_garbage_instead_of_metadata_is_refused_and_harms_nobody(
+    link: MakeLink, garbage: bytes
+) -> None:
+    _, reader, name, address = link(MIB, seed=8)
 
     with pytest.raises(RemoteError):
         reader.transport.add_peer(garbage).result(20)

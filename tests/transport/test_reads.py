@@ -1,7 +1,6 @@
 """Bytes between two real processes: what arrives, in which turn, and what an abort leaves."""
 
 import signal
-import threading
 import weakref
 from concurrent.futures import Future
 from typing import Any
@@ -11,28 +10,29 @@ import pytest
 
 from kvbus.errors import ErrorCode, LocalError, TransferFailed
 from kvbus.transport import ReadOutcome, ReadStatus, TransportLimits
+from tests.transport.conftest import MakeLink, StartReader, content, until
 
 MIB = 1 << 20
 
 
-def scattered(rng, num, size_bytes, slots):
+def scattered(
+    rng: np.random.Generator, num: int, size_bytes: int, slots: int
+) -> list[tuple[int, int, int]]:
     """As many spans at random places of both sides, of random lengths, without overlap here."""
     to = rng.permutation(slots)[:num] * size_bytes
     at = rng.permutation(slots)[:num] * size_bytes
     lengths = rng.integers(1, size_bytes + 1, num)
-    return [tuple(map(int, span)) for span in zip(to, at, lengths, strict=True)]
+    rows = zip(to.tolist(), at.tolist(), lengths.tolist(), strict=True)
+    return [(here, there, length) for here, there, length in rows]
 
 
 @pytest.mark.parametrize("transports", ["all", "tcp"])
 def test_scattered_descriptors_land_where_they_belong_and_nowhere_else(
-    start_peer, start_reader, content, monkeypatch, transports
-):
+    link: MakeLink, monkeypatch: pytest.MonkeyPatch, transports: str
+) -> None:
     monkeypatch.setenv("UCX_TLS", transports)
     limits = TransportLimits(slice_bytes=64 << 10, slice_descriptors=37)
-    peer, reader = start_peer("peer/1"), start_reader(limits)
-    address, metadata = peer.allocate(4 * MIB, seed=1)
-    reader.allocate(4 * MIB)
-    name = reader.transport.add_peer(metadata).result(20)
+    _, reader, name, address = link(4 * MIB, limits)
     spans = scattered(np.random.default_rng(2), 300, 8192, 512)
     theirs, expected = content(4 * MIB, 1), np.zeros(4 * MIB, np.uint8)
     for to, at, size in spans:
@@ -47,11 +47,8 @@ def test_scattered_descriptors_land_where_they_belong_and_nowhere_else(
     assert np.array_equal(reader.memory, expected)
 
 
-def test_a_descriptor_longer_than_a_slice_arrives_whole(start_peer, start_reader, content):
-    peer, reader = start_peer("peer/1"), start_reader(TransportLimits(slice_bytes=100_000))
-    address, metadata = peer.allocate(2 * MIB, seed=3)
-    reader.allocate(2 * MIB)
-    name = reader.transport.add_peer(metadata).result(20)
+def test_a_descriptor_longer_than_a_slice_arrives_whole(link: MakeLink) -> None:
+    _, reader, name, address = link(2 * MIB, TransportLimits(slice_bytes=100_000), seed=3)
 
     outcome = reader.read(name, address, [(0, 0, 2 * MIB)])
 
@@ -59,7 +56,7 @@ def test_a_descriptor_longer_than_a_slice_arrives_whole(start_peer, start_reader
     assert np.array_equal(reader.memory, content(2 * MIB, 3))
 
 
-def test_a_read_of_nothing_is_done_at_once(start_reader):
+def test_a_read_of_nothing_is_done_at_once(start_reader: StartReader) -> None:
     reader = start_reader()
 
     outcome = reader.read("nobody", 0, [])
@@ -67,16 +64,13 @@ def test_a_read_of_nothing_is_done_at_once(start_reader):
     assert (outcome.status, outcome.num_bytes, outcome.num_slices) == (ReadStatus.DONE, 0, 0)
 
 
-def test_a_small_read_overtakes_a_large_one(start_peer, start_reader):
-    peer, reader = start_peer("peer/1"), start_reader(TransportLimits(slice_bytes=256 << 10))
-    address, metadata = peer.allocate(128 * MIB, seed=4)
-    reader.allocate(128 * MIB)
-    name = reader.transport.add_peer(metadata).result(20)
-    reader.read(name, address, [(0, 0, 4096)])  # connected: from here on posts are copies
+def test_a_small_read_overtakes_a_large_one(link: MakeLink) -> None:
+    _, reader, name, address = link(
+        128 * MIB, TransportLimits(slice_bytes=256 << 10), seed=4, connected=True
+    )
     ended = []
 
-    both_asked = threading.Event()
-    reader.transport._worker.post(both_asked.wait)
+    both_asked = reader.hold_thread()
     _, large = reader.start(name, address, [(0, 0, 128 * MIB - 4096)])
     _, small = reader.start(name, address, [(128 * MIB - 4096, 0, 4096)])
     large.add_done_callback(lambda _: ended.append("large"))
@@ -87,14 +81,11 @@ def test_a_small_read_overtakes_a_large_one(start_peer, start_reader):
     assert ended == ["small", "large"]
 
 
-def test_after_an_abort_ended_no_byte_changes(over_tcp, start_peer, start_reader, until):
-    peer, reader = start_peer("peer/1"), start_reader(TransportLimits(slice_bytes=16 << 10))
-    address, metadata = peer.allocate(256 * MIB, seed=5)
-    reader.allocate(256 * MIB)
-    name = reader.transport.add_peer(metadata).result(20)
+def test_after_an_abort_ended_no_byte_changes(link: MakeLink, over_tcp: None) -> None:
+    _, reader, name, address = link(256 * MIB, TransportLimits(slice_bytes=16 << 10), seed=5)
 
     read, ended = reader.start(name, address, [(0, 0, 256 * MIB)])
-    until(lambda: reader.memory[0] != 0 or reader.memory[4096:8192].any())
+    until(lambda: bool(reader.memory[0] or reader.memory[4096:8192].any()))
     read.abort()
     outcome = ended.result(20)
     at_end = reader.memory.copy()
@@ -107,13 +98,10 @@ def test_after_an_abort_ended_no_byte_changes(over_tcp, start_peer, start_reader
     assert not at_end[outcome.num_bytes :].any()
 
 
-def test_more_reads_than_allowed_are_refused_as_busy(over_tcp, start_peer, start_reader):
-    peer, reader = start_peer("peer/1"), start_reader(TransportLimits(max_reads=1))
-    address, metadata = peer.allocate(64 * MIB, seed=6)
-    reader.allocate(64 * MIB)
-    name = reader.transport.add_peer(metadata).result(20)
-
-    reader.read(name, address, [(0, 0, 4096)])  # connected
+def test_more_reads_than_allowed_are_refused_as_busy(link: MakeLink, over_tcp: None) -> None:
+    peer, reader, name, address = link(
+        64 * MIB, TransportLimits(max_reads=1), seed=6, connected=True
+    )
     peer.signal(signal.SIGSTOP)
     _, first = reader.start(name, address, [(0, 0, 64 * MIB)])
     with pytest.raises(LocalError) as refused:
@@ -125,11 +113,8 @@ def test_more_reads_than_allowed_are_refused_as_busy(over_tcp, start_peer, start
     assert reader.read(name, address, [(0, 0, 4096)]).status is ReadStatus.DONE
 
 
-def test_a_read_of_memory_that_nobody_registered_fails_alone(start_peer, start_reader):
-    peer, reader = start_peer("peer/1"), start_reader()
-    address, metadata = peer.allocate(MIB, seed=7)
-    reader.allocate(MIB)
-    name = reader.transport.add_peer(metadata).result(20)
+def test_a_read_of_memory_that_nobody_registered_fails_alone(link: MakeLink) -> None:
+    _, reader, name, address = link(MIB, seed=7)
 
     outcome = reader.read(name, address + 64 * MIB, [(0, 0, 4096)])
 
@@ -150,7 +135,9 @@ def test_a_read_of_memory_that_nobody_registered_fails_alone(start_peer, start_r
         ([[8, 1, 0]], np.array([[8, 1, 0]], np.uint64)),
     ],
 )
-def test_wrong_arrays_are_refused_before_anything_is_posted(start_reader, local, remote):
+def test_wrong_arrays_are_refused_before_anything_is_posted(
+    start_reader: StartReader, local: Any, remote: Any
+) -> None:
     reader = start_reader()
 
     with pytest.raises(LocalError):
@@ -170,7 +157,9 @@ class Caller:
         self.ended.set_result(outcome.status)
 
 
-def test_a_read_that_has_ended_keeps_neither_its_descriptors_nor_its_caller(start_reader):
+def test_a_read_that_has_ended_keeps_neither_its_descriptors_nor_its_caller(
+    start_reader: StartReader,
+) -> None:
     transport, caller = start_reader().transport, Caller()
     rows = np.ones((1, 3), np.uint64)
     kept = weakref.ref(rows), weakref.ref(caller)

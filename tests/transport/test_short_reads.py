@@ -1,13 +1,14 @@
 """Short reads on the caller's thread: which ones, for how long, and what becomes of the others."""
 
 import signal
-import threading
+from typing import Any
 
 import numpy as np
 import pytest
 
 from kvbus.transport import ReadStatus, TransportLimits
 from kvbus.transport.short_reads import SLOW_ELSEWHERE
+from tests.transport.conftest import Link, MakeLink, content, until
 
 KIB = 1 << 10
 LONG_S = 20.0
@@ -15,25 +16,20 @@ HERE, THERE = "MainThread", "kvbus-transport"
 
 
 @pytest.fixture
-def pair(start_peer, start_reader):
+def pair(link: MakeLink) -> MakeLink:
     """A peer, and a reader that has read from it once; its short reads are done here."""
 
-    def make(**limits):
-        limits = TransportLimits(**{"here_bytes": 64 * KIB, "here_s": LONG_S, **limits})
-        peer, reader = start_peer("peer/1"), start_reader(limits)
-        address, metadata = peer.allocate(256 * KIB, seed=1)
-        reader.allocate(256 * KIB)
-        name = reader.transport.add_peer(metadata).result(20)
-        assert reader.read(name, address, [(0, 0, KIB)]).status is ReadStatus.DONE
-        return peer, reader, name, address
+    def make(**limits: Any) -> Link:
+        limits = {"here_bytes": 64 * KIB, "here_s": LONG_S, **limits}
+        return link(256 * KIB, TransportLimits(**limits), connected=True)
 
     return make
 
 
 @pytest.mark.parametrize("transports", ["all", "tcp"])
 def test_the_second_short_read_is_done_when_it_was_asked_for(
-    pair, content, monkeypatch, transports
-):
+    pair: MakeLink, monkeypatch: pytest.MonkeyPatch, transports: str
+) -> None:
     monkeypatch.setenv("UCX_TLS", transports)
     _, reader, name, address = pair()
     spans = [(8 * KIB * to, 8 * KIB * at, 2 * KIB) for to, at in ((1, 7), (3, 2), (6, 4))]
@@ -59,7 +55,9 @@ def test_the_second_short_read_is_done_when_it_was_asked_for(
     ],
     ids=["bytes", "descriptors", "none allowed"],
 )
-def test_a_read_that_is_too_long_is_the_threads(pair, limits, spans):
+def test_a_read_that_is_too_long_is_the_threads(
+    pair: MakeLink, limits: dict[str, Any], spans: list[tuple[int, int, int]]
+) -> None:
     _, reader, name, address = pair(**limits)
 
     outcome = reader.read(name, address, spans)
@@ -68,11 +66,9 @@ def test_a_read_that_is_too_long_is_the_threads(pair, limits, spans):
     assert reader.threads == [THERE, THERE]
 
 
-def test_a_short_read_does_not_wait_for_the_thread_when_that_is_in_nixl(pair):
+def test_a_short_read_does_not_wait_for_the_thread_when_that_is_in_nixl(pair: MakeLink) -> None:
     _, reader, name, address = pair()
-    holds, goes_on = threading.Event(), threading.Event()
-    reader.transport._worker.post(lambda: (holds.set(), goes_on.wait(LONG_S)))
-    assert holds.wait(LONG_S)
+    goes_on = reader.hold_thread()
 
     _, ended = reader.start(name, address, [(0, 0, KIB)])
     was_done = ended.done()
@@ -80,12 +76,12 @@ def test_a_short_read_does_not_wait_for_the_thread_when_that_is_in_nixl(pair):
 
     assert not was_done
     assert ended.result(LONG_S).status is ReadStatus.DONE
-    assert reader.threads == [THERE, THERE]
+    assert reader.threads == [THERE] * 3
 
 
 def test_a_read_that_takes_longer_is_left_to_the_thread_and_so_are_those_after_it(
-    over_tcp, pair, content
-):
+    over_tcp: None, pair: MakeLink
+) -> None:
     peer, reader, name, address = pair(here_s=1e-3)
     peer.signal(signal.SIGSTOP)
 
@@ -103,23 +99,26 @@ def test_a_read_that_takes_longer_is_left_to_the_thread_and_so_are_those_after_i
     )
 
 
-def test_while_a_long_read_is_under_way_a_short_one_is_the_threads(over_tcp, pair, until):
+def test_while_a_long_read_is_under_way_a_short_one_is_the_threads(
+    over_tcp: None, pair: MakeLink
+) -> None:
     peer, reader, name, address = pair()
     peer.signal(signal.SIGSTOP)
     _, long = reader.start(name, address, [(0, 0, 256 * KIB)])
     until(lambda: reader.transport.stats().outstanding_handles > 0)
 
     _, short = reader.start(name, address, [(0, 0, KIB)])
-    was_done, was_tried_here = short.done(), reader.transport._short._num_elsewhere[name]
+    was_done = short.done()
     peer.signal(signal.SIGCONT)
 
     assert not was_done
-    assert not was_tried_here
     assert long.result(LONG_S).status is short.result(LONG_S).status is ReadStatus.DONE
     assert HERE not in reader.threads
 
 
-def test_a_read_that_was_left_to_the_thread_can_be_aborted_and_ends_once(over_tcp, pair):
+def test_a_read_that_was_left_to_the_thread_can_be_aborted_and_ends_once(
+    over_tcp: None, pair: MakeLink
+) -> None:
     peer, reader, name, address = pair(here_s=1e-3)
     peer.signal(signal.SIGSTOP)
     read, ended = reader.start(name, address, [(0, 0, KIB)])

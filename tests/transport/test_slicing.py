@@ -6,16 +6,17 @@ from hypothesis import strategies as st
 
 from kvbus.transport.slicing import Slices, check_rows
 
+Span = tuple[int, int, int]
 lengths = st.lists(st.integers(1, 40), max_size=30)
 
 
-def plain_slices(rows, slice_bytes, slice_rows):
+def plain_slices(rows: list[Span], slice_bytes: int, slice_rows: int) -> list[list[Span]]:
     """Cut by hand, row after row."""
     pieces = []
     for to, at, size in rows:
         for start in range(0, size, slice_bytes):
             pieces.append((to + start, at + start, min(slice_bytes, size - start)))
-    slices = []
+    slices: list[list[Span]] = []
     for piece in pieces:
         room = slices and len(slices[-1]) < slice_rows
         if not room or sum(p[2] for p in slices[-1]) + piece[2] > slice_bytes:
@@ -25,7 +26,9 @@ def plain_slices(rows, slice_bytes, slice_rows):
 
 
 @given(lengths, st.integers(1, 50), st.integers(1, 7))
-def test_slices_are_those_that_one_cuts_by_hand(sizes, slice_bytes, slice_rows):
+def test_slices_are_those_that_one_cuts_by_hand(
+    sizes: list[int], slice_bytes: int, slice_rows: int
+) -> None:
     rows = [(1000 + 50 * n, 9000 - 50 * n, size) for n, size in enumerate(sizes)]
     local = np.array([(to, size, 3) for to, _, size in rows], np.uint64).reshape(-1, 3)
     remote = np.array([(at, size, 5) for _, at, size in rows], np.uint64).reshape(-1, 3)
@@ -37,6 +40,8 @@ def test_slices_are_those_that_one_cuts_by_hand(sizes, slice_bytes, slice_rows):
         assert num_bytes == here[:, 1].sum() == there[:, 1].sum()
         assert set(here[:, 2]) == {3}
         assert set(there[:, 2]) == {5}
-        taken.append([tuple(map(int, x)) for x in zip(here[:, 0], there[:, 0], here[:, 1])])  # noqa: B905  # equal by the assertion above
+        taken.append(
+            [(int(to), int(at), int(n)) for (to, n, _), (at, *_) in zip(here, there, strict=True)]
+        )
 
     assert taken == plain_slices(rows, slice_bytes, slice_rows)

@@ -5,8 +5,10 @@ Its memory holds the bytes of a seeded generator, so that the other side can tel
 
 import json
 import sys
+from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 
 from kvbus.transport import Registration, Transport
 
@@ -15,7 +17,7 @@ def main() -> None:
     transport = Transport(sys.argv[1])
     transport.start().result(20)
     transport.hold_progress()
-    memory: list[tuple[np.ndarray, Registration]] = []
+    memory: list[tuple[npt.NDArray[np.uint8], Registration]] = []
 
     def allocate(size_bytes: int, seed: int) -> dict[str, object]:
         held = np.random.default_rng(seed).integers(0, 256, size_bytes, np.uint8)
@@ -35,7 +37,11 @@ def main() -> None:
     def everything() -> dict[str, object]:
         return {"metadata": transport.metadata().result(20).hex()}
 
-    ops = {"allocate": allocate, "refill": refill, "everything": everything}
+    ops: dict[str, Callable[..., dict[str, object]]] = {
+        "allocate": allocate,
+        "refill": refill,
+        "everything": everything,
+    }
     for line in sys.stdin:
         request = json.loads(line)
         print(json.dumps(ops[request.pop("op")](**request)), flush=True)
