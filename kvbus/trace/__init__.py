@@ -7,3 +7,8 @@ failure     how a fetch failed (pure)
 waterfall   the timeline for a terminal
 chrome      the timeline as a file for Perfetto or chrome://tracing (pure)
 """
+
+from kvbus.trace.chrome import chrome_file
+from kvbus.trace.timeline import UNKNOWN, AgentTrace, Timeline, covered_s
+
+__all__ = ["UNKNOWN", "AgentTrace", "Timeline", "chrome_file", "covered_s"]

@@ -158,7 +158,7 @@ def test_a_look_at_the_folder_alone_reads_no_file_and_one_at_the_files_sees_edit
     of_the_files = trusted.lost(files=True)
 
     assert not of_the_folder
-    assert of_the_files == {PAIR.public}
+    assert of_the_files == frozenset({PAIR.public})
 
 
 def test_a_look_at_the_folder_alone_sees_that_a_config_map_was_replaced(tmp_path: Path) -> None:
@@ -176,7 +176,7 @@ def test_a_look_at_the_folder_alone_sees_that_a_config_map_was_replaced(tmp_path
     (mounted / "..data_tmp").rename(mounted / "..data")
 
     assert before == DECODE
-    assert keys.lost(files=False) == {PAIR.public}
+    assert keys.lost(files=False) == frozenset({PAIR.public})
 
 
 def test_a_link_to_a_folder_that_leads_elsewhere_now_is_read_again(trusted: TrustedKeys) -> None:
@@ -190,7 +190,7 @@ def test_a_link_to_a_folder_that_leads_elsewhere_now_is_read_again(trusted: Trus
     link.unlink()
     link.symlink_to(other)
 
-    assert keys.lost(files=False) == {PAIR.public}
+    assert keys.lost(files=False) == frozenset({PAIR.public})
 
 
 def test_a_file_that_goes_while_the_folder_is_read_costs_nobody_else_its_trust(

@@ -58,7 +58,7 @@ def refuse_broken() -> None: ...
 def ignore() -> None: ...
 
 
-LAMP = {
+LAMP: Any = {
     (Lamp.ON, Pressed): Step(switch, (Lamp.OFF,)),
     (Lamp.ON, Moved): Step(switch, (Lamp.ON,)),
     (Lamp.ON, Dropped): Step(switch, (Lamp.BROKEN,)),

@@ -24,7 +24,7 @@ class Report:
     """A command."""
 
 
-def test_each_step_has_its_time_its_event_the_state_and_the_commands():
+def test_each_step_has_its_time_its_event_the_state_and_the_commands() -> None:
     story = Story()
     story.note(7.0, Wanted(), "reading", [Report(), Report()])
     story.note(7.25, Failed(LocalError("no", code=ErrorCode.BUSY)), "failed", [], "leg 3")
@@ -35,7 +35,7 @@ def test_each_step_has_its_time_its_event_the_state_and_the_commands():
     ]
 
 
-def test_the_oldest_steps_are_forgotten():
+def test_the_oldest_steps_are_forgotten() -> None:
     story = Story()
     for step in range(MAX_STEPS + 5):
         story.note(float(step), Wanted(), f"state {step}", [])
@@ -47,12 +47,13 @@ def test_the_oldest_steps_are_forgotten():
     assert f"state {MAX_STEPS + 4}" in lines[-1]
 
 
-def test_events_errors_and_commands_are_not_kept_alive():
+def test_events_errors_and_commands_are_not_kept_alive() -> None:
     story, event, command = Story(), Failed(LocalError("no")), Report()
-    kept = [weakref.ref(event), weakref.ref(event.error), weakref.ref(command)]
+    things: list[object] = [event, event.error, command]
+    kept = [weakref.ref(thing) for thing in things]
     story.note(0.0, event, "failed", [command])
 
-    del event, command
+    del event, command, things
     gc.collect()
 
     assert [ref() for ref in kept] == [None] * 3

@@ -4,12 +4,11 @@ import json
 from collections import defaultdict
 from itertools import combinations
 
-from kvbus.trace.chrome import chrome_file
-from kvbus.trace.timeline import Timeline
+from kvbus.trace import Timeline, chrome_file
 from tests.trace.traces import fetch, offer
 
 
-def test_every_span_is_in_the_file_in_microseconds_from_the_start():
+def test_every_span_is_in_the_file_in_microseconds_from_the_start() -> None:
     written = json.loads(chrome_file(Timeline.of([offer(), fetch()], now_s=20.0), "r"))
 
     events = written["traceEvents"]
@@ -20,7 +19,7 @@ def test_every_span_is_in_the_file_in_microseconds_from_the_start():
     assert sum(one["ph"] == "X" for one in events) == 13
 
 
-def test_spans_of_a_lane_lie_side_by_side_or_in_each_other():
+def test_spans_of_a_lane_lie_side_by_side_or_in_each_other() -> None:
     events = json.loads(chrome_file(Timeline.of([offer(), fetch()], now_s=20.0), "r"))
     lanes = defaultdict(list)
     for one in events["traceEvents"]:

@@ -3,8 +3,8 @@
 import pytest
 
 from kvbus.protocol import AgentRole, Span
+from kvbus.trace import AgentTrace, Timeline
 from kvbus.trace.failure import failure
-from kvbus.trace.timeline import Timeline
 from tests.trace.traces import REASON, agent, failed_fetch, fetch, offer, unread_offer
 
 CANCELLED = "cancelled: the engine cancelled the fetch"
@@ -33,11 +33,13 @@ CANCELLED = "cancelled: the engine cancelled the fetch"
     ],
     ids=["none", "one", "cancelled", "several", "without stages"],
 )
-def test_a_fetch_that_failed_is_said_with_when_where_and_why(agents, expected):
+def test_a_fetch_that_failed_is_said_with_when_where_and_why(
+    agents: list[AgentTrace], expected: str
+) -> None:
     assert failure(Timeline.of(agents, now_s=30.0)) == expected
 
 
-def test_an_offer_whose_fetch_failed_is_not_said_to_be_asked_for_by_nobody():
+def test_an_offer_whose_fetch_failed_is_not_said_to_be_asked_for_by_nobody() -> None:
     timeline = Timeline.of([unread_offer(), failed_fetch()], now_s=30.0)
 
     assert timeline.verdict() == "100% of 22837.028 ms: ready, but nobody fetched it"

@@ -2,7 +2,7 @@
 
 from kvbus.clocks import ClockOffset
 from kvbus.protocol import AgentRole, Span, Traced
-from kvbus.trace.timeline import AgentTrace
+from kvbus.trace import AgentTrace
 
 
 def agent(role: AgentRole, *spans: Span, offset_s: float = 0.0) -> AgentTrace:

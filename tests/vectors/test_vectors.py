@@ -6,6 +6,7 @@ from typing import Any
 import msgpack
 import pytest
 
+from docs.generate_schema import PAGE, schema
 from kvbus.conform.agent import END_OF_FIRST_IDS, LOWEST_FIRST_ID
 from kvbus.errors import ErrorCode
 from kvbus.geometry import validate_rank, validate_ranks
@@ -20,7 +21,6 @@ from kvbus.protocol import (
     Notice,
     Register,
     Reply,
-    Request,
     RequestFrame,
     decode,
     from_body,
@@ -29,6 +29,7 @@ from kvbus.protocol import (
 from tests.protocol.strategies import MESSAGES, REQUESTS
 from tests.vectors.generate import FOLDER, files
 
+SCHEMA: dict[str, Any] = json.loads(PAGE.read_text())
 KINDS = {kind.__name__: kind for kind in MESSAGES}
 VECTORS: list[dict[str, Any]] = [
     vector
@@ -63,28 +64,26 @@ def test_the_files_are_what_the_generator_writes_today() -> None:
 
 
 @pytest.mark.parametrize("vector", VECTORS, ids=named)
-def test_the_frame_and_the_message_of_a_vector_are_the_same(vector: dict[str, Any]) -> None:
-    frame = bytes.fromhex(vector["frame"])
-    packed = msgpack.packb(bytes_again(vector["message"]))
+def test_a_frame_is_the_message_of_its_vector_typed_and_in_the_schema(
+    vector: dict[str, Any],
+) -> None:
+    frame, message = bytes.fromhex(vector["frame"]), bytes_again(vector["message"])
+    packed, definition = msgpack.packb(message), SCHEMA["$defs"][vector["name"]]
 
     if vector["kind"] == "attach":
-        assert frame == len(packed).to_bytes(4, "little") + packed
+        assert frame == len(packed).to_bytes(wire.LENGTH_BYTES, "little") + packed
+        assert wire.decode_length(frame[: wire.LENGTH_BYTES]) == len(packed)
+        body = body_in(wire.decode_body(packed))
     else:
+        envelope = decode(frame)
         assert frame == packed
+        assert envelope.boot == message["boot"]
+        body = body_of(envelope)
 
-
-@pytest.mark.parametrize(
-    "vector", [vector for vector in VECTORS if vector["kind"] != "attach"], ids=named
-)
-def test_the_frame_of_a_vector_decodes_into_its_typed_message(vector: dict[str, Any]) -> None:
-    message, kind = bytes_again(vector["message"]), KINDS[vector["name"]]
-
-    envelope = decode(bytes.fromhex(vector["frame"]))
-
-    body = body_of(envelope)
-    assert body == message["body" if "body" in message else vector_outcome(vector)]
-    assert msgpack.packb(to_body(from_body(kind, body))) == msgpack.packb(body)
-    assert envelope.boot == message["boot"]
+    assert body == body_in(message)
+    assert msgpack.packb(to_body(from_body(KINDS[vector["name"]], body))) == msgpack.packb(body)
+    assert set(body) <= set(definition["properties"])
+    assert set(definition.get("required", ())) <= set(body)
 
 
 def body_of(envelope: RequestFrame | Reply | Notice) -> Any:
@@ -93,27 +92,18 @@ def body_of(envelope: RequestFrame | Reply | Notice) -> Any:
     return envelope.body
 
 
-def body_of_vector(vector: dict[str, Any]) -> Any:
-    message = vector["message"]
+def body_in(message: dict[str, Any]) -> Any:
     return next(message[key] for key in ("body", "ok", "error") if key in message)
 
 
-def vector_outcome(vector: dict[str, Any]) -> str:
-    return "error" if "error" in vector["message"] else "ok"
+def test_the_schema_is_what_the_structs_say_today_and_every_operation_has_its_bodies() -> None:
+    asked = {op for room in SCHEMA["x-requests"].values() for op in room}
+    shown = {v["message"]["op"] for v in VECTORS if "op" in v["message"] and "topic" not in v}
 
-
-@pytest.mark.parametrize(
-    "vector", [vector for vector in VECTORS if vector["kind"] == "attach"], ids=named
-)
-def test_an_attach_frame_is_a_length_and_a_typed_message(vector: dict[str, Any]) -> None:
-    frame = bytes.fromhex(vector["frame"])
-    fields = wire.decode_body(frame[wire.LENGTH_BYTES :])
-    body = next(fields[key] for key in ("body", "ok", "error") if key in fields)
-
-    message = from_body(KINDS[vector["name"]], body)
-
-    assert wire.decode_length(frame[: wire.LENGTH_BYTES]) == len(frame) - wire.LENGTH_BYTES
-    assert msgpack.packb(to_body(message)) == msgpack.packb(body)
+    assert PAGE.read_text() == schema(), "stale: run python docs/generate_schema.py"
+    assert asked | set(SCHEMA["x-notices"]) == shown
+    assert set(SCHEMA["x-events"]) == set(EVENTS)
+    assert set(SCHEMA["x-notices"]) == {kind.op for kind in NOTICES}
 
 
 def test_the_sessions_of_one_engine_register_it_alike_under_boot_ids_of_their_own() -> None:
@@ -142,17 +132,17 @@ def test_every_message_has_a_vector() -> None:
     assert {vector["name"] for vector in VECTORS} == set(KINDS)
 
 
-@pytest.mark.parametrize("kind", dict.fromkeys(REQUESTS), ids=lambda kind: kind.__name__)
-def test_every_request_has_a_vector_and_its_reply_another(kind: type[Request[Any]]) -> None:
+def test_every_request_has_a_vector_and_its_reply_another() -> None:
     attached = {vector["name"] for vector in VECTORS if vector["kind"] == "attach"}
+    asked = {vector["name"] for vector in VECTORS if vector["kind"] == "request"}
+    replies = {(v["answers"], v["name"]) for v in VECTORS if "answers" in v}
     on_unix = ATTACH_REQUESTS + HANDOVER_REQUESTS + MEMORY_REQUESTS
-    on_attach = kind in on_unix
-    asked = attached if on_attach else {v["name"] for v in VECTORS if v["kind"] == "request"}
-    replies = [vector for vector in VECTORS if vector.get("answers") == kind.__name__]
-    answered = attached if on_attach else {reply["name"] for reply in replies}
+    others = set(REQUESTS) - set(on_unix)
 
-    assert kind.__name__ in asked
-    assert kind.reply.__name__ in answered
+    assert {kind.__name__ for kind in on_unix} <= attached
+    assert {kind.reply.__name__ for kind in on_unix} <= attached
+    assert {kind.__name__ for kind in others} == asked
+    assert {(kind.__name__, kind.reply.__name__) for kind in others} == replies
 
 
 def test_every_event_notice_and_error_code_has_a_vector() -> None:
