@@ -1,13 +1,18 @@
 """The runner of `make test` ends with 0 only if no test was left out: planted in small suites."""
 
+import fnmatch
 import os
+import re
 import subprocess
 import sys
+import tomllib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 import pytest
+
+from tests.runner.__main__ import FORGIVEN as FORGIVEN_FILE
 
 ROOT = Path(__file__).parents[2]
 PROCESS, PURE = "tests/processes/test_it.py", "tests/pure/test_it.py"
@@ -88,11 +93,75 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     return run_suite
 
 
-def test_a_suite_that_passes_is_green(run: Run) -> None:
-    ended = run({PROCESS: "def test_it(): pass", PURE: "def test_it(): pass"})
+PASSES = "def test_it(): pass"
+SIX_FLAKES = """
+@pytest.mark.parametrize("n", range(6))
+def test_a_flake(n):
+    seen = HERE / f"seen-{n}"
+    was_seen = seen.exists()
+    seen.touch()
+    assert was_seen
+"""
+SIXTY_FAIL = """
+@pytest.mark.parametrize("n", range(60))
+def test_it(n):
+    assert not "planted"
+"""
 
-    assert ended.status == 0, ended.output
-    assert "2 tests: 2 passed, 0 skipped" in ended.output
+
+class Suite(NamedTuple):
+    """Some files, how a run of them must end, and what it must have said, as a pattern."""
+
+    files: Mapping[str, str]
+    status: int
+    says: str
+    arguments: tuple[str, ...] = ()
+
+
+LONG = {PURE: PASSES, PROCESS: f"@pytest.mark.long\n{PASSES}"}
+SUITES = {
+    "all pass": Suite({PROCESS: PASSES, PURE: PASSES}, 0, "2 tests: 2 passed, 0 skipped"),
+    "a long test": Suite(LONG, 0, "1 tests: 1 passed"),
+    "a long test that is asked for": Suite(LONG, 0, "2 tests: 2 passed", ("--long",)),
+    "a declared skip": Suite(
+        {PROCESS: 'def test_it(): pytest.skip("no GPU")', PURE: PASSES},
+        0,
+        "2 tests: 1 passed, 1 skipped",
+    ),
+    "a module that is skipped": Suite(
+        {PROCESS: 'pytest.importorskip("no_such_module")', PURE: PASSES},
+        1,
+        f"in CI: {PROCESS}: could not import 'no_such_module'",
+    ),
+    "a module that cannot be imported": Suite(
+        {PROCESS: "import no_such_module", PURE: PASSES}, 1, f"not collected: {PROCESS}"
+    ),
+    "tests that never ran": Suite(
+        {PROCESS: SIXTY_FAIL},
+        1,
+        r"[1-9]\d* never ran(?s:.*)60 tests to run again are more than bad luck",
+        ("--exitfirst",),
+    ),
+    "a flake of processes, shown": Suite(
+        {PROCESS: FLAKE},
+        0,
+        f"ran again, alone: {PROCESS}::test_a_flake(?s:.*)AssertionError: the first time",
+    ),
+    "a flake of pure code": Suite(
+        {PURE: FLAKE}, 1, f"failed, and needs no process: {PURE}::test_a_flake"
+    ),
+    "six flakes": Suite({PROCESS: SIX_FLAKES}, 1, "6 tests to run again are more than bad luck"),
+}
+
+
+@pytest.mark.parametrize("name", SUITES)
+def test_a_suite_is_green_or_red_and_says_why(run: Run, name: str) -> None:
+    suite = SUITES[name]
+
+    ended = run(suite.files, *suite.arguments)
+
+    assert ended.status == suite.status, ended.output
+    assert re.search(suite.says, ended.output), ended.output
 
 
 def test_a_defect_behind_twelve_tests_that_kill_their_worker_the_first_time_is_red(
@@ -120,23 +189,6 @@ def test_a_defect(n):
     assert len(list(tmp_path.glob("tests/processes/ran-*"))) == 100
     assert "112 tests: 99 passed, 0 skipped (of modules, too), 13 failed" in ended.output
     assert "13 tests to run again are more than bad luck" in ended.output
-
-
-def test_tests_that_never_ran_are_red(run: Run) -> None:
-    ended = run(
-        {
-            PROCESS: """
-@pytest.mark.parametrize("n", range(60))
-def test_it(n):
-    assert not "planted"
-"""
-        },
-        "--exitfirst",
-    )
-
-    assert ended.status == 1
-    assert "failed, 0 never ran" not in ended.output
-    assert "60 tests to run again are more than bad luck" in ended.output
 
 
 def test_a_hang_is_one_failure_and_all_others_run(run: Run) -> None:
@@ -173,46 +225,6 @@ def test_another(n):
     assert "53 tests: 50 passed, 0 skipped (of modules, too), 3 failed, 0 never ran" in ended.output
     assert "in test_one_keeps_the_interpreter_in_native_code" in ended.output
     assert ended.output.count("not passed alone either") == 3
-
-
-def test_a_flake_of_processes_runs_again_and_its_first_output_is_shown(run: Run) -> None:
-    ended = run({PROCESS: FLAKE})
-
-    assert ended.status == 0, ended.output
-    shown = ended.output.rpartition(f"ran again, alone: {PROCESS}::test_a_flake")[2]
-    assert "AssertionError: the first time" in shown
-
-
-def test_a_flake_of_pure_code_is_red(run: Run) -> None:
-    ended = run({PURE: FLAKE})
-
-    assert ended.status == 1
-    assert f"failed, and needs no process: {PURE}::test_a_flake" in ended.output
-
-
-def test_six_flakes_are_red(run: Run) -> None:
-    ended = run(
-        {
-            PROCESS: """
-@pytest.mark.parametrize("n", range(6))
-def test_a_flake(n):
-    seen = HERE / f"seen-{n}"
-    was_seen = seen.exists()
-    seen.touch()
-    assert was_seen
-"""
-        }
-    )
-
-    assert ended.status == 1
-    assert "6 tests to run again are more than bad luck" in ended.output
-
-
-def test_a_skip_that_is_declared_is_green(run: Run) -> None:
-    ended = run({PROCESS: 'def test_it(): pytest.skip("no GPU")', PURE: "def test_it(): pass"})
-
-    assert ended.status == 0, ended.output
-    assert "2 tests: 1 passed, 1 skipped" in ended.output
 
 
 @pytest.mark.parametrize(
@@ -255,25 +267,6 @@ def test_it(n):
     assert len(lines) == len(refused)
 
 
-def test_a_module_that_is_skipped_or_cannot_be_imported_is_red(run: Run) -> None:
-    skipped = run({PROCESS: 'pytest.importorskip("no_such_module")', PURE: "def test_it(): pass"})
-    broken = run({PROCESS: "import no_such_module", PURE: "def test_it(): pass"})
-
-    assert skipped.status == broken.status == 1
-    assert f"in CI: {PROCESS}: could not import 'no_such_module'" in skipped.output
-    assert f"not collected: {PROCESS}" in broken.output
-
-
-def test_a_long_test_runs_when_it_is_asked_for(run: Run) -> None:
-    files = {PURE: "def test_it(): pass", PROCESS: "@pytest.mark.long\ndef test_it(): pass"}
-
-    short, long = run(files), run(files, "--long")
-
-    assert (short.status, long.status) == (0, 0)
-    assert "1 tests: 1 passed" in short.output
-    assert "2 tests: 2 passed" in long.output
-
-
 def test_the_seconds_of_folders_and_of_the_slowest_tests_are_shown(run: Run) -> None:
     slow = """
 @pytest.fixture
@@ -290,3 +283,11 @@ def test_it(fixture): time.sleep(1)
         f"{PURE}::test_it",
     ]
     assert all(float(shown[number][0]) >= 2 for number in (0, 2))
+
+
+def test_each_pattern_of_what_is_forgiven_is_of_some_test() -> None:
+    told = tomllib.loads((ROOT / FORGIVEN_FILE).read_text())
+    tests = [str(path.relative_to(ROOT)) for path in ROOT.glob("tests/**/test_*.py")]
+
+    patterns = [*told["processes"], *told["pure"], *(f"{one['tests']}*" for one in told["skip"])]
+    assert not [one for one in patterns if not fnmatch.filter(tests, one)]
