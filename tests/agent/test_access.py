@@ -26,18 +26,18 @@ def access_of(ring: KeyRing, name: str) -> Access:
     return Access(ring.pair(name), trusted)
 
 
-def test_a_folder_that_only_says_whom_we_trust_need_not_have_our_key(ring):
+def test_a_folder_that_only_says_whom_we_trust_need_not_have_our_key(ring: KeyRing) -> None:
     assert not access_of(ring, "prefill").has_lost(Role.PREFILL)
 
 
-def test_our_key_is_missing_where_other_keys_of_our_role_are(ring):
+def test_our_key_is_missing_where_other_keys_of_our_role_are(ring: KeyRing) -> None:
     ring.trust("prefill-1", Role.PREFILL)
 
     assert access_of(ring, "prefill").has_lost(Role.PREFILL)
     assert not access_of(ring, "prefill-1").has_lost(Role.PREFILL)
 
 
-async def test_our_key_is_missing_where_it_was_before(ring):
+async def test_our_key_is_missing_where_it_was_before(ring: KeyRing) -> None:
     ring.trust("prefill", Role.PREFILL)
     access = access_of(ring, "prefill")
     was_lost = access.has_lost(Role.PREFILL)
@@ -48,7 +48,7 @@ async def test_our_key_is_missing_where_it_was_before(ring):
     assert (was_lost, access.has_lost(Role.PREFILL)) == (False, True)
 
 
-def test_a_prefill_agent_whose_key_was_revoked_says_so(ring):
+def test_a_prefill_agent_whose_key_was_revoked_says_so(ring: KeyRing) -> None:
     with agents_ended(Agents) as agents:
         prefill = ring.prepare(agents, Role.PREFILL, "prefill")
         agents.start(prefill)

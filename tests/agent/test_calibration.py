@@ -30,7 +30,7 @@ class Measured:
         return self.calibration.rates
 
 
-def test_an_agent_gets_the_rates_of_its_machine():
+def test_an_agent_gets_the_rates_of_its_machine() -> None:
     for _ in range(5):  # a busy machine may not be measured within the second that it has
         measured = Measured()
         with capture_logs() as logs:
@@ -49,7 +49,7 @@ def test_an_agent_gets_the_rates_of_its_machine():
     assert measured.num_changes == 2
 
 
-def test_what_cannot_be_measured_stays_at_the_defaults(monkeypatch):
+def test_what_cannot_be_measured_stays_at_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_reads(_: str) -> None:
         raise LocalError("NIXL was not measured in time", code=ErrorCode.TIMEOUT)
 
@@ -71,7 +71,7 @@ def test_what_cannot_be_measured_stays_at_the_defaults(monkeypatch):
     assert measured.num_changes == 0
 
 
-def test_the_event_loop_does_not_measure(monkeypatch):
+def test_the_event_loop_does_not_measure(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
 
     def note(*_: str) -> None:
@@ -88,7 +88,7 @@ def test_the_event_loop_does_not_measure(monkeypatch):
     assert seen == [True, True]
 
 
-def test_copies_are_measured_once(monkeypatch):
+def test_copies_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
     given = [
         CopyRates(
             gather_bytes_per_s=rate,

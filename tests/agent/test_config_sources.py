@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvbus.agent.process.config import load_config
+from kvbus.agent.process.config import AgentConfig, load_config
 from kvbus.agent.process.config_sources import variable
 from kvbus.doctor.agents import wanted_agents
 from kvbus.errors import ConfigError
@@ -59,7 +59,9 @@ def refusal(path: Path | None = None, settings: tuple[str, ...] = ()) -> str:
     return refused.value.message
 
 
-def test_variables_are_enough_and_are_of_the_type_of_their_keys(environment):
+def test_variables_are_enough_and_are_of_the_type_of_their_keys(
+    environment: pytest.MonkeyPatch,
+) -> None:
     environment.setenv("KVBUS_TRANSPORT__SLICE_BYTES", "1048576")
     environment.setenv("KVBUS_OPTIMISTIC", "false")
     environment.setenv("KVBUS_LEASE_S", "2.5")
@@ -75,7 +77,9 @@ def test_variables_are_enough_and_are_of_the_type_of_their_keys(environment):
     assert config.allowed_peers == ()
 
 
-def test_a_setting_wins_over_a_variable_and_that_over_the_file(environment, path):
+def test_a_setting_wins_over_a_variable_and_that_over_the_file(
+    environment: pytest.MonkeyPatch, path: Path
+) -> None:
     path.write_text(FILE + "lease_s = 1.0\nheartbeat_s = 1.0\nsilence_s = 1.0\n")
     environment.setenv("KVBUS_HEARTBEAT_S", "2")
     environment.setenv("KVBUS_SILENCE_S", "2")
@@ -87,7 +91,9 @@ def test_a_setting_wins_over_a_variable_and_that_over_the_file(environment, path
 
 
 @pytest.mark.parametrize("source", ["file", "variable", "setting"])
-def test_references_to_variables_are_replaced_wherever_they_stand(environment, path, source):
+def test_references_to_variables_are_replaced_wherever_they_stand(
+    environment: pytest.MonkeyPatch, path: Path, source: str
+) -> None:
     environment.setenv("POD_IP", "10.1.2.3")
     text = "$(POD_IP).example"
     path.write_text(FILE + (f'advertise_host = "{text}"\n' if source == "file" else ""))
@@ -100,7 +106,9 @@ def test_references_to_variables_are_replaced_wherever_they_stand(environment, p
     assert config.advertise_host == "10.1.2.3.example"
 
 
-def test_references_in_a_list_are_replaced_and_two_dollars_stand_for_the_text(environment, path):
+def test_references_in_a_list_are_replaced_and_two_dollars_stand_for_the_text(
+    environment: pytest.MonkeyPatch, path: Path
+) -> None:
     environment.setenv("NET", "10.0.0.0/8")
     path.write_text(FILE + 'allowed_peers = ["$(NET)", "$$(NET)"]\n')
 
@@ -123,7 +131,9 @@ def test_references_in_a_list_are_replaced_and_two_dollars_stand_for_the_text(en
         ("KVBUS_KEY_FILE", "$(GONE)/k", "KVBUS_KEY_FILE: key 'key_file': the variable GONE"),
     ],
 )
-def test_a_wrong_variable_is_named_with_its_key(environment, name, value, named):
+def test_a_wrong_variable_is_named_with_its_key(
+    environment: pytest.MonkeyPatch, name: str, value: str, named: str
+) -> None:
     environment.setenv(name, value)
 
     assert named in refusal()
@@ -140,11 +150,15 @@ def test_a_wrong_variable_is_named_with_its_key(environment, name, value, named)
         ("peer_bind=x", "--set peer_bind: key 'peer_bind': "),
     ],
 )
-def test_a_wrong_setting_is_named_with_its_key(environment, setting, named):
+def test_a_wrong_setting_is_named_with_its_key(
+    environment: pytest.MonkeyPatch, setting: str, named: str
+) -> None:
     assert named in refusal(settings=(setting,))
 
 
-def test_a_section_that_is_none_is_refused_by_the_file(environment, path):
+def test_a_section_that_is_none_is_refused_by_the_file(
+    environment: pytest.MonkeyPatch, path: Path
+) -> None:
     environment.setenv("KVBUS_TRANSPORT__SLICE_BYTES", "1048576")
     path.write_text(f"{FILE}transport = 3\n")
 
@@ -183,7 +197,9 @@ def test_a_section_that_is_none_is_refused_by_the_file(environment, path):
         ("http_bind = '[::]:99999'", "is not HOST:PORT, with a port up to 65535"),
     ],
 )
-def test_what_is_wrong_in_a_file_is_told_in_words(environment, path, line, told):
+def test_what_is_wrong_in_a_file_is_told_in_words(
+    environment: pytest.MonkeyPatch, path: Path, line: str, told: str
+) -> None:
     path.write_text(FILE + line)
 
     said = refusal(path)
@@ -200,7 +216,9 @@ def test_what_is_wrong_in_a_file_is_told_in_words(environment, path, line, told)
         ("log_level", "loud", "key 'log_level': 'loud': expected one of debug, info, warning"),
     ],
 )
-def test_a_wrong_value_is_told_in_words_wherever_it_stands(environment, path, key, value, told):
+def test_a_wrong_value_is_told_in_words_wherever_it_stands(
+    environment: pytest.MonkeyPatch, path: Path, key: str, value: str, told: str
+) -> None:
     path.write_text(re.sub(f"^{key} = .*$", "", FILE, flags=re.M) + f'{key} = "{value}"\n')
     environment.delenv(variable(key), raising=False)
 
@@ -210,21 +228,25 @@ def test_a_wrong_value_is_told_in_words_wherever_it_stands(environment, path, ke
     assert told in refusal(path)
 
 
-def test_a_file_of_the_other_agent_is_refused_as_such(environment, path):
+def test_a_file_of_the_other_agent_is_refused_as_such(
+    environment: pytest.MonkeyPatch, path: Path
+) -> None:
     path.write_text(FILE + "fetch_timeout_s = 1.0\n")
 
     with pytest.raises(ConfigError, match="a prefill agent has no key 'fetch_timeout_s'"):
         load_config(PrefillConfig, path)
 
 
-def test_the_doctor_refuses_what_is_wrong_in_a_section_of_all_agents(environment, path):
+def test_the_doctor_refuses_what_is_wrong_in_a_section_of_all_agents(
+    environment: pytest.MonkeyPatch, path: Path
+) -> None:
     path.write_text(f"{FILE}[transport]\nslices = 1")
 
     with pytest.raises(ConfigError, match=r"no key 'transport\.slices'"):
         wanted_agents([path])
 
 
-def test_what_has_no_default_is_asked_for_by_name(environment):
+def test_what_has_no_default_is_asked_for_by_name(environment: pytest.MonkeyPatch) -> None:
     environment.delenv("KVBUS_AGENT_ID")
 
     said = refusal()
@@ -244,14 +266,16 @@ def test_what_has_no_default_is_asked_for_by_name(environment):
         "KVBUS_PREFILL_PORT_7701_TCP_ADDR",
     ],
 )
-def test_variables_of_others_are_left_alone(environment, name):
+def test_variables_of_others_are_left_alone(environment: pytest.MonkeyPatch, name: str) -> None:
     environment.setenv(name, "tcp://10.0.0.1:80")
 
     assert load_config(DecodeConfig, None).agent_id == "d"
 
 
 @pytest.mark.parametrize("kind", [PrefillConfig, DecodeConfig])
-def test_every_key_has_a_variable_and_a_setting(environment, kind):
+def test_every_key_has_a_variable_and_a_setting(
+    environment: pytest.MonkeyPatch, kind: type[AgentConfig]
+) -> None:
     keys = list(keys_of(kind))
 
     assert {"log_level", "transport.slice_bytes", "connections.max_connections"} <= set(keys)
@@ -264,7 +288,9 @@ def test_every_key_has_a_variable_and_a_setting(environment, kind):
                 load_config(kind, None)
 
 
-def test_the_doctor_looks_at_the_agent_of_the_environment(environment, path):
+def test_the_doctor_looks_at_the_agent_of_the_environment(
+    environment: pytest.MonkeyPatch, path: Path
+) -> None:
     environment.setenv("KVBUS_FETCH_TIMEOUT_S", "1")  # a key of one role only
 
     ((source, alone),) = wanted_agents([])
@@ -274,7 +300,9 @@ def test_the_doctor_looks_at_the_agent_of_the_environment(environment, path):
     assert overlaid.agent_id == "d"
 
 
-def test_the_command_takes_settings_and_refuses_a_wrong_one(environment):
+def test_the_command_takes_settings_and_refuses_a_wrong_one(
+    environment: pytest.MonkeyPatch,
+) -> None:
     command = [sys.executable, "-m", "kvbus_decode", "--set", "lease_z=1"]
 
     ended = subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)

@@ -1,5 +1,7 @@
 """What is said to be wrong: of now first, of the last minutes with its time, of earlier nothing."""
 
+from typing import Any
+
 from kvbus.agent.process.faults import OLD_S, current_faults
 from kvbus.protocol import AgentRole, AgentStatus, Span
 
@@ -32,18 +34,18 @@ def faults(
     return [(fault.what, fault.do) for fault in found]
 
 
-def test_failed_handoffs_say_when_the_last_one_was():
+def test_failed_handoffs_say_when_the_last_one_was() -> None:
     ((what, _),) = faults((290.0, "timeout: the last"), (400.0, "timeout: the first"), (1.0, ""))
 
     assert what == "2 of the last 3 handoffs failed, last 5 min ago, with timeout: the last"
 
 
-def test_what_last_failed_long_ago_is_no_fault():
+def test_what_last_failed_long_ago_is_no_fault() -> None:
     assert not faults((OLD_S + 1, "timeout: t"), (OLD_S + 9, "busy: b"), (1.0, ""))
 
 
-def test_nixl_made_anew_is_a_fault_for_some_minutes():
-    recycled = {"kvbus_recycled_transports": 2.0}
+def test_nixl_made_anew_is_a_fault_for_some_minutes() -> None:
+    recycled: Any = {"kvbus_recycled_transports": 2.0}
 
     ((what, _),) = faults(**recycled, kvbus_recycled_timestamp_seconds=WALL_S - 42)
 
@@ -52,7 +54,7 @@ def test_nixl_made_anew_is_a_fault_for_some_minutes():
     assert not faults(kvbus_recycled_transports=0.0, kvbus_recycled_timestamp_seconds=0.0)
 
 
-def test_what_is_wrong_now_stands_before_what_was():
+def test_what_is_wrong_now_stands_before_what_was() -> None:
     found = faults(
         (1.0, "timeout: t"),
         silent={PEER: 1.0},
@@ -64,20 +66,20 @@ def test_what_is_wrong_now_stands_before_what_was():
     assert [word in what for word, (what, _) in zip(words, found, strict=True)] == 4 * [True]
 
 
-def test_a_silent_agent_that_is_due_is_tried_at_the_next_fetch():
+def test_a_silent_agent_that_is_due_is_tried_at_the_next_fetch() -> None:
     due, later = faults(silent={PEER: 0.0, "tcp://h:1": 0.2})
 
     assert due[0].endswith("it is tried again at the next fetch")
     assert later[0].endswith("it is tried again in 1 s")
 
 
-def test_an_address_of_a_peer_is_one_word_of_the_command():
+def test_an_address_of_a_peer_is_one_word_of_the_command() -> None:
     ((_, do),) = faults(silent={"tcp://h:1; reboot": 1.0})
 
     assert do.endswith("kvbus doctor --peer 'tcp://h:1; reboot'")
 
 
-def test_fetches_that_were_refused_for_a_silent_agent_are_counted():
+def test_fetches_that_were_refused_for_a_silent_agent_are_counted() -> None:
     ((one, _),) = faults(silent={PEER: 3.0}, kvbus_silent_peer_refusals=37.0)
     (first, _), _ = faults(silent={PEER: 3.0, "tcp://h:1": 3.0}, kvbus_silent_peer_refusals=37.0)
 
@@ -85,7 +87,7 @@ def test_fetches_that_were_refused_for_a_silent_agent_are_counted():
     assert "37 fetches were refused for 2 such agents" in first
 
 
-def test_blocks_are_withheld_by_a_prefill_agent_or_by_our_own_link():
+def test_blocks_are_withheld_by_a_prefill_agent_or_by_our_own_link() -> None:
     ((_, theirs),) = faults(kvbus_quarantined_blocks=50.0)
     ((_, ours),) = faults(kvbus_quarantined_blocks=50.0, is_linked=False)
 

@@ -48,7 +48,7 @@ async def nothing(_: object) -> None:
     """Nothing touches the memory."""
 
 
-async def test_bytes_go_beside_the_loop_before_who_lives_is_told_and_addresses_go_last():
+async def test_bytes_go_beside_the_loop_before_who_lives_is_told_and_addresses_go_last() -> None:
     process: Any = Process()
     quiet: Any = SimpleNamespace(copied=nothing, quiesce=nothing)
     returned: Any = MemoryReturn(None, lambda: quiet)  # type: ignore[arg-type]

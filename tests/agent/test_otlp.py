@@ -88,18 +88,16 @@ async def test_each_span_is_a_child_of_the_one_that_it_is_a_part_of() -> None:
 
 
 async def test_values_of_any_kind_and_size_arrive_as_they_are() -> None:
-    outbox, values = (
-        SpanOutbox(),
-        {
-            "zero": 0,
-            "small": 127,
-            "two bytes": 128,
-            "large": 2**62 + 12_345,
-            "half": 0.5,
-            "long": "é" * 9000,
-            "empty": "",
-        },
-    )
+    outbox = SpanOutbox()
+    values: dict[str, str | int | float] = {
+        "zero": 0,
+        "small": 127,
+        "two bytes": 128,
+        "large": 2**62 + 12_345,
+        "half": 0.5,
+        "long": "é" * 9000,
+        "empty": "",
+    }
     with collecting() as collector:
         async with sends(outbox, collector.endpoint):
             outbox.put(lambda: [Span("fetch", 0.0, 1.0, attributes=values)], "o")
@@ -137,7 +135,9 @@ async def test_a_trace_that_is_not_sampled_is_not_sent() -> None:
     assert TRACE not in {span.trace_id for span in collector.spans}
 
 
-async def test_a_collector_that_is_away_is_said_once_and_gets_all_when_it_is_back(said) -> None:
+async def test_a_collector_that_is_away_is_said_once_and_gets_all_when_it_is_back(
+    said: list[Any],
+) -> None:
     outbox = SpanOutbox()
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -169,7 +169,7 @@ async def test_a_collector_that_has_no_time_is_asked_again() -> None:
     assert outbox.num_dropped == 0
 
 
-async def test_what_a_collector_refuses_is_dropped(said) -> None:
+async def test_what_a_collector_refuses_is_dropped(said: list[Any]) -> None:
     outbox = SpanOutbox()
     with collecting() as collector:
         collector.status = 401
@@ -181,7 +181,7 @@ async def test_what_a_collector_refuses_is_dropped(said) -> None:
     assert said[0]["reason"] == "HTTP status 401"
 
 
-async def test_spans_that_cannot_be_made_are_lost_alone(said) -> None:
+async def test_spans_that_cannot_be_made_are_lost_alone(said: list[Any]) -> None:
     outbox = SpanOutbox()
 
     def fails() -> list[Span]:
@@ -239,7 +239,9 @@ async def test_headers_come_from_the_environment() -> None:
 
 @pytest.mark.parametrize("headers", ["x-key=sec%0Aret", "x key=secret", "x-key=secr%E2%82%ACet"])
 @pytest.mark.parametrize("variable", HEADERS)
-def test_a_header_that_cannot_be_sent_is_refused_at_the_start_and_not_told(variable, headers):
+def test_a_header_that_cannot_be_sent_is_refused_at_the_start_and_not_told(
+    variable: str, headers: str
+) -> None:
     with pytest.raises(ConfigError, match=variable) as refused:
         Collector("http://127.0.0.1:4318", {variable: f"fine=yes,{headers}"})
 
@@ -247,7 +249,7 @@ def test_a_header_that_cannot_be_sent_is_refused_at_the_start_and_not_told(varia
     assert "sec" not in refused.value.message
 
 
-def test_a_redirect_is_a_refusal_and_its_target_is_not_asked():
+def test_a_redirect_is_a_refusal_and_its_target_is_not_asked() -> None:
     with collecting() as collector, collecting() as elsewhere:
         collector.redirects_to = elsewhere.endpoint
         answer = Collector(collector.endpoint, {HEADERS[0]: "x-key=secret"}).post(b"")

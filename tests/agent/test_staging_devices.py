@@ -40,7 +40,9 @@ def config(**changes: Any) -> AgentConfig:
 
 
 @pytest.mark.anyio
-async def test_the_host_has_slots_from_the_start_and_other_devices_have_not(transport: Transport):
+async def test_the_host_has_slots_from_the_start_and_other_devices_have_not(
+    transport: Transport,
+) -> None:
     devices = await StagingDevices.open(config(), transport)
     with pytest.raises(LocalError, match="no staging slots for GPU-0"):
         devices.at("GPU-0")
@@ -54,7 +56,7 @@ async def test_the_host_has_slots_from_the_start_and_other_devices_have_not(tran
 
 
 @pytest.mark.anyio
-async def test_each_device_is_registered_for_those_who_read_there(transport: Transport):
+async def test_each_device_is_registered_for_those_who_read_there(transport: Transport) -> None:
     devices = await StagingDevices.open(config(), transport)
     devices._slots["GPU-0"] = await SlotMemory.open(transport, num_slots=3, slot_bytes=4096)
     here, there = devices.registrations({HOST}), devices.registrations({"GPU-0"})
@@ -66,7 +68,7 @@ async def test_each_device_is_registered_for_those_who_read_there(transport: Tra
 
 
 @pytest.mark.anyio
-async def test_where_packing_is_turned_off_no_device_has_slots(transport: Transport):
+async def test_where_packing_is_turned_off_no_device_has_slots(transport: Transport) -> None:
     devices = await StagingDevices.open(config(staging_bytes=0), transport)
 
     assert (devices.packs, devices.num_slots, devices.slot_bytes) == (False, 0, 0)
@@ -79,7 +81,7 @@ async def test_where_packing_is_turned_off_no_device_has_slots(transport: Transp
 
 
 @pytest.mark.anyio
-async def test_a_gpu_that_is_not_there_has_no_slots(transport: Transport):
+async def test_a_gpu_that_is_not_there_has_no_slots(transport: Transport) -> None:
     devices = await StagingDevices.open(config(), transport)
     with pytest.raises(SegmentError, match=r"CUDA|GPU"):
         await devices.make("GPU-of-nobody")
@@ -92,17 +94,19 @@ async def test_a_gpu_that_is_not_there_has_no_slots(transport: Transport):
     ("vram", "pinned", "chosen"),
     [(2e9, 1e9, "VRAM"), (1e9, 2e9, "DRAM"), (0, 1e9, "DRAM"), (1e9, 0, "VRAM"), (0, 0, "VRAM")],
 )
-def test_slots_of_a_gpu_are_where_they_are_read_fastest(vram: float, pinned: float, chosen: str):
+def test_slots_of_a_gpu_are_where_they_are_read_fastest(
+    vram: float, pinned: float, chosen: str
+) -> None:
     assert preferred({"VRAM": vram, "DRAM": pinned}) == chosen
 
 
-def test_the_wire_between_two_areas_has_a_speed():
+def test_the_wire_between_two_areas_has_a_speed() -> None:
     rate = measure_wire(f"agent/{uuid.uuid4().hex}", Area.in_host(), Area.in_host(), timeout_s=30)
 
     assert 1e6 < rate < 1e13
 
 
-def test_memory_that_nixl_does_not_take_has_no_speed():
+def test_memory_that_nixl_does_not_take_has_no_speed() -> None:
     host = Area.in_host()
     nowhere = Area(0x1000, host.size_bytes, 0, "VRAM", host)
 
@@ -113,7 +117,7 @@ def test_memory_that_nixl_does_not_take_has_no_speed():
 @pytest.mark.anyio
 async def test_where_nixl_takes_no_gpu_memory_the_slots_are_pinned_and_the_log_says_so(
     transport: Transport, monkeypatch: pytest.MonkeyPatch
-):
+) -> None:
     monkeypatch.setattr(gpu_slots, "_ordinal", lambda _gpu: 3)
     monkeypatch.setattr(gpu_slots, "_make", lambda size, *_: HostSlots(size))
     devices = await StagingDevices.open(config(), transport)

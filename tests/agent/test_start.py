@@ -15,7 +15,7 @@ print(json.dumps([name for name in ("torch", "rich.console") if name in sys.modu
 
 
 @pytest.mark.parametrize("module", ["kvbus_prefill.__main__", "kvbus_decode.__main__"])
-def test_an_agent_starts_without_torch_and_without_rich(module):
+def test_an_agent_starts_without_torch_and_without_rich(module: str) -> None:
     program = [sys.executable, "-c", PROGRAM.format(module=module)]
 
     found = subprocess.run(program, check=True, capture_output=True, text=True, timeout=60)

@@ -72,6 +72,7 @@ def memory_file(size_bytes: int) -> int:
 
 async def take(ours: socket.socket) -> int:
     """Ask, and give back what came of it; returns how many segments that was."""
+    assert isinstance(DONE, HandshakeDone)
     channel = FrameChannel(ours, frame_timeout_s=0.2)
     lent = LentSegments(channel, "boot", DONE)
     try:

@@ -18,8 +18,8 @@ KEY = 40 * "k"
 
 
 def listed(**keys: Any) -> ListedPeers:
-    binds = {"peer_bind": "tcp://127.0.0.1:0", "events_bind": "tcp://127.0.0.1:0"}
-    return ListedPeers(DecodeConfig(agent_id="decode-0", **binds, **keys))
+    bind = "tcp://127.0.0.1:0"
+    return ListedPeers(DecodeConfig(agent_id="decode-0", peer_bind=bind, events_bind=bind, **keys))
 
 
 @pytest.fixture
@@ -36,7 +36,9 @@ def names(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[str]]:
     return known
 
 
-async def test_all_addresses_of_a_name_are_listed_and_it_is_looked_up_again(names) -> None:
+async def test_all_addresses_of_a_name_are_listed_and_it_is_looked_up_again(
+    names: dict[str, list[str]],
+) -> None:
     names["prefill.svc"] = ["10.0.0.1", "10.0.0.2"]
     peers = listed(peers=("tcp://prefill.svc:7501",))
     first = await peers.look()
@@ -48,7 +50,9 @@ async def test_all_addresses_of_a_name_are_listed_and_it_is_looked_up_again(name
     assert later == {PeerAddress("tcp://10.0.0.2:7501"), PeerAddress("tcp://[fd00::3]:7501")}
 
 
-async def test_a_name_server_that_fails_leaves_what_was_known_and_is_said_once(names) -> None:
+async def test_a_name_server_that_fails_leaves_what_was_known_and_is_said_once(
+    names: dict[str, list[str]],
+) -> None:
     names["prefill.svc"] = ["10.0.0.1"]
     peers = listed(peers=("tcp://prefill.svc:7501",))
     known = await peers.look()
@@ -129,7 +133,9 @@ async def test_one_name_that_has_no_answer_holds_up_no_other(
     assert len(await listed(peers=("tcp://a:1", "tcp://b:1")).look()) == 2
 
 
-async def test_a_name_that_is_listed_no_more_is_forgotten(names, tmp_path: Path) -> None:
+async def test_a_name_that_is_listed_no_more_is_forgotten(
+    names: dict[str, list[str]], tmp_path: Path
+) -> None:
     path = tmp_path / "peers"
     path.write_text("tcp://a:1\n")
     names["a"] = ["10.0.0.1"]

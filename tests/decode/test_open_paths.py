@@ -2,6 +2,7 @@
 
 from itertools import product
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -14,7 +15,7 @@ DIRECT, PACKED, REORDERED, MAPPED = Path.DIRECT, Path.PACKED, Path.REORDERED, Pa
 
 def route(
     prefill: bool, decode: bool, *slots: int, maps: str = "none", on_host: bool = True
-) -> SimpleNamespace:
+) -> Any:
     """A route between engines that are direct or not; ``slots`` are those of its sources.
 
     ``maps`` says how much of their memory is mapped here; ``on_host`` whether ours can be.
@@ -58,7 +59,9 @@ def source(number: int, slot_bytes: int, maps: str, *, knows: bool = True) -> Si
         (False, False, (8,), True, (PACKED,)),
     ],
 )
-def test_paths_that_both_sides_can_take_are_open(prefill, decode, slots, packs_here, left):
+def test_paths_that_both_sides_can_take_are_open(
+    prefill: bool, decode: bool, slots: tuple[int, ...], packs_here: bool, left: tuple[Path, ...]
+) -> None:
     assert open_paths(route(prefill, decode, *slots), "auto", packs_here=packs_here) == left
 
 
@@ -72,8 +75,8 @@ def test_paths_that_both_sides_can_take_are_open(prefill, decode, slots, packs_h
     ],
 )
 def test_where_none_is_left_the_key_and_both_sides_are_named(
-    prefill, decode, slots, packs_here, words
-):
+    prefill: bool, decode: bool, slots: tuple[int, ...], packs_here: bool, words: str
+) -> None:
     with pytest.raises(ConfigError, match="'staging_bytes' is 0") as refused:
         open_paths(route(prefill, decode, *slots), "auto", packs_here=packs_here)
 
@@ -82,7 +85,7 @@ def test_where_none_is_left_the_key_and_both_sides_are_named(
 
 
 @pytest.mark.parametrize("direct", [True, False])
-def test_memory_that_is_mapped_is_open_registered_or_not(direct):
+def test_memory_that_is_mapped_is_open_registered_or_not(direct: bool) -> None:
     way = route(direct, direct, 0, 0, maps="all")
 
     assert open_paths(way, "mapped", packs_here=False) == (MAPPED,)
@@ -98,7 +101,9 @@ def test_memory_that_is_mapped_is_open_registered_or_not(direct):
         ("all", False, "the decode engine is on a GPU"),
     ],
 )
-def test_the_mapped_path_is_refused_with_the_reason_that_it_is_closed(maps, on_host, words):
+def test_the_mapped_path_is_refused_with_the_reason_that_it_is_closed(
+    maps: str, on_host: bool, words: str
+) -> None:
     way = route(True, True, 8, 8, maps=maps, on_host=on_host)
 
     with pytest.raises(ConfigError, match=f"forces 'mapped', but .*{words}"):
@@ -106,7 +111,7 @@ def test_the_mapped_path_is_refused_with_the_reason_that_it_is_closed(maps, on_h
     assert MAPPED not in open_paths(way, "auto", packs_here=True)
 
 
-def test_a_forced_path_is_taken_or_refused_and_no_other_is():
+def test_a_forced_path_is_taken_or_refused_and_no_other_is() -> None:
     for prefill, decode, slots, here in product([True, False], [True, False], [0, 8], [0, 1]):
         way = route(prefill, decode, slots)
         for wanted in Path:

@@ -35,7 +35,9 @@ async def silent(request: pytest.FixtureRequest) -> tuple[ReachBook, Connection]
     return book, connection
 
 
-async def test_fetches_that_are_refused_count_until_the_agent_is_heard(silent):
+async def test_fetches_that_are_refused_count_until_the_agent_is_heard(
+    silent: tuple[ReachBook, Connection],
+) -> None:
     book, connection = silent
     with pytest.raises(RemoteError):
         book.admit(WHERE, connection, WHERE, "a")
@@ -46,7 +48,9 @@ async def test_fetches_that_are_refused_count_until_the_agent_is_heard(silent):
     assert (before, book.num_refused) == (2, 0)
 
 
-async def test_a_ticket_of_a_new_process_of_a_silent_agent_is_read_at_once(silent):
+async def test_a_ticket_of_a_new_process_of_a_silent_agent_is_read_at_once(
+    silent: tuple[ReachBook, Connection],
+) -> None:
     book, connection = silent
 
     answers = book.admit(WHERE, connection, WHERE, "b")
@@ -55,7 +59,9 @@ async def test_a_ticket_of_a_new_process_of_a_silent_agent_is_read_at_once(silen
     assert book.retry_s(WHERE, connection) is None
 
 
-async def test_a_new_process_that_is_silent_too_is_not_asked_for_ever(silent):
+async def test_a_new_process_that_is_silent_too_is_not_asked_for_ever(
+    silent: tuple[ReachBook, Connection],
+) -> None:
     book, connection = silent
     loop = asyncio.get_running_loop()
 
@@ -68,7 +74,7 @@ async def test_a_new_process_that_is_silent_too_is_not_asked_for_ever(silent):
     assert refused.value.code is ErrorCode.PEER_UNREACHABLE
 
 
-async def test_a_request_that_names_no_process_waits(silent):
+async def test_a_request_that_names_no_process_waits(silent: tuple[ReachBook, Connection]) -> None:
     book, connection = silent
 
     with pytest.raises(RemoteError):

@@ -24,8 +24,8 @@ class Broken:
 
 
 async def test_a_defect_keeps_the_agent_that_it_is_about_cold_and_nothing_else() -> None:
-    binds = {"peer_bind": "tcp://127.0.0.1:0", "events_bind": "tcp://127.0.0.1:0"}
-    config = DecodeConfig(agent_id="decode-0", peers=(LISTED,), **binds)
+    bind = "tcp://127.0.0.1:0"
+    config = DecodeConfig(agent_id="decode-0", peers=(LISTED,), peer_bind=bind, events_bind=bind)
     async with anyio.create_task_group() as tasks:
         agent: Any = SimpleNamespace(tasks=tasks, loop=asyncio.get_running_loop())
         directory: Any = Broken()

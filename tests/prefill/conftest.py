@@ -1,11 +1,15 @@
 """Fixtures of the prefill agent's tests."""
 
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
+import anyio
 import pytest
 
-from tests.prefill.inside import PrefillAgent, prefill_agent
+from kvbus.memory import copying
+from tests.prefill.inside import WITHIN_S, PrefillAgent, prefill_agent
 from tests.prefill.leases import Case, leased
 
 
@@ -25,3 +29,28 @@ async def case(agent: PrefillAgent) -> AsyncIterator[Case]:
         leased(agent, source, reader) as made,
     ):
         yield made
+
+
+class HeldUp:
+    """Copies into slots that stand in their thread until they may go on."""
+
+    def __init__(self) -> None:
+        self.begun, self.may_end = threading.Event(), threading.Event()
+
+    async def wait_begun(self) -> None:
+        assert await anyio.to_thread.run_sync(self.begun.wait, WITHIN_S)
+
+
+@pytest.fixture
+def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldUp]:
+    """From now on every copy stands still before it begins."""
+    held, gather = HeldUp(), copying.gather
+
+    def late_gather(*arguments: Any) -> None:
+        held.begun.set()
+        assert held.may_end.wait(WITHIN_S)
+        gather(*arguments)
+
+    monkeypatch.setattr(copying, "gather", late_gather)
+    yield held
+    held.may_end.set()

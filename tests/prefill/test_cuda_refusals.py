@@ -14,7 +14,8 @@ from kvbus.errors import ErrorCode, LocalError, RequestRefused, SegmentError
 from kvbus.memory.attach import AttachClient
 from kvbus.protocol import Hello, PassCuda, to_body
 from tests.agents import until
-from tests.engines import NHD, engine, make_spec
+from tests.engines import engine, make_spec
+from tests.memories import NHD
 from tests.prefill.inside import PrefillAgent, given_back, prefill_agent
 
 pytestmark = [

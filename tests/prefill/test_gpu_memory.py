@@ -1,6 +1,5 @@
 """A prefill agent with memory of a GPU, all but the CUDA calls real: slots, copies, and the end."""
 
-import threading
 from pathlib import Path
 
 import anyio
@@ -10,10 +9,10 @@ import torch
 from kvbus.engine import PrefillSession
 from kvbus.errors import ErrorCode, RequestRefused
 from kvbus.protocol import HandshakeDone
-from kvbus_prefill import gather as packing
 from tests.agents import until
 from tests.gpu_stand_in import GPU, StandIn, engine_on, gpu
-from tests.prefill.inside import SETTINGS, WITHIN_S, PrefillAgent, prefill_agent
+from tests.prefill.conftest import HeldUp
+from tests.prefill.inside import SETTINGS, PrefillAgent, prefill_agent
 from tests.prefill.leases import handshake, lease, leased
 
 pytestmark = pytest.mark.anyio
@@ -66,17 +65,7 @@ async def test_it_is_closed_when_the_engine_ends_and_late_reads_are_not_waited_f
         assert num_open == 1
 
 
-async def test_it_is_not_closed_under_a_copy(
-    folder: Path, gpu: StandIn, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    begun, may_end, gather = threading.Event(), threading.Event(), packing.Packing._gather
-
-    def late_gather(*arguments: object) -> None:
-        begun.set()
-        assert may_end.wait(WITHIN_S)
-        gather(*arguments)
-
-    monkeypatch.setattr(packing.Packing, "_gather", late_gather)
+async def test_it_is_not_closed_under_a_copy(folder: Path, gpu: StandIn, held_up: HeldUp) -> None:
     refusals: list[RequestRefused] = []
     async with (
         prefill_agent(folder, late_read_s=86_400) as agent,
@@ -90,11 +79,11 @@ async def test_it_is_not_closed_under_a_copy(
                 refusals.append(await case.refusal())
 
             tasks.start_soon(note)
-            assert await anyio.to_thread.run_sync(begun.wait, WITHIN_S)
+            await held_up.wait_begun()
         await until(lambda: refusals)
         await anyio.wait_all_tasks_blocked()
         num_open = gpu.num_open
-        may_end.set()
+        held_up.may_end.set()
         await until(lambda: not gpu.num_open)
 
     assert num_open == 1

@@ -183,7 +183,8 @@ async def test_nothing_is_told_of_a_socket_that_the_config_closes(folder: Path) 
         assert "mapped = false" in told.closed
         assert not agent.config.memory_path.exists()
         (process,) = {each for each in agent.local(source).processes if each.segments.mappings}
-        assert all(one.lent_fd is None for one in process.segments.mappings.values())
+        mappings = process.segments.mappings.values()
+        assert all(getattr(one, "lent_fd", None) is None for one in mappings)
 
 
 async def test_a_socket_that_cannot_be_had_closes_lending_and_nothing_else(folder: Path) -> None:

@@ -6,6 +6,7 @@ Axes of a box in canonical order: layer, part, token, head, dim; all as raw bits
 import asyncio
 import uuid
 from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ from kvbus.geometry import AxisName, BlockTable, Box, KvPart, SlotOrder
 from kvbus.protocol import CheckMemory, Empty, HandshakeDone, Packed, Unpack
 from kvbus.transport import ReadOutcome, ReadStatus, Transport
 from tests.agents import until
-from tests.engines import FULL, NHD, NUM_BLOCKS, Engine, bits, make_spec
+from tests.engines import FULL, NUM_BLOCKS, Engine, make_spec
+from tests.memories import NHD
 from tests.prefill.inside import PrefillAgent, given_back, prefill_agent
 from tests.prefill.leases import SECRET, TABLE, Case, handshake, leased
+from tests.strict_sessions import bits
 
 pytestmark = pytest.mark.anyio
 
@@ -257,6 +260,10 @@ async def test_an_agent_without_staging_memory_says_so(folder: Path) -> None:
     assert "'staging_bytes' of its configuration is 0" in refusal.message
 
 
+def has_packs(case: Case, number: int) -> bool:
+    return case.agent.counts["packs"] == number
+
+
 async def test_an_urgent_box_has_the_next_slot(case: Case) -> None:
     held = [await case.packed(), await case.packed()]  # as many as one lease may have
     order: list[str] = []
@@ -269,7 +276,7 @@ async def test_an_urgent_box_has_the_next_slot(case: Case) -> None:
     async with anyio.create_task_group() as tasks:
         for number, (name, priority) in enumerate([("first", 0), ("second", 0), ("urgent", 1)]):
             tasks.start_soon(ask, name, priority)
-            await until(lambda number=number: case.agent.counts["packs"] == number + 1)
+            await until(partial(has_packs, case, number + 1))
         await case.reader.ask(Unpack(agent_boot=case.agent.boot, slot_ids=(held[0].slot_id,)))
 
     assert order == ["urgent", "first", "second"]

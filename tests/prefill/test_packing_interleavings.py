@@ -1,9 +1,7 @@
 """What can come in between while a box is copied: its lease, its engine or its agent ends."""
 
-import threading
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import Any
 
 import anyio
 import pytest
@@ -12,42 +10,14 @@ from kvbus.agent.engines.local_engine import LocalEngine
 from kvbus.agent.staging.copiers import Copiers
 from kvbus.engine import PrefillSession
 from kvbus.errors import ErrorCode, RequestRefused
-from kvbus_prefill import gather as packing
 from tests.agents import until
 from tests.engines import engine
 from tests.memories import Memory
+from tests.prefill.conftest import HeldUp
 from tests.prefill.inside import WITHIN_S, PrefillAgent, given_back
 from tests.prefill.leases import Case, lease
 
 pytestmark = pytest.mark.anyio
-
-
-class HeldUp:
-    """Copies that stand in their thread until they may go on."""
-
-    def __init__(self) -> None:
-        self.begun, self.may_end = threading.Event(), threading.Event()
-
-    def stand(self) -> None:
-        self.begun.set()
-        assert self.may_end.wait(WITHIN_S)
-
-    async def wait_begun(self) -> None:
-        assert await anyio.to_thread.run_sync(self.begun.wait, WITHIN_S)
-
-
-@pytest.fixture
-def held_up(monkeypatch: pytest.MonkeyPatch) -> Iterator[HeldUp]:
-    """From now on every copy stands still before it begins."""
-    held, gather = HeldUp(), packing.Packing._gather
-
-    def late_gather(*arguments: Any) -> None:
-        held.stand()
-        gather(*arguments)
-
-    monkeypatch.setattr(packing.Packing, "_gather", late_gather)
-    yield held
-    held.may_end.set()
 
 
 async def note_refusal(case: Case, refusals: list[RequestRefused]) -> None:
