@@ -1,8 +1,11 @@
 """Engines without an event loop go through a ring by the same calls, and their steps never wait."""
 
+from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import ExitStack
+from functools import partial
 from threading import Event
+from typing import Any
 
 import pytest
 import torch
@@ -14,7 +17,7 @@ from kvbus.engine.bounce.blocking import BlockingHostDecode, BlockingHostPrefill
 from kvbus.errors import ErrorCode, FetchFailed, LocalError
 from kvbus.geometry import EngineSpec
 from kvbus.protocol import Outcome
-from tests.agents import wait_until
+from tests.agents import AgentProcess, wait_until
 from tests.engines import FULL, make_spec
 from tests.host_engines import private_cache
 from tests.memories import Memory
@@ -27,7 +30,7 @@ RING_BYTES = 8 * SIZE * 2 * 2 * 6 * 8 * 2 + 4096
 class Sides:
     """A prefill and a decode engine in this thread; copies wait while ``gate`` is shut."""
 
-    def __init__(self, stack: ExitStack, prefill, decode) -> None:
+    def __init__(self, stack: ExitStack, prefill: AgentProcess, decode: AgentProcess) -> None:
         self.gate = Event()
         self.gate.set()
         self._stack = stack
@@ -43,14 +46,16 @@ class Sides:
         self.prefill = BlockingHostPrefill(self.control, *prefill_ring)
         self.decode = stack.enter_context(BlockingHostDecode(self.reader, *decode_ring))
 
-    def _ring(self, agent, spec: EngineSpec) -> tuple[KvCache, tuple[HostPool, LocalCopier]]:
+    def _ring(
+        self, agent: AgentProcess, spec: EngineSpec
+    ) -> tuple[KvCache, tuple[HostPool, LocalCopier]]:
         ring = HostPool(host_blocks(spec, buffer_bytes=RING_BYTES))
         memory = self._stack.enter_context(BlockingMemory(agent.attach, spec, 0))
         buffer = memory.allocate_ring(ring.num_blocks)
         cache = private_cache(spec, 0, Memory(), 40)
         copy = device_copy([cache])
 
-        def gated(*args) -> None:
+        def gated(*args: Any) -> None:
             assert self.gate.wait(60)
             copy(*args)
 
@@ -59,18 +64,22 @@ class Sides:
         return cache, (ring, LocalCopier([buffer], gated))
 
 
+def is_empty(ring: HostPool) -> bool:
+    return not ring.num_held
+
+
 @pytest.fixture
-def sides(prefill, decode):
+def sides(prefill: AgentProcess, decode: AgentProcess) -> Iterator[Sides]:
     """Both engines, their rings empty after each test."""
     with ExitStack() as stack:
         made = Sides(stack, prefill, decode)
         yield made
         made.gate.set()
         for ring in made.rings:
-            wait_until(lambda ring=ring: not ring.num_held, "an empty ring")
+            wait_until(partial(is_empty, ring), "an empty ring")
 
 
-def test_a_request_goes_from_device_to_device_step_by_step(sides):
+def test_a_request_goes_from_device_to_device_step_by_step(sides: Sides) -> None:
     assert {ring.num_blocks["full"] for ring in sides.rings} == {8}
     offer = sides.prefill.begin("r", num_tokens=2 * SIZE + 3)
     ticket = sides.prefill.offer(offer)
@@ -94,7 +103,7 @@ def test_a_request_goes_from_device_to_device_step_by_step(sides):
     assert sides.decode.take_ended() == []
 
 
-def test_a_step_neither_waits_for_a_save_nor_for_a_fetch(sides):
+def test_a_step_neither_waits_for_a_save_nor_for_a_fetch(sides: Sides) -> None:
     sides.gate.clear()
     offer = sides.prefill.begin("r", num_tokens=SIZE)
     ticket = sides.prefill.offer(offer)
@@ -106,7 +115,12 @@ def test_a_step_neither_waits_for_a_save_nor_for_a_fetch(sides):
     save.result(timeout=60)
     sides.prefill.seal(offer)
     ended: list[object] = []
-    wait_until(lambda: ended.extend(sides.decode.take_ended()) or ended, "the end of the fetch")
+
+    def has_ended() -> bool:
+        ended.extend(sides.decode.take_ended())
+        return bool(ended)
+
+    wait_until(has_ended, "the end of the fetch")
 
     assert early == (False, [])
     assert ended == [fetch]
@@ -114,7 +128,7 @@ def test_a_step_neither_waits_for_a_save_nor_for_a_fetch(sides):
     assert [one.offer_id for one in sides.control.take_released()] == [offer.offer_id]
 
 
-def test_a_save_cannot_be_cancelled_and_reads_the_block_ids_when_it_is_called(sides):
+def test_a_save_cannot_be_cancelled_and_reads_the_block_ids_when_it_is_called(sides: Sides) -> None:
     sides.gate.clear()
     offer = sides.prefill.begin("r", num_tokens=2 * SIZE)
     blocks = [3]
@@ -139,7 +153,7 @@ def test_a_save_cannot_be_cancelled_and_reads_the_block_ids_when_it_is_called(si
     assert sides.reader.take_ended() == []
 
 
-def test_requests_are_given_up_and_full_rings_are_busy(sides):
+def test_requests_are_given_up_and_full_rings_are_busy(sides: Sides) -> None:
     first = sides.prefill.begin("r", num_tokens=8 * SIZE)
     with pytest.raises(LocalError) as refused:
         sides.prefill.begin("s", num_tokens=1)

@@ -1,0 +1,482 @@
+"""Engines whose cache no agent can map: a ring of host blocks, who has them, and for how long.
+
+That every byte arrives through it, whatever the shapes, is in `test_shapes`.
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from threading import Event
+from typing import Any
+
+import anyio
+import pytest
+import torch
+from torch import Tensor
+
+from kvbus.bus import ask_agent
+from kvbus.engine import DecodeSession, PrefillSession
+from kvbus.engine.bounce import CopyBlocks, Direction, HostBlocks, HostOffer, HostPrefill
+from kvbus.errors import ClosedError, ErrorCode, GeometryError
+from kvbus.geometry import StatePart, state_group
+from kvbus.protocol import ExtendOffer, Outcome, PeerWithdraw, Ticket
+from tests.agents import AgentProcess, until
+from tests.engines import FULL, failure_of, make_spec, same, works
+from tests.expected import expected_after
+from tests.host_engines import HostEngine, host_engine
+from tests.memories import Memory
+
+pytestmark = pytest.mark.anyio
+
+NUM_BLOCKS, SIZE = 60, FULL.block_size
+TENTH = {"full": NUM_BLOCKS // 10}
+STATE = state_group("state", (4, 5), (StatePart("conv", 6, 10), StatePart("norm", 1, 7)))
+OFF_THE_BUS = OSError("the device fell off the bus")
+Wrap = Callable[[CopyBlocks], CopyBlocks]
+
+
+@dataclass
+class Gate:
+    """Stops copies in one direction while it is shut, and counts them; they may fail."""
+
+    direction: Direction
+    raises: BaseException | None = None
+    open: Event = field(default_factory=Event)
+    num_begun: int = 0
+
+    def __post_init__(self) -> None:
+        if self.raises is not None:
+            self.open.set()
+
+    def wrap(self, copy: CopyBlocks) -> CopyBlocks:
+        def gated(blocks: HostBlocks, view: Tensor, direction: Direction) -> None:
+            if direction is self.direction:
+                self.num_begun += 1
+                if not self.open.wait(60):
+                    raise TimeoutError("the gate stayed shut")
+                if self.raises is not None:
+                    raise self.raises
+            copy(blocks, view, direction)
+
+        return gated
+
+
+@asynccontextmanager
+async def two(
+    prefill: AgentProcess, decode: AgentProcess, gate: Gate | None = None, **more: Any
+) -> AsyncIterator[tuple[HostEngine, HostEngine]]:
+    """A prefill and a decode engine, each with a cache of ten times its ring."""
+    shape = {"memory": Memory(), "num_blocks": NUM_BLOCKS, "ring_blocks": TENTH, **more}
+
+    def wrap(direction: Direction) -> Wrap:
+        return gate.wrap if gate and gate.direction is direction else lambda copy: copy
+
+    saves, loads = wrap(Direction.SAVE), wrap(Direction.LOAD)
+    spec, other = make_spec(), make_spec()
+    async with (
+        host_engine(
+            PrefillSession, prefill.attach, spec, seed=1, wrap_copy=saves, **shape
+        ) as source,
+        host_engine(
+            DecodeSession, decode.attach, other, seed=2, wrap_copy=loads, **shape
+        ) as target,
+    ):
+        yield source, target
+
+
+@asynccontextmanager
+async def source_at(
+    prefill: AgentProcess, gate: Gate | None = None, **more: Any
+) -> AsyncIterator[HostEngine]:
+    """A prefill engine with a state beside its KV."""
+    shape = {"memory": Memory(), "num_blocks": 8, **more}
+    if gate is not None:
+        shape["wrap_copy"] = gate.wrap
+    spec = make_spec(groups=(FULL, STATE))
+    async with host_engine(PrefillSession, prefill.attach, spec, **shape) as source:
+        yield source
+
+
+async def saved(source: HostEngine, num_tokens: int = SIZE, block: int = 3) -> HostOffer:
+    """A request of ``num_tokens`` tokens from ``block`` on, saved and not offered."""
+    offer = await begun(source, num_tokens)
+    blocks = -(-num_tokens // SIZE)
+    await offer.save(num_tokens, {"full": list(range(block, block + blocks))})
+    return offer
+
+
+async def begun(source: HostEngine, num_tokens: int = SIZE) -> HostOffer:
+    """A request of which nothing is saved yet."""
+    assert isinstance(source.host, HostPrefill)
+    return await source.host.begin("r", num_tokens=num_tokens, wait_s=60.0)
+
+
+async def withdraw(ticket: Mapping[str, Any]) -> None:
+    """As a router does."""
+    read = Ticket.from_json(ticket)
+    message = PeerWithdraw(agent_boot=read.agent_boot, offer_id=read.offer_id, secret=read.secret)
+    await ask_agent(read.endpoint, message, timeout_s=60.0)
+
+
+async def test_a_cache_of_ten_rings_moves_in_requests_that_take_turns(
+    prefill: AgentProcess, decode: AgentProcess
+) -> None:
+    num_tokens = 2 * SIZE + 5
+    async with two(prefill, decode) as (source, target):
+        theirs = source.whole_blocks(5, NUM_BLOCKS * SIZE)["full"]
+        ours = target.whole_blocks(6, NUM_BLOCKS * SIZE)["full"]
+        parts = [slice(at, at + 3) for at in range(0, NUM_BLOCKS, 3)]
+        wanted = target.snapshot()
+        for part in parts:
+            blocks = {"full": theirs[part]}, {"full": ours[part]}
+            wanted = expected_after(
+                wanted, source, blocks[0], target, blocks[1], num_tokens=num_tokens
+            )
+
+        async def one(part: slice) -> None:
+            offer = await source.prefill.offer(
+                str(part.start), num_tokens=num_tokens, block_ids={"full": theirs[part]}
+            )
+            fetch = target.decode.fetch(
+                offer.ticket, num_tokens=num_tokens, block_ids={"full": ours[part]}
+            )
+            await fetch.completed()
+            assert await offer.released() is Outcome.COMPLETED
+
+        async with anyio.create_task_group() as tasks:
+            for part in parts:
+                tasks.start_soon(one, part)
+
+        assert same(target.snapshot(), wanted)
+        assert source.ring.num_held == 0
+
+
+async def test_the_engines_blocks_are_its_own_as_soon_as_they_are_saved(
+    prefill: AgentProcess, decode: AgentProcess
+) -> None:
+    async with two(prefill, decode) as (source, target):
+        before = source.views()[0, 0, "k"][3].clone()
+        offer = await saved(source)
+        source.fill(9)
+        ticket = await offer.offer()
+        await offer.seal()
+
+        await target.decode.fetch(ticket, num_tokens=SIZE, block_ids={"full": [7]}).completed()
+
+        assert torch.equal(target.views()[0, 0, "k"][7], before)
+
+
+async def test_what_is_saved_arrives_on_the_other_device_while_the_rest_is_computed(
+    prefill: AgentProcess, decode: AgentProcess
+) -> None:
+    async with two(prefill, decode) as (source, target):
+        theirs, ours = source.views()[0, 0, "k"], target.views()[0, 0, "k"]
+        offer = await begun(source, 3 * SIZE)
+        ticket = await offer.offer()
+        fetch = target.decode.fetch(ticket, num_tokens=3 * SIZE, block_ids={"full": [10, 11, 12]})
+
+        await offer.save(SIZE + 3, {"full": [3, 4]})
+        await until(lambda: torch.equal(ours[10], theirs[3]))
+        early = torch.equal(ours[11, :3], theirs[4, :3])
+        await offer.save(3 * SIZE, {"full": [5]})
+        await offer.seal()
+        await fetch.completed()
+
+        assert not early, "a block is loaded when all of it has landed"
+        assert torch.equal(ours[10:13], theirs[3:6])
+
+
+@pytest.mark.parametrize("is_cancelled", [False, True], ids=["after a while", "cancelled"])
+async def test_a_fetch_that_waits_for_room_fails_and_was_not_asked_for(
+    prefill: AgentProcess, decode: AgentProcess, is_cancelled: bool
+) -> None:
+    async with two(prefill, decode, wait_s=60.0 if is_cancelled else 0.1) as (_, target):
+        held = await target.ring.acquire(TENTH)
+        fetch = target.decode.fetch({}, num_tokens=SIZE, block_ids={"full": [7]})
+        if is_cancelled:
+            await until(lambda: target.ring.num_waiting)
+            await fetch.cancel()
+        failure = await failure_of(fetch)
+        target.ring.release(held)
+
+        code = ErrorCode.CANCELLED if is_cancelled else ErrorCode.BUSY
+        assert (failure.stage, failure.code, failure.blocks_free) == ("requested", code, True)
+        assert target.ring.num_waiting == 0
+
+
+async def test_an_offer_is_sealed_only_when_all_of_it_is_saved(prefill: AgentProcess) -> None:
+    async with source_at(prefill) as source:
+        offer = await begun(source, 20)
+        await offer.offer()
+        await offer.save(16, {"full": [3], "state": [1]})
+        with pytest.raises(GeometryError, match="16 of 20 tokens"):
+            await offer.seal()
+        await offer.save(20, {"full": [4]})
+        with pytest.raises(GeometryError, match="not the last state of state"):
+            await offer.seal()
+        await offer.save(20, {"state": [1]})
+        await offer.seal()
+        with pytest.raises(ClosedError, match="it is sealed"):
+            await offer.save(20, {"state": [2]})
+
+        await offer.abort()
+        assert await offer.released() is Outcome.WITHDRAWN
+
+
+async def test_blocks_that_do_not_fit_the_tokens_are_refused_by_name(prefill: AgentProcess) -> None:
+    refusals: list[tuple[int, dict[str, list[int]], str]] = [
+        (17, {"full": [3]}, "17 tokens need 2 blocks of group 'full', 0 are known and 1 are given"),
+        (16, {"full": [3, 4]}, "16 tokens need 1 blocks"),
+        (16, {"full": [3], "other": [1]}, "the engine has no group other"),
+        (21, {"full": [3, 4]}, "21 tokens are said to be ready, of 20"),
+        (16, {"full": [-3]}, "block ids must be"),
+        (16, {"full": [3], "state": [1, 2]}, "a state has one block, 2 are given"),
+    ]
+    async with source_at(prefill) as source:
+        offer = await begun(source, 20)
+
+        for num_tokens, block_ids, reason in refusals:
+            with pytest.raises(GeometryError, match=reason):
+                await offer.save(num_tokens, block_ids)
+        await offer.save(16, {"full": [3]})
+
+        assert offer.num_saved == 16
+        await offer.abort()
+
+
+async def test_requests_that_abort_give_their_blocks_back_whatever_they_have_done(
+    prefill: AgentProcess, decode: AgentProcess
+) -> None:
+    async with two(prefill, decode) as (source, _):
+        offers = [await begun(source), await saved(source), await saved(source)]
+        await offers[2].offer()
+        held = source.ring.num_held
+
+        for offer in offers:
+            await offer.abort()
+        outcome = await offers[2].released()
+
+        assert (held, source.ring.num_held) == (3, 0)
+        assert outcome is Outcome.WITHDRAWN
+        for offer in offers:
+            with pytest.raises(ClosedError, match="it was aborted"):
+                await offer.save(SIZE, {"full": [3]})
+
+
+@pytest.mark.parametrize("how", ["it was aborted", "its offer has ended"])
+async def test_blocks_that_are_copied_into_are_kept_though_the_request_ends(
+    prefill: AgentProcess, how: str
+) -> None:
+    gate = Gate(Direction.SAVE)
+    async with source_at(prefill, gate) as source:
+        offer = await begun(source)
+        ticket = await offer.offer()
+
+        async def fails_to_save() -> None:
+            with pytest.raises(ClosedError, match=how):
+                await offer.save(SIZE, {"full": [3]})
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(fails_to_save)
+            await until(lambda: gate.num_begun)
+            if how == "it was aborted":
+                tasks.start_soon(offer.abort)
+                await anyio.wait_all_tasks_blocked()
+            else:
+                await withdraw(ticket)
+                assert await offer.released() is Outcome.WITHDRAWN
+            held = source.ring.num_held
+            gate.open.set()
+
+        assert (held > 0, source.ring.num_held) == (True, 0)
+
+
+async def test_nothing_is_copied_into_blocks_that_were_released_between_two_pieces(
+    prefill: AgentProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate(Direction.SAVE)
+    gate.open.set()
+    async with source_at(prefill, gate, piece_bytes=1) as source:
+        offer = await begun(source, 2 * SIZE)
+        ticket = await offer.offer()
+        ask = source.control.request
+
+        async def ask_and_lose(message: Any, **more: Any) -> Any:
+            """The reply is looked at when the offer has ended."""
+            answer = await ask(message, **more)
+            if isinstance(message, ExtendOffer):
+                await withdraw(ticket)
+                await offer.released()
+            return answer
+
+        monkeypatch.setattr(source.control, "request", ask_and_lose)
+        with pytest.raises(ClosedError, match="its offer has ended"):
+            await offer.save(2 * SIZE, {"full": [3, 4]})
+
+        assert gate.num_begun == 1
+        assert source.ring.num_held == 0
+
+
+@pytest.mark.parametrize("is_offered", [False, True], ids=["saved", "offered"])
+async def test_a_cancelled_save_ends_after_its_copy_and_then_only_abort_is_left(
+    prefill: AgentProcess, is_offered: bool
+) -> None:
+    gate = Gate(Direction.SAVE)
+    async with source_at(prefill, gate) as source:
+        offer = await begun(source, 2 * SIZE)
+        if is_offered:
+            await offer.offer()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(offer.save, SIZE, {"full": [3]})
+            await until(lambda: gate.num_begun)
+            tasks.cancel_scope.cancel()
+            gate.open.set()
+
+        with pytest.raises(ClosedError, match="did not end well"):
+            await offer.save(2 * SIZE, {"full": [4]})
+        await offer.abort()
+        if is_offered:
+            await offer.released()
+
+        assert offer.num_saved == 0
+        assert source.ring.num_held == 0
+
+
+async def test_copies_are_not_cancelled_wherever_they_run(prefill: AgentProcess) -> None:
+    async with source_at(prefill) as source:
+        copying, goes_on = anyio.Event(), anyio.Event()
+        inner = source.host.copier
+
+        async def elsewhere(*args: Any) -> None:
+            """As one that asks other processes: any await of it could be cancelled."""
+            copying.set()
+            await goes_on.wait()
+            await inner(*args)
+
+        source.host.copier = elsewhere
+        offer = await begun(source)
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(offer.save, SIZE, {"full": [3]})
+            await copying.wait()
+            tasks.cancel_scope.cancel()
+            aborting = asyncio.create_task(offer.abort())
+            with anyio.CancelScope(shield=True):
+                await anyio.wait_all_tasks_blocked()
+            held = source.ring.num_held
+            goes_on.set()
+        await aborting
+
+        assert (held > 0, source.ring.num_held) == (True, 0)
+
+
+async def test_what_the_engines_copy_raises_comes_out_of_save(prefill: AgentProcess) -> None:
+    async with source_at(prefill, Gate(Direction.SAVE, OFF_THE_BUS)) as source:
+        offer = await begun(source)
+
+        with pytest.raises(OSError, match="fell off the bus"):
+            await offer.save(SIZE, {"full": [3]})
+        await offer.abort()
+
+        assert source.ring.num_held == 0
+
+
+@pytest.mark.parametrize(
+    ("raised", "said"),
+    [
+        (OFF_THE_BUS, "fell off the bus"),
+        (KeyboardInterrupt("panic"), "ended with KeyboardInterrupt: panic"),
+        (SystemExit("panic"), "ended with SystemExit: panic"),
+    ],
+)
+async def test_what_the_engines_copy_raises_ends_the_fetch_though_more_would_come(
+    prefill: AgentProcess, decode: AgentProcess, raised: BaseException, said: str
+) -> None:
+    gate = Gate(Direction.LOAD, raised)
+    async with two(prefill, decode, gate) as (source, target):
+        offer = await begun(source, 3 * SIZE)
+        await offer.save(SIZE, {"full": [3]})
+        ticket = await offer.offer()
+        fetch = target.decode.fetch(ticket, num_tokens=3 * SIZE, block_ids={"full": [10, 11, 12]})
+
+        with anyio.fail_after(60):  # sooner than the fetch's deadline
+            failure = await failure_of(fetch)
+        await until(lambda: not target.ring.num_held)
+        await offer.abort()
+
+        assert (failure.stage, failure.code) == ("loading", ErrorCode.TRANSFER_FAILED)
+        assert said in failure.message
+        gate.raises = None
+        assert await works(source, target)
+
+
+async def test_a_fetch_that_is_cancelled_while_it_is_read_leaves_the_device_alone(
+    prefill: AgentProcess, decode: AgentProcess
+) -> None:
+    async with two(prefill, decode) as (source, target):
+        offer = await begun(source, 3 * SIZE)
+        ticket = await offer.offer()
+        before = target.snapshot()
+        fetch = target.decode.fetch(ticket, num_tokens=3 * SIZE, block_ids={"full": [10, 11, 12]})
+        await until(lambda: decode.status()["counts"]["fetches"])
+
+        await fetch.cancel()
+        failure = await failure_of(fetch)
+        await offer.abort()
+
+        assert (failure.code, failure.blocks_free) == (ErrorCode.CANCELLED, True)
+        assert decode.says("handoff.cancelled", fetch_id=fetch.fetch_id)
+        assert same(target.snapshot(), before)
+        assert await works(source, target)
+
+
+@pytest.mark.parametrize("how", ["cancelled", "closed"])
+async def test_no_end_is_reported_while_something_is_loaded(
+    prefill: AgentProcess, decode: AgentProcess, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """An agent that is slow to say that a fetch is cancelled is waited for."""
+    monkeypatch.setattr("kvbus.engine.bounce.decode.CLOSE_TIMEOUT_S", 60.0)
+    gate = Gate(Direction.LOAD)
+    async with two(prefill, decode, gate) as (source, target):
+        offer = await begun(source, 3 * SIZE)
+        ticket = await offer.offer()
+        fetch = target.decode.fetch(ticket, num_tokens=3 * SIZE, block_ids={"full": [10, 11, 12]})
+        await offer.save(SIZE, {"full": [3]})
+        await until(lambda: gate.num_begun)
+        ends: list[Any] = []
+        fetch.when_ended(lambda: ends.append(target.snapshot()))
+        seen: list[Any] = []
+
+        async def open_later() -> None:
+            await until(lambda: not decode.status()["counts"]["fetches"])
+            seen.extend([list(ends), target.ring.num_held])
+            gate.open.set()
+
+        opening = asyncio.create_task(open_later())  # a task group here would be left in disorder
+        await (fetch.cancel() if how == "cancelled" else target.decode.aclose())
+        await opening
+        failure = await failure_of(fetch)
+        await until(lambda: not target.ring.num_held)
+        await offer.abort()
+
+        assert seen == [[], 3]
+        assert failure.code is ErrorCode.CANCELLED
+        assert same(ends[0], target.snapshot())
+        if how == "closed":
+            with pytest.raises(ClosedError, match="not open"):
+                target.decode.fetch(ticket, num_tokens=SIZE, block_ids={"full": [7]})
+
+
+async def test_a_ticket_that_is_none_fails_its_fetch_alone(
+    prefill: AgentProcess, decode: AgentProcess
+) -> None:
+    async with two(prefill, decode) as (source, target):
+        fetches = [
+            target.decode.fetch({"v": odd}, num_tokens=SIZE, block_ids={"full": [7]})
+            for odd in (object(), 3)
+        ]
+
+        failures = [await failure_of(fetch) for fetch in fetches]
+
+        assert [failure.code for failure in failures] == [ErrorCode.INVALID] * 2
+        assert await works(source, target)
