@@ -132,7 +132,6 @@ class _Feed:
         topics = owner.topics | {Heartbeat.op} if owner.topics else owner.topics
         socket = open_subscriber(context, endpoint, topics, options)
         self._connection = Connection(
-            context,
             socket,
             endpoint,
             options=options,

@@ -18,11 +18,11 @@ from kvbus.engine import DecodeSession, KeptSession, MemorySession, PrefillSessi
 from kvbus.errors import FetchFailed
 from kvbus.protocol import Outcome
 from tests.agents import AgentProcess, until
-from tests.e2e.spread_engines import ACCESS, ranks_elsewhere
 from tests.engines import NUM_BLOCKS, Engine, make_spec, same
 from tests.expected import expected_after
 from tests.faults.conftest import Started
 from tests.memories import NHD
+from tests.process.spread_engines import ACCESS, ranks_elsewhere
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(240)]
 

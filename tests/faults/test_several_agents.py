@@ -24,7 +24,6 @@ from kvbus.keys import Role
 from kvbus.protocol import AbortDelegate, Delegate, Outcome, to_body
 from tests.agents import AgentProcess, until
 from tests.chaos.links import PROXY_HOST
-from tests.e2e.spread_engines import SpreadEngine, spread_engine
 from tests.engines import (
     FULL,
     LARGE,
@@ -43,6 +42,7 @@ from tests.faults.conftest import SLOW_READS, Started
 from tests.faults.losing_link import LosingLink, lossy
 from tests.keyring import KeyRing
 from tests.plain_sockets import ask
+from tests.process.spread_engines import SpreadEngine, spread_engine
 from tests.process.tap import TAPPED, tapped
 from tests.vectors.examples import ROOMS
 

@@ -9,7 +9,7 @@ import torch
 from kvbus.errors import SegmentError
 from kvbus.memory import check_cuda
 from tests.agents import Agents, agents_ended
-from tests.e2e.shapes import ShapedAgents
+from tests.process.shapes import ShapedAgents
 
 READERS = ("auto", "packed", "reordered")
 SLOTS: dict[str, Any] = {"slot_bytes": 64 << 10, "staging_bytes": 8 * (64 << 10)}

@@ -17,9 +17,9 @@ from kvbus.geometry import KvLayout
 from kvbus.memory import CudaStorage, share_tensor
 from kvbus.protocol import PassCuda
 from tests.agents import Agents, until
-from tests.e2e.shapes import ShapedAgents
 from tests.engines import make_spec
 from tests.gpu.conftest import WITHIN_S
+from tests.process.shapes import ShapedAgents
 
 pytestmark = [pytest.mark.gpu, pytest.mark.anyio, pytest.mark.timeout(600)]
 

@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 
 from kvbus.geometry import GroupSpec, KvLayout, StatePart, state_group
-from tests.e2e.shapes import GROUP, ShapedAgents, Side, hand_over, two_engines
 from tests.memories import Memory
+from tests.process.shapes import GROUP, ShapedAgents, Side, hand_over, two_engines
 
 pytestmark = [pytest.mark.gpu, pytest.mark.anyio, pytest.mark.timeout(600)]
 

@@ -5,8 +5,8 @@ import torch
 
 from kvbus.engine import DecodeSession, MemorySession, PrefillSession
 from kvbus.geometry import GroupSpec, KvLayout, KvPart
-from tests.e2e.shapes import ShapedAgents
 from tests.engines import make_spec
+from tests.process.shapes import ShapedAgents
 from tests.strict_sessions import bits
 
 pytestmark = [pytest.mark.gpu, pytest.mark.anyio, pytest.mark.timeout(600)]

@@ -8,12 +8,12 @@ import pytest
 
 from kvbus.engine import DecodeSession, PrefillSession
 from kvbus.protocol import Outcome
-from tests.e2e.spread_engines import spread_engine
 from tests.engines import Engine, engine, make_spec, same, works
 from tests.expected import expected_after
 from tests.hosts.conftest import Network
 from tests.memories import NHD
 from tests.namespaces import BRIDGED
+from tests.process.spread_engines import spread_engine
 
 pytestmark = pytest.mark.anyio
 

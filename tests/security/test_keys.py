@@ -16,10 +16,10 @@ from kvbus.errors import ErrorCode
 from kvbus.keys import MAY_ASK, Role
 from kvbus.protocol import DECODE_PEER_REQUESTS, PREFILL_PEER_REQUESTS
 from tests.agents import AgentProcess, Agents, agents_ended, until, wait_until
-from tests.e2e.spread_engines import spread_engine
 from tests.engines import engine, failure_of, pair, works
 from tests.keyring import KeyRing, envelope, hand_over
 from tests.plain_sockets import Curve, apply, ask
+from tests.process.spread_engines import spread_engine
 
 pytestmark = pytest.mark.anyio
 

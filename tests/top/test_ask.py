@@ -1,16 +1,14 @@
-"""``kvbus top``: the token of an agent goes to that agent, whatever a server or a proxy says."""
+"""The token of an agent goes to that agent, whatever a server or the environment says."""
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
-from pathlib import Path
 from threading import Thread
 
 import pytest
-from typer.testing import CliRunner
 
-from kvbus.cli import app
+from kvbus.errors import PeerLost
+from kvbus.top.ask import HttpAgent
 
 TOKEN = "a-token-of-some-length"
 
@@ -42,39 +40,24 @@ def serving(redirect_to: str = "") -> Iterator[tuple[str, list[str]]]:
         server.server_close()
 
 
-@pytest.fixture
-def token_file(tmp_path: Path) -> str:
-    path = tmp_path / "token"
-    path.write_text(f"{TOKEN}\n")
-    return str(path)
-
-
-def error_of(at: str, token_file: str) -> str:
-    """What is told of the one agent there, which does not answer."""
-    result = CliRunner().invoke(app, ["top", "--json", "--token-file", token_file, at])
-    assert result.exit_code == 1
-    error: str = json.loads(result.stdout)[f"http://{at}"]["error"]
-    return error
-
-
-def test_a_redirect_is_not_followed(token_file: str) -> None:
+def test_a_redirect_is_not_followed() -> None:
     with (
         serving() as (elsewhere, asked),
         serving(f"http://{elsewhere}/live") as (at, asked_first),
+        pytest.raises(PeerLost, match="302"),
     ):
-        error = error_of(at, token_file)
+        HttpAgent.at(at, TOKEN).look(timeout_s=5.0)
 
-    assert "302" in error
     assert asked_first == [f"/live Bearer {TOKEN}"]
     assert asked == []
 
 
-def test_no_proxy_is_asked(monkeypatch: pytest.MonkeyPatch, token_file: str) -> None:
+def test_no_proxy_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     with serving() as (proxy, asked_there), serving() as (at, asked):
         monkeypatch.setenv("http_proxy", f"http://{proxy}")
         monkeypatch.delenv("no_proxy", raising=False)
-        error = error_of(at, token_file)
+        with pytest.raises(PeerLost, match="404"):
+            HttpAgent.at(at, TOKEN).look(timeout_s=5.0)
 
-    assert "404" in error
     assert asked == [f"/live Bearer {TOKEN}"]
     assert asked_there == []

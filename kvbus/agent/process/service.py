@@ -5,7 +5,6 @@ Refuses sockets and threads: they are the runtime's, handed over in `Agent`.
 
 import asyncio
 from collections.abc import Callable
-from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -29,15 +28,12 @@ from kvbus.protocol.peer_view import PeerView
 from kvbus.protocol.trace import Remembered, Span, Trace
 from kvbus.transport import Transport
 
-NewExecutor = Callable[[int, str], Executor]
-"""Called with the number of threads and what their names begin with."""
-
 
 @dataclass(frozen=True, slots=True)
 class Agent:
     """What a service may use of its agent; ``folder`` is for sockets of its own.
 
-    ``outbox`` takes what has ended where a collector wants spans, ``new_executor`` makes threads.
+    ``outbox`` takes what has ended where a collector wants spans.
     """
 
     identity: AgentIdentity
@@ -54,7 +50,6 @@ class Agent:
     bus_errors: BusErrors
     folder: Path
     outbox: SpanOutbox | None = None
-    new_executor: NewExecutor = ThreadPoolExecutor
 
 
 class Service(Protocol):

@@ -60,9 +60,7 @@ class Packing:
         self._devices: dict[str, tuple[SlotTable, Driver[ev.Event]]] = {}
         self._lost: dict[str, LocalEngine] = {}
         self._slot_ids = count(1)
-        self.copiers = Copiers(
-            agent.loop, num_threads=config.pack_threads, new_executor=agent.new_executor
-        )
+        self.copiers = Copiers(agent.loop, num_threads=config.pack_threads)
         """Its threads, for whatever else reads the memory of engines."""
         self._progress_leases = ProgressLeases(
             agent.transport, agent.loop, max_readers=config.max_offers

@@ -1,1 +1,0 @@
-"""Whole handoffs between engines and agents."""

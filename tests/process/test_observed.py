@@ -1,0 +1,271 @@
+"""What others see of agents: spans at a collector, their story, `kvbus top`, what is documented."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import uuid
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from typer.testing import CliRunner
+
+from kvbus.cli import app
+from kvbus.spawn import free_port
+from tests.agents import AgentProcess, Agents, agents_ended, until, wait_until
+from tests.collector import Collector, collecting
+from tests.engines import failure_of, pair, works
+
+pytestmark = pytest.mark.anyio
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "observability.md"
+KVBUS = str(Path(sys.executable).with_name("kvbus"))
+NOTHING: dict[str, Any] = {"num_tokens": 0, "block_ids": {"full": []}}
+TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
+PROCESS = "process_"
+"""Metrics of the process are prometheus_client's, and only named in part."""
+OF_COLLECTORS = {"kvbus_otlp_handoffs", "kvbus_otlp_dropped"}
+"""There are these only with ``otlp_endpoint``."""
+
+
+def test_every_metric_of_both_agents_is_documented_and_no_other(
+    prefill: AgentProcess, decode: AgentProcess
+) -> None:
+    pages = [agent.page("/metrics")[1] for agent in (prefill, decode)]
+    served = {
+        name if kind != "counter" else name.removesuffix("_total") + "_total"
+        for page in pages
+        for name, kind in re.findall(r"^# TYPE (\w+) (\w+)$", page, re.MULTILINE)
+        if not name.startswith(PROCESS) and not name.endswith("_created")
+    }
+    table = PAGE.read_text().partition("## Metrics\n")[2].partition("\n## ")[0]
+    first_cells = [line.split("|")[1] for line in table.splitlines() if line.startswith("| `")]
+    documented = {name for cell in first_cells for name in re.findall(r"`(kvbus_\w+)", cell)}
+
+    assert served | OF_COLLECTORS == documented
+
+
+def test_every_event_that_is_logged_is_documented() -> None:
+    sources = [p for room in ("kvbus/agent", "services") for p in (ROOT / room).rglob("*.py")]
+    logged = {
+        event
+        for path in sources
+        for event in re.findall(
+            r"(?:log|level|lines|_lines)\.(?:debug|info|warning|error|critical|exception|write)"
+            r'\(\s*"([a-z_]+\.[a-z_]+)"',
+            path.read_text(),
+        )
+    }
+    text = PAGE.read_text()
+
+    assert len(logged) > 30
+    assert {event for event in logged if f"`{event}`" not in text} == set()
+
+
+@pytest.fixture(scope="module")
+def collector() -> Iterator[Collector]:
+    """Where agents send their spans."""
+    with collecting() as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def sending(collector: Collector) -> Iterator[Agents]:
+    """Agents that send spans."""
+    with agents_ended(Agents) as agents:
+        endpoint = collector.endpoint
+        agents.start(*(agents.prepare(r, otlp_endpoint=endpoint) for r in ("prefill", "decode")))
+        yield agents
+
+
+async def test_both_agents_send_the_spans_of_the_trace_that_the_engine_named(
+    sending: Agents, collector: Collector, prefill: AgentProcess
+) -> None:
+    source_agent, target_agent = sending.all
+    one: dict[str, Any] = {"num_tokens": 16, "block_ids": {"full": [1]}}
+    async with pair(source_agent.attach, target_agent.attach) as (source, target):
+        traced = await source.prefill.offer("r", **one, traceparent=f"00-{TRACE}-{PARENT}-01")
+        await target.decode.fetch(traced.ticket, **one).completed()
+        untraced = await source.prefill.offer("s", **one)
+        await target.decode.fetch(untraced.ticket, **one).completed()
+        gone = await source.prefill.offer("gone", **one)
+        await gone.withdraw()
+        await failure_of(target.decode.fetch(gone.ticket, **one))
+
+    def of(trace_id: str, service: str) -> dict[str, Any]:
+        spans = collector.of(f"kvbus-{service}")
+        return {span.name: span for span in spans if span.trace_id == trace_id}
+
+    for trace_id in (TRACE, untraced.offer_id, gone.offer_id):
+        for service in ("prefill", "decode"):
+            await until(partial(of, trace_id, service))
+    roots = [span.name for span in collector.spans if span.parent_id == PARENT]
+    assert sorted(roots) == ["fetch", "offer"]
+    assert {"leased", "sealed"} <= of(TRACE, "prefill").keys()
+    of_fetch = of(TRACE, "decode")
+    assert {"claiming", "reading", "READ", "confirming"} <= of_fetch.keys()
+    assert of_fetch["fetch"].attributes["kvbus.num_bytes"] > 0
+    assert of(gone.offer_id, "decode")["fetch"].error.startswith("offer_withdrawn")
+    agents = {span.resource["kvbus.agent_id"] for span in collector.spans}
+    assert agents == {agent.settings["agent_id"] for agent in sending.all}
+    assert source_agent.memory_maps("google/_upb") > 0
+    assert prefill.memory_maps("google/_upb") == 0, "who sends nothing imports nothing for it"
+
+
+@pytest.mark.long
+def test_an_agent_that_lacks_the_package_says_what_to_install(
+    fresh: Agents, tmp_path: Path
+) -> None:
+    (tmp_path / "opentelemetry").mkdir()
+    (tmp_path / "opentelemetry" / "__init__.py").touch()
+    path = f"{tmp_path}:{os.environ.get('PYTHONPATH', '')}"
+    agent = fresh.prepare("prefill", env={"PYTHONPATH": path}, otlp_endpoint="http://x:4318")
+    agent.launch()
+
+    assert agent.exit_status() == 1
+    assert "pip install 'kvbus[otel]'" in agent.log_path.read_text()
+    agent.expected_trouble.add("not json")
+
+
+async def status(*arguments: str) -> list[str]:
+    """What ``kvbus status`` prints; the command runs an event loop of its own."""
+    result = await anyio.to_thread.run_sync(lambda: CliRunner().invoke(app, ["status", *arguments]))
+    assert result.exit_code == 0, result.stderr
+    return [line.partition(" s  ")[2] or line for line in result.stdout.splitlines()]
+
+
+async def test_the_story_of_a_handoff_is_told_on_both_sides(
+    prefill: AgentProcess, decode: AgentProcess
+) -> None:
+    async with pair(prefill.attach, decode.attach) as (source, target):
+        offer = await source.prefill.offer("r", num_tokens=16, block_ids={"full": [1]})
+        fetch = target.decode.fetch(offer.ticket, num_tokens=16, block_ids={"full": [2]})
+        await fetch.completed()
+        await offer.released()
+
+    of_fetch = await status(decode.peer, "--fetch", fetch.fetch_id)
+    of_offer = await status(prefill.peer, "--offer", offer.offer_id)
+    of_nothing = await status(decode.peer, "--fetch", "never")
+
+    assert "LeaseGranted -> reading: ReadChunk" in of_fetch
+    assert "leg 0 LegDue -> reading: PostRead" in of_fetch
+    assert "leg 0 ReadEnded -> over: -" in of_fetch
+    assert "LeaseConfirmed -> completed: ReportFetched" in of_fetch
+    assert any(line.startswith("Opened -> sealed") for line in of_offer)
+    assert of_offer[-1].startswith("Confirmed -> released")
+    assert of_nothing[-1] == "no such entry"
+
+
+def top(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [KVBUS, "top", *arguments],
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+        env={**os.environ, "COLUMNS": "100", **variables},
+    )
+
+
+def row(shown: str, name: str) -> list[str]:
+    """The cells of a row."""
+    line = next(line for line in shown.splitlines() if line.strip().startswith(name))
+    return re.split(r"\s{2,}", line.strip())[1:]
+
+
+async def test_each_agent_is_a_column_of_top_and_what_is_wrong_stands_below(
+    fresh: Agents,
+) -> None:
+    prefill, decode = fresh.prepare("prefill"), fresh.prepare("decode")
+    fresh.start(prefill, decode)
+    nobody = f"127.0.0.1:{free_port()}"
+    binds = [agent.settings["http_bind"] for agent in fresh.all]
+    async with pair(prefill.attach, decode.attach) as (source, target):
+        assert await works(source, target)
+        offer = await source.prefill.offer(uuid.uuid4().hex, **NOTHING)
+        await offer.withdraw()
+        failed = target.decode.fetch(offer.ticket, **NOTHING, timeout_s=1)
+        failure = await failure_of(failed)
+        gone = await source.prefill.offer(uuid.uuid4().hex, **NOTHING, ttl_s=0.1)
+        await gone.released()
+        late = await failure_of(target.decode.fetch(gone.ticket, **NOTHING))
+
+        look = partial(top, *binds, nobody, "--once", "--every", "0.1")
+        shown = await anyio.to_thread.run_sync(look)
+        told = json.loads((await anyio.to_thread.run_sync(partial(top, *binds, "--json"))).stdout)
+
+    assert shown.returncode == 0, shown.stderr
+    assert row(shown.stdout, "state") == ["serving", "serving"]
+    assert row(shown.stdout, "peers") == ["1"]
+    assert "confirming" not in shown.stdout, "nothing happened between the two looks"
+    assert f"{nobody}: no answer" in shown.stdout
+    assert late.code.value in shown.stdout
+    assert "offer_ttl_s" in shown.stdout
+    assert failure.code.value not in shown.stdout, "nobody wanted that one any more"
+    assert [told[f"http://{bind}"]["status"]["role"] for bind in binds] == ["prefill", "decode"]
+
+
+def test_without_addresses_top_asks_the_agent_of_the_pod_with_its_token(
+    fresh: Agents, tmp_path: Path
+) -> None:
+    token = tmp_path / "token"
+    token.write_text(f"{'t' * 32}\n")
+    token.chmod(0o600)
+    agent = fresh.prepare("prefill", http_token_file=str(token))
+    fresh.start(agent)
+    _, _, port = agent.settings["http_bind"].rpartition(":")
+    pod = {"KVBUS_HTTP_BIND": f"$(POD_IP):{port}", "KVBUS_HTTP_TOKEN_FILE": str(token)}
+
+    shown = top("--json", POD_IP="127.0.0.1", **pod)
+    unset = top("--json", **pod)
+
+    told = json.loads(shown.stdout)
+    assert list(told) == [f"http://127.0.0.1:{port}"], shown.stderr
+    assert "status" in told[f"http://127.0.0.1:{port}"]
+    assert (unset.returncode, "POD_IP" in unset.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exit_status", "words"),
+    [
+        (("127.0.0.1:9", "--once", "--every", "0.1"), 1, "http_bind"),
+        *(
+            ((address,), 2, "HOST:PORT")
+            for address in ("nonsense", "http://:1", "ftp://a:1", "a:b")
+        ),
+        (("127.0.0.1:1", "--token-file", "/nowhere"), 2, "--token-file"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_what_top_cannot_ask_is_named_and_the_exit_status_says_so(
+    arguments: tuple[str, ...], exit_status: int, words: str
+) -> None:
+    shown = CliRunner().invoke(app, ["top", *arguments])
+
+    assert (shown.exit_code, words in shown.stderr) == (exit_status, True)
+
+
+def test_ctrl_c_ends_top_with_status_0(decode: AgentProcess, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    with out.open("w") as file:
+        process = subprocess.Popen(
+            [KVBUS, "top", decode.settings["http_bind"], "--every", "0.1"],
+            stdout=file,
+            stderr=subprocess.STDOUT,
+        )
+    try:
+        wait_until(lambda: "serving" in out.read_text(), "it has shown something")
+        process.send_signal(signal.SIGINT)
+
+        assert process.wait(60) == 0
+        assert "Traceback" not in out.read_text()
+    finally:
+        process.kill()
+        process.wait()

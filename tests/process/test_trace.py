@@ -1,0 +1,510 @@
+"""``kvbus trace`` shows one request over both agents, on one clock, and where its time went.
+
+The ways between an engine and its agent are in the spans, by the engine's own word; what cannot be
+true is ignored, and an engine need say nothing.
+"""
+
+import json
+import math
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio
+import pytest
+from typer.testing import CliRunner
+
+from kvbus.cli import app
+from kvbus.engine import (
+    BlockingDecode,
+    BlockingMemory,
+    BlockingPrefill,
+    DecodeSession,
+    Fetch,
+)
+from kvbus.geometry import BlockTable
+from kvbus.protocol import Acknowledge, MakeOffer, Rendezvous, StartFetch
+from tests.agents import AgentProcess, Agents, agents_ended, until
+from tests.engines import (
+    LARGE,
+    NUM_LARGE_BLOCKS,
+    Engine,
+    engine,
+    failure_of,
+    make_spec,
+    pair,
+    story_of,
+)
+from tests.memories import NHD
+from tests.namespaces import why_no_other_clock, with_other_clock
+from tests.process.shapes import ShapedAgents, Side, two_engines
+
+pytestmark = pytest.mark.anyio
+
+ONE, OTHER = (f"00-{letter * 32}-{letter * 16}-01" for letter in "ab")
+WAYS = {"asked", "telling"}
+HOLD_S = 0.5
+Spans = list[dict[str, Any]]
+Told = tuple[float, ...]
+
+
+async def traced(*arguments: str) -> Any:
+    """The command runs an event loop of its own."""
+    return await anyio.to_thread.run_sync(CliRunner().invoke, app, ["trace", *arguments])
+
+
+async def told(name: str, *agents: AgentProcess | str) -> dict[str, Any]:
+    """By agent id, its spans; and all else that the command says in JSON."""
+    peers = [agent if isinstance(agent, str) else agent.peer for agent in agents]
+    result = await traced(name, *(part for peer in peers for part in ("--peer", peer)), "--json")
+    assert result.exit_code == 0, result.stderr
+    answer: dict[str, Any] = json.loads(result.stdout)
+    return answer | {one["agent_id"]: one["spans"] for one in answer["agents"]}
+
+
+def spans_of(answer: dict[str, Any], agent: AgentProcess) -> Spans:
+    spans: Spans = answer[agent.settings["agent_id"]]
+    return spans
+
+
+def names(spans: Spans) -> list[str]:
+    """Without the ways between engine and agent."""
+    return [span["name"] for span in spans if span["name"] not in WAYS]
+
+
+async def hand_off(source: Engine, target: Engine, name: str, num_tokens: int = 16) -> Fetch:
+    """One handoff, from its offer to its release."""
+    blocks = source.some_blocks(1, num_tokens), target.some_blocks(2, num_tokens)
+    offer = await source.prefill.offer(name, num_tokens=num_tokens, block_ids=blocks[0])
+    fetch = target.decode.fetch(offer.ticket, num_tokens=num_tokens, block_ids=blocks[1])
+    await fetch.completed()
+    await offer.released()
+    return fetch
+
+
+async def handed_off(prefill: AgentProcess, decode: AgentProcess, name: str) -> Fetch:
+    async with pair(prefill.attach, decode.attach) as engines:
+        return await hand_off(*engines, name)
+
+
+async def test_one_decode_agent_leads_to_the_spans_of_both(
+    prefill: AgentProcess, decode: AgentProcess
+) -> None:
+    """Also when it is asked at two of its addresses."""
+    await handed_off(prefill, decode, "whole")
+
+    answer = await told("whole", decode, decode.peer.replace("127.0.0.1", "localhost"))
+
+    assert names(spans_of(answer, prefill)) == ["offer", "sealed", "leased"]
+    of_fetch = spans_of(answer, decode)
+    assert names(of_fetch) == ["fetch", "resolving", "claiming", "reading", "READ", "confirming"]
+    whole, *parts = [span for span in of_fetch if span["depth"] < 2]
+    spent_s = sum(span["end_s"] - span["start_s"] for span in parts)
+    assert spent_s == pytest.approx(whole["end_s"] - whole["start_s"], rel=0.03)
+    assert sum(answer["shares_s"].values()) == pytest.approx(answer["total_s"])
+    assert sorted(one["role"] for one in answer["agents"]) == ["decode", "prefill"]
+    assert all("clock_error_s" in one for one in answer["agents"])
+
+
+async def test_fetches_whose_offer_is_not_met_are_not_those_of_each_other(
+    prefill: AgentProcess, decode: AgentProcess, other_decode: AgentProcess
+) -> None:
+    """Without an id of its request such a fetch has the name of all of them."""
+    async with (
+        engine(DecodeSession, decode.attach) as one,
+        engine(DecodeSession, other_decode.attach) as other,
+    ):
+        fetches = [
+            target.decode.fetch(
+                Rendezvous(uuid.uuid4().hex, prefill.peer).to_json(),
+                num_tokens=16,
+                block_ids={"full": [1]},
+                timeout_s=0.3,
+            )
+            for target in (one, other)
+        ]
+        for fetch in fetches:
+            await failure_of(fetch)
+
+    answer = await told(fetches[0].fetch_id, decode, other_decode)
+
+    assert names(spans_of(answer, decode))[0] == "fetch"
+    assert other_decode.settings["agent_id"] not in answer
+
+
+async def test_all_agents_of_two_engines_tell_what_they_gathered_and_scattered(
+    shapes: ShapedAgents,
+) -> None:
+    """Those with other ranks by the ids that the others know."""
+    spread = Side(tp=2, places="01")
+    name = uuid.uuid4().hex
+    async with two_engines(shapes, "packed", spread, spread) as engines:
+        await hand_off(*engines, name, 64)
+
+    agents = [*shapes.of("prefill"), *shapes.of("packed")]
+    answer = await told(name, *agents)
+
+    home, other = (names(spans_of(answer, agent)) for agent in agents[:2])
+    assert home[0] == "offer"
+    assert {"leased", "gathering", "packed"} <= {*home, *other}
+    assert {"gathering", "packed"} <= {*other}
+    home, other = (names(spans_of(answer, agent)) for agent in agents[2:])
+    assert home[0] == "fetch"
+    assert {"delegated", "packing", "READ", "scattering"} <= {*home}
+    assert {"packing", "READ", "scattering"} <= {*other}
+    gathered = [one for one in spans_of(answer, agents[0]) if one["name"] == "gathering"]
+    assert all(span["about"] for span in gathered)
+
+
+@pytest.mark.parametrize("name", ["request_id", "transfer_id"])
+async def test_what_a_router_called_a_request_finds_it_when_its_offer_was_met(
+    prefill: AgentProcess, decode: AgentProcess, name: str
+) -> None:
+    """And who waits for the offer, and for tokens, says so."""
+    async with pair(prefill.attach, decode.attach) as (source, target):
+        meets = Rendezvous(
+            uuid.uuid4().hex, prefill.peer, request_id=f"routers-{uuid.uuid4().hex}"
+        ).to_json()
+        fetch = target.decode.fetch(meets, num_tokens=32, block_ids={"full": [3, 4]}, timeout_s=60)
+        await until(lambda: prefill.metric("awaited_offers") == 1)
+        offer = await source.prefill.offer(
+            "as the engine calls it",
+            num_tokens=16,
+            block_ids={"full": [1, 2]},
+            sealed=False,
+            transfer_id=meets["transfer_id"],
+        )
+        await until(lambda: any("-> waiting" in line for line in story_of(target, fetch)))
+        live = await told(meets["transfer_id"], prefill)
+        await offer.extend(32)
+        await offer.seal()
+        await fetch.completed()
+        await offer.released()
+
+    answer = await told(meets[name], decode)
+
+    of_offer, of_fetch = spans_of(answer, prefill), spans_of(answer, decode)
+    whole = [one for one in (*of_offer, *of_fetch) if one["name"] in ("offer", "fetch")]
+    assert [one["attributes"]["offer_id"] for one in whole] == 2 * [offer.offer_id]
+    assert not any(meets["transfer_id"] in str(spans) for spans in (of_offer, of_fetch))
+    assert names(of_offer)[:3] == ["awaited", "offer", "open"]
+    stages = names([one for one in of_fetch if one["depth"] == 1])
+    assert stages[0] == "meeting"
+    assert stages.count("reading") >= 2
+    assert "waiting" in stages
+    (alive,) = [one for one in spans_of(live, prefill) if one["name"] == "offer"]
+    assert alive["attributes"]["offer_id"] == offer.offer_id
+
+
+async def test_an_offer_and_a_fetch_are_found_by_their_own_ids_and_each_chunk_is_a_span(
+    prefill: AgentProcess, decode: AgentProcess
+) -> None:
+    async with pair(prefill.attach, decode.attach) as (source, target):
+        tables = {"full": [1, 2, 3]}, {"full": [4, 5, 6]}
+        offer = await source.prefill.offer("chunks", num_tokens=48, block_ids=tables[0])
+        fetch = target.decode.fetch(
+            offer.ticket, num_tokens=48, block_ids=tables[1], piece_tokens=16
+        )
+        await fetch.completed()
+        await offer.released()
+
+    by_offer = await told(offer.offer_id, prefill)
+    by_fetch = await told(fetch.fetch_id, prefill, decode)
+
+    assert len(by_offer["agents"]) == 1
+    assert names(spans_of(by_fetch, prefill))[0] == "offer"
+    assert names(spans_of(by_fetch, decode))[-7:] == [*(["reading", "READ"] * 3), "confirming"]
+
+
+@pytest.mark.parametrize(
+    ("of_offer", "of_fetch", "expected"),
+    [
+        (ONE, OTHER, (ONE, OTHER)),
+        (ONE, "", (ONE, ONE)),
+        (ONE, "wrong", (ONE, ONE)),
+        ("wrong", OTHER, (None, OTHER)),
+    ],
+)
+async def test_the_trace_comes_with_the_ticket_unless_the_engine_says_another(
+    prefill: AgentProcess,
+    decode: AgentProcess,
+    of_offer: str,
+    of_fetch: str,
+    expected: tuple[str | None, str],
+) -> None:
+    """Plain messages, as the SDK sends no wrong ones."""
+    name = await plainly(prefill, decode, of_offer=of_offer, of_fetch=of_fetch)
+
+    answer = await told(name, decode)
+
+    spans = [spans_of(answer, agent)[0] for agent in (prefill, decode)]
+    assert tuple(span["attributes"].get("traceparent") for span in spans) == expected
+
+
+async def plainly(
+    prefill: AgentProcess,
+    decode: AgentProcess,
+    *,
+    of_offer: str = "",
+    of_fetch: str = "",
+    **more: Any,
+) -> str:
+    """The name of a handoff by plain messages."""
+    name = uuid.uuid4().hex
+    tables = {"full": BlockTable.of([1])}, {"full": BlockTable.of([2])}
+    async with pair(prefill.attach, decode.attach) as (source, target):
+        made = await source.prefill.request(
+            MakeOffer(name, 16, tables[0], traceparent=of_offer, **more)
+        )
+        await target.decode.request(
+            StartFetch(f"fetch-{name}", made.ticket, 16, tables[1], traceparent=of_fetch, **more)
+        )
+        await until(lambda: decode.logged("handoff.completed", request_id=name))
+        await until(
+            lambda: "telling" in parts(decode, fetch_id=f"fetch-{name}") or "asked_s" in more
+        )
+    return name
+
+
+async def test_the_sdk_passes_a_trace_on(prefill: AgentProcess, decode: AgentProcess) -> None:
+    async with pair(prefill.attach, decode.attach) as (source, target):
+        tables: list[dict[str, Any]] = [
+            {"num_tokens": 16, "block_ids": {"full": [n]}} for n in (1, 2)
+        ]
+        offer = await source.prefill.offer("traced", **tables[0], traceparent=ONE)
+        fetch = target.decode.fetch(offer.ticket, **tables[1], traceparent=OTHER)
+        await fetch.completed()
+
+    answer = await told("traced", decode)
+
+    spans = [spans_of(answer, agent)[0] for agent in (prefill, decode)]
+    assert [span["attributes"]["traceparent"] for span in spans] == [ONE, OTHER]
+
+
+async def test_a_person_reads_a_waterfall_and_what_took_the_time(
+    prefill: AgentProcess, decode: AgentProcess, tmp_path: Path
+) -> None:
+    await handed_off(prefill, decode, "read")
+    file = tmp_path / "trace.json"
+
+    result = await traced("read", "--peer", decode.peer, "--chrome", str(file))
+    full = await traced("read", "--peer", decode.peer, "--chrome", "/dev/full")
+    never = await traced("never", "--peer", decode.peer)
+    silent = "tcp://127.0.0.1:9"
+    half = await traced("read", "--peer", decode.peer, "--peer", silent, "--timeout", "0.5")
+
+    lines = result.stdout.splitlines()
+    assert result.exit_code == 0
+    assert any(line.split()[:1] == ["confirming"] and "█" in line for line in lines)
+    assert " ms: " in lines[-1]
+    assert "%" in lines[-1]
+    events = json.loads(file.read_text())["traceEvents"]
+    assert {"offer", "fetch"} <= {event["name"] for event in events}
+    assert (full.exit_code, never.exit_code, half.exit_code) == (1, 1, 0)
+    assert full.stderr == "error: cannot write /dev/full: No space left on device\n"
+    assert never.stderr.startswith("error: no agent remembers 'never': asked decode-")
+    assert half.stderr.startswith(f"warning: {silent}: timeout: ")
+
+
+async def test_a_fetch_that_failed_is_the_last_line(
+    prefill: AgentProcess, decode: AgentProcess
+) -> None:
+    async with pair(prefill.attach, decode.attach) as (source, target):
+        blocks: dict[str, Any] = {"num_tokens": 16, "block_ids": {"full": [1]}}
+        offer = await source.prefill.offer("expired", **blocks, ttl_s=0.1)
+        await offer.released()
+        error = await failure_of(target.decode.fetch(offer.ticket, **blocks))
+
+    result = await traced("expired", "--peer", decode.peer)
+    answer = await told("expired", decode)
+
+    _, fetch = answer["agents"]
+    (stage,) = [one["name"] for one in fetch["spans"] if one["error"] and one["depth"] == 1]
+    share, last = result.stdout.splitlines()[-2:]
+    assert " ms: " in share
+    assert last.startswith("the fetch failed after ")
+    assert last.endswith(f" ms ({stage}): {error.code}: {error.message}")
+    assert result.stdout.count(error.message) == 1
+    assert answer["verdict"].startswith("the fetch failed after ")
+
+
+def parts(agent: AgentProcess, **asked: str) -> dict[str, dict[str, Any]]:
+    """What the time of a fetch or an offer went to, by name; its leases are beside that."""
+    spans = agent.trace(**asked)
+    return {one["name"]: one for one in spans if one["depth"] == 1 and one["name"] != "leased"}
+
+
+def has_telling(agent: AgentProcess, **asked: str) -> bool:
+    """Whether the engine has said when it was told of the end."""
+    return "telling" in parts(agent, **asked)
+
+
+async def test_spans_of_a_large_handoff_lie_within_what_the_engine_measures(
+    prefill: AgentProcess, decode: AgentProcess
+) -> None:
+    """And those of the fetch and the offer themselves begin and end with the ways."""
+    num_tokens, blocks = NUM_LARGE_BLOCKS * LARGE.block_size, {"full": [*range(NUM_LARGE_BLOCKS)]}
+    async with pair(
+        prefill.attach, decode.attach, groups=(LARGE,), num_blocks=NUM_LARGE_BLOCKS
+    ) as (source, target):
+        offer = await source.prefill.offer("large", num_tokens=num_tokens, block_ids=blocks)
+        began_at = time.monotonic()
+        fetch = target.decode.fetch(offer.ticket, num_tokens=num_tokens, block_ids=blocks)
+        await fetch.completed()
+        ended_at = time.monotonic()
+        asked: list[tuple[AgentProcess, dict[str, str]]] = [
+            (decode, {"fetch_id": fetch.fetch_id}),
+            (prefill, {"offer_id": offer.offer_id}),
+        ]
+        for agent, which in asked:
+            await until(partial(has_telling, agent, **which))
+        of_fetch, of_offer = (parts(agent, **which) for agent, which in asked)
+        roots = [agent.trace(**which)[0] for agent, which in asked]
+
+    assert began_at <= of_fetch["asked"]["start_s"]
+    assert of_fetch["telling"]["end_s"] <= ended_at
+    spent_s = sum(one["end_s"] - one["start_s"] for one in of_fetch.values())
+    assert spent_s <= ended_at - began_at
+    for spans, root in zip((of_fetch, of_offer), roots, strict=True):
+        assert list(spans)[:: len(spans) - 1] == ["asked", "telling"]
+        assert root["start_s"] == spans["asked"]["start_s"]
+        assert root["end_s"] == spans["telling"]["end_s"]
+
+
+@pytest.mark.parametrize("ago_s", [None, math.nan, math.inf, -math.inf, 1e6, -1e6])
+async def test_an_engine_that_asked_at_no_time_that_can_be_has_no_ways(
+    prefill: AgentProcess, decode: AgentProcess, ago_s: float | None
+) -> None:
+    """One that does not say when it asked is traced from then on."""
+    asked: dict[str, Any] = {} if ago_s is None else {"asked_s": time.monotonic() - ago_s}
+    name = await plainly(prefill, decode, **asked)
+
+    of_fetch, of_offer = parts(decode, fetch_id=f"fetch-{name}"), parts(prefill, request_id=name)
+    ways = WAYS if ago_s is not None else {"asked"}
+    assert not ways & (of_fetch.keys() | of_offer.keys())
+    assert {"reading", "confirming"} <= of_fetch.keys()
+
+
+@pytest.mark.parametrize(
+    ("says", "expected"),
+    [
+        (lambda _: (), {"asked"}),
+        (lambda times: (math.nan,) * len(times), set()),
+        (lambda times: tuple(at - 1e6 for at in times), set()),
+        (lambda times: tuple(at + 1e6 for at in times), set()),
+    ],
+    ids=["nothing", "no number", "before the end", "in the future"],
+)
+async def test_an_engine_that_was_told_at_no_time_that_can_be_has_no_ways(
+    prefill: AgentProcess,
+    decode: AgentProcess,
+    monkeypatch: pytest.MonkeyPatch,
+    says: Callable[[Told], Told],
+    expected: set[str],
+) -> None:
+    """One that says nothing of it has the way there."""
+
+    def acknowledge(upto: int, boot: str, told_s: Told) -> Acknowledge:
+        return Acknowledge(upto, boot, says(told_s))
+
+    monkeypatch.setattr("kvbus.bus.client.Acknowledge", acknowledge)
+
+    def ways_are(agent: AgentProcess, **asked: str) -> bool:
+        """Alone; what an engine says of them comes after the end."""
+        found = parts(agent, **asked).keys()
+        return found & WAYS == expected and len(found) > len(expected)
+
+    async with pair(prefill.attach, decode.attach) as (source, target):
+        name = uuid.uuid4().hex
+        fetch = await hand_off(source, target, name)
+
+        await until(lambda: ways_are(decode, fetch_id=fetch.fetch_id))
+        await until(lambda: ways_are(prefill, request_id=name))
+
+
+async def test_an_engine_that_leaves_at_once_has_said_when_it_was_told(
+    prefill: AgentProcess, decode: AgentProcess
+) -> None:
+    fetch = await handed_off(prefill, decode, uuid.uuid4().hex)
+
+    assert "telling" in parts(decode, fetch_id=fetch.fetch_id)
+
+
+def test_a_blocking_engine_asks_when_it_calls_and_not_when_its_session_comes_to_it(
+    prefill: AgentProcess, decode: AgentProcess
+) -> None:
+    specs = [make_spec(), make_spec()]
+    held_until: list[float] = []
+
+    async def hold() -> None:
+        time.sleep(HOLD_S)  # noqa: ASYNC251  the session's thread is to be busy
+        held_until.append(time.monotonic())
+
+    with (
+        BlockingMemory(prefill.attach, specs[0], 0) as theirs,
+        BlockingMemory(decode.attach, specs[1], 0) as ours,
+        BlockingPrefill(prefill.attach, specs[0]) as source,
+        BlockingDecode(decode.attach, specs[1]) as target,
+    ):
+        for memory in (theirs, ours):
+            memory.allocate(NHD, num_blocks=4)
+        for session in (source, target):
+            session.register()
+            session.ready()
+        offer = source.offer("blocking", num_tokens=16, block_ids={"full": [1]})
+        target.start(hold)
+        began_at = time.monotonic()
+        fetch = target.fetch(offer.ticket, num_tokens=16, block_ids={"full": [2]})
+        target.wait_completed(fetch)
+
+    spans = parts(decode, fetch_id=fetch.fetch_id)
+    assert began_at <= spans["asked"]["start_s"] < held_until[0] <= spans["asked"]["end_s"]
+
+
+AHEAD_S = {"prefill": 0.05, "decode": -0.05}
+WITHIN_S, TRIES = 1e-3, 20
+
+
+@pytest.fixture
+def skewed() -> Iterator[Agents]:
+    """Two agents whose clocks are a tenth of a second apart."""
+    if reason := why_no_other_clock():
+        pytest.skip(reason)
+    with agents_ended(Agents) as agents:
+        for role, ahead_s in AHEAD_S.items():
+            agents.prepare(role).runner = with_other_clock(ahead_s)
+        agents.start(*agents.all)
+        yield agents
+        agents.check()
+
+
+async def precise(decode: AgentProcess) -> dict[str, Any]:
+    """A trace whose clocks are known well enough.
+
+    A busy machine answers late now and then: the trace says so, and is asked for again.
+    """
+    for _ in range(TRIES):
+        answer = await told("skewed", decode)
+        if max(one["clock_error_s"] for one in answer["agents"]) <= WITHIN_S:
+            return answer
+    pytest.fail(f"no agent answered within {2 * WITHIN_S} s: {answer['agents']}")
+
+
+@pytest.mark.long
+async def test_clocks_that_differ_are_placed_by_messages(skewed: Agents) -> None:
+    prefill, decode = skewed.all
+    await handed_off(prefill, decode, "skewed")
+
+    answer = await precise(decode)
+
+    for one in answer["agents"]:
+        wrong_by_s = one["clock_offset_s"] + AHEAD_S[one["role"]]
+        assert abs(wrong_by_s) <= one["clock_error_s"] <= WITHIN_S
+    of_fetch, of_offer = spans_of(answer, decode), spans_of(answer, prefill)
+    claiming = next(span for span in of_fetch if span["name"] == "claiming")
+    leased = next(span for span in of_offer if span["name"] == "leased")
+    apart_s = sum(one["clock_error_s"] for one in answer["agents"])
+    assert claiming["start_s"] - apart_s <= leased["start_s"] <= claiming["end_s"] + apart_s
