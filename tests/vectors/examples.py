@@ -3,6 +3,8 @@
 Refuses random values and clocks: the same bytes come out on every machine.
 """
 
+from typing import Any, TypeVar
+
 import msgspec
 
 from kvbus import protocol as p
@@ -69,15 +71,7 @@ RANK = RankSpec(
 )
 TABLES = {"full": BlockTable.of([7, 300, 70_000], first_block=0)}
 BY_BLOCK = SlotOrder(
-    (
-        AxisName.LAYER,
-        AxisName.KV,
-        AxisName.BLOCK,
-        AxisName.HEAD,
-        AxisName.TOKEN,
-        AxisName.DIM,
-    ),
-    16,
+    (AxisName.LAYER, AxisName.KV, AxisName.BLOCK, AxisName.HEAD, AxisName.TOKEN, AxisName.DIM), 16
 )
 NEW_TABLES = {"full": BlockTable.of([9], first_block=3)}
 DIGEST = "0cc175b9c0f1b6a831c399e269772661"
@@ -126,14 +120,44 @@ TWO_RANKS = {
 }
 """By boot id: the control session and both ranks of one engine."""
 
+COMMON: dict[str, Any] = {
+    "access": ACCESS,
+    "agent_boot": PREFILL_BOOT,
+    "agent_id": "prefill-agent-0",
+    "engine_id": "prefill-0",
+    "epoch": 1,
+    "fetch_id": "fetch-1",
+    "lease_s": 10.0,
+    "memory_id": MEMORY_ID,
+    "num_tokens": 50,
+    "offer_id": "offer-1",
+    "one_in": 64,
+    "path": "direct",
+    "rank": 0,
+    "request_id": "request-1",
+    "secret": SECRET,
+    "segment_id": "kv",
+    "size_bytes": 128 * 16_384,
+    "ticket": TICKET,
+    "token": TOKEN,
+}
+"""Fields that mean the same in every message."""
+M = TypeVar("M", bound=msgspec.Struct)
+
+
+def example(kind: type[M], **own: Any) -> M:
+    """A message of ``kind`` with each field set: to that of its own, or the common one."""
+    common = {name: COMMON[name] for name in kind.__struct_fields__ if name in COMMON}
+    return kind(**common | own)
+
+
 ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
     "attach": {
         p.Hello: (
-            p.Hello(min_protocol=1, max_protocol=1, engine_id="prefill-0", boot=ENGINE_BOOT),
-            p.Welcome(
+            example(p.Hello, min_protocol=1, max_protocol=1, boot=ENGINE_BOOT),
+            example(
+                p.Welcome,
                 protocol=1,
-                agent_id="prefill-agent-0",
-                agent_boot=PREFILL_BOOT,
                 role=p.AgentRole.PREFILL,
                 engine_endpoint="ipc:///run/kvbus/prefill-agent-0.engine",
                 peer_endpoint=PREFILL_ENDPOINT,
@@ -142,17 +166,13 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
                 server_key=SERVER_KEY,
             ),
         ),
-        p.PassSegment: (
-            p.PassSegment(segment_id="kv", size_bytes=128 * 16_384, direct=True),
-            p.SegmentPassed(sealed=True),
-        ),
+        p.PassSegment: (example(p.PassSegment, direct=True), p.SegmentPassed(sealed=True)),
         p.PassCuda: (
-            p.PassCuda(
-                segment_id="kv",
+            example(
+                p.PassCuda,
                 device="GPU-8f7d1a52-0b3c-4e6d-9a1f-2c5b7e904d36",
                 handle=bytes(range(64)),
                 offset_bytes=512,
-                size_bytes=128 * 16_384,
                 event=bytes(range(64, 128)),
             ),
             Empty(),
@@ -160,34 +180,20 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
     },
     "handover": {
         p.HandOver: (
-            p.HandOver(
-                agent_id="prefill-agent-0", role=p.AgentRole.PREFILL, agent_boot=DECODE_BOOT
-            ),
-            p.HandedOver(agent_boot=PREFILL_BOOT, peer_endpoint=PREFILL_ENDPOINT),
+            example(p.HandOver, role=p.AgentRole.PREFILL, agent_boot=DECODE_BOOT),
+            example(p.HandedOver, peer_endpoint=PREFILL_ENDPOINT),
         ),
         p.TakenOver: (p.TakenOver(), Empty()),
     },
     "memory": {
         p.LendMemory: (
-            p.LendMemory(
-                agent_boot=PREFILL_BOOT,
-                engine_id="prefill-0",
-                memory_id=MEMORY_ID,
-                access=ACCESS,
-                first=0,
-            ),
-            p.MemoryLent(
-                agent_boot=PREFILL_BOOT,
-                num_segments=1,
-                segments=(p.LentSegment(rank=0, segment_id="kv", size_bytes=128 * 16_384),),
-            ),
-        ),
+            example(p.LendMemory, first=0),
+            example(p.MemoryLent, num_segments=1, segments=(example(p.LentSegment),)),
+        )
     },
     "engine": {
         p.Register: (
-            p.Register(
-                engine=SPEC, rank=RANK, notices=True, access=ACCESS, role=p.AgentRole.PREFILL
-            ),
+            example(p.Register, engine=SPEC, rank=RANK, notices=True, role=p.AgentRole.PREFILL),
             Empty(),
         ),
         p.AwaitReady: (p.AwaitReady(), Empty()),
@@ -200,8 +206,8 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
     },
     "prefill": {
         p.MakeOffer: (
-            p.MakeOffer(
-                request_id="request-1",
+            example(
+                p.MakeOffer,
                 num_tokens=40,
                 tables=TABLES,
                 sealed=False,
@@ -212,20 +218,16 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
                 traceparent=TRACE,
                 asked_s=81_234.25,
             ),
-            p.OfferMade(offer_id="offer-1", ticket=TICKET),
+            example(p.OfferMade),
         ),
-        p.ExtendOffer: (
-            p.ExtendOffer(offer_id="offer-1", num_tokens=50, tables=NEW_TABLES),
-            Empty(),
-        ),
-        p.SealOffer: (p.SealOffer(offer_id="offer-1"), Empty()),
-        p.WithdrawOffer: (p.WithdrawOffer(offer_id="offer-1"), Empty()),
+        p.ExtendOffer: (example(p.ExtendOffer, tables=NEW_TABLES), Empty()),
+        p.SealOffer: (example(p.SealOffer), Empty()),
+        p.WithdrawOffer: (example(p.WithdrawOffer), Empty()),
     },
     "decode": {
         p.StartFetch: (
-            p.StartFetch(
-                fetch_id="fetch-1",
-                ticket=TICKET,
+            example(
+                p.StartFetch,
                 num_tokens=40,
                 tables={"full": BlockTable.of([5, 6], first_block=1)},
                 first_token=20,
@@ -240,32 +242,27 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
             ),
             Empty(),
         ),
-        p.CancelFetch: (p.CancelFetch(fetch_id="fetch-1", release_offer=True), Empty()),
+        p.CancelFetch: (example(p.CancelFetch, release_offer=True), Empty()),
     },
     "peer": {
         p.Handshake: (
-            p.Handshake(
+            example(
+                p.Handshake,
                 min_protocol=1,
                 max_protocol=1,
                 agent_id="decode-agent-0",
-                engine_id="prefill-0",
                 reader=p.EngineMemory(engine=WINDOWED, ranks=(RANK,)),
                 engine_instance=INSTANCE,
-                offer_id="offer-1",
-                secret=SECRET,
                 ranks=(0,),
-                access=ACCESS,
             ),
-            p.HandshakeDone(
+            example(
+                p.HandshakeDone,
                 protocol=1,
-                agent_id="prefill-agent-0",
                 memory=MEMORY,
-                memory_id=MEMORY_ID,
                 nixl_agent="prefill-agent-0",
                 nixl_metadata=(b"\x00nixl\xff", b"\x01nixl\xfe"),
                 events_endpoint=EVENTS_ENDPOINT,
                 max_lease_s=30.0,
-                access=ACCESS,
                 slot_bytes=4 << 20,
                 others=OTHERS,
                 memory_socket=p.MemorySocket(
@@ -274,78 +271,26 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
             ),
         ),
         p.Claim: (
-            p.Claim(
-                agent_boot=PREFILL_BOOT,
-                offer_id="offer-1",
-                reader_id="fetch-1",
-                lease_s=10.0,
-                secret=SECRET,
-                reader_agent="decode-0",
-                reader_boot=DECODE_BOOT,
-            ),
+            example(p.Claim, reader_id="fetch-1", reader_agent="decode-0", reader_boot=DECODE_BOOT),
             GRANTED,
         ),
         p.Renew: (
-            p.Renew(
-                agent_boot=PREFILL_BOOT,
-                offer_id="offer-1",
-                epoch=1,
-                lease_s=10.0,
-                token=TOKEN,
-                known_blocks={"full": 3},
-            ),
-            p.Granted(
-                epoch=1, lease_s=10.0, num_tokens=50, sealed=True, tables=NEW_TABLES, token=TOKEN
-            ),
+            example(p.Renew, known_blocks={"full": 3}),
+            example(p.Granted, sealed=True, tables=NEW_TABLES),
         ),
-        p.Confirm: (
-            p.Confirm(agent_boot=PREFILL_BOOT, offer_id="offer-1", epoch=1, token=TOKEN),
-            Empty(),
-        ),
-        p.Take: (
-            p.Take(
-                agent_boot=PREFILL_BOOT,
-                offer_id="offer-1",
-                reader_id="fetch-1",
-                secret=SECRET,
-                token=TOKEN,
-                tables=TABLES,
-            ),
-            Empty(),
-        ),
-        p.Release: (
-            p.Release(
-                agent_boot=PREFILL_BOOT,
-                offer_id="offer-1",
-                epoch=1,
-                token=TOKEN,
-                code="cancelled",
-            ),
-            Empty(),
-        ),
-        p.Meet: (
-            p.Meet(transfer_id=TRANSFER_ID, wait_s=4.0),
-            p.Met(ticket=TICKET),
-        ),
+        p.Confirm: (example(p.Confirm), Empty()),
+        p.Take: (example(p.Take, reader_id="fetch-1", tables=TABLES), Empty()),
+        p.Release: (example(p.Release, code="cancelled"), Empty()),
+        p.Meet: (p.Meet(transfer_id=TRANSFER_ID, wait_s=4.0), example(p.Met)),
         p.Forgo: (p.Forgo(transfer_id=TRANSFER_ID), Empty()),
-        p.PeerWithdraw: (
-            p.PeerWithdraw(agent_boot=PREFILL_BOOT, offer_id="offer-1", secret=SECRET),
-            Empty(),
-        ),
+        p.PeerWithdraw: (example(p.PeerWithdraw), Empty()),
         p.Pack: (
-            p.Pack(
-                agent_boot=PREFILL_BOOT,
-                engine_id="prefill-0",
-                memory_id=MEMORY_ID,
-                offer_id="offer-1",
-                epoch=1,
-                rank=0,
+            example(
+                p.Pack,
                 box=Box("full", (0, 1), PARTS, first_head=1, num_heads=1, start=20, stop=40),
                 order=BY_BLOCK,
                 table=BlockTable.of([300, 70_000], first_block=1),
                 slot_lease_s=10.0,
-                token=TOKEN,
-                access=ACCESS,
                 done=(16, 17),
                 priority=2,
             ),
@@ -359,37 +304,21 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
             ),
         ),
         p.Digest: (
-            p.Digest(
-                agent_boot=PREFILL_BOOT,
-                engine_id="prefill-0",
-                memory_id=MEMORY_ID,
-                offer_id="offer-1",
-                rank=0,
+            example(
+                p.Digest,
                 box=Box("full", (0, 1), PARTS, first_head=1, num_heads=1, start=20, stop=40),
                 table=BlockTable.of([300, 70_000], first_block=1),
-                one_in=64,
-                secret=SECRET,
-                access=ACCESS,
             ),
             p.Digests(digests=(0x0123_4567_89AB_CDEF).to_bytes(8, "little")),
         ),
-        p.Unpack: (p.Unpack(agent_boot=PREFILL_BOOT, slot_ids=(18,)), Empty()),
-        p.CheckMemory: (
-            p.CheckMemory(
-                agent_boot=PREFILL_BOOT, engine_id="prefill-0", memory_id=MEMORY_ID, access=ACCESS
-            ),
-            Empty(),
-        ),
+        p.Unpack: (example(p.Unpack, slot_ids=(18,)), Empty()),
+        p.CheckMemory: (example(p.CheckMemory, offer_id=""), Empty()),
         p.Delegate: (
-            p.Delegate(
-                fetch_id="fetch-1",
+            example(
+                p.Delegate,
                 engine_id="decode-0",
-                access=ACCESS,
                 ranks=(1,),
-                ticket=TICKET,
                 memory_ids=("memory-0", "memory-1"),
-                epoch=1,
-                token=TOKEN,
                 source=TABLES,
                 target={"full": BlockTable.of([5, 6], first_block=1)},
                 first_token=20,
@@ -399,23 +328,19 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
                 last=False,
                 zero_tail=True,
                 timeout_s=2.5,
-                one_in=64,
                 priority=2,
             ),
-            p.Delegated(num_bytes=6_144, path="direct", one_in=64),
+            example(p.Delegated, num_bytes=6_144),
         ),
-        p.AbortDelegate: (
-            p.AbortDelegate(fetch_id="fetch-1", access=ACCESS, token=TOKEN),
-            p.Aborted(ended=True),
-        ),
+        p.AbortDelegate: (example(p.AbortDelegate), p.Aborted(ended=True)),
         p.Cost: (
             p.Cost(endpoint="tcp://10.0.0.7:7501", num_tokens=4096, first_token=64),
-            p.Predicted(
+            example(
+                p.Predicted,
                 predicted_s=0.0125,
                 queue_s=0.0025,
                 num_bytes=67_108_864,
                 decode_engine="decode-0",
-                path="direct",
                 num_observed=12,
                 observed_s_ago=1.5,
             ),
@@ -444,8 +369,8 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
         ),
         p.Status: (
             p.Status(echo="x", peer="tcp://10.0.0.9:7501", key=SERVER_KEY),
-            p.AgentStatus(
-                agent_id="prefill-agent-0",
+            example(
+                p.AgentStatus,
                 role=p.AgentRole.PREFILL,
                 engines={"prefill-0": True},
                 draining=False,
@@ -455,10 +380,7 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
                 events_endpoint="tcp://10.0.0.7:7502",
                 echo="x",
                 view=PeerView(
-                    min_protocol=1,
-                    max_protocol=1,
-                    server_key=SERVER_KEY,
-                    roles=("decode",),
+                    min_protocol=1, max_protocol=1, server_key=SERVER_KEY, roles=("decode",)
                 ),
                 sharing=p.Sharing(
                     machine="5b7e2c1a-3f60-4d0e-9c55-0a1b2c3d4e5f",
@@ -473,27 +395,25 @@ ROOMS: dict[str, dict[type[Message], tuple[Message, Message]]] = {
 }
 
 NOTICES: dict[type[Message], Message] = {
-    p.Released: p.Released(offer_id="offer-1", request_id="request-1", outcome=p.Outcome.COMPLETED),
-    p.Landed: p.Landed(fetch_id="fetch-1", num_tokens=512),
-    p.Fetched: p.Fetched(
-        fetch_id="fetch-1",
-        request_id="request-1",
+    p.Released: example(p.Released, outcome=p.Outcome.COMPLETED),
+    p.Landed: example(p.Landed, num_tokens=512),
+    p.Fetched: example(
+        p.Fetched,
         outcome=p.Outcome.FAILED,
         stage="reading",
         blocks_free=False,
         code="timeout",
         message="the fetch did not end within its deadline, it was reading",
         num_bytes=65_536,
-        path="direct",
         stages_s=p.StageTimes(0.001, 0.002, 0.0, 2.497, 0.0),
     ),
-    p.BlocksFreed: p.BlocksFreed(fetch_id="fetch-1"),
+    p.BlocksFreed: example(p.BlocksFreed),
     p.Replaced: p.Replaced(),
 }
 
-_OPENED = p.OfferEvent(offer_id="offer-1", num_tokens=40)
-_LEASE = p.LeaseEvent(offer_id="offer-1", epoch=1)
-_ENGINE = p.EngineEvent(engine_id="prefill-0", engine_instance=INSTANCE)
+_OPENED = example(p.OfferEvent, num_tokens=40)
+_LEASE = example(p.LeaseEvent)
+_ENGINE = example(p.EngineEvent, engine_instance=INSTANCE)
 EVENTS: dict[str, Message] = {
     "cost.changed": p.CostEvent(
         endpoint="tcp://10.0.0.7:7501",
@@ -505,16 +425,16 @@ EVENTS: dict[str, Message] = {
     ),
     "heartbeat": p.Heartbeat(seqs={"offer.opened": 4, "lease.granted": 2}, uptime_s=12.5),
     "offer.opened": _OPENED,
-    "offer.extended": p.OfferEvent(offer_id="offer-1", num_tokens=50),
-    "offer.sealed": p.OfferEvent(offer_id="offer-1", num_tokens=50),
-    "offer.released": p.OfferEvent(offer_id="offer-1", num_tokens=50, outcome="completed"),
+    "offer.extended": example(p.OfferEvent),
+    "offer.sealed": example(p.OfferEvent),
+    "offer.released": example(p.OfferEvent, outcome="completed"),
     "lease.granted": _LEASE,
     "lease.revoked": _LEASE,
     "lease.expired": _LEASE,
     "lease.ended": _LEASE,
-    "fetch.completed": p.FetchEvent(fetch_id="fetch-1", request_id="request-1"),
-    "fetch.failed": p.FetchEvent(fetch_id="fetch-1", request_id="request-1", code="timeout"),
-    "fetch.cancelled": p.FetchEvent(fetch_id="fetch-1", request_id="request-1", code="cancelled"),
+    "fetch.completed": example(p.FetchEvent),
+    "fetch.failed": example(p.FetchEvent, code="timeout"),
+    "fetch.cancelled": example(p.FetchEvent, code="cancelled"),
     "engine.ready": _ENGINE,
     "engine.lost": _ENGINE,
 }
