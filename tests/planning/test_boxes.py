@@ -238,14 +238,6 @@ def test_regions_of_two_orders_have_none() -> None:
     assert reader_order((), FULL) is None
 
 
-def test_regions_of_another_group_do_not_matter() -> None:
-    other = [msgspec.structs.replace(region, group="other") for region in _regions("HND")]
-
-    order = reader_order((*_regions("NHD"), *other), FULL)
-
-    assert order == reader_order(_regions("NHD"), FULL)
-
-
 def test_regions_that_lack_an_axis_agree_with_those_that_have_it() -> None:
     first, *rest = _regions("NHD")
     halves = [

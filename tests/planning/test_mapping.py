@@ -15,9 +15,7 @@ from kvbus.geometry import (
     KvLayout,
     KvPart,
     RankSpec,
-    StatePart,
     lay_out_rank,
-    state_group,
 )
 from kvbus.planning import MAX_CHOICES, ReadMap, Share
 from tests.planning.handoffs import TP_SIZES, Case, cases, some
@@ -152,26 +150,6 @@ def test_within_a_fetch_the_readers_of_the_same_replicas_take_turns(case: Case) 
         assert len({reader for reader, _ in pairs}) == len(pairs)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "num_heads", "parts", "readers"),
-    [
-        ((1, 8), 1, LATENT, [tuple(range(8))]),
-        ((4, 8), 1, LATENT, [tuple(range(8))]),
-        ((2, 8), 4, KV, [(0, 1), (2, 3), (4, 5), (6, 7)]),
-        ((1, 2), 8, KV, [(0,), (1,)]),
-    ],
-    ids=["latent", "replicated_latent", "replicas", "split"],
-)
-def test_joined_shares_are_one_for_each_interval_of_heads(
-    sizes: tuple[int, int], num_heads: int, parts: tuple[KvPart, ...], readers: list[tuple[int]]
-) -> None:
-    holders, takers = (ranks_of(tp_size, num_heads, parts=parts) for tp_size in sizes)
-
-    shares = ReadMap(holders, takers).joined()
-
-    assert [share.readers for share in shares] == readers
-
-
 def test_a_latent_that_is_joined_comes_from_another_replica_for_the_next_fetch() -> None:
     reads = ReadMap(ranks_of(4, 1, parts=LATENT), ranks_of(8, 1, parts=LATENT))
 
@@ -224,14 +202,6 @@ def test_a_latent_is_read_whole_from_one_rank_and_another_one_for_the_next_fetch
     assert all(len(set(holders)) == min(4, decode_tp) for holders in fetches)
 
 
-def test_readers_of_the_same_heads_in_different_stages_take_different_replicas() -> None:
-    prefill, decode = ranks_of(4, 2), ranks_of(2, 2, pp_size=2)
-
-    shares = ReadMap(prefill, decode).shares()
-
-    assert sorted(share.holder for share in shares) == [0, 1, 2, 3]
-
-
 def test_readers_of_different_agents_take_different_replicas_without_knowing_each_other() -> None:
     prefill, decode = ranks_of(4, 1, parts=LATENT), ranks_of(4, 1, parts=LATENT)
 
@@ -242,42 +212,6 @@ def test_readers_of_different_agents_take_different_replicas_without_knowing_eac
     assert [share.holder for share in shares] == [0, 1, 2, 3]
 
 
-def test_stages_that_are_split_differently_are_paired_by_layer() -> None:
-    prefill, decode = ranks_of(1, 2, pp_size=3), ranks_of(1, 2, pp_size=2)
-
-    shares = ReadMap(prefill, decode).shares()
-
-    assert [(share.holder, share.reader, share.layers) for share in shares] == [
-        (0, 0, (0,)),
-        (1, 0, (1,)),
-        (2, 1, (2, 3)),
-    ]
-
-
-def test_split_and_replicated_parts_of_a_state_are_paired_each_for_itself() -> None:
-    group = state_group("mamba", (0, 1), (StatePart("conv", 1, 6), StatePart("ssm", 4, 8)))
-
-    def ranks(tp_size: int) -> list[RankSpec]:
-        engine = EngineSpec("engine", "model", tp_size, (group,))
-        return [lay_out_rank(engine, rank, NHD, num_blocks=3) for rank in range(tp_size)]
-
-    shares = ReadMap(ranks(2), ranks(4)).shares()
-
-    assert [
-        (share.reader, share.holder, share.parts, share.first_head, share.num_heads)
-        for share in shares
-    ] == [
-        (0, 0, ("conv",), 0, 1),
-        (0, 0, ("ssm",), 0, 1),
-        (1, 1, ("conv",), 0, 1),
-        (1, 0, ("ssm",), 1, 1),
-        (2, 0, ("conv",), 0, 1),
-        (2, 1, ("ssm",), 2, 1),
-        (3, 1, ("conv",), 0, 1),
-        (3, 1, ("ssm",), 3, 1),
-    ]
-
-
 @given(st.integers(0, 200))
 def test_the_choices_repeat_after_as_many_as_the_map_says(replica_index: int) -> None:
     reads = ReadMap(ranks_of(6, 1, parts=LATENT), ranks_of(2, 1, parts=LATENT))
@@ -286,18 +220,6 @@ def test_the_choices_repeat_after_as_many_as_the_map_says(replica_index: int) ->
 
     assert reads.num_choices == 6
     assert again == reads.shares(replica_index)
-
-
-def test_replicas_of_several_numbers_are_all_read_equally_often_before_the_choices_repeat() -> None:
-    reads = ReadMap(ranks_of(5, 2), ranks_of(1, 2))
-
-    times = Counter(
-        (share.holder, share.first_head)
-        for replica_index in range(reads.num_choices)
-        for share in reads.shares(replica_index)
-    )
-
-    assert times == {(0, 0): 2, (1, 0): 2, (2, 0): 2, (3, 1): 3, (4, 1): 3}
 
 
 def test_the_choices_stay_few_however_many_replicas_there_are() -> None:
