@@ -5,6 +5,7 @@ The agents hold nothing after each of them.
 
 import contextlib
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -15,22 +16,28 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-import msgspec
 import pytest
 
-from kvbus.bench.caches import open_caches
-from kvbus.bench.shapes import GROUP
-from kvbus.bench.sides import prefill
-from kvbus.bench.sides.cases import CASES
-from kvbus.bench.sides.handed import Handed
-from kvbus.engine import PrefillSession
-from kvbus.errors import RequestTimeout, leaves
-from tests.agents import AgentProcess, Agents, agents_ended
+from kvbus.cli import app
+from kvbus.engine import MemorySession, PrefillSession
+from kvbus.geometry import EngineSpec, GroupSpec, KvLayout
+from tests.agents import AgentProcess, Agents, agents_ended, wait_until
 
 KVBUS = [sys.executable, "-c", "from kvbus.cli import app; app()"]
 ENDS_WITHIN_S = 100.0
 MANY = ("--mib", "1", "--rounds", "1000")
-READER_GONE = "nobody reads the lines any more: look at the error of kvbus bench-decode"
+PARTS = {
+    "meeting": "meeting the prefill agent",
+    "turns": "turns behind other fetches",
+    "round_trips": "round trips to the prefill agent",
+    "tokens": "tokens that were not ready",
+    "reading": "reading: ",
+    "engine": "engine and agent here",
+}
+CASES = {
+    *("one-block", "hnd-to-nhd", "runs-512b", "runs-16k", "runs-64k", "runs-256k", "runs-1m"),
+    "in-order",
+}
 
 pytestmark = pytest.mark.anyio
 
@@ -120,15 +127,27 @@ def both(prefill: AgentProcess, decode: AgentProcess, *options: str) -> Iterator
 
 
 def decode_alone(agent: Path, text: str) -> Ended:
-    """The decode side with this on stdin."""
+    """The decode side with this on stdin, which comes in pieces."""
     with Side("decode", agent, stdin=subprocess.PIPE) as side:
-        output, errors = side.process.communicate(text, timeout=ENDS_WITHIN_S)
+        assert side.process.stdin is not None
+        side.process.stdin.write(text[:20])
+        side.process.stdin.flush()
+        output, errors = side.process.communicate(text[20:], timeout=ENDS_WITHIN_S)
         return Ended(side.process.returncode, output, errors)
 
 
 def figures(output: str) -> list[dict[str, Any]]:
-    """Those of the JSON object at the end."""
+    """Those of the JSON object at the end, whose numbers fit together."""
     found: list[dict[str, Any]] = json.loads(output.splitlines()[-1])["figures"]
+    for one in found:
+        parts = one["parts_ms"]
+        longest = max(parts, key=parts.__getitem__)
+        share, _, what = one["limit"].partition(" ")
+        assert 0 < one["p50_ms"] <= one["p99_ms"]
+        assert one["bytes_per_s"] == pytest.approx(one["num_bytes"] / one["p50_ms"] * 1e3, rel=1e-3)
+        assert parts.keys() == PARTS.keys()
+        assert share == f"{parts[longest] / sum(parts.values()):.0%}"
+        assert what.startswith(PARTS[longest])
     return found
 
 
@@ -138,9 +157,10 @@ def test_agents_of_one_machine_copy_what_is_mapped_in_every_case(pair: Pair) -> 
 
     assert (offers.status, offers.errors) == (0, "")
     assert (fetched.status, fetched.errors) == (0, "")
-    assert [(one["case"], one["path"], one["handoffs"]) for one in figures(fetched.output)] == [
-        (case.name, "mapped", 2 * case.times) for case in CASES.values()
-    ]
+    found = figures(fetched.output)
+    assert {one["case"] for one in found} == CASES
+    assert {one["path"] for one in found} == {"mapped"}
+    assert {one["handoffs"] for one in found} == {2, 20}
 
 
 def test_agents_of_two_machines_take_the_path_that_fits_the_runs(pair: Pair) -> None:
@@ -157,37 +177,30 @@ def test_agents_of_two_machines_take_the_path_that_fits_the_runs(pair: Pair) -> 
     assert "Most is" in fetched.output
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_the_prefill_side_ends_in_mid_run(pair: Pair, number: signal.Signals) -> None:
+@pytest.mark.parametrize(
+    ("ending", "number"),
+    [
+        ("prefill", signal.SIGKILL),
+        ("decode", signal.SIGINT),
+        pytest.param("prefill", signal.SIGINT, marks=pytest.mark.long),
+        pytest.param("decode", signal.SIGKILL, marks=pytest.mark.long),
+    ],
+)
+def test_a_side_ends_in_mid_run_and_the_other_says_whom_to_look_at(
+    pair: Pair, ending: str, number: signal.Signals
+) -> None:
     pair.far.skip_log()
     with both(pair.prefill, pair.far, *MANY) as (offering, fetching):
-        assert pair.far.says("handoff.completed")
-        offering.process.send_signal(number)
+        wait_until(lambda: pair.far.logged("handoff.completed"), "a handoff", ENDS_WITHIN_S)
+        (offering if ending == "prefill" else fetching).process.send_signal(number)
         fetched, offers = fetching.ended(), offering.ended()
 
-    by_ctrl_c = number is signal.SIGINT
-    (error,) = fetched.errors.splitlines()
-    assert fetched.status == 1
-    assert "look at the error of kvbus bench-prefill" in error or "engine_lost" in error
-    assert (offers.status, offers.errors) == (
-        (130, "bench-prefill: ended by Ctrl-C\n") if by_ctrl_c else (-9, "")
-    )
-
-
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGINT])
-def test_the_decode_side_ends_in_mid_run(pair: Pair, number: signal.Signals) -> None:
-    pair.far.skip_log()
-    with both(pair.prefill, pair.far, *MANY) as (offering, fetching):
-        assert pair.far.says("handoff.completed")
-        fetching.process.send_signal(number)
-        fetched, offers = fetching.ended(), offering.ended()
-
-    by_ctrl_c = number is signal.SIGINT
-    (error,) = offers.errors.splitlines()
-    assert (offers.status, error) == (1, f"error: bench-prefill: {READER_GONE}")
-    assert (fetched.status, fetched.errors) == (
-        (130, "bench-decode: ended by Ctrl-C\n") if by_ctrl_c else (-9, "")
-    )
+    ended, other = (offers, fetched) if ending == "prefill" else (fetched, offers)
+    by_ctrl_c = 130, f"bench-{ending}: ended by Ctrl-C\n"
+    (error,) = other.errors.splitlines()
+    assert (ended.status, ended.errors) == (by_ctrl_c if number is signal.SIGINT else (-9, ""))
+    assert other.status == 1
+    assert f"look at the error of kvbus bench-{ending}" in error or "engine_lost" in error
 
 
 def test_a_handoff_that_fails_ends_both_sides_at_once(pair: Pair) -> None:
@@ -198,72 +211,121 @@ def test_a_handoff_that_fails_ends_both_sides_at_once(pair: Pair) -> None:
         offers = offering.ended()
 
     assert (fetched.status, offers.status) == (1, 1)
-    assert fetched.errors.startswith(
-        "error: bench-decode: a handoff of 'runs-1m' failed with incompatible: "
-    )
-    assert offers.errors == (
-        "error: bench-prefill: a handoff of 'one-block' was withdrawn: look at the error of"
-        " kvbus bench-decode\n"
-    )
+    assert "a handoff of 'runs-1m' failed with incompatible: " in fetched.errors
+    assert "a handoff of 'one-block' was withdrawn: look at the error of" in offers.errors
 
 
 async def test_wrong_bytes_are_found_out(pair: Pair) -> None:
-    case = CASES["runs-16k"]
-    spec, tables = case.source.spec(f"empty-{uuid.uuid4().hex}"), case.tables(1)
+    """An engine as that of the case `runs-16k`, with nothing in its cache."""
+    layout, blocks = KvLayout.parse("NHD", cross_layer=True), list(range(64))
+    group = GroupSpec("full", (0, 1), 16, 1, 128, "bfloat16")
+    spec = EngineSpec(f"empty-{uuid.uuid4().hex}", "bench-2x1x128", 1, (group,))
     async with (
         PrefillSession(pair.prefill.attach, spec) as session,
-        contextlib.AsyncExitStack() as stack,
+        MemorySession(pair.prefill.attach, spec, 0) as memory,
     ):
-        await open_caches(stack, pair.prefill.attach, spec, case.source, tables.capacities[0])
+        await memory.allocate(layout, num_blocks=len(blocks))
         await session.register()
         await session.ready()
-        offer = await session.offer(
-            "zeros", num_tokens=tables.num_tokens, block_ids={GROUP: tables.prefill}
-        )
-        line = msgspec.json.encode(Handed(case.name, 1, 0, offer.ticket)).decode() + "\n"
+        offer = await session.offer("zeros", num_tokens=1024, block_ids={"full": blocks})
+        line = {"case": "runs-16k", "mib": 1, "left": 0, "ticket": offer.ticket}
 
-        fetched = await anyio.to_thread.run_sync(decode_alone, pair.far.attach, line)
+        fetched = await anyio.to_thread.run_sync(
+            decode_alone, pair.far.attach, json.dumps(line) + "\n"
+        )
 
     assert fetched.status == 1
     assert fetched.errors == "error: bench-decode: a handoff of 'runs-16k' brought wrong bytes\n"
 
 
-def test_what_is_no_line_of_the_other_side_is_refused(pair: Pair) -> None:
-    ended = decode_alone(pair.far.attach, "hello\n")
-
-    assert (ended.status, ended.output) == (2, "")
-    assert ended.errors.startswith(
-        "error: bench-decode: stdin: 'hello' is no line of kvbus bench-prefill: "
-    )
-
-
 def test_an_agent_that_is_not_there_or_of_the_other_role_is_said(pair: Pair) -> None:
     none = pair.folder / "none"
-    agents = {
-        none: f"no agent at {none}",
-        pair.prefill.attach: "is for prefill engines, not decode",
-    }
-
-    for attach, error in agents.items():
-        ended = decode_alone(attach, line_of())
-        assert (ended.status, len(ended.errors.splitlines())) == (1, 1)
-        assert error in ended.errors
     with Side("prefill", pair.far.attach, stdin=subprocess.DEVNULL) as side:
-        ended = side.ended()
-    assert (ended.status, ended.output) == (1, "")
-    assert "is for decode engines, not prefill" in ended.errors
+        wrong = side.ended()
+    absent = decode_alone(none, line_of())
+
+    assert [(one.status, one.output) for one in (wrong, absent)] == [(1, ""), (1, "")]
+    assert "is for decode engines, not prefill" in wrong.errors
+    assert f"no agent at {none}" in absent.errors
 
 
-async def test_the_prefill_side_ends_when_nobody_reads(
-    pair: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@dataclass
+class Here:
+    """The decode side in this process."""
+
+    patch: pytest.MonkeyPatch
+    captured: pytest.CaptureFixture[str]
+
+    def ended(self, agent: Path, stdin: int) -> tuple[int, str]:
+        """The exit status, and what it complains of, with this as its stdin."""
+        with os.fdopen(stdin) as lines, self.patch.context() as patch:
+            patch.setattr(sys, "stdin", lines)
+            with pytest.raises(SystemExit) as ended:
+                app(["bench-decode", "--attach", str(agent)])
+        assert isinstance(ended.value.code, int)
+        return ended.value.code, self.captured.readouterr().err
+
+
+@pytest.fixture
+def here(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Here:
+    return Here(monkeypatch, capsys)
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "error"),
+    [
+        (b"hello\n", 2, "'hello' is no line of kvbus bench-prefill: "),
+        (b"\xff\n", 2, "is no line of kvbus bench-prefill: "),
+        (b'{"case":"one-block","mib":1}\n', 2, "missing required field `left`"),
+        (line_of(mib=1025).encode(), 2, "Expected `int` <= 1024"),
+        (line_of(mib=0).encode(), 2, "Expected `int` >= 1"),
+        (line_of(left=-1).encode(), 2, "Expected `int` >= 0"),
+        (line_of(case="of-tomorrow").encode(), 2, "there is no case 'of-tomorrow'"),
+        (b"0" * ((1 << 20) + 1), 2, "is no line"),
+        (b"", 1, "stdin ended before the last handoff: "),
+    ],
+    ids=["word", "bytes", "short", "large", "none", "negative", "case", "endless", "end"],
+)
+def test_what_is_no_line_of_the_other_side_is_refused(
+    pair: Pair, here: Here, text: bytes, status: int, error: str
 ) -> None:
-    monkeypatch.setattr(prefill, "READ_WITHIN_S", 0.5)
-    with (tmp_path / "lines").open("w") as lines:
-        monkeypatch.setattr(sys, "stdout", lines)
+    lines = pair.folder / "lines"
+    lines.write_bytes(text)
 
-        with pytest.raises(ExceptionGroup) as raised:
-            await prefill.prefill_side(pair.prefill.attach, num_mib=1, rounds=1)
+    ended, complaint = here.ended(pair.far.attach, os.open(lines, os.O_RDONLY))
 
-    (error,) = leaves(raised.value)
-    assert isinstance(error, RequestTimeout)
-    assert error.message.startswith("nobody has read a handoff of 'one-block' for 0.5 s: ")
+    assert (ended, complaint.count("\n")) == (status, 1)
+    assert complaint.startswith("error: bench-decode: ")
+    assert error in complaint
+
+
+def test_a_line_is_not_waited_for_without_end(pair: Pair, here: Here) -> None:
+    here.patch.setattr("kvbus.bench.sides.handed.NEXT_WITHIN_S", 0.1)
+    reading, writing = os.pipe()
+
+    ended = here.ended(pair.far.attach, reading)
+    os.close(writing)
+
+    assert ended[0] == 1
+    assert "no line came for 0.1 s: " in ended[1]
+
+
+def test_a_terminal_is_no_pipe(pair: Pair, here: Here) -> None:
+    controller, terminal = os.openpty()
+
+    ended = here.ended(pair.far.attach, terminal)
+    os.close(controller)
+
+    assert ended[0] == 2
+    assert "stdin is no pipe: " in ended[1]
+
+
+def test_the_prefill_side_ends_when_nobody_reads(pair: Pair, here: Here, tmp_path: Path) -> None:
+    here.patch.setattr("kvbus.bench.sides.prefill.READ_WITHIN_S", 0.5)
+    with (tmp_path / "lines").open("w") as lines, here.patch.context() as patch:
+        patch.setattr(sys, "stdout", lines)
+        with pytest.raises(SystemExit) as ended:
+            app(["bench-prefill", "--attach", str(pair.prefill.attach), "--mib", "1"])
+
+    assert ended.value.code == 1
+    assert "nobody has read a handoff of 'one-block' for 0.5 s: " in here.captured.readouterr().err
