@@ -117,94 +117,58 @@ def test_references_in_a_list_are_replaced_and_two_dollars_stand_for_the_text(
     assert config.allowed_peers == ("10.0.0.0/8", "$(NET)")
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "named"),
-    [
-        ("KVBUS_PER_BIND", "x", "did you mean KVBUS_PEER_BIND?"),
-        ("KVBUS_SLICE_BYTES", "1", "did you mean KVBUS_TRANSPORT__SLICE_BYTES?"),
-        ("KVBUS_OFFER_TTL_S", "1", "KVBUS_OFFER_TTL_S is the variable of no key"),
-        ("KVBUS_MAX_FETCHES", "many", "KVBUS_MAX_FETCHES: key 'max_fetches': "),
-        ("KVBUS_MAX_FETCHES", "0", "KVBUS_MAX_FETCHES: key 'max_fetches': "),
-        ("KVBUS_OPTIMISTIC", "maybe", "KVBUS_OPTIMISTIC: key 'optimistic': "),
-        ("KVBUS_PEER_BIND", "127.0.0.1:1", "KVBUS_PEER_BIND: key 'peer_bind': "),
-        ("KVBUS_STAGING_BYTES", "1", "KVBUS_STAGING_BYTES: key 'staging_bytes': "),
-        ("KVBUS_KEY_FILE", "$(GONE)/k", "KVBUS_KEY_FILE: key 'key_file': the variable GONE"),
-    ],
-)
-def test_a_wrong_variable_is_named_with_its_key(
-    environment: pytest.MonkeyPatch, name: str, value: str, named: str
+WRONG = [
+    ("variable", "KVBUS_PER_BIND=x", "did you mean KVBUS_PEER_BIND?"),
+    ("variable", "KVBUS_SLICE_BYTES=1", "did you mean KVBUS_TRANSPORT__SLICE_BYTES?"),
+    ("variable", "KVBUS_OFFER_TTL_S=1", "KVBUS_OFFER_TTL_S is the variable of no key"),
+    ("variable", "KVBUS_MAX_FETCHES=many", "KVBUS_MAX_FETCHES: key 'max_fetches': "),
+    ("variable", "KVBUS_MAX_FETCHES=0", "KVBUS_MAX_FETCHES: key 'max_fetches': "),
+    ("variable", "KVBUS_OPTIMISTIC=maybe", "KVBUS_OPTIMISTIC: key 'optimistic': "),
+    ("variable", "KVBUS_PEER_BIND=127.0.0.1:1", "KVBUS_PEER_BIND: key 'peer_bind': "),
+    ("variable", "KVBUS_STAGING_BYTES=1", "KVBUS_STAGING_BYTES: key 'staging_bytes': "),
+    ("variable", "KVBUS_KEY_FILE=$(GONE)/k", "KVBUS_KEY_FILE: key 'key_file': the variable GONE"),
+    ("setting", "lease", "--set lease: not key=value"),
+    ("setting", "lease=1", "did you mean lease_s?"),
+    ("setting", "slice_bytes=1", "did you mean transport.slice_bytes?"),
+    ("setting", "lease_s=-1", "--set lease_s: key 'lease_s': "),
+    ("setting", "transport.slice_bytes=1", "--set transport.slice_bytes: key 'transport.slice_"),
+    ("setting", "peer_bind=x", "--set peer_bind: key 'peer_bind': "),
+    ("file", "transport = 3", "key 'transport'"),
+    ("file", "[transprt]", "a decode agent has no key 'transprt'"),
+    (
+        "file",
+        "[transprt]\nslice_bytes = 1",
+        "'transprt.slice_bytes'; did you mean transport.slice_b",
+    ),
+    (
+        "file",
+        "[transport]\nslice_byte = 1",
+        "'transport.slice_byte'; did you mean transport.slice_b",
+    ),
+    ("file", "peer_bnd = 'x'", "has no key 'peer_bnd'; did you mean peer_bind?"),
+    ("file", "offer_ttl_s = 1", "no key 'offer_ttl_s'; --print-config has them all"),
+    ("file", "path = 'fast'", "'fast': expected one of auto, direct, packed, reordered, mapped"),
+    ("file", "otlp_endpoint = 'x'", "'otlp_endpoint': 'x': expected http://HOST:PORT or https:"),
+    ("file", "peers = ['10.0.0.1:7701']", "expected tcp://HOST:PORT for each, and behind"),
+    ("file", "http_bind = '[::]:99999'", "is not HOST:PORT, with a port up to 65535"),
+]
+
+
+@pytest.mark.parametrize(("source", "text", "told"), WRONG)
+def test_what_is_wrong_is_told_in_words_with_its_source_and_key(
+    environment: pytest.MonkeyPatch, path: Path, source: str, text: str, told: str
 ) -> None:
-    environment.setenv(name, value)
+    if source == "file":
+        environment.setenv("KVBUS_TRANSPORT__SLICE_BYTES", "1048576")
+        path.write_text(FILE + text)
+        said = refusal(path)
+        assert said.startswith(f"{path}: ")
+    elif source == "variable":
+        environment.setenv(*text.split("=", 1))
+        said = refusal()
+    else:
+        said = refusal(settings=(text,))
 
-    assert named in refusal()
-
-
-@pytest.mark.parametrize(
-    ("setting", "named"),
-    [
-        ("lease", "--set lease: not key=value"),
-        ("lease=1", "did you mean lease_s?"),
-        ("slice_bytes=1", "did you mean transport.slice_bytes?"),
-        ("lease_s=-1", "--set lease_s: key 'lease_s': "),
-        ("transport.slice_bytes=1", "--set transport.slice_bytes: key 'transport.slice_bytes': "),
-        ("peer_bind=x", "--set peer_bind: key 'peer_bind': "),
-    ],
-)
-def test_a_wrong_setting_is_named_with_its_key(
-    environment: pytest.MonkeyPatch, setting: str, named: str
-) -> None:
-    assert named in refusal(settings=(setting,))
-
-
-def test_a_section_that_is_none_is_refused_by_the_file(
-    environment: pytest.MonkeyPatch, path: Path
-) -> None:
-    environment.setenv("KVBUS_TRANSPORT__SLICE_BYTES", "1048576")
-    path.write_text(f"{FILE}transport = 3\n")
-
-    said = refusal(path)
-
-    assert str(path) in said
-    assert "key 'transport'" in said
-
-
-@pytest.mark.parametrize(
-    ("line", "told"),
-    [
-        ("[transprt]", "a decode agent has no key 'transprt'"),
-        (
-            "[transprt]\nslice_bytes = 1",
-            "has no key 'transprt.slice_bytes'; did you mean transport.slice_bytes?",
-        ),
-        (
-            "[transport]\nslice_byte = 1",
-            "has no key 'transport.slice_byte'; did you mean transport.slice_bytes?",
-        ),
-        ("peer_bnd = 'x'", "has no key 'peer_bnd'; did you mean peer_bind?"),
-        (
-            "offer_ttl_s = 1",
-            "a decode agent has no key 'offer_ttl_s'; --print-config has them all",
-        ),
-        (
-            "path = 'fast'",
-            "key 'path': 'fast': expected one of auto, direct, packed, reordered, mapped",
-        ),
-        ("otlp_endpoint = 'x'", "key 'otlp_endpoint': 'x': expected http://HOST:PORT or https:"),
-        (
-            "peers = ['10.0.0.1:7701']",
-            "key 'peers': ['10.0.0.1:7701']: expected tcp://HOST:PORT for each, and behind",
-        ),
-        ("http_bind = '[::]:99999'", "is not HOST:PORT, with a port up to 65535"),
-    ],
-)
-def test_what_is_wrong_in_a_file_is_told_in_words(
-    environment: pytest.MonkeyPatch, path: Path, line: str, told: str
-) -> None:
-    path.write_text(FILE + line)
-
-    said = refusal(path)
-
-    assert said.startswith(f"{path}: ")
     assert told in said
 
 
