@@ -15,8 +15,7 @@ TEST_PROCESSES ?= 2
 SEED ?= 1
 MINUTES ?= 1
 HANDOFFS ?= 1000000
-AGENTS ?= 100
-LOSS ?= 0.01
+WORLD ?= all
 CAPS ?= small
 RUN_TESTS := $(BIN)/python -m tests.runner --processes $(TEST_PROCESSES)
 PIP := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
@@ -102,8 +101,8 @@ test-vllm-long: $(INSTALLED_VLLM) ## Run all of them: more shapes, more wirings,
 vllm-contract: $(INSTALLED) ## Write down what the newest vLLM calls of a connector (340 MB; or VLLM=0.33.0)
 	$(BIN)/python -m tests.integrations.vllm_contract --version '$(VLLM)'
 
-simulate: $(INSTALLED) ## Simulate handoffs, no socket: SEED=1 HANDOFFS=1000000 AGENTS=100 LOSS=0.01
-	@$(BIN)/python -m tests.simulator --seed $(SEED) --handoffs $(HANDOFFS) --agents $(AGENTS) --loss $(LOSS)
+simulate: $(INSTALLED) ## Simulate handoffs of the real services: SEED=1 HANDOFFS=1000000 WORLD=all
+	@$(BIN)/python -m tests.sim --seed $(SEED) --handoffs $(HANDOFFS) --world $(WORLD)
 
 check: $(INSTALLED) ## Lint, format, types, and the import rule
 	$(BIN)/ruff check .

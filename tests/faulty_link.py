@@ -22,7 +22,27 @@ from tests.namespaces import HAVE_NAMESPACES, Host, hosts, run_ip
 
 TUN = Path("/dev/net/tun")
 HAVE_LINKS = HAVE_NAMESPACES and TUN.exists()
-_NET = f"10.213.{os.getpid() % 250}"
+NUM_NETS = 250
+
+
+def own_net() -> str:
+    """A network that no other process of this machine takes, until this one ends.
+
+    Who has it has a name that the kernel gives to one socket only.
+    """
+    for number in range(NUM_NETS):
+        taken = socket.socket(socket.AF_UNIX)
+        try:
+            taken.bind(f"\0kvbus-link-{number}")
+        except OSError:
+            taken.close()
+            continue
+        taken.detach()
+        return f"10.213.{number}"
+    raise OSError("all networks for links are taken")
+
+
+_NET = own_net()
 HERE, THERE, BITS = f"{_NET}.1", f"{_NET}.2", 24
 _SET_INTERFACE, _IS_TUN, _WITHOUT_HEADER = 0x400454CA, 0x0001, 0x1000
 _PACKET_BYTES = 1 << 16

@@ -6,18 +6,23 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from pathlib import Path
 from typing import Any
 
+import anyio
+import msgpack
 import pytest
+import zmq
 from typer.testing import CliRunner
 
 from kvbus.cli import app
 from kvbus.engine import PrefillSession
-from kvbus.events_command import _Stream
 from kvbus.keys import Role
-from kvbus.spawn import Child
+from kvbus.spawn import Child, free_port
 from tests.agents import AgentProcess, Agents, until, wait_until
+from tests.doctor.played_agents import BOOT, told_by
+from tests.doctor.played_agents import agent as played_agent
 from tests.engines import engine
 from tests.keyring import KeyRing
 
@@ -184,13 +189,28 @@ def test_a_key_that_may_not_ask_or_hear_is_told_so_and_the_agent_turns_nobody_aw
     assert heard == ["boot"]
 
 
-def test_what_was_missed_is_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    _Stream("prefill-0", "", -1).on_gap("tcp://h:1", "boot-1", "offer.opened")
+async def test_what_was_missed_is_a_line(tmp_path: Path) -> None:
+    """A played agent, of whose events every second one is lost."""
+    at = f"tcp://127.0.0.1:{free_port()}"
+    status = told_by("prefill", events_endpoint=at, peer_endpoint=at)
+    with (
+        zmq.Context() as context,
+        context.socket(zmq.PUB) as events,
+        played_agent(status) as endpoint,
+    ):
+        events.set(zmq.LINGER, 0)
+        events.bind(at)
+        with running(tmp_path, endpoint) as listener:
+            for seq in count(1, step=2):
+                body = {"engine_id": "e", "reason": "it ended"}
+                event = {"v": 1, "op": "engine.lost", "seq": seq, "boot": BOOT, "body": body}
+                events.send_multipart([b"engine.lost", msgpack.packb(event)])
+                await anyio.sleep(0.01)
+                if "gap" in listener.events():
+                    break
 
-    line = json.loads(capsys.readouterr().out)
-
-    assert line["event"] == "gap"
-    assert (line["agent"], line["boot"], line["topic"]) == ("prefill-0", "boot-1", "offer.opened")
+    gap = next(line for line in listener.lines() if line["event"] == "gap")
+    assert (gap["agent"], gap["boot"], gap["topic"]) == ("prefill-0", BOOT, "engine.lost")
 
 
 def test_an_event_that_there_is_not_is_a_mistake() -> None:

@@ -4,7 +4,7 @@ The table below is the rule. A room may import the rooms that it names, and itse
 """
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Iterator, Set
 from pathlib import Path
 
 import pytest
@@ -71,6 +71,9 @@ PURE_MODULES = (
         for name in ("events", "leg", "entry", "transitions", "table")
     ),
 )
+MOST_MODULES, MOST_PRIVATE = 185, 45
+SIMULATED_LOOP = Path("tests/sim/world.py")
+"""It steps asyncio's event loop from outside, by attributes of asyncio's."""
 IMPURE = {"zmq", "nixl", "torch", "asyncio", "anyio", "time", "random", "structlog", "socket"}
 
 OWNERS = {
@@ -145,6 +148,48 @@ def test_every_room_is_in_the_table() -> None:
     folders = [path.parent for path in (ROOT / "kvbus").glob("*/__init__.py")]
 
     assert {f"kvbus/{folder.name}" for folder in folders} <= ROOMS.keys()
+
+
+def test_tests_import_few_modules_of_the_product() -> None:
+    """A file of a room may be split, or go, and no test moves."""
+    product = {_module(path) for folder in ("kvbus", "services") for path in _sources(folder)}
+    used = {module for path in _sources("tests") for module in _used(path, product)}
+
+    assert len(used) <= MOST_MODULES, sorted(used)
+
+
+def test_tests_read_few_private_attributes() -> None:
+    found = [
+        f"{path.relative_to(ROOT)}:{node.lineno} {node.attr}"
+        for path in _sources("tests")
+        if path.relative_to(ROOT) != SIMULATED_LOOP
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and _is_private(node)
+    ]
+
+    assert len(found) <= MOST_PRIVATE, "\n".join(found)
+
+
+def _is_private(node: ast.Attribute) -> bool:
+    is_own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
+    return node.attr.startswith("_") and not node.attr.startswith("__") and not is_own
+
+
+def _module(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    parts = parts[2:] if parts[0] == "services" else parts
+    return ".".join(parts).removesuffix(".__init__")
+
+
+def _used(path: Path, modules: Set[str]) -> Iterator[str]:
+    """Of these modules the ones that a file imports, whole or names of them."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name in modules)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            outer = str(node.module)
+            inner = (f"{outer}.{alias.name}" for alias in node.names)
+            yield from (one if one in modules else outer for one in inner if outer in modules)
 
 
 def _sources(room: str) -> list[Path]:

@@ -84,6 +84,7 @@ class RequestClient(SocketActor):
         self._acking = self._will_acknowledge = False
         socket = open_dealer(context, endpoint, options := options or SocketOptions())
         self._connection = Connection(
+            context,
             socket,
             endpoint,
             options=options,

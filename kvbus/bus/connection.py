@@ -10,7 +10,7 @@ from collections.abc import Callable
 from kvbus.bus.connection_watch import ConnectionEvent, ConnectionWatch
 from kvbus.bus.listener_probe import ListenerProbe, is_local
 from kvbus.bus.names import NamedConnection
-from kvbus.bus.sockets import Socket, SocketOptions, reconnect
+from kvbus.bus.sockets import BusContext, Socket, SocketOptions, reconnect
 from kvbus.bus.timers import Timers
 from kvbus.errors import ErrorCode, KVBusError, LocalError, RemoteError
 
@@ -33,6 +33,7 @@ class Connection:
 
     def __init__(
         self,
+        context: BusContext,
         socket: Socket,
         endpoint: str,
         *,
@@ -44,7 +45,8 @@ class Connection:
     ) -> None:
         self.refusal: RemoteError | None = None
         self.is_gone, self._is_made, self._on_gone = False, False, on_gone
-        self._probe = ListenerProbe(timers, self._find_gone)
+        self._context = context
+        self._probe = ListenerProbe(context, timers, self._find_gone)
         self._socket, self._timers, self._on_error = socket, timers, on_error
         self._named = NamedConnection(
             socket, endpoint, timers=timers, on_error=on_error, allowed=options.allowed
@@ -73,7 +75,7 @@ class Connection:
     @property
     def is_gone_here(self) -> bool:
         """Whether `is_gone` is true of an address of this machine."""
-        return self.is_gone and is_local(self._named.address)
+        return self.is_gone and is_local(self._context, self._named.address)
 
     def start(self, loop: asyncio.AbstractEventLoop) -> None:
         """Begin to look the name up, if there is one, and to watch."""

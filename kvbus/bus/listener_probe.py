@@ -8,6 +8,7 @@ import ipaddress
 import socket
 from collections.abc import Callable
 
+from kvbus.bus.sockets import BusContext
 from kvbus.bus.timers import Timers
 
 PERIOD_S, MAX_PERIOD_S = 0.2, 2.0
@@ -18,8 +19,8 @@ REFUSALS = 2
 class ListenerProbe:
     """Calls ``on_gone`` once after `begin`, unless `end` came first or somebody listens."""
 
-    def __init__(self, timers: Timers, on_gone: Callable[[], None]) -> None:
-        self._timers, self._on_gone = timers, on_gone
+    def __init__(self, context: BusContext, timers: Timers, on_gone: Callable[[], None]) -> None:
+        self._context, self._timers, self._on_gone = context, timers, on_gone
         self._address = ""
         self._turn = self._num_refused = 0
         self._period_s = PERIOD_S
@@ -71,7 +72,7 @@ class ListenerProbe:
 
     def _try(self) -> None:
         family, host, port = _place(self._address)
-        self._probe = socket.socket(family)
+        self._probe = self._context.probe_socket(family, socket.SOCK_STREAM)
         self._probe.setblocking(False)
         if self._probe.connect_ex((host, port)) == errno.ECONNREFUSED:
             self._num_refused += 1
@@ -83,10 +84,10 @@ class ListenerProbe:
             self._probe = None
 
 
-def is_local(address: str) -> bool:
+def is_local(context: BusContext, address: str) -> bool:
     """Whether ``address``, tcp:// and numbers, is one of this machine, or of this container."""
     family, host, _ = _place(address)
-    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+    with context.probe_socket(family, socket.SOCK_DGRAM) as probe:
         try:
             probe.bind((host, 0))
         except OSError:

@@ -5,6 +5,7 @@ Refuses endpoints that cannot be bound or parsed, as `ConfigError`.
 
 import contextlib
 import ipaddress
+import socket as tcp
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -17,7 +18,6 @@ from kvbus.bus.traffic import Traffic, Watch
 from kvbus.errors import ConfigError, LocalError
 from kvbus.protocol.envelope import MAX_FRAME_BYTES
 
-BusContext: TypeAlias = zmq.Context[Any]
 Socket: TypeAlias = zmq.Socket[bytes]
 
 ZAP_ENDPOINT = "inproc://zeromq.zap.01"
@@ -47,12 +47,20 @@ class SocketOptions:
     allowed: AllowedPeers | None = None
 
 
+class BusContext(zmq.Context[Any]):
+    """Makes all sockets of the bus: ZeroMQ's, and those that look whether a peer still listens."""
+
+    def probe_socket(self, family: tcp.AddressFamily, kind: tcp.SocketKind) -> tcp.socket:
+        """A socket of the system, not connected yet."""
+        return tcp.socket(family, kind)
+
+
 def new_context() -> BusContext:
     """A ZeroMQ context with one I/O thread; share it by all sockets of a process.
 
     Leaving its ``with`` block waits until closed sockets have flushed, at most ``linger_s``.
     """
-    return zmq.Context()
+    return BusContext()
 
 
 def open_router(

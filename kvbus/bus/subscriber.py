@@ -132,6 +132,7 @@ class _Feed:
         topics = owner.topics | {Heartbeat.op} if owner.topics else owner.topics
         socket = open_subscriber(context, endpoint, topics, options)
         self._connection = Connection(
+            context,
             socket,
             endpoint,
             options=options,

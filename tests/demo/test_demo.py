@@ -9,7 +9,6 @@ import pytest
 
 from tests.agents import wait_until
 from tests.demo.conftest import Demo
-from tests.examples import PROFILE
 
 pytestmark = pytest.mark.timeout(300)  # four processes start, which takes long on a busy machine
 
@@ -22,64 +21,75 @@ def options(text: str, prefix: str = "") -> list[str]:
 SMALL = ("--requests", "5", "--max-new-tokens", "8")
 PACKED = {"packed", "reordered"}
 ANY = {"mapped", "direct", *PACKED}
+CI_SHAPE = ("tp=3 chunk=32", "tp=2 pp=3 block-size=5", "window=50 path=packed", PACKED)
+HOST_SHAPE = ("tp=2 memory=host chunk=32", "tp=3 memory=host layout=HND", "attention=mla")
+"""A run takes ten seconds of CPU time: these mix what is in the others, too."""
 SHAPES = [
     ("tp=2 layout=HND", "tp=2 layout=HND", "cross-layer", ANY),
     ("tp=1 layout=HND block-size=64", "tp=2 block-size=16", "path=direct", {"direct"}),
     ("tp=2 block-size=16", "tp=1 layout=HND", "path=mapped", {"mapped"}),
     ("tp=3 chunk=32", "tp=2 pp=3 block-size=5", "window=50", ANY),
     ("tp=8 pp=4 chunk=50", "tp=1 layout=HND", "kv-heads=2 path=packed", PACKED),
-    ("tp=2 memory=host chunk=32", "tp=3 memory=host layout=HND", "attention=mla", ANY),
-]
-MORE_SHAPES = [
+    (*HOST_SHAPE, ANY),
     ("tp=4 pp=2", "tp=6 pp=1 cross-layer", "kv-heads=6 path=packed", PACKED),
     ("tp=2 block-size=16", "tp=3 block-size=48", "attention=mla window=40", ANY),
     ("memory=host", "memory=shared", "ring-share=0.3", ANY),
     ("tp=2 layout=HND", "tp=1 memory=host block-size=10", "window=50", ANY),
 ]
-"""What they mix is in the tests of others, too: a run takes ten seconds of CPU time."""
 ENDLESS = ("--requests", "50000", "--max-new-tokens", "4")
 
 
-def test_every_output_equals_that_of_the_model_run_alone(demo: Demo) -> None:
-    status, figures, _ = demo.run(*SMALL)
+def sides(prefill: str, decode: str, both: str) -> list[str]:
+    return [*options(prefill, "prefill-"), *options(decode, "decode-"), *options(both)]
+
+
+def test_every_output_equals_that_of_the_model_run_alone_and_is_told_with_what_was_run(
+    demo: Demo,
+) -> None:
+    status, figures, _ = demo.run(*SMALL, "--keys", "--seed", "3", "--decode-tp", "2")
 
     assert (status, figures["requests"], figures["matched"]) == (0, 5, 5)
     assert figures["bytes"] > 1_000_000
     assert sum(figures["paths"].values()) == 5
-    assert figures["paths"]["mapped"] >= 3, "on one machine, unless it was busy meanwhile"
     for times in figures["handoff_ms"], figures["after_prefill_ms"]:
         assert 0 < times["p50"] <= times["p99"]
     assert figures["leaked_blocks"] == 0
+    shape = {"pp": 1, "layout": "NHD", "block_size": 16, "cross_layer": False, "memory": "shared"}
+    assert (figures["prefill"], figures["decode"]) == ({"tp": 1, **shape}, {"tp": 2, **shape})
+    assert figures["model"] == {"seed": 3, "attention": "gqa", "kv_heads": 4, "window": None}
+    assert (figures["path"], figures["prefill_chunk"]) == ("auto", None)
+    for role in ("prefill", "decode"):
+        log = (demo.running[0].logs / f"{role}-agent.log").read_text()
+        (started,) = [line for line in map(json.loads, log.splitlines()) if "server_key" in line]
+        assert len(started["server_key"]) == 40
 
 
 @pytest.mark.parametrize(
-    ("prefill", "decode", "both", "paths"), SHAPES + (MORE_SHAPES if PROFILE == "long" else [])
+    ("prefill", "decode", "both", "paths"),
+    [CI_SHAPE, *(pytest.param(*shape, marks=pytest.mark.long) for shape in SHAPES)],
 )
 def test_engines_of_other_shapes_give_the_output_of_the_model_run_alone(
     demo: Demo, prefill: str, decode: str, both: str, paths: set[str]
 ) -> None:
-    status, figures, table = demo.run(
-        *SMALL, *options(prefill, "prefill-"), *options(decode, "decode-"), *options(both)
-    )
+    status, figures, table = demo.run(*SMALL, *sides(prefill, decode, both))
 
     assert (status, figures["matched"], figures["leaked_blocks"]) == (0, 5, 0), table
     assert set(figures["paths"]) <= paths
 
 
+@pytest.mark.long
 def test_caches_of_which_only_a_tenth_fits_the_rings_are_moved_all_the_same(demo: Demo) -> None:
     status, figures, table = demo.run(
         *("--requests", "20", "--max-new-tokens", "4", "--concurrency", "10"),
-        *options("memory=host", "prefill-"),
-        *options("memory=host", "decode-"),
-        *options("ring-share=0.1"),
+        *sides("memory=host", "memory=host", "ring-share=0.1"),
     )
 
     assert (status, figures["matched"], figures["leaked_blocks"]) == (0, 20, 0), table
     assert figures["ring_share"] == 0.1
 
 
-def test_one_flipped_byte_of_moved_kv_fails_the_run(demo: Demo) -> None:
-    status, figures, table = demo.run(*SMALL, "--flip-one-byte")
+def test_one_flipped_byte_of_moved_kv_fails_the_run_and_no_other_output(demo: Demo) -> None:
+    status, figures, table = demo.run(*SMALL, "--flip-one-byte", *sides(*HOST_SHAPE))
 
     assert (status, figures["matched"], figures["failed"]) == (1, 4, 0)
     assert table.count(" NO") == 1
@@ -95,6 +105,7 @@ def test_ctrl_c_ends_every_process_and_leaves_no_files(demo: Demo) -> None:
 
     assert len(children) == 4
     assert " did not finish" in stdout
+    assert " outputs equal" in stdout
     assert [pid for pid in children if Path(f"/proc/{pid}").exists()] == []
     assert run.left_files() == []
     assert status == 128 + signal.SIGINT
@@ -102,6 +113,7 @@ def test_ctrl_c_ends_every_process_and_leaves_no_files(demo: Demo) -> None:
     assert "Traceback" not in stderr
 
 
+@pytest.mark.long
 def test_a_killed_agent_is_named_with_its_end_and_its_last_words(demo: Demo) -> None:
     run = demo.start(*ENDLESS, "--json")
     children = run.wait_mid_run()
@@ -121,6 +133,7 @@ def test_a_killed_agent_is_named_with_its_end_and_its_last_words(demo: Demo) -> 
     assert run.left_files() == []
 
 
+@pytest.mark.long
 def test_no_process_outlives_a_driver_that_is_killed(demo: Demo) -> None:
     run = demo.start(*ENDLESS)
     children = run.wait_mid_run()
@@ -132,6 +145,7 @@ def test_no_process_outlives_a_driver_that_is_killed(demo: Demo) -> None:
     wait_until(lambda: not any(map(runs, children)), "all of them end", within_s=10.0)
 
 
+@pytest.mark.long
 def test_a_run_in_which_nothing_goes_on_is_given_up_with_what_it_has(
     demo: Demo,
 ) -> None:
@@ -156,14 +170,3 @@ def runs(pid: int) -> bool:
     except (FileNotFoundError, ProcessLookupError):
         return False
     return stat.rpartition(")")[2].split()[0] not in "ZX"
-
-
-def test_a_run_with_keys_generates_what_the_model_generates_alone(demo: Demo) -> None:
-    status, figures, _ = demo.run("--keys", "--requests", "4")
-
-    assert status == 0
-    assert figures["matched"] == 4
-    for role in ("prefill", "decode"):
-        log = (demo.running[0].logs / f"{role}-agent.log").read_text()
-        (started,) = [line for line in map(json.loads, log.splitlines()) if "server_key" in line]
-        assert len(started["server_key"]) == 40

@@ -5,117 +5,86 @@ Axes: block, slot (of a block), token, head, dim; layer; kv (K, then V).
 
 import math
 from dataclasses import replace
+from random import Random
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvbus.demo.messages import Step
-from kvbus.demo.model import Generation, Transformer, generate_alone, one_thread
-from kvbus.demo.model_config import Attention, ModelConfig
-from kvbus.demo.paged_cache import LayerViews, PagedKV
-from kvbus.demo.prompts import encode
+from kvbus.demo.model import Transformer, generate_alone, greedy, one_thread
+from kvbus.demo.model_config import MAX_KV_HEADS, MAX_TP, ModelConfig
+from kvbus.demo.paged_cache import LayerViews, PagedKV, slots
 from kvbus.geometry import KvPart, held_heads
-from tests.demo.caches import last_step, poisoned, tables
+from tests.demo.caches import KINDS, NUM_STEPS, PROMPT, SMALL, CachedRequest, poisoned, tables
 
-PROMPT = encode("The prefill engine reads the prompt once; the decode engine never does. " * 2)
-NUM_STEPS = 8
-SMALL = ModelConfig(num_layers=2, head_dim=16, hidden=64, intermediate=96)
-SMALL_PROMPT = PROMPT[:37]
-KINDS = {
-    "gqa": {},
-    "mla": {"attention": Attention.MLA},
-    "window": {"window": 20},
-    "mla-window": {"attention": Attention.MLA, "window": 20},
-}
+NUM_FLIPS = 24
 
 
-@pytest.fixture(scope="module", params=KINDS.values(), ids=KINDS)
+@pytest.fixture(scope="module", params=KINDS.values(), ids=[*KINDS])
 def model(request: pytest.FixtureRequest) -> Transformer:
-    return Transformer(ModelConfig(**request.param))
+    return Transformer(replace(SMALL, **request.param))
 
 
-@pytest.fixture(scope="module", params=KINDS.values(), ids=KINDS)
-def small(request: pytest.FixtureRequest) -> Transformer:
-    return Transformer(replace(SMALL, latent_dim=24, **request.param))
+@pytest.fixture(scope="module")
+def alone(model: Transformer) -> list[Any]:
+    return generate_alone(model, PROMPT, 1 + NUM_STEPS)
 
 
-def generate(
-    model: Transformer, kv: PagedKV, block_ids: list[int], tokens_per_pass: int | None = None
-) -> list[Step]:
-    """Like `generate_alone`, in a given cache."""
-    generation = Generation(model, kv, tables(model.config, block_ids))
-    first = last_step(generation, SMALL_PROMPT, tokens_per_pass)
-    return [first, *generation.decode(first.token, len(SMALL_PROMPT), NUM_STEPS - 1)]
-
-
-@pytest.mark.parametrize("position", [0, 40, len(PROMPT) - 1])
-def test_output_depends_on_every_byte_of_the_prompt(model: Transformer, position: int) -> None:
+@pytest.mark.parametrize("change", ["first", "middle", "last", "order"])
+def test_output_depends_on_every_byte_of_the_prompt_and_their_order(
+    model: Transformer, alone: list[Any], change: str
+) -> None:
     changed = list(PROMPT)
-    changed[position] ^= 1
+    if change == "order":
+        changed[:2] = changed[1::-1]
+    else:
+        changed[{"first": 0, "middle": 40, "last": -1}[change]] ^= 1
 
-    steps = generate_alone(model, PROMPT, NUM_STEPS)
-    others = generate_alone(model, changed, NUM_STEPS)
+    steps = generate_alone(model, changed, 1 + NUM_STEPS)
 
-    assert [step.token for step in steps] != [step.token for step in others]
-    assert all(a.digest != b.digest for a, b in zip(steps, others, strict=True))
-
-
-def test_output_depends_on_the_order_of_the_prompt(model: Transformer) -> None:
-    swapped = [PROMPT[1], PROMPT[0], *PROMPT[2:]]
-
-    assert generate_alone(model, PROMPT, 1) != generate_alone(model, swapped, 1)
+    assert all(a.digest != b.digest for a, b in zip(steps, alone, strict=True))
 
 
-def test_output_does_not_repeat_one_token(model: Transformer) -> None:
-    tokens = [step.token for step in generate_alone(model, PROMPT, 24)]
+def test_output_does_not_repeat_one_token_and_is_that_of_the_seed() -> None:
+    tokens = [step.token for step in generate_alone(Transformer(ModelConfig()), PROMPT, 24)]
+    first, same, other = (
+        generate_alone(Transformer(replace(SMALL, seed=seed)), PROMPT, 2) for seed in (7, 7, 8)
+    )
 
     assert len(set(tokens)) > 12
+    assert first == same
+    assert first != other
 
 
-def test_the_same_seed_gives_the_same_output_and_another_seed_another() -> None:
-    steps = [
-        generate_alone(
-            Transformer(ModelConfig(num_layers=2, hidden=64, intermediate=96, seed=seed)), PROMPT, 4
-        )
-        for seed in (7, 7, 8)
-    ]
+def test_the_model_has_a_query_head_for_each_rank_whatever_its_kv_heads() -> None:
+    models = [ModelConfig(kv_heads=heads) for heads in range(1, MAX_KV_HEADS + 1)]
 
-    assert steps[0] == steps[1]
-    assert steps[0] != steps[2]
+    assert min(model.num_query_heads for model in models) == MAX_TP
+    assert [model.num_query_heads % model.kv_heads for model in models] == [0] * MAX_KV_HEADS
 
 
-@settings(max_examples=20, deadline=None)
-@given(random=st.randoms(use_true_random=False), block_size=st.integers(1, 20))
-def test_output_is_bitwise_the_same_whatever_the_block_ids_order_and_size(
-    small: Transformer, random: object, block_size: int
+@settings(max_examples=20)
+@given(
+    random=st.randoms(use_true_random=False),
+    block_size=st.integers(1, 40),
+    ranks=st.tuples(st.integers(1, 8), st.integers(1, 4)),
+)
+def test_output_is_bitwise_the_same_whatever_the_blocks_and_the_parallelism(
+    model: Transformer, alone: list[Any], random: Random, block_size: int, ranks: tuple[int, int]
 ) -> None:
-    num_blocks = 60
-    block_ids = list(range(num_blocks))
-    random.shuffle(block_ids)  # type: ignore[attr-defined]  # hypothesis names no public type
-    kv = poisoned(PagedKV.private(small.config, num_blocks=num_blocks, block_size=block_size))
-    needed = -(-(len(SMALL_PROMPT) + NUM_STEPS) // block_size)
+    needed = -(-(len(PROMPT) + NUM_STEPS) // block_size)
+    block_ids = random.sample(range(needed + 5), needed)
 
-    steps = generate(small, kv, block_ids[:needed])
+    steps = CachedRequest.of(model, block_ids, block_size, tp=ranks[0], pp=ranks[1]).generate()
 
-    assert steps == generate_alone(small, SMALL_PROMPT, NUM_STEPS)
+    assert steps == alone
 
 
-@pytest.mark.parametrize(("tp", "pp"), [(2, 1), (3, 2), (4, 1), (5, 2), (6, 1), (7, 1), (8, 2)])
-def test_output_is_bitwise_the_same_whatever_the_tensor_and_pipeline_parallelism(
-    small: Transformer, tp: int, pp: int
-) -> None:
-    kv = poisoned(PagedKV.private(small.config, num_blocks=3, block_size=16, tp=tp, pp=pp))
-
-    steps = generate(small, kv, [1, 2, 0])
-
-    assert steps == generate_alone(small, SMALL_PROMPT, NUM_STEPS)
-
-
-NUM_BLOCKS, BLOCK_SIZE = 16, 4
+LAYERED = replace(SMALL, num_layers=2)
+NUM_BLOCKS, BLOCK_SIZE = 20, 4
 DTYPE = torch.bfloat16
-GQA = Transformer(SMALL)
 # Name of the storage's axes → how [block, slot, head, dim] of a layer's K or V is read from it.
 STORAGE_ORDERS = {
     "layer kv block slot head dim": "NHD",
@@ -132,12 +101,12 @@ def strided(order: str, tp: int, offset_bytes: int) -> PagedKV:
 
     def views_of(rank: int) -> dict[int, LayerViews]:
         sizes = {
-            "layer": SMALL.num_layers,
+            "layer": LAYERED.num_layers,
             "kv": 2,
             "block": NUM_BLOCKS,
             "slot": BLOCK_SIZE,
-            "head": len(held_heads(rank, tp, SMALL.kv_heads)),
-            "dim": SMALL.head_dim,
+            "head": len(held_heads(rank, tp, LAYERED.kv_heads)),
+            "dim": LAYERED.head_dim,
         }
         axes = order.split()
         num_elements = math.prod(sizes.values())
@@ -154,59 +123,106 @@ def strided(order: str, tp: int, offset_bytes: int) -> PagedKV:
     return PagedKV([views_of(rank) for rank in range(tp)])
 
 
-@pytest.mark.parametrize("offset_bytes", [0, 2])
-@pytest.mark.parametrize("tp", [1, 4])
+@pytest.mark.parametrize(("tp", "offset_bytes"), [(1, 0), (4, 2)])
 @pytest.mark.parametrize("order", STORAGE_ORDERS, ids=STORAGE_ORDERS.values())
 def test_output_is_bitwise_the_same_whatever_the_strides(
     order: str, tp: int, offset_bytes: int
 ) -> None:
+    model = Transformer(LAYERED)
     kv = poisoned(strided(order, tp, offset_bytes))
+    block_ids = Random(1).sample(range(NUM_BLOCKS), NUM_BLOCKS)
 
-    steps = generate(GQA, kv, [14, 3, 8, 0, 1, 15, 9, 10, 2, 7, 6, 12])
+    steps = CachedRequest(model, kv, block_ids, BLOCK_SIZE).generate()
 
-    assert steps == generate_alone(GQA, SMALL_PROMPT, NUM_STEPS)
+    assert steps == generate_alone(model, PROMPT, 1 + NUM_STEPS)
 
 
-@settings(max_examples=15, deadline=None)
-@given(tokens_per_pass=st.integers(1, len(SMALL_PROMPT) + 1))
-def test_chunked_prefill_equals_whole_prefill(small: Transformer, tokens_per_pass: int) -> None:
-    whole, chunked = (
-        poisoned(PagedKV.private(small.config, num_blocks=3, block_size=16)) for _ in range(2)
-    )
-    at = tables(small.config, [2, 0, 1])
+@settings(max_examples=15)
+@given(tokens_per_pass=st.integers(1, len(PROMPT) + 1))
+def test_chunked_prefill_equals_whole_prefill(model: Transformer, tokens_per_pass: int) -> None:
+    whole, chunked = (CachedRequest.of(model, range(5)) for _ in range(2))
+    at = tables(model, range(5))
 
-    expected = small.logits(SMALL_PROMPT, whole, at)
-    for start in range(0, len(SMALL_PROMPT), tokens_per_pass):
-        part = SMALL_PROMPT[start : start + tokens_per_pass]
-        logits = small.logits(part, chunked, at, start=start)
+    expected = model.logits(PROMPT, whole.kv, at)
+    for start in range(0, len(PROMPT), tokens_per_pass):
+        part = PROMPT[start : start + tokens_per_pass]
+        logits = model.logits(part, chunked.kv, at, start=start)
+    steps = CachedRequest.of(model, range(6)).generate(tokens_per_pass)
 
     torch.testing.assert_close(logits, expected, rtol=0, atol=1e-5)
+    assert steps == generate_alone(model, PROMPT, 1 + NUM_STEPS, tokens_per_pass=tokens_per_pass)
 
 
-def test_prefill_passes_give_the_steps_of_the_reference_with_the_same_passes(
-    small: Transformer,
+def test_a_second_request_in_the_same_cache_changes_nothing(
+    model: Transformer, alone: list[Any]
 ) -> None:
-    kv = PagedKV.private(small.config, num_blocks=3, block_size=16)
+    mine = CachedRequest.of(model, range(1, 12, 2))
+    others = CachedRequest(model, mine.kv, range(0, 12, 2), mine.block_size)
 
-    steps = generate(small, kv, [2, 1, 0], tokens_per_pass=10)
+    first = mine.prefill(PROMPT)
+    others.prefill(PROMPT[::-1])
 
-    assert steps == generate_alone(small, SMALL_PROMPT, NUM_STEPS, tokens_per_pass=10)
-
-
-def test_a_second_request_in_the_same_cache_changes_nothing(small: Transformer) -> None:
-    kv = PagedKV.private(small.config, num_blocks=24, block_size=4)
-    mine, others = (
-        Generation(small, kv, tables(small.config, range(first, 24, 2))) for first in (0, 1)
-    )
-    first = last_step(mine, SMALL_PROMPT)
-    last_step(others, PROMPT[40:80])
-
-    steps = mine.decode(first.token, len(SMALL_PROMPT), NUM_STEPS - 1)
-
-    assert [first, *steps] == generate_alone(small, SMALL_PROMPT, NUM_STEPS)
+    assert [first, *mine.decode(first, PROMPT)] == alone
 
 
-def test_it_computes_on_one_thread_whatever_the_process_uses() -> None:
+@pytest.mark.parametrize("kv_dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(("tp", "byte"), [(1, "lowest"), (8, "lowest"), (8, "highest")])
+def test_one_flipped_bit_of_any_used_slot_changes_the_digests(
+    model: Transformer, kv_dtype: str, tp: int, byte: str
+) -> None:
+    """On 8 ranks each of the 4 KV heads is held twice, a latent 8 times: each replica counts."""
+    config = replace(model.config, kv_dtype=kv_dtype)
+    engine = CachedRequest.of(Transformer(config), [4, 2, 5, 0, 3], tp=tp)
+    first = engine.prefill(PROMPT)
+    expected, random = engine.decode(first, PROMPT), Random(3)
+    at = tables(engine.model, engine.block_ids)
+
+    unnoticed = []
+    for _ in range(NUM_FLIPS):
+        rank, layer = random.randrange(tp), random.randrange(config.num_layers)
+        view = engine.kv.views[rank][layer][random.choice(config.parts)]
+        window = config.window_of(layer) or len(PROMPT)
+        position = random.randrange(len(PROMPT) - window + 1, len(PROMPT))
+        block, slot = slots(at[config.group_of(layer)], view, position, position + 1)
+        head, element = random.randrange(view.shape[2]), random.randrange(view.shape[3])
+        where = (int(block), int(slot), head, 2 * element + (byte == "highest"))
+        view.view(torch.uint8)[where] ^= 1
+        if engine.decode(first, PROMPT) == expected:
+            unnoticed.append((rank, layer, where))
+        view.view(torch.uint8)[where] ^= 1
+
+    assert unnoticed == []
+
+
+def test_what_is_behind_the_last_token_or_was_left_behind_by_a_window_changes_nothing(
+    model: Transformer, alone: list[Any]
+) -> None:
+    """A request's own decode reads no position that its fetch did not ask for."""
+    engine = CachedRequest.of(model, [4, 2, 5, 0, 3])
+    first = engine.prefill(PROMPT)
+    last = (len(PROMPT) + NUM_STEPS, 5 * engine.block_size)
+
+    for layer, parts in engine.kv.views[0].items():
+        window = model.config.window_of(layer) or len(PROMPT) + 1
+        for span in (last, (0, max(0, len(PROMPT) - window + 1))):
+            for view in parts.values():
+                table = tables(model, engine.block_ids)[model.config.group_of(layer)]
+                view[slots(table, view, *span)] = math.nan
+
+    assert [first, *engine.decode(first, PROMPT)] == alone
+
+
+def test_a_digest_tells_logits_apart_that_choose_the_same_token() -> None:
+    logits = torch.tensor([0.5, 2.0, 1.0])
+    nudged = torch.nextafter(logits, torch.full_like(logits, 9.0))
+
+    assert greedy(logits).token == greedy(nudged).token == 1
+    assert greedy(logits).digest != greedy(nudged).digest
+
+
+def test_output_does_not_depend_on_the_number_of_threads_and_leaves_it_alone(
+    model: Transformer, alone: list[Any]
+) -> None:
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(2)
@@ -214,25 +230,10 @@ def test_it_computes_on_one_thread_whatever_the_process_uses() -> None:
             inside = torch.get_num_threads()
         with pytest.raises(ZeroDivisionError), one_thread():
             _ = 1 / 0
+        steps = generate_alone(model, PROMPT, 1 + NUM_STEPS)
         after = torch.get_num_threads()
     finally:
         torch.set_num_threads(before)
 
     assert (inside, after) == (1, 2)
-
-
-def test_output_does_not_depend_on_the_number_of_threads_and_leaves_it_alone(
-    model: Transformer,
-) -> None:
-    before = torch.get_num_threads()
-    try:
-        torch.set_num_threads(2)
-        on_two = generate_alone(model, PROMPT, 2)
-        threads_after = torch.get_num_threads()
-        torch.set_num_threads(1)
-        on_one = generate_alone(model, PROMPT, 2)
-    finally:
-        torch.set_num_threads(before)
-
-    assert on_two == on_one
-    assert threads_after == 2
+    assert steps == alone

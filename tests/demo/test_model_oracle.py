@@ -3,8 +3,8 @@
 Axes: token, dim (of one head), hidden (the residual stream).
 """
 
-import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -13,12 +13,10 @@ from torch import Tensor
 from kvbus.demo.model import Transformer, generate_alone
 from kvbus.demo.model_config import Attention, ModelConfig
 from kvbus.demo.paged_cache import PagedKV
-from kvbus.demo.prompts import encode
-from kvbus.demo.weights import LayerWeights
 from kvbus.geometry import KvPart
 from tests.demo.caches import tables
 
-PROMPT = encode("The decode engine never reads a prompt")
+PROMPT = list(b"The decode engine never reads a prompt")
 SMALL = ModelConfig(num_layers=3, head_dim=16, latent_dim=24, hidden=64, intermediate=96)
 
 
@@ -34,18 +32,22 @@ def oracle_rotated(x: Tensor, theta: float) -> Tensor:
 
 
 def oracle_kv(
-    x: Tensor, weights: LayerWeights, config: ModelConfig, *, query_head: int, part: KvPart
+    x: Tensor, weights: Any, config: ModelConfig, *, query_head: int, part: KvPart
 ) -> Tensor:
     """K or V of one query head: [token, dim]."""
     if config.attention is Attention.MLA:
         latent = (x @ weights.cached[KvPart.LATENT]).to(getattr(torch, config.kv_dtype)).double()
-        return latent @ weights.raised[part][query_head]
+        kv: Tensor = latent @ weights.raised[part][query_head]
+        return kv
     head = query_head // (config.num_query_heads // config.kv_heads)
     columns = slice(head * config.head_dim, (head + 1) * config.head_dim)
-    return (x @ weights.cached[part])[:, columns].to(getattr(torch, config.kv_dtype)).double()
+    held: Tensor = (
+        (x @ weights.cached[part])[:, columns].to(getattr(torch, config.kv_dtype)).double()
+    )
+    return held
 
 
-def oracle_attention(x: Tensor, weights: LayerWeights, config: ModelConfig, layer: int) -> Tensor:
+def oracle_attention(x: Tensor, weights: Any, config: ModelConfig, layer: int) -> Tensor:
     dim, outputs = config.head_dim, []
     window = config.window if config.window and layer in (1, 3) else len(x)
     for query_head in range(config.num_query_heads):
@@ -57,10 +59,11 @@ def oracle_attention(x: Tensor, weights: LayerWeights, config: ModelConfig, laye
         rows = []
         for token in range(len(x)):
             seen = [j for j in range(token + 1) if j > token - window]
-            weight = torch.exp(k[seen] @ q[token] / math.sqrt(dim))
+            weight = torch.exp(k[seen] @ q[token] / dim**0.5)
             rows.append(weight / weight.sum() @ v[seen])
         outputs.append(torch.stack(rows))
-    return torch.cat(outputs, dim=1) @ weights.output
+    attended: Tensor = torch.cat(outputs, dim=1) @ weights.output
+    return attended
 
 
 def oracle_logits(model: Transformer, tokens: list[int]) -> Tensor:
@@ -85,7 +88,6 @@ def oracle_logits(model: Transformer, tokens: list[int]) -> Tensor:
         (Attention.MLA, 7, "bfloat16"),
         (Attention.GQA, 1, "bfloat16"),
         (Attention.GQA, 7, "bfloat16"),
-        (Attention.GQA, len(PROMPT), "bfloat16"),
     ],
 )
 def test_paged_prefill_and_decode_equal_an_unpaged_transformer(
@@ -93,7 +95,7 @@ def test_paged_prefill_and_decode_equal_an_unpaged_transformer(
 ) -> None:
     model = Transformer(replace(SMALL, kv_dtype=kv_dtype, attention=attention, window=window))
     kv = PagedKV.private(model.config, num_blocks=12, block_size=4, tp=2)
-    at = tables(model.config, [9, 2, 11, 0, 5, 7, 4, 1, 10, 6])
+    at = tables(model, [9, 2, 11, 0, 5, 7, 4, 1, 10, 6])
 
     prefilled = model.logits(PROMPT, kv, at)
     decoded = model.logits([65], kv, at, start=len(PROMPT))
@@ -102,7 +104,7 @@ def test_paged_prefill_and_decode_equal_an_unpaged_transformer(
     torch.testing.assert_close(decoded, oracle_logits(model, [*PROMPT, 65]), rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(("tokens_per_pass", "window"), [(None, None), (10, None), (10, 7)])
+@pytest.mark.parametrize(("tokens_per_pass", "window"), [(None, None), (10, 7)])
 def test_each_generated_token_is_the_unpaged_transformers_greedy_one(
     tokens_per_pass: int | None, window: int | None
 ) -> None:

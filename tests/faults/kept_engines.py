@@ -33,16 +33,18 @@ class KeptEngine(Generic[S]):
 
     def write(self, block_ids: list[int], values: torch.Tensor) -> None:
         """Fill the blocks of every layer and part."""
-        for view in self._views():
+        for view in views_of(self.cache):
             view[block_ids] = values
 
     def holds(self, block_ids: list[int], values: torch.Tensor) -> bool:
         """Whether the blocks of every layer and part are full of ``values``."""
-        return all(bool((view[block_ids] == values).all()) for view in self._views())
+        return all(bool((view[block_ids] == values).all()) for view in views_of(self.cache))
 
-    def _views(self) -> list[torch.Tensor]:
-        layers, parts = FULL.layers, (KvPart.KEY, KvPart.VALUE)
-        return [bits(self.cache.view(layer, part)) for layer in layers for part in parts]
+
+def views_of(cache: KvCache) -> list[torch.Tensor]:
+    """Every layer and part of a cache, as bits."""
+    parts = (KvPart.KEY, KvPart.VALUE)
+    return [bits(cache.view(layer, part)) for layer in FULL.layers for part in parts]
 
 
 @asynccontextmanager
@@ -78,6 +80,7 @@ class Handoffs:
     source: KeptEngine[PrefillSession]
     target: KeptEngine[DecodeSession]
     number: int
+    pause_s: float = 0.0
     is_over: bool = False
     num_completed: int = 0
     failures: Counter[str] = field(default_factory=Counter)
@@ -99,6 +102,7 @@ class Handoffs:
                 self.failures[f"{error.code}: {error.message}"] += 1
                 await self.source.control.opened()
                 await self.target.control.opened()
+            await anyio.sleep(self.pause_s)
 
     async def _hand_over(
         self, request_id: str, theirs: list[int], ours: list[int], sent: torch.Tensor

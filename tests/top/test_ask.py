@@ -1,14 +1,16 @@
-"""The token of an agent goes to that agent, whatever a server or the environment says."""
+"""``kvbus top``: the token of an agent goes to that agent, whatever a server or a proxy says."""
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from threading import Thread
 
 import pytest
+from typer.testing import CliRunner
 
-from kvbus.errors import PeerLost
-from kvbus.top.ask import HttpAgent
+from kvbus.cli import app
 
 TOKEN = "a-token-of-some-length"
 
@@ -40,24 +42,39 @@ def serving(redirect_to: str = "") -> Iterator[tuple[str, list[str]]]:
         server.server_close()
 
 
-def test_a_redirect_is_not_followed() -> None:
+@pytest.fixture
+def token_file(tmp_path: Path) -> str:
+    path = tmp_path / "token"
+    path.write_text(f"{TOKEN}\n")
+    return str(path)
+
+
+def error_of(at: str, token_file: str) -> str:
+    """What is told of the one agent there, which does not answer."""
+    result = CliRunner().invoke(app, ["top", "--json", "--token-file", token_file, at])
+    assert result.exit_code == 1
+    error: str = json.loads(result.stdout)[f"http://{at}"]["error"]
+    return error
+
+
+def test_a_redirect_is_not_followed(token_file: str) -> None:
     with (
         serving() as (elsewhere, asked),
         serving(f"http://{elsewhere}/live") as (at, asked_first),
-        pytest.raises(PeerLost, match="302"),
     ):
-        HttpAgent.at(at, TOKEN).look(timeout_s=5.0)
+        error = error_of(at, token_file)
 
+    assert "302" in error
     assert asked_first == [f"/live Bearer {TOKEN}"]
     assert asked == []
 
 
-def test_no_proxy_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_proxy_is_asked(monkeypatch: pytest.MonkeyPatch, token_file: str) -> None:
     with serving() as (proxy, asked_there), serving() as (at, asked):
         monkeypatch.setenv("http_proxy", f"http://{proxy}")
         monkeypatch.delenv("no_proxy", raising=False)
-        with pytest.raises(PeerLost, match="404"):
-            HttpAgent.at(at, TOKEN).look(timeout_s=5.0)
+        error = error_of(at, token_file)
 
+    assert "404" in error
     assert asked == [f"/live Bearer {TOKEN}"]
     assert asked_there == []

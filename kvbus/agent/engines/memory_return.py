@@ -4,10 +4,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
-import anyio
 import structlog
 
 from kvbus.agent.engines.local_engine import EngineProcess, LocalEngine
+from kvbus.agent.process.loop import in_thread
 from kvbus.errors import KVBusError
 from kvbus.memory.pages import Pages
 from kvbus.transport import Transport
@@ -38,7 +38,7 @@ class MemoryReturn:
     async def take_away(self, processes: list[EngineProcess], engine: LocalEngine) -> None:
         """Give the bytes back now and hang up then, so that who lives knows; at last the rest."""
         for process in processes:
-            await anyio.to_thread.run_sync(process.segments.discard)
+            await in_thread(process.segments.discard)
             process.connection.hang_up()
         await self.give_back(processes, engine)
 

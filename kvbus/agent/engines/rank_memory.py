@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import anyio
 
+from kvbus.agent.process.loop import in_thread
 from kvbus.agent.staging.devices import HOST, StagingDevices
 from kvbus.errors import ErrorCode, KVBusError, LocalError, ProtocolError
 from kvbus.geometry import AxisName, EngineSpec, RankSpec
@@ -106,9 +107,7 @@ class Segments:
             staging.check_packs()
         self.check_new(segment.segment_id, HOST)
         fd, size_bytes = fds.pop(), segment.size_bytes
-        mapping = await anyio.to_thread.run_sync(
-            lambda: SegmentMapping(fd, size_bytes=size_bytes, lend=lend)
-        )
+        mapping = await in_thread(lambda: SegmentMapping(fd, size_bytes=size_bytes, lend=lend))
         if self.unmapped:
             mapping.unmap()
             raise _ended()
@@ -124,9 +123,9 @@ class Segments:
         self.check_new(segment.segment_id, segment.device)
         await staging.make(segment.device)
         self.check_new(segment.segment_id, segment.device)
-        mapping = await anyio.to_thread.run_sync(_open_cuda, segment)
+        mapping = await in_thread(_open_cuda, segment)
         if self.unmapped:
-            await anyio.to_thread.run_sync(mapping.unmap)
+            await in_thread(mapping.unmap)
             raise _ended()
         self._keep(segment.segment_id, mapping, segment.device)
         self.direct = False
@@ -205,7 +204,7 @@ class Segments:
         ]
         if not gpus:
             return None
-        return await anyio.to_thread.run_sync(_open_stream, gpus[0], tuple(self._events))
+        return await in_thread(_open_stream, gpus[0], tuple(self._events))
 
     def _check_passed(self, rank: RankSpec) -> None:
         for segment in rank.segments:
@@ -223,7 +222,7 @@ async def _unmap(mapping: SegmentMapping | CudaMapping) -> KVBusError | None:
         if isinstance(mapping, SegmentMapping):
             mapping.unmap()
         else:
-            await anyio.to_thread.run_sync(mapping.unmap)
+            await in_thread(mapping.unmap)
     except KVBusError as error:
         return error
     return None

@@ -9,9 +9,9 @@ from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
-import anyio
 import structlog
 
+from kvbus.agent.process.loop import in_thread
 from kvbus.errors import KVBusError
 from kvbus.planning.cost import Rates
 from kvbus.transport.calibration import measure_reads
@@ -52,7 +52,7 @@ class Calibration:
 
     async def _measure(self, part: str, measure: Callable[[], Any]) -> None:
         try:
-            measured = asdict(await anyio.to_thread.run_sync(measure))
+            measured = asdict(await in_thread(measure))
         except KVBusError as error:
             log.warning("rates.defaulted", part=part, code=error.code.value, error=str(error))
             return

@@ -22,6 +22,7 @@ import structlog
 
 from kvbus.agent.process.addresses import bind_host
 from kvbus.agent.process.config import AgentConfig
+from kvbus.agent.process.loop import in_thread
 from kvbus.errors import ConfigError, KVBusError, TransferFailed
 from kvbus.transport import Transport
 
@@ -84,7 +85,7 @@ class DataPlane:
                 self._began_at = time.monotonic()
                 ours = self.other_ports()
                 find = partial(_find, ours, self.interfaces)
-                self.endpoints, self.outside = await anyio.to_thread.run_sync(find)
+                self.endpoints, self.outside = await in_thread(find)
 
     def is_down(self) -> bool:
         """Whether none of the interfaces has a link now; one that cannot be asked counts as linked.

@@ -1,4 +1,4 @@
-"""The event loop of an agent: what other threads hand over runs as the agent, not as the thread.
+"""The event loop of an agent and its threads: what they hand over runs as the agent.
 
 A callback has the context of who schedules it, and passes it on to what it schedules. In the empty
 one of a thread anyio does not know its event loop, where sniffio is installed, and starts no task.
@@ -6,10 +6,19 @@ one of a thread anyio does not know its event loop, where sniffio is installed, 
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextvars import Context, copy_context
-from typing import TypeVarTuple, Unpack
+from functools import partial
+from typing import TypeVar, TypeVarTuple, Unpack
 
+import anyio
+from anyio.lowlevel import checkpoint_if_cancelled
+
+Result = TypeVar("Result")
 Ts = TypeVarTuple("Ts")
+
+NUM_THREADS = 40
+"""For what would block the event loop, but for copies, which have threads of their own."""
 
 
 class AgentLoop(asyncio.SelectorEventLoop):
@@ -18,6 +27,8 @@ class AgentLoop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         super().__init__()
         self._home = copy_context()
+        threads = ThreadPoolExecutor(NUM_THREADS, thread_name_prefix="kvbus-blocking")
+        self.set_default_executor(threads)
 
     def call_soon_threadsafe(
         self,
@@ -27,3 +38,13 @@ class AgentLoop(asyncio.SelectorEventLoop):
     ) -> asyncio.Handle:
         """As asyncio's, in the agent's own context."""
         return super().call_soon_threadsafe(callback, *args, context=context or self._home)
+
+
+async def in_thread(function: Callable[[Unpack[Ts]], Result], *args: *Ts) -> Result:
+    """What ``function`` returns in a thread of the event loop; a cancelled caller waits for it."""
+    await checkpoint_if_cancelled()
+    call = partial(copy_context().run, function, *args)
+    called = asyncio.get_running_loop().run_in_executor(None, call)
+    with anyio.CancelScope(shield=True):
+        await asyncio.wait([called])
+    return called.result()

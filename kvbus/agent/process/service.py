@@ -5,6 +5,7 @@ Refuses sockets and threads: they are the runtime's, handed over in `Agent`.
 
 import asyncio
 from collections.abc import Callable
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -28,12 +29,15 @@ from kvbus.protocol.peer_view import PeerView
 from kvbus.protocol.trace import Remembered, Span, Trace
 from kvbus.transport import Transport
 
+NewExecutor = Callable[[int, str], Executor]
+"""Called with the number of threads and what their names begin with."""
+
 
 @dataclass(frozen=True, slots=True)
 class Agent:
     """What a service may use of its agent; ``folder`` is for sockets of its own.
 
-    ``outbox`` takes what has ended where a collector wants spans.
+    ``outbox`` takes what has ended where a collector wants spans, ``new_executor`` makes threads.
     """
 
     identity: AgentIdentity
@@ -50,6 +54,7 @@ class Agent:
     bus_errors: BusErrors
     folder: Path
     outbox: SpanOutbox | None = None
+    new_executor: NewExecutor = ThreadPoolExecutor
 
 
 class Service(Protocol):

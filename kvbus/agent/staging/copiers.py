@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -43,8 +43,15 @@ class Copiers:
     another ends, without the event loop's doing.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, *, num_threads: int) -> None:
-        self._threads = FairThreads(loop, num_threads=num_threads)
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        num_threads: int,
+        new_executor: Callable[[int, str], Executor] = ThreadPoolExecutor,
+    ) -> None:
+        self._threads = FairThreads(loop, num_threads=num_threads, new_executor=new_executor)
+        self._new_executor = new_executor
         self._ready: Future[None] | None = None
         self._paged: dict[tuple[RankMemory, str], PagedMemory] = {}
         self._running: defaultdict[LocalEngine, set[Work]] = defaultdict(set)
@@ -68,7 +75,7 @@ class Copiers:
     def prepare(self) -> Future[None]:
         """Have torch imported in a thread of its own, once; done when it is."""
         if self._ready is None:
-            thread = ThreadPoolExecutor(1, thread_name_prefix="kvbus-import")
+            thread = self._new_executor(1, "kvbus-import")
             self._ready = thread.submit(_import_torch)
             thread.shutdown(wait=False)
         return self._ready

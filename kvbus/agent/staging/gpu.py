@@ -7,9 +7,9 @@ import asyncio
 from functools import partial
 from typing import TYPE_CHECKING
 
-import anyio
 import structlog
 
+from kvbus.agent.process.loop import in_thread
 from kvbus.agent.staging.slot_memory import SlotMemory
 from kvbus.errors import KVBusError
 from kvbus.transport import MemoryKind, Transport
@@ -28,14 +28,14 @@ async def open_gpu_slots(
     transport: Transport, gpu: str, *, num_slots: int, slot_bytes: int
 ) -> SlotMemory:
     """The slots, registered; raises `SegmentError` when NIXL registers neither kind of memory."""
-    ordinal = await anyio.to_thread.run_sync(_ordinal, gpu)
+    ordinal = await in_thread(_ordinal, gpu)
     rates: dict[MemoryKind, float] = {}
     for kind in KINDS:
         measure = partial(_rate, transport.name, kind, ordinal)
-        rates[kind] = await anyio.to_thread.run_sync(measure)
+        rates[kind] = await in_thread(measure)
     memory = preferred(rates)
     size_bytes = num_slots * slot_bytes
-    slots = await anyio.to_thread.run_sync(partial(_make, size_bytes, memory, ordinal))
+    slots = await in_thread(partial(_make, size_bytes, memory, ordinal))
     try:
         future = transport.register(
             slots.address, size_bytes, device=_device(memory, ordinal), memory=memory

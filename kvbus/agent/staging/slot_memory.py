@@ -7,8 +7,7 @@ passed on here: `kvbus.memory` knows what to do with it.
 import asyncio
 from typing import Any, Protocol, Self
 
-import anyio
-
+from kvbus.agent.process.loop import in_thread
 from kvbus.errors import GeometryError, SegmentError
 from kvbus.memory.segment import SharedSegment
 from kvbus.transport import MemoryKind, Registration, Transport
@@ -56,7 +55,7 @@ class SlotMemory:
         Its pages are reserved, and come into this process when a slot is first used.
         """
         size_bytes = num_slots * slot_bytes
-        segment = await anyio.to_thread.run_sync(_make, size_bytes)
+        segment = await in_thread(_make, size_bytes)
         try:
             future = transport.register(segment.address, size_bytes)
             registration = await asyncio.wrap_future(future)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from threading import Lock
@@ -62,9 +62,15 @@ class FairThreads:
     Of those with a greater ``priority`` it may wait for more, see `kvbus.table.urgent_first`.
     """
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, *, num_threads: int) -> None:
+    def __init__(
+        self,
+        loop: asyncio.AbstractEventLoop,
+        *,
+        num_threads: int,
+        new_executor: Callable[[int, str], Executor] = ThreadPoolExecutor,
+    ) -> None:
         self._loop, self._num_threads = loop, num_threads
-        self._threads = ThreadPoolExecutor(num_threads, thread_name_prefix="kvbus-copy")
+        self._threads = new_executor(num_threads, "kvbus-copy")
         self._lock = Lock()
         self._waiting: UrgentFirst[Callable[[], None]] = UrgentFirst()
         self._turns = Turns()

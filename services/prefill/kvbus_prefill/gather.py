@@ -60,7 +60,9 @@ class Packing:
         self._devices: dict[str, tuple[SlotTable, Driver[ev.Event]]] = {}
         self._lost: dict[str, LocalEngine] = {}
         self._slot_ids = count(1)
-        self.copiers = Copiers(agent.loop, num_threads=config.pack_threads)
+        self.copiers = Copiers(
+            agent.loop, num_threads=config.pack_threads, new_executor=agent.new_executor
+        )
         """Its threads, for whatever else reads the memory of engines."""
         self._progress_leases = ProgressLeases(
             agent.transport, agent.loop, max_readers=config.max_offers

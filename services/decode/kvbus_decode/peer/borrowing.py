@@ -13,6 +13,7 @@ import anyio
 import structlog
 
 from kvbus.agent.engines.local_engine import LocalEngine
+from kvbus.agent.process.loop import in_thread
 from kvbus.agent.process.machine import machine_id, sharing
 from kvbus.agent.process.service import Agent
 from kvbus.agent.staging.devices import HOST
@@ -151,7 +152,7 @@ class MemoryBorrower:
             del memory
             channel.close()
             with anyio.CancelScope(shield=True):
-                await anyio.to_thread.run_sync(_unmap, mappings)
+                await in_thread(_unmap, mappings)
 
     def _end(self, memory: MappedMemory) -> None:
         memory.close("the prefill engine, or its agent, has ended")

@@ -15,6 +15,7 @@ from msgspec import structs
 
 from kvbus.agent.engines.local_engine import LocalEngine
 from kvbus.agent.process.guard import guarded
+from kvbus.agent.process.loop import in_thread
 from kvbus.agent.process.service import Agent
 from kvbus.errors import ErrorCode, GeometryError, KVBusError, RequestTimeout
 from kvbus.planning import check_compatible
@@ -260,7 +261,7 @@ class RouteBook:
         if not _can_be_read(sources):
             second = replace(first, machine="")
             done, sources = await self._meet_all(peer, ticket, second)
-        return await anyio.to_thread.run_sync(Route, done.memory.engine, sources, engine)
+        return await in_thread(Route, done.memory.engine, sources, engine)
 
     async def _meet_all(
         self, peer: Peer, ticket: Ticket, shaken: _Round
@@ -330,7 +331,7 @@ class RouteBook:
     # of the machine reaches it. So the first round of handshakes asks for memory to map; the second
     # one, for NIXL's metadata, follows only where some of the memory cannot be mapped.
     async def _source(self, peer: Peer, boot: str, done: HandshakeDone, shaken: _Round) -> Source:
-        placed = await anyio.to_thread.run_sync(placed_ranks, done.memory)  # ms a rank
+        placed = await in_thread(placed_ranks, done.memory)  # ms a rank
         place, lent = (boot, done.memory_id), shaken.lent
         if place not in lent:
             within_s = shaken.deadline - self._agent.loop.time()

@@ -7,9 +7,8 @@ too small, files that are no memory; and a socket that is not an agent's.
 from collections.abc import Sequence
 from pathlib import Path
 
-import anyio
-
 from kvbus.agent.process.config import MEMORY_SOCKET
+from kvbus.agent.process.loop import in_thread
 from kvbus.errors import ConfigError, ErrorCode, PeerLost, ProtocolError, RemoteError
 from kvbus.memory.attach import wire
 from kvbus.memory.attach.channel import FrameChannel, close_fds
@@ -77,7 +76,7 @@ class LentSegments:
             raise ProtocolError(f"{len(lent.segments)} segments came with {len(fds)} descriptors")
         for segment in lent.segments:
             self._check(segment)
-        await anyio.to_thread.run_sync(self._map, lent.segments, fds)
+        await in_thread(self._map, lent.segments, fds)
 
     def _check(self, segment: LentSegment) -> None:
         least_bytes = self._wanted.get((segment.rank, segment.segment_id))

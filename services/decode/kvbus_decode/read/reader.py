@@ -17,6 +17,7 @@ import anyio
 
 from kvbus.agent.engines.local_engine import LocalEngine, engine_lost
 from kvbus.agent.process.guard import guarded
+from kvbus.agent.process.loop import in_thread
 from kvbus.agent.process.service import Agent
 from kvbus.agent.staging.copiers import Copiers
 from kvbus.errors import ErrorCode, KVBusError, LocalError
@@ -64,7 +65,9 @@ class Reader:
         on_trouble: Callable[[Hashable, KVBusError], None],
     ) -> None:
         self._agent = agent
-        self._copiers = Copiers(agent.loop, num_threads=config.copy_threads)
+        self._copiers = Copiers(
+            agent.loop, num_threads=config.copy_threads, new_executor=agent.new_executor
+        )
         self._chooser = PathChooser(agent, config)
         self._table = ReadTable(config.read_limits(num_slots=agent.staging.num_slots))
         self._driver: Driver[ev.Event] = Driver(self._table, agent.loop)
@@ -271,7 +274,7 @@ class Reader:
     async def _plan_aside(self, command: ev.PostRead) -> None:
         async def plan() -> None:
             leg = command.leg
-            self._post(command, await anyio.to_thread.run_sync(leg.work.rows, leg.slot))
+            self._post(command, await in_thread(leg.work.rows, leg.slot))
 
         def fail(error: KVBusError) -> None:
             self._dispatch(ev.ReadEnded(command.key, command.leg, 0, error))

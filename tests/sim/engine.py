@@ -1,0 +1,475 @@
+"""Engines as simulated processes: they offer and fetch by messages, and have real memory.
+
+A prefill engine poisons blocks at the moment that it is told that they are released; a decode
+engine those that it gets back, and looks whether they are still as they were when it uses them
+again: so a byte that is read or lands too late is seen.
+"""
+
+import asyncio
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+import numpy as np
+import numpy.typing as npt
+
+from kvbus.bus import RequestClient, new_boot_id
+from kvbus.errors import KVBusError
+from kvbus.geometry import (
+    AxisName,
+    BlockTable,
+    EngineSpec,
+    GroupSpec,
+    KvLayout,
+    RankSpec,
+    Region,
+    lay_out_rank,
+)
+from kvbus.memory.segment import SharedSegment
+from kvbus.protocol.attach import Hello, PassSegment
+from kvbus.protocol.engine import (
+    AgentRole,
+    AwaitReady,
+    BlocksFreed,
+    CancelFetch,
+    ExtendOffer,
+    Fetched,
+    MakeOffer,
+    OfferMade,
+    Outcome,
+    Register,
+    Released,
+    SealOffer,
+    StartFetch,
+    WithdrawOffer,
+)
+from kvbus.protocol.envelope import PROTOCOL_VERSION, Notice
+from kvbus.protocol.message import Message, from_body
+from tests.sim.agent import SimAgent, SimAttach
+from tests.sim.handoffs import HEAD_DIM, NUM_HEADS, NUM_LAYERS, PARTS, Content, Handoff, Ledger
+from tests.sim.network import Network, Process
+from tests.sim.world import World
+
+REQUEST_S = 1e4
+"""An agent that lives answers, however long it was frozen."""
+LOOK_S = 0.05
+POISON = 0xA5
+GROUP = "full"
+_ORDER = (AxisName.BLOCK, AxisName.TOKEN, AxisName.DIM)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How an engine keeps its KV; layout as `KvLayout.parse` reads it."""
+
+    tp: int = 1
+    block_size: int = 4
+    layout: str = "block,layer,kv,token,head,dim"
+    num_blocks: int = 512
+
+    def spec(self, engine_id: str) -> EngineSpec:
+        """The engine, as its agent is told."""
+        layers = tuple(range(NUM_LAYERS))
+        group = GroupSpec(GROUP, layers, self.block_size, NUM_HEADS, HEAD_DIM, "uint8", PARTS)
+        return EngineSpec(engine_id, "model", self.tp, (group,))
+
+
+class Cache:
+    """The memory of all ranks, and its free blocks."""
+
+    def __init__(self, spec: EngineSpec, shape: Shape, world: World) -> None:
+        layout = KvLayout.parse(shape.layout)
+        self._block_size, self._world = shape.block_size, world
+        self.ranks = [
+            lay_out_rank(spec, rank, layout, num_blocks=shape.num_blocks)
+            for rank in range(spec.num_ranks)
+        ]
+        self.segments = [SharedSegment(rank.segments[0].size_bytes) for rank in self.ranks]
+        self._views = [
+            (region, _view(region, segment.view()))
+            for rank, segment in zip(self.ranks, self.segments, strict=True)
+            for region in rank.regions
+        ]
+        self.free = list(range(shape.num_blocks))
+        self.num_blocks = shape.num_blocks
+        self._fill(self.free)
+
+    def take(self, first_token: int, num_tokens: int) -> list[int] | None:
+        """Blocks for these tokens, at random; None when there are not enough."""
+        size = self._block_size
+        wanted = -(-num_tokens // size) - first_token // size if num_tokens > first_token else 0
+        if wanted > len(self.free):
+            return None
+        luck = self._world.luck
+        taken = []
+        for _ in range(wanted):
+            at = luck.below(len(self.free))
+            self.free[at], self.free[-1] = self.free[-1], self.free[at]
+            taken.append(self.free.pop())
+        for _, view in self._views:
+            if not (view[:, :, :, np.array(taken, np.int64)] == POISON).all():
+                self._world.fail(f"blocks that were free have changed: {taken}")
+        return taken
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """They are free, and hold nothing any more."""
+        self._fill(blocks)
+        self.free.extend(blocks)
+
+    def write(self, blocks: Sequence[int], start: int, content: Content, stop: int) -> None:
+        """Tokens [start, stop) of a request whose blocks are those from its first token on."""
+        for region, view in self._views:
+            at, slots = self._places(blocks, 0, start, stop)
+            view[:, :, :, at, slots] = _part_of(region, content)[:, :, :, start:stop]
+
+    def has(self, blocks: Sequence[int], start: int, content: Content, stop: int) -> bool:
+        """Whether they are tokens [start, stop), in blocks from that of ``start`` on."""
+        first = start // self._block_size
+        at, slots = self._places(blocks, first, start, stop)
+        return all(
+            np.array_equal(view[:, :, :, at, slots], _part_of(region, content)[:, :, :, start:stop])
+            for region, view in self._views
+        )
+
+    def _places(
+        self, blocks: Sequence[int], first_block: int, start: int, stop: int
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        tokens = np.arange(start, stop)
+        return np.array(blocks, np.int64)[
+            tokens // self._block_size - first_block
+        ], tokens % self._block_size
+
+    def _fill(self, blocks: Sequence[int]) -> None:
+        for _, view in self._views:
+            view[:, :, :, np.array(blocks, np.int64)] = POISON
+
+
+def _view(region: Region, memory: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
+    """Axes: layer, part, head, block, token, dim."""
+    names = (AxisName.LAYER, AxisName.KV, AxisName.HEAD, *_ORDER)
+    return np.lib.stride_tricks.as_strided(
+        memory[region.offset_bytes :],
+        [region.size(name) for name in names],
+        [region.stride_bytes(name) for name in names],
+    )
+
+
+def _part_of(region: Region, content: Content) -> Content:
+    heads = slice(region.first_head, region.first_head + region.num_heads)
+    parts = [PARTS.index(part) for part in region.parts]
+    return content[np.ix_(region.layers, parts)][:, :, heads]
+
+
+class SimEngine:
+    """One process of an engine: a control session, and one for the memory of each rank."""
+
+    role: AgentRole
+
+    def __init__(
+        self,
+        world: World,
+        network: Network,
+        find_agent: Callable[[], SimAgent | None],
+        ledger: Ledger,
+        *,
+        name: str,
+        boot_number: int,
+        machine: str,
+        shape: Shape,
+    ) -> None:
+        self.world, self.network, self.ledger, self.name = world, network, ledger, name
+        self.process = Process(name, machine, world.new_loop(f"{name}/{boot_number}"))
+        self.spec = shape.spec(name)
+        self.cache = Cache(self.spec, shape, world)
+        self.is_ready = False
+        self.agent: SimAgent | None = None
+        self._find_agent = find_agent
+        self._client: RequestClient | None = None
+        self._attached: list[SimAttach] = []
+        self._lost = anyio.Event()
+        self.main = self.process.loop.create_task(self._run())
+        world.watch(self.main, self.process.loop)
+
+    def send(self, message: Any, on_reply: Callable[[Any], None] | None = None) -> None:
+        """Ask the agent; the reply, or the error, goes to ``on_reply``."""
+        if self._client is not None:
+            self._client.send(message, timeout_s=REQUEST_S, on_reply=on_reply or self._expect_any)
+
+    def crash(self) -> None:
+        """As SIGKILL: the kernel closes what it had."""
+        self._client, self.is_ready = None, False
+        for attach in self._attached:
+            attach.end()
+        self.lose_all()
+
+    def lose_all(self) -> None:
+        """What the agent, or this process, was at has ended without a word."""
+
+    def see(self, notice: Message) -> None:
+        """A notice of the agent."""
+
+    async def _run(self) -> None:
+        while True:
+            agent = self._find_agent()
+            if agent is None or not agent.is_up:
+                await anyio.sleep(LOOK_S)
+                continue
+            self._lost = anyio.Event()
+            async with anyio.create_task_group() as tasks:
+                try:
+                    await self._open(agent, tasks)
+                except (KVBusError, _HungUpError):
+                    await anyio.sleep(LOOK_S)
+                else:
+                    self.agent, self.is_ready = agent, True
+                    await self._lost.wait()
+                self._client, self.is_ready = None, False
+                self.lose_all()
+                tasks.cancel_scope.cancel()
+            for attach in self._attached:
+                attach.end()
+            self._attached = []
+
+    async def _open(self, agent: SimAgent, tasks: Any) -> None:
+        for rank, segment in zip(self.cache.ranks, self.cache.segments, strict=True):
+            memory = await self._session(agent, tasks, rank=rank, fd=segment.fd)
+            await self._ask(memory, Register(engine=self.spec, rank=rank))
+        self._client = control = await self._session(agent, tasks)
+        await self._ask(control, Register(engine=self.spec))
+        await self._ask(control, AwaitReady())
+
+    async def _session(
+        self, agent: SimAgent, tasks: Any, *, rank: RankSpec | None = None, fd: int = -1
+    ) -> RequestClient:
+        boot = new_boot_id()
+        attach = SimAttach(agent, self._hang_up)
+        self._attached.append(attach)
+        versions = PROTOCOL_VERSION, PROTOCOL_VERSION
+        await self._pass(attach, Hello(*versions, self.name, boot), [])
+        if rank is not None:
+            segment = rank.segments[0]
+            message = PassSegment(segment.segment_id, segment.size_bytes)
+            await self._pass(attach, message, [os.dup(fd)])
+        client = RequestClient(
+            self.network.context(self.process),  # type: ignore[arg-type]  # stands for it
+            agent.engine_endpoint,
+            boot=boot,
+            on_notice=self._take,
+            max_pending=1 << 20,
+        )
+        tasks.start_soon(client.run)
+        return client
+
+    async def _pass(self, attach: SimAttach, message: Any, fds: list[int]) -> None:
+        answered = self.process.loop.create_future()
+        attach.pass_on(message, fds, lambda reply: self._settle(answered, reply))
+        await self._unless_lost(answered)
+
+    async def _ask(self, client: RequestClient, message: Any) -> None:
+        answered = self.process.loop.create_future()
+        client.send(message, timeout_s=REQUEST_S, on_reply=lambda one: self._settle(answered, one))
+        await self._unless_lost(answered)
+
+    async def _unless_lost(self, answered: "asyncio.Future[Any]") -> None:
+        lost = asyncio.ensure_future(self._lost.wait())
+        await asyncio.wait([answered, lost], return_when=asyncio.FIRST_COMPLETED)
+        lost.cancel()
+        if not answered.done():
+            raise _HungUpError
+        answered.result()
+
+    def _settle(self, answered: "asyncio.Future[Any]", reply: Any) -> None:
+        def settle() -> None:
+            if answered.done():
+                return
+            if isinstance(reply, KVBusError):
+                answered.set_exception(reply)
+            else:
+                answered.set_result(reply)
+
+        self.process.loop.call_soon(settle)
+
+    def _hang_up(self) -> None:
+        """The other end of an attach connection has gone."""
+        if self.process.is_alive:
+            self.process.loop.call_soon(self._set_lost)
+
+    def _set_lost(self) -> None:
+        self._lost.set()
+
+    def agent_died(self, agent: SimAgent) -> None:
+        """The kernel says so at all of its connections."""
+        if any(attach.agent is agent for attach in self._attached):
+            self._hang_up()
+
+    def _take(self, notice: Notice) -> None:
+        kinds: dict[str, type[Message]] = {
+            kind.op: kind for kind in (Released, Fetched, BlocksFreed)
+        }
+        if notice.op in kinds and self._client is not None:
+            self.see(from_body(kinds[notice.op], notice.body))
+
+    def _expect_any(self, reply: Any) -> None:
+        """Either way is right: the offer, or the fetch, may have ended."""
+
+
+class _HungUpError(Exception):
+    """The agent has ended while it was attached to."""
+
+
+class PrefillEngine(SimEngine):
+    """Offers what handoffs want, in one piece or several."""
+
+    role = AgentRole.PREFILL
+
+    def offer(self, handoff: Handoff) -> None:
+        """Write the first tokens, and publish them; nothing happens without room."""
+        plan = handoff.plan
+        blocks = self.cache.take(0, plan.num_tokens) if self.is_ready else None
+        if blocks is None:
+            self.ledger.skip(handoff)
+            return
+        handoff.source = blocks
+        ready = handoff.stops[0]
+        self.cache.write(blocks, 0, handoff.content, ready)
+        self.ledger.offering(handoff, self)
+        self.send(
+            MakeOffer(
+                request_id=handoff.name,
+                num_tokens=ready,
+                tables={GROUP: self._table(handoff, 0, ready)},
+                sealed=len(handoff.stops) == 1,
+                ttl_s=plan.ttl_s,
+                transfer_id=plan.transfer_id,
+            ),
+            lambda reply: self._offered(handoff, reply),
+        )
+
+    def withdraw(self, handoff: Handoff) -> None:
+        """End the offer now."""
+        if handoff.offer_id and not handoff.released:
+            self.send(WithdrawOffer(handoff.offer_id))
+
+    def see(self, notice: Message) -> None:
+        if not isinstance(notice, Released):
+            return
+        handoff = self.ledger.find(notice.request_id)
+        blocks, handoff.source = handoff.source, []
+        self.ledger.release(handoff, notice.outcome)
+        self.cache.give_back(blocks)
+
+    def lose_all(self) -> None:
+        for handoff in self.ledger.offered_by(self):
+            blocks, handoff.source = handoff.source, []
+            self.ledger.release(handoff, None)
+            self.cache.give_back(blocks)
+
+    def _offered(self, handoff: Handoff, reply: Any) -> None:
+        if handoff.released:  # its session has ended
+            return
+        if not isinstance(reply, OfferMade):
+            blocks, handoff.source = handoff.source, []
+            self.ledger.release(handoff, None)
+            self.cache.give_back(blocks)
+            return
+        handoff.offer_id = reply.offer_id
+        self.ledger.offered(handoff, reply.ticket)
+        if len(handoff.stops) > 1:
+            self.world.after(handoff.plan.gap_s, self._on_loop, self._go_on, handoff, 1)
+
+    def _on_loop(self, call: Callable[..., None], *args: Any) -> None:
+        if self.process.is_alive:
+            self.process.loop.call_soon(call, *args)
+
+    def _go_on(self, handoff: Handoff, number: int) -> None:
+        """The next tokens, or the end."""
+        if handoff.released or not self.process.is_alive:
+            return
+        if number == len(handoff.stops):
+            self.send(SealOffer(handoff.offer_id))
+            return
+        start, stop = handoff.stops[number - 1], handoff.stops[number]
+        self.cache.write(handoff.source, start, handoff.content, stop)
+        tables = {GROUP: self._table(handoff, start, stop)}
+        self.send(ExtendOffer(handoff.offer_id, stop, tables if len(tables[GROUP]) else {}))
+        self.world.after(handoff.plan.gap_s, self._on_loop, self._go_on, handoff, number + 1)
+
+    def _table(self, handoff: Handoff, start: int, stop: int) -> BlockTable:
+        """The blocks that tokens [0, stop) need beyond those of [0, start)."""
+        size = self.spec.groups[0].block_size
+        first, last = -(-start // size), -(-stop // size)
+        return BlockTable.of(handoff.source[first:last], first_block=first)
+
+
+class DecodeEngine(SimEngine):
+    """Fetches what handoffs want."""
+
+    role = AgentRole.DECODE
+
+    def fetch(self, handoff: Handoff, ticket: dict[str, Any]) -> None:
+        """Ask for it; nothing happens without room."""
+        plan = handoff.plan
+        blocks = self.cache.take(plan.first_token, plan.num_tokens) if self.is_ready else None
+        if blocks is None:
+            self.ledger.skip_fetch(handoff)
+            return
+        handoff.target = blocks
+        self.ledger.fetching(handoff, self)
+        first = plan.first_token // self.spec.groups[0].block_size
+        self.send(
+            StartFetch(
+                fetch_id=handoff.name,
+                ticket=ticket,
+                num_tokens=plan.num_tokens,
+                tables={GROUP: BlockTable.of(blocks, first_block=first)},
+                first_token=plan.first_token,
+                timeout_s=plan.timeout_s,
+                chunk_tokens=plan.chunk_tokens,
+                priority=plan.priority,
+            ),
+            lambda reply: self._asked(handoff, reply),
+        )
+
+    def cancel(self, handoff: Handoff) -> None:
+        """It is not wanted any more."""
+        if handoff.is_fetched and not handoff.is_ended:
+            self.send(CancelFetch(handoff.name, handoff.plan.gives_up_offer))
+
+    def see(self, notice: Message) -> None:
+        if isinstance(notice, Fetched):
+            handoff = self.ledger.find(notice.fetch_id)
+            if notice.outcome is Outcome.COMPLETED:
+                self._check(handoff)
+            self.ledger.end(handoff, notice.outcome.value, notice.code)
+            if notice.blocks_free:
+                self._give_back(handoff)
+        elif isinstance(notice, BlocksFreed):
+            handoff = self.ledger.find(notice.fetch_id)
+            if not handoff.is_ended or handoff.is_freed:
+                self.ledger.fail(handoff, "blocks were freed twice, or before the end")
+            self._give_back(handoff)
+
+    def lose_all(self) -> None:
+        for handoff in self.ledger.fetched_by(self):
+            if not handoff.is_ended:
+                self.ledger.end(handoff, "lost", "")
+            if not handoff.is_freed:
+                self._give_back(handoff)
+
+    def _asked(self, handoff: Handoff, reply: Any) -> None:
+        if isinstance(reply, KVBusError) and not handoff.is_ended:
+            self.ledger.end(handoff, "refused", reply.code.value)
+            self._give_back(handoff)
+
+    def _check(self, handoff: Handoff) -> None:
+        plan = handoff.plan
+        span = plan.first_token, handoff.content, plan.num_tokens
+        if not self.cache.has(handoff.target, *span):
+            self.ledger.fail(handoff, "completed with wrong bytes")
+
+    def _give_back(self, handoff: Handoff) -> None:
+        blocks, handoff.target = handoff.target, []
+        self.cache.give_back(blocks)
+        self.ledger.freed(handoff)

@@ -1,0 +1,203 @@
+"""What is handed off, what became of it, and what must be true of that."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from kvbus.protocol.engine import Outcome
+from tests.sim.world import World
+
+if TYPE_CHECKING:
+    from tests.sim.engine import SimEngine
+
+Content: TypeAlias = npt.NDArray[np.uint8]
+PARTS = ("k", "v")
+NUM_HEADS, HEAD_DIM, NUM_LAYERS = 2, 2, 2
+GRACE_S = 1.0
+"""How long behind its deadline a fetch may end by the last word on it: `confirm_grace_s`."""
+LATE_S = 0.5
+"""What messages to an engine, and a busy network, may take on top."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """What one request will do. Seconds are those of the world."""
+
+    prefill: int = 0
+    decode: int = 0
+    num_tokens: int = 8
+    first_token: int = 0
+    num_pieces: int = 1
+    gap_s: float = 0.005
+    """Between two pieces of an offer that grows."""
+    fetch_after_s: float | None = 0.0
+    """Behind the offer; None: nobody fetches it."""
+    meets: bool = False
+    """Whether it is fetched by a rendezvous, when the offer may not have been made."""
+    timeout_s: float = 20.0
+    ttl_s: float = 30.0
+    chunk_tokens: int = 0
+    priority: int = 0
+    withdraw_after_s: float | None = None
+    cancel_after_s: float | None = None
+    gives_up_offer: bool = False
+    transfer_id: str | None = None
+
+
+@dataclass(eq=False)
+class Handoff:
+    """One request: its plan, its KV, and where both sides are."""
+
+    number: int
+    plan: Plan
+    content: Content = field(repr=False)
+    """Axes: layer, part, head, token, dim."""
+    stops: list[int] = field(default_factory=list)
+    source: list[int] = field(default_factory=list)
+    target: list[int] = field(default_factory=list)
+    offer_id: str = ""
+    is_offered: bool = False
+    released: bool = False
+    outcome: Outcome | None = None
+    """Of the offer; None when its engine or agent was gone."""
+    is_fetched: bool = False
+    is_ended: bool = False
+    is_freed: bool = False
+    """Whether the decode engine has its blocks back."""
+    ended_as: str = ""
+    code: str = ""
+    asked_at: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """The request's, the fetch's."""
+        return f"h{self.number}"
+
+
+class Ledger:
+    """All handoffs that are not over; counts how they ended.
+
+    ``late_s`` says how long the decode side of a handoff was frozen since a time, ``story`` what
+    the agents know of it.
+    """
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.ends: Counter[str] = Counter()
+        self.offers: Counter[str] = Counter()
+        self.num_started = 0
+        self.live: dict[str, Handoff] = {}
+        self.on_offered: Callable[[Handoff, dict[str, Any]], None] = lambda *_: None
+        self.late_s: Callable[[Handoff, float], float] = lambda *_: 0.0
+        self.story: Callable[[Handoff], str] = lambda _: ""
+        self._offers: dict[SimEngine, dict[str, Handoff]] = {}
+        self._fetches: dict[SimEngine, dict[str, Handoff]] = {}
+
+    def forget_engines(self) -> None:
+        """They have ended."""
+        self._offers.clear()
+        self._fetches.clear()
+
+    def begin(self, plan: Plan) -> Handoff:
+        """A request has come; its KV is random."""
+        number = self.num_started
+        self.num_started += 1
+        shape = NUM_LAYERS, len(PARTS), NUM_HEADS, plan.num_tokens, HEAD_DIM
+        drawn = self.world.luck.bytes(int(np.prod(shape)))
+        content = np.frombuffer(drawn, np.uint8).reshape(shape)
+        each = -(-plan.num_tokens // plan.num_pieces)
+        stops = [min(plan.num_tokens, each * (at + 1)) for at in range(plan.num_pieces)]
+        handoff = Handoff(number, plan, content, stops=list(dict.fromkeys(stops)))
+        self.live[handoff.name] = handoff
+        return handoff
+
+    def find(self, name: str) -> Handoff:
+        """The handoff with that name, which must not be over."""
+        handoff = self.live.get(name)
+        if handoff is None:
+            self.world.fail(f"{name}: a notice came after all of it was over")
+            raise AssertionError
+        return handoff
+
+    def offering(self, handoff: Handoff, engine: "SimEngine") -> None:
+        """The prefill engine has asked its agent."""
+        handoff.is_offered = True
+        self._offers.setdefault(engine, {})[handoff.name] = handoff
+
+    def offered(self, handoff: Handoff, ticket: dict[str, Any]) -> None:
+        """There is a ticket."""
+        self.on_offered(handoff, ticket)
+
+    def offered_by(self, engine: "SimEngine") -> list[Handoff]:
+        """What was not released."""
+        return list(self._offers.get(engine, {}).values())
+
+    def release(self, handoff: Handoff, outcome: Outcome | None) -> None:
+        """The prefill engine has its blocks back."""
+        if handoff.released:
+            self.fail(handoff, "its offer was released twice")
+        handoff.released, handoff.outcome = True, outcome
+        if not (handoff.offer_id or handoff.plan.meets):  # nobody has heard of it
+            handoff.is_ended = handoff.is_freed = True
+        self.offers[outcome.value if outcome is not None else "lost"] += 1
+        for held in self._offers.values():
+            held.pop(handoff.name, None)
+        if handoff.ended_as == "completed" and outcome not in (None, Outcome.COMPLETED):
+            self.fail(handoff, f"completed, but its offer was {outcome}")
+        self._close_if_over(handoff)
+
+    def skip(self, handoff: Handoff) -> None:
+        """The prefill engine had no room, or no agent."""
+        handoff.released = True
+        self.offers["skipped"] += 1
+        if not handoff.plan.meets:
+            handoff.is_ended = handoff.is_freed = True
+        self._close_if_over(handoff)
+
+    def fetching(self, handoff: Handoff, engine: "SimEngine") -> None:
+        """The decode engine has asked its agent."""
+        handoff.is_fetched, handoff.asked_at = True, self.world.now
+        self._fetches.setdefault(engine, {})[handoff.name] = handoff
+
+    def fetched_by(self, engine: "SimEngine") -> list[Handoff]:
+        """What has not ended, or holds blocks."""
+        return list(self._fetches.get(engine, {}).values())
+
+    def skip_fetch(self, handoff: Handoff) -> None:
+        """Nobody fetches it, or the decode engine had no room, or no agent."""
+        handoff.is_ended = handoff.is_freed = True
+        self.ends["skipped"] += 1
+        self._close_if_over(handoff)
+
+    def end(self, handoff: Handoff, outcome: str, code: str) -> None:
+        """The decode engine was told how it ended."""
+        if handoff.is_ended:
+            self.fail(handoff, "its fetch ended twice")
+        handoff.is_ended, handoff.ended_as, handoff.code = True, outcome, code
+        self.ends[f"{outcome} {code}".strip()] += 1
+        took_s, allowed_s = self.world.now - handoff.asked_at, handoff.plan.timeout_s + GRACE_S
+        if took_s > allowed_s + LATE_S + self.late_s(handoff, handoff.asked_at):
+            self.fail(handoff, f"ended {took_s - allowed_s:.1f} s behind its deadline")
+        if outcome == "completed" and handoff.outcome not in (None, Outcome.COMPLETED):
+            self.fail(handoff, f"completed, but its offer was {handoff.outcome}")
+        if outcome == "completed" and not handoff.is_offered:
+            self.fail(handoff, "completed without an offer")
+
+    def freed(self, handoff: Handoff) -> None:
+        """The decode engine has its blocks back."""
+        handoff.is_freed = True
+        for held in self._fetches.values():
+            held.pop(handoff.name, None)
+        self._close_if_over(handoff)
+
+    def fail(self, handoff: Handoff, what: str) -> None:
+        """Something that must not be, with what the agents know of the handoff."""
+        self.world.fail(f"{handoff.name}: {what}\n{handoff.plan}\n{self.story(handoff)}")
+
+    def _close_if_over(self, handoff: Handoff) -> None:
+        if handoff.released and handoff.is_ended and handoff.is_freed:
+            self.live.pop(handoff.name, None)

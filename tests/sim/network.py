@@ -1,0 +1,385 @@
+"""A simulated network, and ZeroMQ's sockets on it, as `kvbus.bus` uses them.
+
+What is sent on a connection comes in its order, late. A connection may break: what was under way
+then is lost, and the side that has connected connects again. A cut holds back what is sent between
+two machines, until it heals. Events may be lost one by one, as by a PUB at its high-water mark.
+"""
+
+import errno
+import itertools
+import socket as tcp
+import struct
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import zmq
+
+from tests.sim.world import SimLoop, World
+
+RECONNECT_S, MAX_RECONNECT_S = 0.05, 1.0
+IPC_S = 20e-6
+_MADE, _LOST = int(zmq.EVENT_HANDSHAKE_SUCCEEDED), int(zmq.EVENT_DISCONNECTED)
+_POLLIN, _POLLOUT = int(zmq.POLLIN), int(zmq.POLLOUT)
+
+
+@dataclass(slots=True, eq=False)
+class Process:
+    """One simulated process: where it runs, on which loop, and its sockets."""
+
+    name: str
+    machine: str
+    loop: SimLoop
+    is_alive: bool = True
+    sockets: "list[SimSocket]" = field(default_factory=list)
+
+
+class SimFrame:
+    """A received frame."""
+
+    __slots__ = ("bytes", "more")
+
+    def __init__(self, content: bytes, *, more: bool) -> None:
+        self.bytes, self.more = content, more
+
+    def get(self, option: int) -> Any:
+        """Of the connection; there is no descriptor."""
+        raise zmq.ZMQError(errno.EINVAL)
+
+
+class Link:
+    """A connection between the socket that connected and the one that was bound."""
+
+    def __init__(self, number: int, client: "SimSocket", server: "SimSocket") -> None:
+        self.identity = b"\0" + number.to_bytes(4, "big")
+        self.client, self.server = client, server
+        self.is_up = True
+        self.free_at = {client: 0.0, server: 0.0}
+        """When the last message comes, by who gets it."""
+        self.held: list[tuple[SimSocket, list[bytes]]] = []
+        """What came during a cut."""
+
+    @property
+    def machines(self) -> frozenset[str]:
+        """Between which it is."""
+        return frozenset((self.client.process.machine, self.server.process.machine))
+
+
+class Network:
+    """All links; ``delay_s`` is the mean between machines, ``breaks`` and ``drops`` are shares.
+
+    A message sent breaks its link in so many cases, an event is dropped in so many.
+    """
+
+    def __init__(
+        self, world: World, *, delay_s: float = 200e-6, breaks: float = 0.0, drops: float = 0.0
+    ) -> None:
+        self.world, self.delay_s, self.breaks, self.drops = world, delay_s, breaks, drops
+        self.bound: dict[str, SimSocket] = {}
+        self.links: dict[int, Link] = {}
+        self._cuts: set[frozenset[str]] = set()
+        self._numbers = itertools.count(1)
+        self.num_messages = self.num_breaks = 0
+
+    def context(self, process: Process) -> "SimContext":
+        """What stands for the ZeroMQ context of a process."""
+        return SimContext(self, process)
+
+    def cut(self, one: str, other: str) -> None:
+        """Nothing passes between two machines from now on."""
+        self._cuts.add(frozenset((one, other)))
+
+    def heal(self, one: str, other: str) -> None:
+        """It passes again, and what was sent meanwhile comes."""
+        self._cuts.discard(frozenset((one, other)))
+        for link in list(self.links.values()):
+            if link.held and not self._is_cut(link.machines):
+                held, link.held = link.held, []
+                for target, frames in held:
+                    target.receive(link, frames)
+
+    def is_cut(self, one: str, other: str) -> bool:
+        """Whether nothing passes between two machines."""
+        return self._is_cut(frozenset((one, other)))
+
+    def break_all(self, machine: str) -> None:
+        """All connections of a machine with others break."""
+        for link in list(self.links.values()):
+            if machine in link.machines and len(link.machines) > 1:
+                self.break_link(link)
+
+    def end_process(self, process: Process) -> None:
+        """The kernel closes what it had."""
+        process.is_alive, process.loop.is_dead = False, True
+        for one in list(process.sockets):
+            one.close()
+
+    def close(self) -> None:
+        """Let go of all sockets."""
+        self.bound.clear()
+        self.links.clear()
+
+    def begin_connecting(self, client: "SimSocket", endpoint: str) -> None:
+        """Connect as soon as that can be."""
+        self.world.after(self._delay(endpoint), self._try, client, endpoint, RECONNECT_S)
+
+    def put(self, link: Link, target: "SimSocket", frames: list[bytes]) -> None:
+        """Send on a link."""
+        world, is_near = self.world, len(link.machines) == 1
+        self.num_messages += 1
+        if not is_near and world.luck.chance(self.breaks):
+            self.break_link(link)
+            return
+        at = world.now + (IPC_S if is_near else world.luck.delay_s(self.delay_s))
+        at = link.free_at[target] = max(at, link.free_at[target])
+        world.after(at - world.now, self._arrive, link, target, frames)
+
+    def break_link(self, link: Link) -> None:
+        """It ends, and what is under way is lost."""
+        if not link.is_up:
+            return
+        link.is_up = False
+        self.num_breaks += 1
+        del self.links[id(link)]
+        link.server.lose(link)
+        link.client.lose(link)
+        if not link.client.closed:
+            self.world.after(RECONNECT_S, self._try, link.client, link.client.peer, RECONNECT_S)
+
+    def answer_of(self, host: str, port: int, machine: str) -> int:
+        """What a probe of a port hears: 0, or an errno."""
+        if self.is_cut(machine, host):
+            return errno.EINPROGRESS
+        bound = self.bound.get(f"tcp://{host}:{port}")
+        return 0 if bound is not None else errno.ECONNREFUSED
+
+    def _try(self, client: "SimSocket", endpoint: str, retry_s: float) -> None:
+        if client.closed or client.peer != endpoint or client.links:
+            return
+        server = self.bound.get(endpoint)
+        between = frozenset((client.process.machine, server.process.machine)) if server else None
+        frozen = server is not None and server.process.loop.is_frozen
+        if server is None or frozen or between is None or self._is_cut(between):
+            later_s = min(2 * retry_s, MAX_RECONNECT_S)
+            self.world.after(retry_s, self._try, client, endpoint, later_s)
+            return
+        link = Link(next(self._numbers), client, server)
+        self.links[id(link)] = link
+        server.join(link)
+        client.join(link)
+
+    def _arrive(self, link: Link, target: "SimSocket", frames: list[bytes]) -> None:
+        if not link.is_up:
+            return
+        if link.held or self._is_cut(link.machines):
+            link.held.append((target, frames))
+        else:
+            target.receive(link, frames)
+
+    def _is_cut(self, between: frozenset[str]) -> bool:
+        return between in self._cuts
+
+    def _delay(self, endpoint: str) -> float:
+        return IPC_S if endpoint.startswith("ipc://") else self.delay_s
+
+
+class SimContext:
+    """Makes the sockets of one process; stands for `kvbus.bus.BusContext`."""
+
+    def __init__(self, network: Network, process: Process) -> None:
+        self.network, self.process = network, process
+        self._numbers = itertools.count(1)
+
+    def socket(self, kind: int) -> "SimSocket":
+        """One of ZeroMQ's kinds that the bus has."""
+        return SimSocket(self, kind, next(self._numbers))
+
+    def probe_socket(self, family: tcp.AddressFamily, kind: tcp.SocketKind) -> "SimProbe":
+        """A socket of the system."""
+        return SimProbe(self)
+
+
+class SimSocket:
+    """ROUTER, DEALER, XPUB or SUB, or the PAIR of a monitor."""
+
+    def __init__(self, context: SimContext, kind: int, number: int) -> None:
+        self.context, self.kind, self._fd = context, kind, number
+        self.network, self.process = context.network, context.process
+        self.closed = False
+        self.endpoint = self.peer = ""
+        self.links: dict[bytes, Link] = {}
+        self.topics: set[bytes] = set()
+        self._monitor: SimSocket | None = None
+        self._inbox: deque[SimFrame] = deque()
+        self._outgoing: list[bytes] = []
+        self.process.sockets.append(self)
+
+    def set(self, option: int, value: Any) -> None:
+        """Options change nothing here."""
+
+    def setsockopt(self, option: int, value: Any) -> None:
+        """But for subscriptions."""
+        if option == zmq.SUBSCRIBE:
+            self.topics.add(value)
+
+    def get(self, option: int) -> Any:
+        """ZMQ_EVENTS, or where it is bound."""
+        if option == zmq.LAST_ENDPOINT:
+            return self.endpoint.encode()
+        return (_POLLIN if self._inbox else 0) | (_POLLOUT if self.links else 0)
+
+    def fileno(self) -> int:
+        """Stands for the socket at the event loop."""
+        return self._fd
+
+    def bind(self, endpoint: str) -> None:
+        """As ZeroMQ's; one of its sockets has an endpoint."""
+        if endpoint in self.network.bound:
+            raise zmq.ZMQError(errno.EADDRINUSE)
+        self.network.bound[endpoint] = self
+        self.endpoint = endpoint
+
+    def connect(self, endpoint: str) -> None:
+        """Begin to connect."""
+        self.peer = endpoint
+        self.network.begin_connecting(self, endpoint)
+
+    def disconnect(self, endpoint: str) -> None:
+        """Connect no more."""
+        self.peer = ""
+        self._hang_up()
+
+    def close(self, linger: float | None = None) -> None:
+        """End all connections."""
+        if self.closed:
+            return
+        self.closed = True
+        if self.endpoint:
+            del self.network.bound[self.endpoint]
+        self._hang_up()
+        self.process.sockets.remove(self)
+
+    def get_monitor_socket(self, _: int) -> "SimSocket":
+        """What tells of its connections."""
+        self._monitor = self.context.socket(zmq.PAIR)
+        return self._monitor
+
+    def disable_monitor(self) -> None:
+        """Tell no more."""
+        self._monitor = None
+
+    def send(self, part: bytes, flags: int = 0) -> None:
+        """One part; the last one sends the message."""
+        self._outgoing.append(part)
+        if flags & zmq.SNDMORE:
+            return
+        frames, self._outgoing = self._outgoing, []
+        if self.kind == zmq.ROUTER:
+            link = self.links.get(frames[0])
+            if link is None:
+                raise zmq.ZMQError(errno.EHOSTUNREACH)
+            self.network.put(link, link.client, frames[1:])
+        else:
+            link = next(iter(self.links.values()), None)
+            if link is None:
+                raise zmq.Again
+            self.network.put(link, link.server, frames)
+
+    def send_multipart(self, frames: Sequence[bytes], flags: int = 0) -> None:
+        """An event, to those that have subscribed to it."""
+        network, topic = self.network, frames[0]
+        for link in list(self.links.values()):
+            wanted = any(topic.startswith(one) for one in link.client.topics)
+            if wanted and not network.world.luck.chance(network.drops):
+                network.put(link, link.client, list(frames))
+
+    def recv(self, flags: int = 0, copy: bool = True) -> SimFrame:
+        """The next frame."""
+        if not self._inbox:
+            raise zmq.Again
+        return self._inbox.popleft()
+
+    def receive(self, link: Link, frames: list[bytes]) -> None:
+        """A message has come."""
+        if self.closed:
+            return
+        if self.kind == zmq.ROUTER:
+            frames = [link.identity, *frames]
+        self._take(frames)
+
+    def join(self, link: Link) -> None:
+        """There is a connection."""
+        self.links[link.identity] = link
+        if self.kind == zmq.XPUB:
+            for topic in sorted(link.client.topics):
+                self._take([b"\1" + topic])
+        if self._monitor is not None:
+            self._monitor.tell(_MADE)
+        self._signal()
+
+    def lose(self, link: Link) -> None:
+        """The connection has ended."""
+        self.links.pop(link.identity, None)
+        if self._monitor is not None:
+            self._monitor.tell(_LOST)
+
+    def tell(self, event: int) -> None:
+        """As a monitor: something happened."""
+        if not self.closed:
+            self._take([struct.pack("=hi", event, 0), b""])
+
+    def _take(self, frames: list[bytes]) -> None:
+        last = len(frames) - 1
+        for at, content in enumerate(frames):
+            self._inbox.append(SimFrame(content, more=at < last))
+        self._signal()
+
+    def _signal(self) -> None:
+        if self.process.is_alive:
+            self.process.loop.signal(self._fd)
+
+    def _hang_up(self) -> None:
+        for link in list(self.links.values()):
+            self.network.break_link(link)
+
+
+class SimProbe:
+    """Looks whether somebody listens at a port, and whether an address is of its machine."""
+
+    def __init__(self, context: SimContext) -> None:
+        self._network, self._machine = context.network, context.process.machine
+        self._ask: Callable[[], int] = lambda: errno.ENOTCONN
+
+    def __enter__(self) -> "SimProbe":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def setblocking(self, _: bool) -> None:
+        """It never blocks."""
+
+    def connect_ex(self, place: tuple[str, int]) -> int:
+        """Refused at once on the same machine, else later."""
+        self._ask = lambda: self._network.answer_of(*place, self._machine)
+        return self._ask() if place[0] == self._machine else errno.EINPROGRESS
+
+    def getsockopt(self, *_: int) -> int:
+        """Why it is not connected; 0 while that is not known."""
+        answer = self._ask()
+        return 0 if answer == errno.EINPROGRESS else answer
+
+    def getpeername(self) -> str:
+        """Raises `OSError` unless it is connected."""
+        if self._ask() != 0:
+            raise OSError(errno.ENOTCONN, "not connected")
+        return ""
+
+    def bind(self, place: tuple[str, int]) -> None:
+        """Raises `OSError` unless the address is of this machine."""
+        if place[0] != self._machine:
+            raise OSError(errno.EADDRNOTAVAIL, "not here")
+
+    def close(self) -> None:
+        """Nothing is kept."""

@@ -1,0 +1,84 @@
+"""Whole worlds: random requests and faults, by seeds and drawn by Hypothesis."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.examples import num_examples
+from tests.sim.cluster import Fault, FaultKind, Settings, cluster_of
+from tests.sim.engine import Shape
+from tests.sim.handoffs import Plan
+from tests.sim.worlds import DECODE, HND, PREFILL, SORTS, D, P, simulate
+
+SEEDS = range(num_examples(12))
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", SORTS)
+def test_bytes_and_ends_are_right_in_a_world(name: str, seed: int) -> None:
+    run = simulate(SORTS[name], seed=100 + seed, num_handoffs=300)
+
+    assert run.cluster.ledger.ends["completed"] > 20
+
+
+def test_the_same_seed_is_the_same_world() -> None:
+    first, again = (simulate(SORTS["crashes"], seed=7, num_handoffs=60) for _ in range(2))
+
+    assert first.cluster.ledger.ends == again.cluster.ledger.ends
+    assert first.cluster.world.now == again.cluster.world.now
+    assert first.cluster.world.num_steps == again.cluster.world.num_steps
+
+
+seconds = st.sampled_from([0.0, 0.001, 0.003, 0.01, 0.1, 1.0])
+optional_seconds = st.none() | seconds
+plans = st.builds(
+    Plan,
+    num_tokens=st.integers(1, 20),
+    num_pieces=st.integers(1, 3),
+    gap_s=seconds,
+    fetch_after_s=optional_seconds,
+    timeout_s=st.sampled_from([2.0, 20.0]),
+    ttl_s=st.sampled_from([3.0, 20.0]),
+    chunk_tokens=st.sampled_from([0, 4]),
+    withdraw_after_s=optional_seconds,
+    cancel_after_s=optional_seconds,
+    gives_up_offer=st.booleans(),
+)
+faults = st.builds(
+    Fault,
+    kind=st.sampled_from(FaultKind),
+    at_s=st.sampled_from([0.0, 0.001, 0.002, 0.004, 0.01, 0.05]),
+    role=st.sampled_from([P, D]),
+    lasts_s=st.sampled_from([0.01, 1.0, 5.0, 30.0]),
+)
+shapes = st.sampled_from([(Shape(), Shape()), (Shape(), HND), (HND, Shape(block_size=5))])
+
+
+@settings(max_examples=num_examples(1200))
+@given(
+    shapes=shapes,
+    plans=st.lists(st.tuples(plans, seconds), min_size=1, max_size=4),
+    faults=st.lists(faults, max_size=3),
+    part_s=st.sampled_from([3e-4, 1e-2]),
+    seed=st.integers(0, 1000),
+)
+def test_bytes_and_ends_are_right_whatever_is_asked_and_goes_wrong(
+    shapes: tuple[Shape, Shape],
+    plans: list[tuple[Plan, float]],
+    faults: list[Fault],
+    part_s: float,
+    seed: int,
+) -> None:
+    world = Settings(
+        prefill=shapes[0],
+        decode=shapes[1],
+        prefill_config=PREFILL,
+        decode_config=DECODE,
+        part_s=part_s,
+    )
+    with cluster_of(world, seed) as cluster:
+        for plan, after_s in plans:
+            cluster.give(plan, after_s)
+        cluster.suffer(faults)
+
+        cluster.settle()

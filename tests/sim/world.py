@@ -1,0 +1,299 @@
+"""Virtual time: event loops that one thread steps in the order of their next events."""
+
+import asyncio
+import heapq
+import itertools
+import os
+import random
+import selectors
+import traceback
+from asyncio import events
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Executor, Future
+from contextlib import contextmanager
+from contextvars import Context
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+_PAST_S = 1e-8
+"""A timer is looked at so much behind its time, which the process's own clock then has reached."""
+
+
+_MOST_TURNS, _TURNS_S = 100, 100e-6
+"""What an event loop does takes no time, but for so many turns without a pause: anyio turns while a
+cancelled scope waits for a shielded one.
+"""
+
+
+class Violation(AssertionError):
+    """Something that must not happen."""
+
+
+class Luck:
+    """All that is drawn in a world, from one seed."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self.bytes = self._random.randbytes
+        self.below = self._random.randrange
+        self.uniform = self._random.uniform
+
+    def chance(self, share: float) -> bool:
+        """True in so many of all cases."""
+        return share > 0 and self._random.random() < share
+
+    def pick(self, some: Sequence[T]) -> T:
+        """One of them."""
+        return some[self.below(len(some))]
+
+    def delay_s(self, mean_s: float) -> float:
+        """Around the mean, seldom many times as long."""
+        return self._random.expovariate(1 / mean_s)
+
+
+class _NoSelector(selectors.SelectSelector):
+    """Nothing that the kernel has is waited for."""
+
+    def select(self, timeout: float | None = None) -> list[Any]:
+        return []
+
+
+class SimLoop(asyncio.SelectorEventLoop):
+    """The event loop of one simulated process; its clock has an offset and a rate of its own.
+
+    It is asyncio's own, stepped from outside: for that some of its attributes are read here.
+    """
+
+    _ready: deque[asyncio.Handle]
+    _scheduled: list[Any]
+    _run_once: Callable[[], None]
+    _timer_cancelled_count: int
+
+    def __init__(self, world: "World", name: str, *, offset_s: float, rate: float) -> None:
+        self.world, self.name = world, name
+        self._offset_s, self._rate = offset_s, rate
+        self._readers: dict[int, Callable[[], object]] = {}
+        self.is_frozen = self.is_dead = False
+        super().__init__(_NoSelector())
+        self._clock_resolution = 0.0
+        self.set_exception_handler(self._see_failure)
+
+    def time(self) -> float:
+        """Of this process."""
+        return self.world.now * self._rate + self._offset_s
+
+    def next_at(self) -> float | None:
+        """When it has something to do, in the world's time; None when it waits for others."""
+        if self._ready:
+            return self.world.now
+        scheduled = self._scheduled
+        while scheduled and scheduled[0]._cancelled:
+            heapq.heappop(scheduled)._scheduled = False
+            self._timer_cancelled_count -= 1
+        if not scheduled:
+            return None
+        at: float = (scheduled[0]._when - self._offset_s) / self._rate + _PAST_S
+        return max(self.world.now, at)
+
+    @property
+    def has_more(self) -> bool:
+        """Whether something is to be done at once."""
+        return bool(self._ready)
+
+    def step(self) -> None:
+        """Do what is due, once."""
+        events._set_running_loop(self)
+        try:
+            self._run_once()
+        finally:
+            events._set_running_loop(None)
+
+    def add_reader(  # type: ignore[override]  # callers give no arguments
+        self, fd: Any, callback: Callable[[], object]
+    ) -> None:
+        """Of a simulated socket, whose ``fd`` stands for it."""
+        self._readers[fd] = callback
+
+    def remove_reader(self, fd: Any) -> bool:
+        """Of a simulated socket."""
+        return self._readers.pop(fd, None) is not None
+
+    def signal(self, fd: int) -> None:
+        """Something has come for a simulated socket."""
+        if fd in self._readers:
+            self.call_soon(self._read, fd)
+
+    def _read(self, fd: int) -> None:
+        if (reader := self._readers.get(fd)) is not None:
+            reader()
+
+    def run_in_executor(  # type: ignore[override]  # a future either way
+        self, executor: Executor | None, func: Callable[..., T], *args: Any
+    ) -> "asyncio.Future[T]":
+        """Call it at some moment soon: no thread is needed for what takes no time here."""
+        called: asyncio.Future[T] = self.create_future()
+
+        def call() -> None:
+            try:
+                result = func(*args)
+            except Exception as error:
+                called.set_exception(error)
+            else:
+                called.set_result(result)
+
+        self.call_later(self.world.luck.delay_s(self.world.thread_s), call)
+        return called
+
+    def call_soon_threadsafe(  # type: ignore[override]  # as asyncio's but for its type variables
+        self, callback: Callable[..., object], *args: Any, context: Context | None = None
+    ) -> asyncio.Handle:
+        """There are no threads."""
+        return self.call_soon(callback, *args, context=context)
+
+    def _make_self_pipe(self) -> None:
+        """Nobody wakes it from outside."""
+
+    def _close_self_pipe(self) -> None:
+        """See `_make_self_pipe`."""
+
+    def _see_failure(self, _: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        if not isinstance(error, Violation) and not self.is_dead:
+            self.world.failures.append(f"{self.name}: {context['message']}: {error!r}")
+            if error is not None:
+                self.world.failures[-1] += "".join(traceback.format_exception(error))
+
+
+class SimExecutor(Executor):
+    """Does what it is given at some moment soon, one thing after the other."""
+
+    def __init__(self, loop: SimLoop) -> None:
+        self._loop, self._free_at = loop, 0.0
+
+    def submit(  # type: ignore[override]  # its first two arguments have no names there
+        self, fn: Callable[..., T], *args: Any, **kwargs: Any
+    ) -> "Future[T]":
+        """As every executor."""
+        done: Future[T] = Future()
+        world = self._loop.world
+        took_s = world.luck.delay_s(world.thread_s)
+        self._free_at = max(self._free_at, self._loop.time()) + took_s
+
+        def call() -> None:
+            try:
+                done.set_result(fn(*args, **kwargs))
+            except Exception as error:
+                done.set_exception(error)
+
+        self._loop.call_at(self._free_at, call)
+        return done
+
+
+class World:
+    """The clock, the loops, and what happens outside of all processes."""
+
+    def __init__(self, seed: int, *, thread_s: float = 100e-6) -> None:
+        self.now = 0.0
+        self.luck = Luck(seed)
+        self.thread_s = thread_s
+        self.failures: list[str] = []
+        self.num_steps = 0
+        self._loops: list[SimLoop] = []
+        self._calls: list[tuple[float, int, Callable[..., object], tuple[Any, ...]]] = []
+        self._numbers = itertools.count()
+
+    def new_loop(self, name: str) -> SimLoop:
+        """For a process that starts now."""
+        offset_s, rate = self.luck.uniform(0, 1e4), 1 + self.luck.uniform(-1e-4, 1e-4)
+        loop = SimLoop(self, name, offset_s=offset_s, rate=rate)
+        self._loops.append(loop)
+        return loop
+
+    def close(self) -> None:
+        """Let go of all loops."""
+        for loop in self._loops:
+            loop.close()
+        self._loops.clear()
+        self._calls.clear()
+
+    def watch(self, main: "asyncio.Task[None]", loop: SimLoop) -> None:
+        """The main task of a process that lives may end, but not fail."""
+        main.add_done_callback(lambda _: self._see_end(main, loop))
+
+    def _see_end(self, main: "asyncio.Task[None]", loop: SimLoop) -> None:
+        if not (main.cancelled() or loop.is_dead) and (error := main.exception()) is not None:
+            self.failures.append("".join(traceback.format_exception(error)))
+
+    def drop_loop(self, loop: SimLoop) -> None:
+        """Its process has ended: nothing of it runs any more."""
+        self._loops.remove(loop)
+
+    def after(self, delay_s: float, call: Callable[..., object], *args: Any) -> None:
+        """Have something happen that is no process's doing."""
+        at = (self.now + delay_s, next(self._numbers), call, args)
+        heapq.heappush(self._calls, at)
+
+    def fail(self, what: str, error: BaseException | None = None) -> None:
+        """Something happened that must not: the run ends with the first such thing."""
+        failure = f"at {self.now:.6f} s: {what}"
+        self.failures.append(failure)
+        raise Violation(failure) from error
+
+    def end(self, *, within_s: float, until: Callable[[], bool]) -> None:
+        """Let processes end: nothing else happens, and nothing counts any more."""
+        self._calls.clear()
+        end = self.now + within_s
+        while not until() and self._step(end):
+            continue
+
+    def run(self, until: Callable[[], bool], *, within_s: float) -> bool:
+        """Go on until something holds; False when it does not in so many seconds."""
+        end = self.now + within_s
+        while not until():
+            if not self._step(end):
+                return False
+            if self.failures:
+                raise Violation(self.failures[0])
+        return True
+
+    def _step(self, end: float) -> bool:
+        """The next thing that happens; False when that is later than ``end``, or nothing."""
+        first, first_at = None, self._calls[0][0] if self._calls else float("inf")
+        for loop in self._loops:
+            if loop.is_frozen:
+                continue
+            at = loop.next_at()
+            if at is not None and at < first_at:
+                first, first_at = loop, at
+        if first_at > end:
+            return False
+        self.now = max(self.now, first_at)
+        self.num_steps += 1
+        if first is None:
+            _, _, call, args = heapq.heappop(self._calls)
+            call(*args)
+        else:
+            first.step()
+            for _ in range(_MOST_TURNS):
+                if not first.has_more or first.is_frozen:
+                    return True
+                first.step()
+            self.now += _TURNS_S
+        return True
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Names, secrets and pauses that the product draws are those of the seed, too."""
+    drawn = random.Random(seed)
+    system, state = os.urandom, random.getstate()
+    os.urandom = drawn.randbytes
+    random._urandom = drawn.randbytes  # type: ignore[attr-defined]
+    random.seed(seed)
+    try:
+        yield
+    finally:
+        os.urandom, random._urandom = system, system  # type: ignore[attr-defined]
+        random.setstate(state)

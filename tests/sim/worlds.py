@@ -1,0 +1,148 @@
+"""What worlds there are: shapes, networks, and how often what goes wrong; and runs of them."""
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from kvbus.protocol.engine import AgentRole
+from tests.sim.cluster import Cluster, Fault, FaultKind, Settings, cluster_of
+from tests.sim.engine import Shape
+from tests.sim.handoffs import Plan
+from tests.sim.world import Luck
+
+P, D = AgentRole.PREFILL, AgentRole.DECODE
+SHORT: dict[str, Any] = {"heartbeat_s": 2.0, "drain_timeout_s": 5.0}
+PREFILL = {**SHORT, "max_lease_s": 10.0, "late_read_s": 5.0}
+DECODE = {**SHORT, "lease_s": 3.0, "request_timeout_s": 2.0, "quarantine_timeout_s": 20.0}
+HND = Shape(tp=2, block_size=6, layout="block,kv,head,token,dim")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sort:
+    """A kind of world: its settings, and how often requests and faults do what.
+
+    ``fault_every_s`` is the mean time between faults of ``kinds``; 0: none.
+    """
+
+    settings: Settings
+    request_every_s: float = 0.008
+    most_live: int = 40
+    fault_every_s: float = 0.0
+    kinds: tuple[FaultKind, ...] = tuple(FaultKind)
+    lasts_s: float = 2.0
+    grows: float = 0.0
+    meets: float = 0.0
+    withdrawn: float = 0.0
+    cancelled: float = 0.0
+    unread: float = 0.0
+    hits: float = 0.0
+    num_tokens: int = 24
+
+
+def _with(**some: Any) -> Settings:
+    """Deadlines that a test can wait for; they pass in no time."""
+    return Settings(prefill_config=PREFILL, decode_config=DECODE, **some)
+
+
+RESTLESS: dict[str, Any] = {
+    "grows": 0.3, "meets": 0.2, "withdrawn": 0.05, "cancelled": 0.05, "unread": 0.02, "hits": 0.2,
+}  # fmt: skip
+LOSSY: dict[str, Any] = {"breaks": 0.002, "drops": 0.02, "delay_s": 1e-3}
+
+SORTS: dict[str, Sort] = {
+    "plain": Sort(settings=_with()),
+    "lossy": Sort(settings=_with(pairs=2, **LOSSY), fault_every_s=0.5, **RESTLESS),
+    "packed": Sort(
+        settings=_with(pairs=2, decode=HND, breaks=0.001),
+        fault_every_s=0.5,
+        request_every_s=0.01,
+        **RESTLESS,
+    ),
+    "crashes": Sort(
+        settings=_with(pairs=2, delay_s=1e-3, part_s=5e-3),
+        fault_every_s=0.7,
+        kinds=(FaultKind.CRASH_AGENT, FaultKind.CRASH_ENGINE, FaultKind.DRAIN_AGENT),
+        **RESTLESS,
+    ),
+    "frozen": Sort(
+        settings=_with(pairs=2, delay_s=1e-3, part_s=20e-3),
+        fault_every_s=1.5,
+        kinds=(FaultKind.FREEZE_AGENT, FaultKind.FREEZE_ENGINE, FaultKind.CUT),
+        lasts_s=8.0,
+        **RESTLESS,
+    ),
+}
+"""By name."""
+
+
+@dataclass
+class Run:
+    """What became of one run."""
+
+    cluster: Cluster
+    sort: Sort
+    num_handoffs: int
+    faults: list[Fault] = field(default_factory=list)
+
+
+def simulate(sort: Sort, *, seed: int, num_handoffs: int) -> Run:
+    """Hand off so often; raises `Violation`."""
+    with cluster_of(sort.settings, seed) as cluster:
+        run = Run(cluster, sort, num_handoffs)
+        _ask_on(run)
+        _go_wrong(run)
+        cluster.until(lambda: cluster.ledger.num_started >= num_handoffs, within_s=1e9)
+        cluster.settle()
+    return run
+
+
+def _ask_on(run: Run) -> None:
+    """Requests come as long as there are some to come."""
+    cluster, sort = run.cluster, run.sort
+    world, ledger = cluster.world, cluster.ledger
+    if ledger.num_started >= run.num_handoffs:
+        return
+    if len(ledger.live) < sort.most_live:
+        cluster.give(plan(sort, world.luck, ledger.num_started))
+    world.after(world.luck.delay_s(sort.request_every_s), _ask_on, run)
+
+
+def _go_wrong(run: Run) -> None:
+    """Faults come as long as requests do."""
+    cluster, sort = run.cluster, run.sort
+    luck = cluster.world.luck
+    if not sort.fault_every_s or cluster.ledger.num_started >= run.num_handoffs:
+        return
+    fault = Fault(
+        kind=luck.pick(sort.kinds),
+        role=luck.pick((P, D)),
+        number=luck.below(sort.settings.pairs),
+        other=luck.below(sort.settings.pairs),
+        lasts_s=luck.delay_s(sort.lasts_s),
+    )
+    run.faults.append(replace(fault, at_s=cluster.world.now))
+    cluster.suffer([fault])
+    cluster.world.after(luck.delay_s(sort.fault_every_s), _go_wrong, run)
+
+
+def plan(sort: Sort, luck: Luck, number: int) -> Plan:
+    """What the next request does."""
+    num_tokens = 1 + luck.below(sort.num_tokens)
+    grows, meets = luck.chance(sort.grows), luck.chance(sort.meets)
+    return Plan(
+        prefill=luck.below(sort.settings.pairs),
+        decode=luck.below(sort.settings.pairs),
+        num_tokens=num_tokens,
+        first_token=luck.below(num_tokens + 1) if luck.chance(sort.hits) else 0,
+        num_pieces=1 + luck.below(4) if grows else 1,
+        gap_s=luck.delay_s(0.01),
+        fetch_after_s=None if luck.chance(sort.unread) else luck.delay_s(0.005),
+        meets=meets,
+        transfer_id=f"transfer-of-{number:06}" if meets else None,
+        timeout_s=luck.pick((2.0, 10.0, 30.0)),
+        ttl_s=luck.pick((3.0, 20.0)),
+        chunk_tokens=luck.pick((0, 0, 4, 8)),
+        priority=luck.below(3),
+        withdraw_after_s=luck.delay_s(0.01) if luck.chance(sort.withdrawn) else None,
+        cancel_after_s=luck.delay_s(0.01) if luck.chance(sort.cancelled) else None,
+        gives_up_offer=luck.chance(0.5),
+    )
