@@ -20,15 +20,25 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvbus.memory.bus_errors import BusErrors
-    from kvbus.memory.copy_rates import CopyRates, measure_copies
+    from kvbus.memory.copy_rates import (
+        LONG_RUN_BYTES,
+        SHORT_RUN_BYTES,
+        SLOT_BYTES,
+        CopyRates,
+        fit_copies,
+        measure_copies,
+    )
     from kvbus.memory.copy_stream import wait_for
     from kvbus.memory.copying import Slot, gather, scatter, zero_positions
     from kvbus.memory.cuda import CudaStorage, allocate_cuda
+    from kvbus.memory.cuda_driver import on_gpu
     from kvbus.memory.cuda_mapping import CudaMapping
     from kvbus.memory.gpus import GpuSlots, check_cuda, gpu_of, gpu_ordinal
     from kvbus.memory.huge_pages import GIVING_WORDS, HugePages, huge_bytes, shmem_word
+    from kvbus.memory.libc import map_shared, map_zeros_over, unmap
     from kvbus.memory.mapping import LentMapping, SegmentMapping
     from kvbus.memory.paged import PagedMemory
+    from kvbus.memory.pages import Pages
     from kvbus.memory.run_copy import is_compiled
     from kvbus.memory.segment import SharedSegment
     from kvbus.memory.storage import SharedStorage, share_tensor, share_tensors
@@ -36,14 +46,17 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "bus_errors": "BusErrors",
-    "copy_rates": "CopyRates measure_copies",
+    "copy_rates": "LONG_RUN_BYTES SHORT_RUN_BYTES SLOT_BYTES CopyRates fit_copies measure_copies",
     "copy_stream": "wait_for",
     "copying": "Slot gather scatter zero_positions",
     "cuda": "CudaStorage allocate_cuda",
     "cuda_mapping": "CudaMapping",
+    "cuda_driver": "on_gpu",
     "gpus": "GpuSlots check_cuda gpu_of gpu_ordinal",
     "huge_pages": "GIVING_WORDS HugePages huge_bytes shmem_word",
+    "libc": "map_shared map_zeros_over unmap",
     "mapping": "LentMapping SegmentMapping",
+    "pages": "Pages",
     "paged": "PagedMemory",
     "run_copy": "is_compiled",
     "segment": "SharedSegment",
@@ -62,6 +75,9 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "GIVING_WORDS",
+    "LONG_RUN_BYTES",
+    "SHORT_RUN_BYTES",
+    "SLOT_BYTES",
     "BusErrors",
     "CopyRates",
     "CudaMapping",
@@ -70,6 +86,7 @@ __all__ = [
     "HugePages",
     "LentMapping",
     "PagedMemory",
+    "Pages",
     "SegmentMapping",
     "SharedSegment",
     "SharedStorage",
@@ -77,17 +94,22 @@ __all__ = [
     "allocate_cuda",
     "check_cuda",
     "dtype_from_name",
+    "fit_copies",
     "gather",
     "gpu_of",
     "gpu_ordinal",
     "huge_bytes",
     "is_compiled",
+    "map_shared",
+    "map_zeros_over",
     "measure_copies",
+    "on_gpu",
     "region_view",
     "scatter",
     "share_tensor",
     "share_tensors",
     "shmem_word",
+    "unmap",
     "wait_for",
     "zero_positions",
 ]

@@ -11,4 +11,10 @@ chrome      the timeline as a file for Perfetto or chrome://tracing (pure)
 from kvbus.trace.chrome import chrome_file
 from kvbus.trace.timeline import UNKNOWN, AgentTrace, Timeline, covered_s
 
-__all__ = ["UNKNOWN", "AgentTrace", "Timeline", "chrome_file", "covered_s"]
+__all__ = [
+    "UNKNOWN",
+    "AgentTrace",
+    "Timeline",
+    "chrome_file",
+    "covered_s",
+]

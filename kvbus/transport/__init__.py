@@ -1,8 +1,11 @@
 """Moves bytes between agents: the only package that imports nixl."""
 
+from kvbus.transport.bare_pair import LONG_BYTES
 from kvbus.transport.calibration import Area, fit_reads, measure_reads, measure_wire
 from kvbus.transport.delivery import Deliver, OnEnd
+from kvbus.transport.lane import Lane, ReadJob
 from kvbus.transport.metadata import PeerMetadata
+from kvbus.transport.slicing import Slices, check_rows
 from kvbus.transport.transport import ProgressToken, Read, Transport
 from kvbus.transport.types import (
     CloseReport,
@@ -16,21 +19,26 @@ from kvbus.transport.types import (
 )
 
 __all__ = [
+    "LONG_BYTES",
     "Area",
     "CloseReport",
     "Deliver",
+    "Lane",
     "MemoryKind",
     "OnEnd",
     "PeerMetadata",
     "ProgressToken",
     "Read",
+    "ReadJob",
     "ReadOutcome",
     "ReadStatus",
     "RecycleReport",
     "Registration",
+    "Slices",
     "Transport",
     "TransportLimits",
     "TransportStats",
+    "check_rows",
     "fit_reads",
     "measure_reads",
     "measure_wire",

@@ -13,7 +13,7 @@ from structlog.testing import capture_logs
 
 from kvbus.agent.process.machine import machine_id
 from kvbus.errors import LocalError
-from kvbus.memory.attach import AttachConnection, AttachServer, PassingAnswer, wire
+from kvbus.memory.attach import AttachConnection, AttachServer, PassingAnswer, encode_frame
 from kvbus.protocol import LentSegment, MemoryLent, MemorySocket, to_body
 from tests.agents import until
 from tests.decode.neighbours import Neighbours, neighbours
@@ -239,7 +239,7 @@ async def test_who_speaks_unasked_is_as_good_as_gone(both: Neighbours, folder: P
         memory = both.the_memory()
         assert memory.is_open
 
-        await readers[0].send(wire.encode_frame({"ok": {}}))
+        await readers[0].send(encode_frame({"ok": {}}))
         await until(lambda: not memory.is_open)
 
 

@@ -16,7 +16,7 @@ from msgspec.structs import replace
 from kvbus.engine import DecodeSession, MemorySession, PrefillSession
 from kvbus.errors import ErrorCode
 from kvbus.geometry import Segment, lay_out_rank
-from kvbus.memory import SharedSegment, libc
+from kvbus.memory import SharedSegment, map_zeros_over
 from tests.agents import WITHIN_S, until
 from tests.decode.neighbours import (
     Neighbours,
@@ -183,7 +183,7 @@ def end_memory(both: Neighbours) -> None:
     memory = both.the_memory()
     memory.close("it was cut")
     for first, end in memory.extents:
-        libc.map_zeros_over(first, end - first)
+        map_zeros_over(first, end - first)
 
 
 @pytest.mark.parametrize("num_tokens", [16, MANY_TOKENS], ids=["on the loop", "in a thread"])

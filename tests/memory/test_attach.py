@@ -21,12 +21,14 @@ from kvbus.errors import (
     SegmentError,
 )
 from kvbus.memory.attach import (
+    MAX_BODY_BYTES,
     AttachClient,
     FrameChannel,
     PassingAnswer,
     close_fds,
     connect_to_agent,
-    wire,
+    decode_body,
+    encode_frame,
 )
 from tests.memory.conftest import Attached, Serving
 
@@ -308,9 +310,9 @@ async def ask(path: Path, times: int = 1) -> list[tuple[dict[str, Any], list[str
     """What is answered, and which files come with it."""
     channel, answers = FrameChannel(connect_to_agent(path)), []
     for _ in range(times):
-        await channel.send(wire.encode_frame({}))
+        await channel.send(encode_frame({}))
         body, fds = await channel.receive()
-        answers.append((wire.decode_body(body), [name_of(fd) for fd in fds]))
+        answers.append((decode_body(body), [name_of(fd) for fd in fds]))
         close_fds(fds)
     channel.close()
     return answers
@@ -330,10 +332,10 @@ async def test_descriptors_arrive_in_order_with_the_answer_that_they_belong_to(
 async def test_an_answer_that_does_not_arrive_leaves_no_descriptor(
     serving: Serving, num_open_fds: Callable[[], int]
 ) -> None:
-    before, too_long = num_open_fds(), {"text": "x" * wire.MAX_BODY_BYTES}
+    before, too_long = num_open_fds(), {"text": "x" * MAX_BODY_BYTES}
     async with serving(on_message=passes("a")) as recorded:
         channel = FrameChannel(connect_to_agent(recorded.server.path))
-        await channel.send(wire.encode_frame({}))
+        await channel.send(encode_frame({}))
         channel.close()
         await recorded.one_closed.wait()
     async with serving(on_message=passes("a", ok=too_long)) as recorded:
@@ -365,12 +367,12 @@ async def test_a_message_sent_in_parts_arrives_whole_with_its_descriptors_once(
 
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(receive_two)
-        await sender.send(wire.encode_frame(LARGE), [null_fd, null_fd])
-        await sender.send(wire.encode_frame({}))
+        await sender.send(encode_frame(LARGE), [null_fd, null_fd])
+        await sender.send(encode_frame({}))
     counts = [len(fds) for _, fds in frames]
     close_fds(frames[0][1])
 
-    assert [wire.decode_body(body) for body, _ in frames] == [LARGE, {}]
+    assert [decode_body(body) for body, _ in frames] == [LARGE, {}]
     assert counts == [2, 0]
     assert num_open_fds() == before
 
@@ -380,11 +382,11 @@ async def test_a_message_whose_sending_is_cancelled_half_way_ends_the_channel(
 ) -> None:
     sender, receiver = narrow_pair
     async with anyio.create_task_group() as tasks:
-        tasks.start_soon(sender.send, wire.encode_frame(LARGE))
+        tasks.start_soon(sender.send, encode_frame(LARGE))
         await anyio.wait_all_tasks_blocked()
         tasks.cancel_scope.cancel()
 
     with pytest.raises(anyio.EndOfStream):
         await receiver.receive()
     with pytest.raises(BrokenPipeError):
-        await sender.send(wire.encode_frame({}))
+        await sender.send(encode_frame({}))

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvbus.memory import copy_rates
-from kvbus.memory.copy_rates import (
+from kvbus.memory import (
     LONG_RUN_BYTES,
     SHORT_RUN_BYTES,
     SLOT_BYTES,
@@ -51,17 +50,18 @@ def test_nothing_of_the_measurement_is_left(three_threads: None) -> None:
 def test_copies_are_measured_on_one_core(
     three_threads: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    seen = []
+    asked: list[int] = []
+    set_num_threads = torch.set_num_threads
 
-    def note(*_: object, scatter: bool) -> float:
-        seen.append(torch.get_num_threads())
-        return 1.0
+    def note(num: int) -> None:
+        asked.append(num)
+        set_num_threads(num)
 
-    monkeypatch.setattr(copy_rates, "_median_s", note)
+    monkeypatch.setattr(torch, "set_num_threads", note)
 
     measure_copies()
 
-    assert seen == [1, 1, 1, 1]
+    assert asked == [1, 3]
 
 
 def test_the_rates_explain_what_was_measured() -> None:

@@ -11,9 +11,9 @@ from kvbus.memory import (
     GpuSlots,
     allocate_cuda,
     check_cuda,
-    cuda_driver,
     gpu_of,
     gpu_ordinal,
+    on_gpu,
 )
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU: see tests/gpu")
@@ -37,5 +37,5 @@ def test_without_a_gpu_every_call_names_what_is_missing(call: Callable[[], objec
 
 
 def test_a_machine_without_the_driver_is_told_its_name() -> None:
-    with pytest.raises(SegmentError, match=r"libcuda\.so\.1|driver"), cuda_driver.on_gpu(0):
+    with pytest.raises(SegmentError, match=r"libcuda\.so\.1|driver"), on_gpu(0):
         pass

@@ -11,8 +11,7 @@ import pytest
 
 import kvbus
 from kvbus.errors import ClosedError, SegmentError
-from kvbus.memory import LentMapping, SegmentMapping, SharedSegment, libc, pages
-from kvbus.memory.pages import Pages
+from kvbus.memory import LentMapping, Pages, SegmentMapping, SharedSegment, unmap
 
 SIZE_BYTES = 1 << 24  # so large that nothing else takes the addresses once they are free
 
@@ -204,11 +203,11 @@ def test_discard_keeps_the_address_but_gives_no_new_views(mapping: SegmentMappin
         mapping.view()
 
 
-def test_a_large_mapping_is_discarded_part_by_part(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pages, "_DISCARDED_AT_ONCE_BYTES", (1 << 20) + 4096)
-    with SharedSegment(SIZE_BYTES) as segment:
+def test_a_large_mapping_is_discarded_part_by_part() -> None:
+    size_bytes = (1 << 25) + 8192  # more than a part
+    with SharedSegment(size_bytes) as segment:
         segment.view()[:] = 7
-        with SegmentMapping(os.dup(segment.fd), size_bytes=SIZE_BYTES) as mapping:
+        with SegmentMapping(os.dup(segment.fd), size_bytes=size_bytes) as mapping:
             view = mapping.view()
             mapping.discard()
 
@@ -250,7 +249,7 @@ def test_the_garbage_collector_never_unmaps_by_itself(segment: SharedSegment) ->
         del mapping
 
     assert is_mapped(address)
-    libc.unmap(address, SIZE_BYTES)
+    unmap(address, SIZE_BYTES)
 
 
 def test_an_agent_attaches_and_maps_without_importing_torch() -> None:

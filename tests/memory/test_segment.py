@@ -12,7 +12,7 @@ import pytest
 
 import kvbus
 from kvbus.errors import ClosedError, SegmentError
-from kvbus.memory import GIVING_WORDS, SharedSegment, huge_bytes, libc, shmem_word
+from kvbus.memory import GIVING_WORDS, SharedSegment, huge_bytes, shmem_word, unmap
 
 SIZE_OF_HUGE_PAGES = (8 << 20) + 5000
 
@@ -165,4 +165,4 @@ def test_a_forgotten_segment_is_warned_about() -> None:
         del segment
 
     os.close(fd)
-    libc.unmap(address, 4096)
+    unmap(address, 4096)

@@ -16,7 +16,14 @@ from hypothesis import strategies as st
 
 from kvbus.agent.process.machine import machine_id
 from kvbus.errors import ErrorCode, RequestRefused
-from kvbus.memory.attach import FrameChannel, close_fds, connect_to_agent, wire
+from kvbus.memory.attach import (
+    FrameChannel,
+    close_fds,
+    connect_to_agent,
+    decode_body,
+    encode_frame,
+    open_reply,
+)
 from kvbus.protocol import LendMemory, MemoryLent, from_body, to_body
 from kvbus_prefill.agent import PrefillService
 from kvbus_prefill.lending import MemoryLender
@@ -65,9 +72,9 @@ def question(agent: PrefillAgent, source: Engine, **changes: Any) -> dict[str, A
 
 async def ask(channel: FrameChannel, message: dict[str, Any]) -> tuple[MemoryLent, list[int]]:
     """The answer, and the descriptors that came with it; raises `RequestRefused`."""
-    await channel.send(wire.encode_frame(message))
+    await channel.send(encode_frame(message))
     body, fds = await channel.receive()
-    return from_body(MemoryLent, wire.open_reply(wire.decode_body(body))), fds
+    return from_body(MemoryLent, open_reply(decode_body(body))), fds
 
 
 async def refusal(channel: FrameChannel, message: dict[str, Any]) -> ErrorCode:
@@ -214,7 +221,7 @@ CHUNKS = st.lists(
             st.one_of(
                 st.just("lend"), st.integers(0, 9), st.dictionaries(st.text(max_size=3), st.none())
             ),
-        ).map(wire.encode_frame),
+        ).map(encode_frame),
     ),
     max_size=6,
 )

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from kvbus.errors import ErrorCode, LocalError
-from kvbus.transport.bare_pair import LONG_BYTES
+from kvbus.transport import LONG_BYTES
 from kvbus.transport.calibration import MANY, Area, _Pair, fit_reads, measure_reads
 from tests.transport.conftest import until
 

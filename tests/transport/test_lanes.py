@@ -5,8 +5,7 @@ from itertools import islice
 import numpy as np
 
 from kvbus.table import FAIR_TURN
-from kvbus.transport.lane import Lane, ReadJob
-from kvbus.transport.slicing import Slices
+from kvbus.transport import Lane, ReadJob, Slices
 
 
 def job(priority: int = 0) -> ReadJob:

@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvbus.transport.slicing import Slices, check_rows
+from kvbus.transport import Slices, check_rows
 
 Span = tuple[int, int, int]
 lengths = st.lists(st.integers(1, 40), max_size=30)

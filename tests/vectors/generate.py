@@ -11,7 +11,7 @@ from typing import Any
 import msgpack
 
 from kvbus.errors import ErrorCode, ProtocolError
-from kvbus.memory.attach import wire
+from kvbus.memory.attach import encode_error, encode_frame
 from kvbus.protocol import EVENTS as EVENT_KINDS
 from kvbus.protocol import (
     ErrorBody,
@@ -56,30 +56,30 @@ def _attach() -> Iterator[Vector]:
     for kind, (request, reply) in examples.ROOMS["attach"].items():
         asked = {"op": kind.op, "body": to_body(request)}
         num_fds = 1 if kind.op == "segment" else 0
-        frame = wire.encode_frame(asked)
+        frame = encode_frame(asked)
         yield _vector(request, "attach", frame, frame[4:], num_fds=num_fds)
-        frame = wire.encode_frame({"ok": to_body(reply)})
+        frame = encode_frame({"ok": to_body(reply)})
         yield _vector(reply, "attach", frame, frame[4:], num_fds=0)
     error = ProtocolError("a segment comes with one descriptor, this one with 0")
-    frame = wire.encode_error(error)
+    frame = encode_error(error)
     body = ErrorBody(code=error.code, message=error.message, detail=error.detail)
     yield _vector(body, "attach", frame, frame[4:], num_fds=0)
 
 
 def _handover() -> Iterator[Vector]:
     for kind, (request, reply) in examples.ROOMS["handover"].items():
-        frame = wire.encode_frame({"op": kind.op, "body": to_body(request)})
+        frame = encode_frame({"op": kind.op, "body": to_body(request)})
         yield _vector(request, "attach", frame, frame[4:], num_fds=0)
-        frame = wire.encode_frame({"ok": to_body(reply)})
+        frame = encode_frame({"ok": to_body(reply)})
         num_fds = 2 if kind.op == "hand_over" else 0
         yield _vector(reply, "attach", frame, frame[4:], num_fds=num_fds)
 
 
 def _memory() -> Iterator[Vector]:
     for kind, (request, reply) in examples.ROOMS["memory"].items():
-        frame = wire.encode_frame({"op": kind.op, "body": to_body(request)})
+        frame = encode_frame({"op": kind.op, "body": to_body(request)})
         yield _vector(request, "attach", frame, frame[4:], num_fds=0)
-        frame = wire.encode_frame({"ok": to_body(reply)})
+        frame = encode_frame({"ok": to_body(reply)})
         num_fds = len(to_body(reply)["segments"])
         yield _vector(reply, "attach", frame, frame[4:], num_fds=num_fds)
 

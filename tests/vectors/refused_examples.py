@@ -9,7 +9,7 @@ from typing import Any
 
 import msgpack
 
-from kvbus.memory.attach import wire
+from kvbus.memory.attach import LENGTH_BYTES
 
 BOOT = "raw-engine"
 STATUS = {"v": 1, "op": "status", "id": 7, "boot": BOOT, "body": {}}
@@ -175,9 +175,9 @@ def refused() -> Iterator[Refused]:
         yield Refused(why, "prefill peer", "invalid", (after,), (status(),))
     for why, (code, message, before) in ATTACH.items():
         yield Refused(why, "attach", code, (_sized(message),), tuple(map(_sized, before)))
-    length = (1 << 30).to_bytes(wire.LENGTH_BYTES, "little")
+    length = (1 << 30).to_bytes(LENGTH_BYTES, "little")
     yield Refused("a length that is too large", "attach", "too_large", (length,))
 
 
 def _sized(body: bytes) -> bytes:
-    return len(body).to_bytes(wire.LENGTH_BYTES, "little") + body
+    return len(body).to_bytes(LENGTH_BYTES, "little") + body

@@ -10,7 +10,7 @@ from docs.generate_schema import PAGE, schema
 from kvbus.conform.agent import END_OF_FIRST_IDS, LOWEST_FIRST_ID
 from kvbus.errors import ErrorCode
 from kvbus.geometry import validate_rank, validate_ranks
-from kvbus.memory.attach import wire
+from kvbus.memory.attach import LENGTH_BYTES, decode_body, decode_length
 from kvbus.protocol import (
     ATTACH_REQUESTS,
     EVENTS,
@@ -71,9 +71,9 @@ def test_a_frame_is_the_message_of_its_vector_typed_and_in_the_schema(
     packed, definition = msgpack.packb(message), SCHEMA["$defs"][vector["name"]]
 
     if vector["kind"] == "attach":
-        assert frame == len(packed).to_bytes(wire.LENGTH_BYTES, "little") + packed
-        assert wire.decode_length(frame[: wire.LENGTH_BYTES]) == len(packed)
-        body = body_in(wire.decode_body(packed))
+        assert frame == len(packed).to_bytes(LENGTH_BYTES, "little") + packed
+        assert decode_length(frame[:LENGTH_BYTES]) == len(packed)
+        body = body_in(decode_body(packed))
     else:
         envelope = decode(frame)
         assert frame == packed

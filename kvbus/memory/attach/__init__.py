@@ -34,8 +34,19 @@ from kvbus.memory.attach.path import AttachPlace
 from kvbus.memory.attach.process_end import ProcessEnd
 from kvbus.memory.attach.seat import NUM_SEATS, Seat
 from kvbus.memory.attach.server import AttachConnection, AttachServer, PassingAnswer
+from kvbus.memory.attach.wire import (
+    LENGTH_BYTES,
+    MAX_BODY_BYTES,
+    decode_body,
+    decode_length,
+    encode_error,
+    encode_frame,
+    open_reply,
+)
 
 __all__ = [
+    "LENGTH_BYTES",
+    "MAX_BODY_BYTES",
     "NUM_SEATS",
     "AttachClient",
     "AttachConnection",
@@ -48,5 +59,10 @@ __all__ = [
     "check_folder",
     "close_fds",
     "connect_to_agent",
+    "decode_body",
+    "decode_length",
+    "encode_error",
+    "encode_frame",
+    "open_reply",
     "prepare_folder",
 ]

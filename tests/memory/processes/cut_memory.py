@@ -10,7 +10,7 @@ from ctypes import string_at
 
 import numpy as np
 
-from kvbus.memory import BusErrors, SegmentMapping, libc
+from kvbus.memory import BusErrors, SegmentMapping, map_shared
 
 SIZE_BYTES = 1 << 24
 
@@ -33,7 +33,7 @@ for thread in threads:
     thread.join()
 print(mapping.sealed, bool(told), sum(int(copy.any()) for copy in copies), flush=True)
 if "unwatched" in sys.argv:
-    address = libc.map_shared(fd, SIZE_BYTES)
+    address = map_shared(fd, SIZE_BYTES)
     string_at(address, 4096)
     print("still here", flush=True)
 mapping.unmap()

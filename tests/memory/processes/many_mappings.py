@@ -5,14 +5,14 @@ import os
 from pathlib import Path
 
 from kvbus.errors import SegmentError
-from kvbus.memory import SegmentMapping, libc
+from kvbus.memory import SegmentMapping, map_shared
 
 PAGE_BYTES = mmap.PAGESIZE
 most = int(Path("/proc/sys/vm/max_map_count").read_text())
 fd = os.memfd_create("pages")
 os.ftruncate(fd, 2 * PAGE_BYTES)
 for _ in range(most * 3 // 4):
-    libc.map_shared(fd, PAGE_BYTES)  # none follows the one before in the file: they stay apart
+    map_shared(fd, PAGE_BYTES)  # none follows the one before in the file: they stay apart
 try:
     SegmentMapping(os.dup(fd), size_bytes=2 * PAGE_BYTES)
 except SegmentError as error:
