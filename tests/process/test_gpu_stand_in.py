@@ -8,10 +8,10 @@ import pytest
 from kvbus.engine import DecodeSession, PrefillSession
 from kvbus.errors import ErrorCode
 from tests.agents import until
-from tests.decode.neighbours import decode_agent
+from tests.decode.neighbours import Neighbours, decode_agent
 from tests.engines import Engine, engine, failure_of
-from tests.gpu_stand_in import StandIn, engine_on, gpu
-from tests.prefill.inside import prefill_agent
+from tests.gpu_stand_in import OpenedHandle, StandIn, engine_on, gpu
+from tests.prefill.inside import is_mapped, prefill_agent
 from tests.process.conftest import SLOTS
 from tests.process.shapes import hand_over
 
@@ -54,7 +54,13 @@ async def test_every_byte_arrives_through_the_slots_of_each_sides_place(
             assert gpu.num_copies >= 3 * places.count("gpu")
             assert len(gpu.slots) == gpu.num_open == places.count("gpu")
             assert decode.service.counts()["slots"] == 0
-        await until(lambda: not gpu.num_open)
+            of_hosts = [
+                mapping
+                for process in Neighbours(prefill, decode).processes()
+                for mapping in process.segments.mappings.values()
+                if not isinstance(mapping, OpenedHandle)
+            ]
+        await until(lambda: not gpu.num_open and not any(map(is_mapped, of_hosts)))
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])
