@@ -41,7 +41,7 @@ from kvbus.errors import ClosedError, ErrorCode, FetchFailed, KVBusError, Reques
 from kvbus.geometry import EngineSpec, KvLayout, num_blocks_for
 from kvbus.protocol import BlocksFreed, Fetched, Notice, Released
 from tests.expected import positions
-from tests.forked import Forked
+from tests.forked import ForkedEngine
 from tests.host_engines import Offered, Offering, private_cache
 from tests.memories import Memory
 from tests.pattern import Blocks, Pool, expected, fill, num_wrong_bytes, views_of
@@ -503,7 +503,7 @@ class EngineProcess:
         self.config, self._log = config, log
         self.up = asyncio.Event()
         self.asked: dict[int, Asked] = {}
-        self._process: Forked | None = None
+        self._process: ForkedEngine | None = None
         self._writer: asyncio.WriteTransport | None = None
         self._listening: asyncio.Task[None] | None = None
         self._num_starts = 0
@@ -519,7 +519,7 @@ class EngineProcess:
             msgspec.json.encode(config).decode(),
         ]
         with self._log.open("ab") as log:
-            self._process = Forked(command, stdin=PIPE, stdout=PIPE, stderr=log)
+            self._process = ForkedEngine(command, stdin=PIPE, stdout=PIPE, stderr=log)
         loop, reader = asyncio.get_running_loop(), asyncio.StreamReader(MAX_LINE_BYTES)
         protocol = asyncio.StreamReaderProtocol(reader)
         await loop.connect_read_pipe(lambda: protocol, self._process.stdout)

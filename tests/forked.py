@@ -27,9 +27,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 AGENTS, ENGINES = ("kvbus_prefill.__main__", "kvbus_decode.__main__"), ("tests.engine_program",)
 READ_AT_IMPORT = ("PYTHON", "NIXL_", "LD_", "MALLOC_", "GLIBC_")
@@ -42,18 +42,29 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 
 
 class Forked(subprocess.Popen[bytes]):
-    """`python -m` of an agent or `tests.engine_program`: forked, where Popen starts a Python."""
+    """`python -m MODULE`, its `main` in a process that is forked, where Popen starts a Python.
+
+    An agent, or another module of which most is imported by then.
+    """
+
+    imported: ClassVar[Sequence[str]] = AGENTS
 
     def _execute_child(self, args: Sequence[str], *rest: Any) -> None:
         env, pipes = rest[5], rest[9:15]
         ends = (pipes[0], pipes[3], pipes[5])
         streams = [end if end != -1 else ours for ours, end in enumerate(ends)]
-        server = _server(ENGINES if args[2] in ENGINES else AGENTS)
+        server = _server(self.imported)
         try:
             self.pid = server.fork(args, os.environ if env is None else env, streams)
             self._child_created = True
         finally:
             self._close_pipe_fds(*pipes)  # type: ignore[attr-defined]  # not in its stub
+
+
+class ForkedEngine(Forked):
+    """The same, of what needs torch and the SDK."""
+
+    imported = ENGINES
 
 
 def can_fork(env: Mapping[str, str]) -> bool:
@@ -102,9 +113,8 @@ def _server(modules: Sequence[str]) -> ForkServer:
 def serve(modules: Sequence[str]) -> Callable[[], None]:
     """Fork until pytest has ended; in a forked process, return what it is to run."""
     before = dict(os.environ)
-    mains: dict[str, Callable[[], None]] = {
-        name.removesuffix(".__main__"): importlib.import_module(name).main for name in modules
-    }
+    for module in modules:
+        importlib.import_module(module)
     added = {name: text for name, text in os.environ.items() if before.get(name) != text}
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     channel = socket.socket(fileno=os.dup(0))
@@ -122,10 +132,15 @@ def serve(modules: Sequence[str]) -> Callable[[], None]:
             _become(request, fds, added=added)
             channel.send(str(os.getpid()).encode())
             channel.close()
-            return mains[request["command"][2]]
+            return partial(_run, request["command"][2])
         os.waitpid(between, 0)
         for fd in fds:
             os.close(fd)
+
+
+def _run(name: str) -> None:
+    package = f"{name}.__main__"
+    importlib.import_module(package if package in sys.modules else name).main()
 
 
 def _be_adopted(parent: int) -> None:

@@ -44,7 +44,7 @@ async def fetch(session: DecodeSession, ticket: Any) -> str:
     return (await fetched.completed()).outcome
 
 
-async def main(attach: str, engine_id: str, ranks: str, role: str, ticket: str) -> None:
+async def run(attach: str, engine_id: str, ranks: str, role: str, ticket: str) -> None:
     spec = make_spec(tp=2, groups=(LARGE,), engine_id=engine_id)
     async with AsyncExitStack() as stack:
         enter = stack.enter_async_context
@@ -71,5 +71,9 @@ async def main(attach: str, engine_id: str, ranks: str, role: str, ticket: str) 
             say({"ended": error.code})
 
 
+def main() -> None:
+    anyio.run(partial(run, *sys.argv[1:]))
+
+
 if __name__ == "__main__":
-    anyio.run(partial(main, *sys.argv[1:]))
+    main()

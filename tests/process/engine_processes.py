@@ -1,22 +1,20 @@
 """Engines of two ranks in processes of their own, and what the machine still has of them."""
 
 import json
-import os
-import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from subprocess import PIPE
 from typing import Any
 
 import anyio
 
-import kvbus
 from tests.agents import AgentProcess
+from tests.forked import ForkedEngine
 
-SCRIPT = Path(__file__).with_name("engine_part.py")
 SAYS_WITHIN_S = 60.0
 
 
@@ -24,7 +22,7 @@ SAYS_WITHIN_S = 60.0
 class Part:
     """One process of an engine."""
 
-    process: subprocess.Popen[bytes]
+    process: ForkedEngine
 
     async def says(self) -> Any:
         """Its next line."""
@@ -56,12 +54,8 @@ class EngineInProcesses:
         said: Any = None
         for ranks, role in parts:
             arguments = [str(self.agent.attach), self.engine_id, ranks, role, json.dumps(ticket)]
-            process = subprocess.Popen(  # noqa: ASYNC220 - only started
-                [sys.executable, str(SCRIPT), *arguments],
-                stdout=subprocess.PIPE,
-                env={**os.environ, "PYTHONPATH": str(Path(kvbus.__file__).parents[1])},
-            )
-            self.parts[role] = Part(process)
+            command = [sys.executable, "-m", "tests.process.engine_part", *arguments]
+            self.parts[role] = Part(ForkedEngine(command, stdout=PIPE))
             said = await self.parts[role].says()
         return said
 

@@ -3,14 +3,13 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from contextlib import suppress
-from pathlib import Path
+from subprocess import PIPE
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,9 +18,9 @@ import pytest
 
 from kvbus.errors import ClosedError
 from kvbus.transport import ReadOutcome, ReadStatus, Transport, TransportLimits
+from tests.forked import Forked
 
 Bytes = npt.NDArray[np.uint8]
-PEER = Path(__file__).parent / "processes" / "peer.py"
 
 
 class Peer:
@@ -29,19 +28,13 @@ class Peer:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        root = str(Path(__file__).parents[2])
-        self.process = subprocess.Popen(
-            [sys.executable, str(PEER), name],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": root},
-            text=True,
-        )
+        command = [sys.executable, "-m", "tests.transport.processes.peer", name]
+        self.process = Forked(command, stdin=PIPE, stdout=PIPE)
 
     def ask(self, op: str, **arguments: object) -> dict[str, Any]:
         assert self.process.stdin
         assert self.process.stdout
-        self.process.stdin.write(json.dumps({"op": op, **arguments}) + "\n")
+        self.process.stdin.write(json.dumps({"op": op, **arguments}).encode() + b"\n")
         self.process.stdin.flush()
         answer: dict[str, Any] = json.loads(self.process.stdout.readline())
         return answer

@@ -47,4 +47,5 @@ def main() -> None:
         print(json.dumps(ops[request.pop("op")](**request)), flush=True)
 
 
-main()
+if __name__ == "__main__":
+    main()
