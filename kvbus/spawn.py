@@ -21,7 +21,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -216,6 +216,11 @@ def write_agent_config(name: str, folder: Path, **settings: str | float | list[s
     lines = (f"{key} = {json.dumps(value)}\n" for key, value in values.items())
     path.write_text("".join(lines), encoding="utf-8")
     return path
+
+
+def never_give(ports: Iterable[int]) -> None:
+    """Have `free_port` give none of these: another process gives them."""
+    _GIVEN_PORTS.update(ports)
 
 
 def free_port() -> int:

@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 from hypothesis import Phase, settings
 
-from kvbus import spawn
+from kvbus.spawn import never_give
 from tests.agents import Agents, agents_ended
 from tests.examples import PROFILE, num_examples
 
@@ -35,8 +35,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 if worker := os.environ.get("PYTEST_XDIST_WORKER"):  # gw0, gw1 and so on
     number, num_workers = int(worker[2:]), int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
-    others = (port for port in range(1 << 16) if port % num_workers != number % num_workers)
-    spawn._GIVEN_PORTS.update(others)
+    never_give(port for port in range(1 << 16) if port % num_workers != number % num_workers)
 
 
 @pytest.fixture(scope="session")

@@ -126,7 +126,7 @@ def serve(modules: Sequence[str]) -> Callable[[], None]:
             sys.exit()
         if (between := os.fork()) == 0:
             if os.fork() != 0:
-                os._exit(0)
+                _end_at_once()
             request = json.loads(text)
             _be_adopted(request["parent"])
             _become(request, fds, added=added)
@@ -149,7 +149,7 @@ def _be_adopted(parent: int) -> None:
         time.sleep(0.0005)
     _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
-        os._exit(1)
+        _end_at_once()
 
 
 def _become(request: Mapping[str, Any], streams: list[int], *, added: Mapping[str, str]) -> None:
@@ -162,6 +162,10 @@ def _become(request: Mapping[str, Any], streams: list[int], *, added: Mapping[st
         os.close(stream)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     sys.argv = list(request["command"][2:])
+
+
+def _end_at_once() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
 def _prctl(option: int, value: int) -> None:
