@@ -54,10 +54,14 @@ class _Job:
 
 @dataclass(slots=True, eq=False)
 class Fabric:
-    """All transports of a world, by the names of their agents; ``part_s`` is how long one takes."""
+    """All transports of a world, by the names of their agents.
+
+    A part takes ``part_s``; in so many cases, ``flips``, one bit of it is another one afterwards.
+    """
 
     network: Network
     part_s: float = 300e-6
+    flips: float = 0.0
     transports: "dict[str, SimTransport]" = field(default_factory=dict)
 
 
@@ -256,6 +260,8 @@ class SimTransport:
             if not self.knows(target):
                 self._world.fail(f"{self.process.name}: bytes land where nothing is registered")
             ctypes.memmove(target[0], source[0], target[1])
+        if self._world.luck.chance(self._fabric.flips):
+            ctypes.c_uint8.from_address(int(local[0, 0])).value ^= 1
 
     def _terminate(self, job: _Job, local: Rows) -> None:
         job.posted = [rows for rows in job.posted if rows is not local]

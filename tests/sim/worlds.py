@@ -40,7 +40,8 @@ class Sort:
 
 def _with(**some: Any) -> Settings:
     """Deadlines that a test can wait for; they pass in no time."""
-    return Settings(prefill_config=PREFILL, decode_config=DECODE, **some)
+    decode = {**DECODE, **some.pop("decode_config", {})}
+    return Settings(prefill_config=PREFILL, decode_config=decode, **some)
 
 
 RESTLESS: dict[str, Any] = {
@@ -54,6 +55,12 @@ SORTS: dict[str, Sort] = {
     "packed": Sort(
         settings=_with(pairs=2, decode=HND, breaks=0.001),
         fault_every_s=0.5,
+        request_every_s=0.01,
+        **RESTLESS,
+    ),
+    "compared": Sort(
+        settings=_with(pairs=2, decode=HND, decode_config={"digest": "full"}, flips=0.02),
+        fault_every_s=1.0,
         request_every_s=0.01,
         **RESTLESS,
     ),
