@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+import yaml  # type: ignore[import-untyped]  # no stubs among the dev dependencies
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "deploy" / "kubernetes"
@@ -78,7 +78,6 @@ def pod_templates(objects: tuple[Manifest, ...]) -> dict[str, Manifest]:
 def container(template: Manifest, name: str) -> Manifest:
     """The container or init container of that name."""
     spec = template["spec"]
-    (found,) = (
-        one for one in spec.get("initContainers", []) + spec["containers"] if one["name"] == name
-    )
+    all_of_them: list[Manifest] = spec.get("initContainers", []) + spec["containers"]
+    (found,) = (one for one in all_of_them if one["name"] == name)
     return found

@@ -25,6 +25,7 @@ class Node:
 
     def volume(self, pod: str, volume: Manifest, group: int) -> Path:
         """The folder of a volume, made if it is not there."""
+        path: Path
         if "hostPath" in volume:
             path = self.folder / "node" / volume["hostPath"]["path"].lstrip("/")
             path.mkdir(mode=0o755, parents=True, exist_ok=True)
@@ -83,7 +84,8 @@ class Node:
 
 
 def _mode_of(volume: Manifest) -> int:
-    return int(volume.get("secret", volume.get("configMap", {})).get("defaultMode", 0o644))
+    shown: Manifest = volume.get("secret") or volume.get("configMap") or {}
+    return int(shown.get("defaultMode", 0o644))
 
 
 def _source(volume: Manifest) -> tuple[str, str]:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,8 @@ class Pod:
 
     @property
     def spec(self) -> Manifest:
-        return self.template["spec"]
+        found: Manifest = self.template["spec"]
+        return found
 
     @property
     def group(self) -> int:
@@ -79,14 +81,14 @@ class Pod:
             if one.get("restartPolicy") == "Always":
                 probe = one["startupProbe"]
                 what = f"the startup probe of {self.name}: {child.log}"
-                wait_until(
-                    lambda c=child, p=probe, o=one: not c.is_alive or self.probed(o, p) == 200,
-                    what,
-                    STARTS_WITHIN_S,
-                )
+                has_started = partial(self._has_started, child, one, probe)
+                wait_until(has_started, what, STARTS_WITHIN_S)
                 assert child.is_alive, child.log_text()
             else:
                 assert child.process.wait(ENDS_WITHIN_S) == 0, child.log_text()
+
+    def _has_started(self, child: Child, one: Manifest, probe: Manifest) -> bool:
+        return not child.is_alive or self.probed(one, probe) == 200
 
     def start(
         self,

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
+import yaml  # type: ignore[import-untyped]  # no stubs among the dev dependencies
 from prometheus_client.parser import text_string_to_metric_families
 
 from tests.deploy.manifests import FOLDER

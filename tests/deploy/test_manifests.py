@@ -4,7 +4,7 @@ import re
 from itertools import product
 from typing import Any
 
-import kubernetes_validate
+import kubernetes_validate  # type: ignore[import-untyped]  # has no types
 import pytest
 
 from tests.deploy.manifests import FOLDER, Manifest, container, named, pod_templates, rendered
@@ -195,7 +195,9 @@ def comes_from(peer: dict[str, Any], who: dict[str, str], namespace: str) -> boo
 
 def chosen(selector: dict[str, Any], metadata: dict[str, Any]) -> bool:
     assert set(selector) <= {"matchLabels"}
-    return selector.get("matchLabels", {}).items() <= metadata["labels"].items()
+    wanted: dict[str, str] = selector.get("matchLabels", {})
+    labels: dict[str, str] = metadata["labels"]
+    return wanted.items() <= labels.items()
 
 
 def config_of(overlay: str) -> dict[str, str]:

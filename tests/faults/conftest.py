@@ -7,9 +7,9 @@ import pytest
 
 from tests.agents import AgentProcess, Agents, agents_ended
 
-PREFILL = {"late_read_s": 1.0, "drain_timeout_s": 20.0}
-DECODE = {"lease_s": 3.0, "request_timeout_s": 5.0, "drain_timeout_s": 20.0}
-SLOW_READS = {
+PREFILL: dict[str, Any] = {"late_read_s": 1.0, "drain_timeout_s": 20.0}
+DECODE: dict[str, Any] = {"lease_s": 3.0, "request_timeout_s": 5.0, "drain_timeout_s": 20.0}
+SLOW_READS: dict[str, Any] = {
     "env": {"UCX_TLS": "tcp"},
     "transport": {"slice_bytes": 4096, "slice_descriptors": 1, "close_timeout_s": 1.0},
 }
@@ -20,11 +20,13 @@ class Started(Agents):
 
     def prefill(self, **settings: Any) -> AgentProcess:
         """A prefill agent that is not started yet."""
-        return self.prepare("prefill", **{**PREFILL, **settings})
+        agent: AgentProcess = self.prepare("prefill", **{**PREFILL, **settings})
+        return agent
 
     def decode(self, **settings: Any) -> AgentProcess:
         """A decode agent that is not started yet."""
-        return self.prepare("decode", **{**DECODE, **settings})
+        agent: AgentProcess = self.prepare("decode", **{**DECODE, **settings})
+        return agent
 
 
 @pytest.fixture(scope="package")

@@ -14,7 +14,8 @@ import torch
 from kvbus.engine import DecodeSession, Fetch, KeptSession, KvCache, MemorySession, PrefillSession
 from kvbus.errors import FetchFailed, KVBusError
 from kvbus.geometry import KvPart
-from tests.engines import FULL, NHD, make_spec
+from tests.engines import FULL, make_spec
+from tests.memories import NHD
 from tests.strict_sessions import bits
 
 BLOCKS_EACH = 4

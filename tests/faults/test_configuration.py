@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,8 +12,9 @@ from kvbus.errors import ConfigError
 from kvbus_decode.config import DecodeConfig
 from kvbus_prefill.config import PrefillConfig
 from tests.agents import AgentProcess, write_config
+from tests.faults.conftest import Started
 
-KINDS = {"prefill": PrefillConfig, "decode": DecodeConfig}
+KINDS: dict[str, type[Any]] = {"prefill": PrefillConfig, "decode": DecodeConfig}
 ADDRESSES = ("peer_bind", "events_bind", "http_bind")
 
 
@@ -39,7 +41,9 @@ def ended(agent: AgentProcess) -> tuple[int, str]:
         ("decode", {"transport": {"slices": 1}}, "slices"),
     ],
 )
-def test_a_wrong_key_is_refused_by_its_name_and_file(fresh, role, changes, named):
+def test_a_wrong_key_is_refused_by_its_name_and_file(
+    fresh: Started, role: str, changes: dict[str, Any], named: str
+) -> None:
     agent = fresh.prepare(role, **changes)
     settings = {k: v for k, v in agent.settings.items() if v is not None}
     path = agent.folder / "config.toml"
@@ -53,7 +57,7 @@ def test_a_wrong_key_is_refused_by_its_name_and_file(fresh, role, changes, named
 
 
 @pytest.mark.parametrize("content", [None, b"this is = not = toml", b"\xff\xfe"])
-def test_a_file_that_cannot_be_read_is_named(tmp_path, content):
+def test_a_file_that_cannot_be_read_is_named(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "agent.toml"
     if content is not None:
         path.write_bytes(content)
@@ -74,7 +78,9 @@ def test_a_file_that_cannot_be_read_is_named(tmp_path, content):
     ],
     ids=["max_fetches", "http_bind", "peer_bind", "runtime_dir"],
 )
-def test_an_agent_that_cannot_start_says_why_and_exits(fresh, changes, status, named):
+def test_an_agent_that_cannot_start_says_why_and_exits(
+    fresh: Started, changes: dict[str, Any], status: int, named: str
+) -> None:
     agent = fresh.prepare("decode", **changes)
     agent.expected_trouble.add("not json")
 
@@ -102,7 +108,9 @@ def test_an_agent_that_cannot_start_says_why_and_exits(fresh, changes, status, n
     ],
     ids=["staging_bytes", "UCX_TLS", "UCX_NET_DEVICES"],
 )
-def test_what_keeps_an_agent_from_starting_is_told_by_its_name(fresh, changes, env, told):
+def test_what_keeps_an_agent_from_starting_is_told_by_its_name(
+    fresh: Started, changes: dict[str, Any], env: dict[str, str], told: str
+) -> None:
     agent = fresh.prepare("decode", env=env, **changes)
     agent.expected_trouble.add("not json")
 
@@ -114,7 +122,9 @@ def test_what_keeps_an_agent_from_starting_is_told_by_its_name(fresh, changes, e
 
 
 @pytest.mark.parametrize("taken", ["peer_bind", "events_bind", "http_bind", "runtime_dir"])
-def test_what_another_agent_uses_is_named_and_the_other_one_lives_on(prefill, fresh, taken):
+def test_what_another_agent_uses_is_named_and_the_other_one_lives_on(
+    prefill: AgentProcess, fresh: Started, taken: str
+) -> None:
     first = prefill
     in_use = {
         "peer_bind": first.peer,
@@ -135,7 +145,9 @@ def test_what_another_agent_uses_is_named_and_the_other_one_lives_on(prefill, fr
 
 
 @pytest.mark.parametrize("role", KINDS)
-def test_the_printed_configuration_is_the_default_and_explains_every_key(role, tmp_path):
+def test_the_printed_configuration_is_the_default_and_explains_every_key(
+    role: str, tmp_path: Path
+) -> None:
     printed = subprocess.run(
         [sys.executable, "-m", f"kvbus_{role}", "--print-config"],
         capture_output=True,
@@ -156,7 +168,7 @@ def test_the_printed_configuration_is_the_default_and_explains_every_key(role, t
     )
 
 
-def test_an_agent_that_was_killed_is_replaced_where_it_was(fresh):
+def test_an_agent_that_was_killed_is_replaced_where_it_was(fresh: Started) -> None:
     agent = fresh.prefill()
     fresh.start(agent)
     agent.kill()
@@ -169,7 +181,7 @@ def test_an_agent_that_was_killed_is_replaced_where_it_was(fresh):
     assert agent.metric("engines") == 0
 
 
-def test_a_full_disk_is_one_line_and_not_a_success():
+def test_a_full_disk_is_one_line_and_not_a_success() -> None:
     with Path("/dev/full").open("w") as full:
         ended_with = subprocess.run(
             [sys.executable, "-m", "kvbus_decode", "--print-config"],

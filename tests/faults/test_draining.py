@@ -2,6 +2,7 @@
 
 import signal
 import time
+from typing import Any
 
 import pytest
 
@@ -10,16 +11,17 @@ from kvbus.errors import ErrorCode, RequestRefused
 from kvbus.protocol import Outcome
 from tests.agents import until
 from tests.engines import engine, failure_of, make_spec, pair, same, works
+from tests.faults.conftest import Started
 from tests.plain_sockets import ask
 
 pytestmark = pytest.mark.anyio
 
-NOTHING = {"num_tokens": 0, "block_ids": {"full": []}}
+NOTHING: dict[str, Any] = {"num_tokens": 0, "block_ids": {"full": []}}
 BUSY_S = 1.5
 """Longer than an agent with nothing to wait for takes to end."""
 
 
-async def test_a_draining_agent_finishes_what_runs_and_refuses_what_is_new(fresh):
+async def test_a_draining_agent_finishes_what_runs_and_refuses_what_is_new(fresh: Started) -> None:
     prefill, decode = fresh.prefill(), fresh.decode()
     fresh.start(prefill, decode)
     async with pair(prefill.attach, decode.attach) as (source, target):
@@ -55,13 +57,10 @@ async def test_a_draining_agent_finishes_what_runs_and_refuses_what_is_new(fresh
         assert decode.says("agent.stopped")
 
 
-@pytest.mark.parametrize(
-    "how", [pytest.param("drain timeout", marks=pytest.mark.long), "second signal"]
-)
-async def test_what_a_drain_does_not_finish_fails_by_name_and_the_agents_exit(fresh, how):
-    drain_timeout_s = 0.3 if how == "drain timeout" else 600.0
-    prefill = fresh.prefill(drain_timeout_s=600.0)
-    decode = fresh.decode(drain_timeout_s=drain_timeout_s)
+async def test_what_runs_at_a_second_signal_fails_by_name_and_the_agent_exits(
+    fresh: Started,
+) -> None:
+    prefill, decode = fresh.prefill(), fresh.decode(drain_timeout_s=600.0)
     fresh.start(prefill, decode)
     async with pair(prefill.attach, decode.attach) as (source, target):
         offer = await source.prefill.offer("r", **NOTHING, sealed=False)
@@ -70,8 +69,7 @@ async def test_what_a_drain_does_not_finish_fails_by_name_and_the_agents_exit(fr
 
         decode.signal(signal.SIGTERM)
         await until(lambda: decode.logged("agent.draining"))
-        if how == "second signal":
-            decode.signal(signal.SIGTERM)
+        decode.signal(signal.SIGTERM)
         failure = await failure_of(fetch)
         status = decode.exit_status()
         await until(lambda: prefill.status()["counts"]["leases"] == 0)
@@ -83,28 +81,23 @@ async def test_what_a_drain_does_not_finish_fails_by_name_and_the_agents_exit(fr
         await offer.withdraw()
 
 
-@pytest.mark.parametrize(
-    "busy_s",
-    [
-        pytest.param(0.0, id="listening", marks=pytest.mark.long),
-        pytest.param(BUSY_S, id="busy"),
-    ],
-)
-async def test_offers_that_a_drain_does_not_finish_are_withdrawn(fresh, busy_s):
+async def test_an_engine_that_is_busy_hears_that_its_offers_were_withdrawn_by_a_drain(
+    fresh: Started,
+) -> None:
     prefill = fresh.prefill(drain_timeout_s=0.3)
     fresh.start(prefill)
     async with engine(PrefillSession, prefill.attach) as source:
         offer = await source.prefill.offer("r", **NOTHING)
 
         prefill.signal(signal.SIGINT)
-        time.sleep(busy_s)  # noqa: ASYNC251 - the engine hears nothing meanwhile
+        time.sleep(BUSY_S)  # noqa: ASYNC251 - the engine hears nothing meanwhile
         outcome = await offer.released()
 
         assert outcome is Outcome.WITHDRAWN
         assert prefill.exit_status() == 0
 
 
-def test_an_idle_agent_ends_at_once_and_leaves_no_socket(fresh):
+def test_an_idle_agent_ends_at_once_and_leaves_no_socket(fresh: Started) -> None:
     prefill, decode = fresh.prefill(), fresh.decode()
     fresh.start(prefill, decode)
 
@@ -116,7 +109,7 @@ def test_an_idle_agent_ends_at_once_and_leaves_no_socket(fresh):
         assert not agent.attach.exists()
 
 
-async def test_full_tables_are_busy_and_have_room_again(fresh):
+async def test_full_tables_are_busy_and_have_room_again(fresh: Started) -> None:
     prefill, decode = fresh.prefill(max_offers=1), fresh.decode(max_fetches=1)
     fresh.start(prefill, decode)
     async with pair(prefill.attach, decode.attach) as (source, target):
@@ -133,7 +126,7 @@ async def test_full_tables_are_busy_and_have_room_again(fresh):
         await offer.released()
 
         assert refused_offer.value.code is ErrorCode.BUSY
-        assert refused_offer.value.detail["retry_after_s"] > 0
+        assert float(refused_offer.value.detail["retry_after_s"]) > 0
         assert failure.code is ErrorCode.BUSY
         assert (failure.stage, failure.blocks_free) == ("requested", True)
         for agent in (prefill, decode):
@@ -142,7 +135,7 @@ async def test_full_tables_are_busy_and_have_room_again(fresh):
         assert await works(source, target)
 
 
-async def test_more_engine_processes_than_an_agent_takes_are_turned_away(fresh):
+async def test_more_engine_processes_than_an_agent_takes_are_turned_away(fresh: Started) -> None:
     prefill = fresh.prefill(max_engine_processes=2)
     fresh.start(prefill)
     async with engine(PrefillSession, prefill.attach):

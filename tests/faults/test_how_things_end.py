@@ -1,29 +1,34 @@
 """What ends a fetch is told by name, and a decode engine that gives up can free the offer."""
 
 import uuid
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 
 from kvbus.errors import ErrorCode
 from kvbus.protocol import Outcome
-from tests.agents import wait_until
-from tests.engines import failure_of, pair
+from tests.agents import AgentProcess, wait_until
+from tests.engines import Engine, failure_of, pair
 from tests.plain_sockets import Attached, ask
 
 pytestmark = pytest.mark.anyio
 
-NOTHING = {"num_tokens": 0, "block_ids": {"full": []}}
-ONE_BLOCK = {"num_tokens": 16, "block_ids": {"full": [1]}}
+NOTHING: dict[str, Any] = {"num_tokens": 0, "block_ids": {"full": []}}
+ONE_BLOCK: dict[str, Any] = {"num_tokens": 16, "block_ids": {"full": [1]}}
 
 
 @pytest.fixture
-async def engines(prefill, decode):
+async def engines(
+    prefill: AgentProcess, decode: AgentProcess
+) -> AsyncIterator[tuple[Engine, Engine]]:
     async with pair(prefill.attach, decode.attach) as (source, target):
         yield source, target
 
 
-async def test_a_decode_engine_whose_fetch_failed_frees_the_offer_by_the_fetch(engines):
+async def test_a_decode_engine_whose_fetch_failed_frees_the_offer_by_the_fetch(
+    engines: tuple[Engine, Engine],
+) -> None:
     source, target = engines
     offer = await source.prefill.offer("r", **NOTHING, ttl_s=600.0)
     fetch = target.decode.fetch(offer.ticket, **ONE_BLOCK)
@@ -35,7 +40,7 @@ async def test_a_decode_engine_whose_fetch_failed_frees_the_offer_by_the_fetch(e
     assert await offer.released() is Outcome.WITHDRAWN
 
 
-def test_a_boot_id_that_was_ended_is_stale_when_it_says_hello(prefill):
+def test_a_boot_id_that_was_ended_is_stale_when_it_says_hello(prefill: AgentProcess) -> None:
     boot = uuid.uuid4().hex
     first, again = Attached(prefill.attach), Attached(prefill.attach)
     first.hello(boot=boot)
@@ -48,7 +53,7 @@ def test_a_boot_id_that_was_ended_is_stale_when_it_says_hello(prefill):
     again.socket.close()
 
 
-def test_an_agent_says_at_hello_what_it_can(prefill):
+def test_an_agent_says_at_hello_what_it_can(prefill: AgentProcess) -> None:
     engine = Attached(prefill.attach)
 
     features = engine.hello()["ok"]["features"]
@@ -57,7 +62,9 @@ def test_an_agent_says_at_hello_what_it_can(prefill):
     assert {"release_offer", "end_codes"} <= set(features)
 
 
-async def test_a_lease_is_given_back_by_a_reader_whose_code_is_new_here(engines, prefill):
+async def test_a_lease_is_given_back_by_a_reader_whose_code_is_new_here(
+    engines: tuple[Engine, Engine], prefill: AgentProcess
+) -> None:
     source, target = engines
     offer = await source.prefill.offer("r", **NOTHING)
     claim = {

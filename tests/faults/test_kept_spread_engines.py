@@ -126,8 +126,6 @@ async def sites(fresh: Started) -> AsyncIterator[Sites]:
     [
         pytest.param("prefill", OTHER, id="prefill other"),
         pytest.param("decode", HOME, id="decode home"),
-        pytest.param("prefill", HOME, id="prefill home", marks=pytest.mark.long),
-        pytest.param("decode", OTHER, id="decode other", marks=pytest.mark.long),
     ],
 )
 async def test_an_engine_goes_on_with_an_agent_that_was_killed_and_is_back(

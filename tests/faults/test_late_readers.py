@@ -1,6 +1,7 @@
 """A decode agent that is stopped for longer than anybody waits for it, over TCP."""
 
 import signal
+from typing import Any
 
 import pytest
 
@@ -22,9 +23,9 @@ from tests.faults.conftest import Started
 
 pytestmark = pytest.mark.anyio
 
-LONG = {"groups": (LARGE,), "num_blocks": NUM_LARGE_BLOCKS}
-ONE_POST = {"slice_bytes": 64 << 20, "slice_descriptors": 1 << 16}
-OVER_TCP = {"env": {"UCX_TLS": "tcp"}, "transport": ONE_POST}
+LONG: dict[str, Any] = {"groups": (LARGE,), "num_blocks": NUM_LARGE_BLOCKS}
+ONE_POST: dict[str, Any] = {"slice_bytes": 64 << 20, "slice_descriptors": 1 << 16}
+OVER_TCP: dict[str, Any] = {"env": {"UCX_TLS": "tcp"}, "transport": ONE_POST}
 LATE = (ErrorCode.LEASE_EXPIRED, ErrorCode.STALE)
 
 
@@ -52,7 +53,7 @@ async def stop_reader(agents: Started, source: Engine, target: Engine) -> tuple[
 
 async def test_the_blocks_of_a_reader_that_comes_back_late_are_free_without_another_handoff(
     agents: Started,
-):
+) -> None:
     prefill, decode = agents.all
     async with pair(prefill.attach, decode.attach, **LONG) as (source, target):
         offer, fetch = await stop_reader(agents, source, target)
@@ -69,7 +70,9 @@ async def test_the_blocks_of_a_reader_that_comes_back_late_are_free_without_anot
 
 
 @pytest.mark.long
-async def test_a_reader_that_comes_back_when_the_engine_is_gone_harms_nobody(agents: Started):
+async def test_a_reader_that_comes_back_when_the_engine_is_gone_harms_nobody(
+    agents: Started,
+) -> None:
     prefill, decode = agents.all
     before = prefill.metric("registered_bytes")
     async with engine(

@@ -1,6 +1,7 @@
 """A network between the agents that loses packets, is slow, is cut, or swallows everything."""
 
 from collections.abc import Iterator
+from typing import Any
 
 import anyio
 import pytest
@@ -28,9 +29,9 @@ pytestmark = [
     pytest.mark.skipif(not HAVE_LINKS, reason="needs root, iproute2 and /dev/net/tun"),
 ]
 
-LONG = {"groups": (LARGE,), "num_blocks": NUM_LARGE_BLOCKS}
-ONE_BLOCK = {"num_tokens": 16, "block_ids": {"full": [1]}}
-SLOW = {"transport": {"slice_bytes": 1 << 16}}
+LONG: dict[str, Any] = {"groups": (LARGE,), "num_blocks": NUM_LARGE_BLOCKS}
+ONE_BLOCK: dict[str, Any] = {"num_tokens": 16, "block_ids": {"full": [1]}}
+SLOW: dict[str, Any] = {"transport": {"slice_bytes": 1 << 16}}
 QUARANTINE_S = 2.0
 NUM_TRIES, NUM_LOOKS, RETRY_S = 8, 8, 0.5
 WARM_WITHIN_S = 60.0
@@ -81,7 +82,9 @@ async def connects_and_works(
 
 
 @pytest.mark.long
-async def test_a_handoff_completes_over_a_slow_link_that_loses_packets(link, agents):
+async def test_a_handoff_completes_over_a_slow_link_that_loses_packets(
+    link: FaultyLink, agents: tuple[AgentProcess, AgentProcess]
+) -> None:
     prefill, decode = agents
     async with pair(prefill.attach, decode.attach) as (source, target):
         link.delay_s, link.loss = 0.2, 0.2
@@ -93,8 +96,8 @@ async def test_a_handoff_completes_over_a_slow_link_that_loses_packets(link, age
 @pytest.mark.long
 @pytest.mark.parametrize("fault", ["a hole", "a cut"])
 async def test_a_fetch_across_a_dead_link_ends_by_name_and_one_after_it_completes(
-    link, agents, fault
-):
+    link: FaultyLink, agents: tuple[AgentProcess, AgentProcess], fault: str
+) -> None:
     prefill, decode = agents
     async with pair(prefill.attach, decode.attach) as (source, target):
         first = await source.prefill.offer("first", num_tokens=16, block_ids={"full": [2]})
@@ -125,8 +128,8 @@ async def test_a_fetch_across_a_dead_link_ends_by_name_and_one_after_it_complete
 
 
 async def test_blocks_come_back_from_a_read_that_fell_into_a_hole_and_nothing_lands_after_it(
-    link, agents
-):
+    link: FaultyLink, agents: tuple[AgentProcess, AgentProcess]
+) -> None:
     prefill, decode = agents
     async with pair(prefill.attach, decode.attach, **LONG) as (source, target):
         offer, fetch = await start_long_read(source, target)
@@ -146,7 +149,9 @@ async def test_blocks_come_back_from_a_read_that_fell_into_a_hole_and_nothing_la
 
 
 @pytest.mark.long
-async def test_data_that_is_dropped_holds_up_no_handoff_with_another_agent(link, agents, fresh):
+async def test_data_that_is_dropped_holds_up_no_handoff_with_another_agent(
+    link: FaultyLink, agents: tuple[AgentProcess, AgentProcess], fresh: Started
+) -> None:
     prefill, decode = agents
     near = fresh.prefill(
         peer_bind=f"tcp://{HERE}:7703",
@@ -182,7 +187,9 @@ async def test_data_that_is_dropped_holds_up_no_handoff_with_another_agent(link,
         await offer.withdraw()
 
 
-async def test_a_prefill_agent_begins_no_connection_to_its_reader(link, agents):
+async def test_a_prefill_agent_begins_no_connection_to_its_reader(
+    link: FaultyLink, agents: tuple[AgentProcess, AgentProcess]
+) -> None:
     """What docs/security.md says of the ways that have to be open, of KV in blocks and in boxes."""
     prefill, decode = agents
     port = int(decode.peer.rpartition(":")[2])

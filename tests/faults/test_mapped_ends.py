@@ -6,6 +6,7 @@ import pytest
 
 from tests.agents import AgentProcess, until
 from tests.engines import pair, works
+from tests.faults.conftest import Started
 from tests.namespaces import HAVE_NAMESPACES
 
 pytestmark = pytest.mark.anyio
@@ -20,7 +21,7 @@ def why_closed(decode: AgentProcess) -> list[str]:
     return [line["reason"] for line in decode.logged("mapped.closed")]
 
 
-async def test_a_killed_decode_agent_lets_go_of_what_it_was_lent(fresh):
+async def test_a_killed_decode_agent_lets_go_of_what_it_was_lent(fresh: Started) -> None:
     prefill, decode = fresh.prefill(), fresh.decode(mapped=True)
     fresh.start(prefill, decode)
     async with pair(prefill.attach, decode.attach) as (source, target):
@@ -31,7 +32,9 @@ async def test_a_killed_decode_agent_lets_go_of_what_it_was_lent(fresh):
         await until(lambda: prefill.metric("memory_readers") == 0)
 
 
-async def test_without_the_socket_file_memory_is_read_with_nixl_and_the_log_says_so_once(fresh):
+async def test_without_the_socket_file_memory_is_read_with_nixl_and_the_log_says_so_once(
+    fresh: Started,
+) -> None:
     prefill, decode = fresh.prefill(), fresh.decode(mapped=True)
     fresh.start(prefill, decode)
     socket_file(prefill).unlink()
@@ -51,7 +54,9 @@ def in_own_mounts(agent: AgentProcess, *mount: object) -> None:
 
 
 @ONE_USER
-async def test_an_agent_in_another_mount_namespace_that_has_no_such_folder_reads_with_nixl(fresh):
+async def test_an_agent_in_another_mount_namespace_that_has_no_such_folder_reads_with_nixl(
+    fresh: Started,
+) -> None:
     prefill, decode = fresh.prefill(), fresh.decode(mapped=True)
     fresh.start(prefill)
     in_own_mounts(decode, "-t", "tmpfs", "-o", "mode=0700", "none", prefill.settings["runtime_dir"])
@@ -65,7 +70,9 @@ async def test_an_agent_in_another_mount_namespace_that_has_no_such_folder_reads
 
 
 @ONE_USER
-async def test_another_agent_at_the_same_path_of_another_namespace_is_not_believed(fresh):
+async def test_another_agent_at_the_same_path_of_another_namespace_is_not_believed(
+    fresh: Started,
+) -> None:
     prefill, other, decode = fresh.prefill(), fresh.prefill(), fresh.decode(mapped=True)
     fresh.start(prefill, other)
     folders = [one.settings["runtime_dir"] for one in (other, prefill)]

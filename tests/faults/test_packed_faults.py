@@ -2,6 +2,7 @@
 
 import signal
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -18,12 +19,12 @@ from tests.engines import (
     same,
     works,
 )
-from tests.faults.conftest import DECODE, PREFILL, SLOW_READS
+from tests.faults.conftest import DECODE, PREFILL, SLOW_READS, Started
 
 pytestmark = pytest.mark.anyio
 
-LONG = {"groups": (LARGE,), "num_blocks": NUM_LARGE_BLOCKS}
-RING = {"staging_bytes": 4 << 18, "slot_bytes": 1 << 18}
+LONG: dict[str, Any] = {"groups": (LARGE,), "num_blocks": NUM_LARGE_BLOCKS}
+RING: dict[str, Any] = {"staging_bytes": 4 << 18, "slot_bytes": 1 << 18}
 NO_ANSWER = (ErrorCode.LEASE_EXPIRED, ErrorCode.TIMEOUT)
 
 
@@ -65,7 +66,7 @@ def slots(agent: AgentProcess) -> int:
     return int(agent.status()["counts"]["slots"])
 
 
-async def test_many_fetches_from_a_stopped_prefill_agent_leave_slots_for_others(site):
+async def test_many_fetches_from_a_stopped_prefill_agent_leave_slots_for_others(site: Site) -> None:
     async with (
         pair(site.prefill.attach, site.decode.attach, **LONG) as (source, target),
         engine(
@@ -107,7 +108,9 @@ async def test_many_fetches_from_a_stopped_prefill_agent_leave_slots_for_others(
 
 
 @pytest.mark.parametrize("without", ["prefill", pytest.param("decode", marks=pytest.mark.long)])
-async def test_an_agent_without_staging_is_read_directly_or_a_forced_path_fails(fresh, without):
+async def test_an_agent_without_staging_is_read_directly_or_a_forced_path_fails(
+    fresh: Started, without: str
+) -> None:
     nothing = {"staging_bytes": 0}
     prefill = fresh.prefill(**(nothing if without == "prefill" else {}))
     auto = fresh.decode(**(nothing if without == "decode" else {}))
@@ -131,7 +134,7 @@ async def test_an_agent_without_staging_is_read_directly_or_a_forced_path_fails(
         await offer.withdraw()
 
 
-async def test_more_boxes_than_may_wait_are_busy_and_their_fetch_says_so(fresh):
+async def test_more_boxes_than_may_wait_are_busy_and_their_fetch_says_so(fresh: Started) -> None:
     prefill = fresh.prefill(**SLOW_READS, **RING, max_packs=1)
     decode = fresh.decode(**SLOW_READS, **RING, path="packed", boxes_in_flight=8)
     fresh.start(prefill, decode)

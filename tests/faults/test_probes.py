@@ -3,12 +3,14 @@
 import json
 import signal
 import urllib.error
+from pathlib import Path
 
 import pytest
 
 from kvbus.engine import PrefillSession
 from tests.agents import AgentProcess, until, wait_until
 from tests.engines import engine, make_spec, pair
+from tests.faults.conftest import Started
 
 pytestmark = pytest.mark.anyio
 
@@ -16,7 +18,9 @@ WELL = (200, "ok\n")
 TOKEN = "a-token-of-some-length"
 
 
-async def test_an_agent_is_ready_once_an_engine_is_there_where_it_is_to_have_one(fresh):
+async def test_an_agent_is_ready_once_an_engine_is_there_where_it_is_to_have_one(
+    fresh: Started,
+) -> None:
     agent = fresh.prefill(ready_needs_engine=True)
     fresh.start(agent)
     before, alive = agent.page("/readyz"), agent.page("/healthz")
@@ -29,7 +33,7 @@ async def test_an_agent_is_ready_once_an_engine_is_there_where_it_is_to_have_one
     assert alive == during == WELL
 
 
-async def test_an_agent_that_drains_lives_and_is_not_ready(fresh):
+async def test_an_agent_that_drains_lives_and_is_not_ready(fresh: Started) -> None:
     prefill, decode = fresh.prefill(), fresh.decode()
     fresh.start(prefill, decode)
     async with pair(prefill.attach, decode.attach) as (source, target):
@@ -49,7 +53,9 @@ async def test_an_agent_that_drains_lives_and_is_not_ready(fresh):
         await offer.released()
 
 
-def test_an_agent_that_is_stopped_answers_no_probe_and_is_well_when_it_goes_on(fresh):
+def test_an_agent_that_is_stopped_answers_no_probe_and_is_well_when_it_goes_on(
+    fresh: Started,
+) -> None:
     agent = fresh.decode()
     fresh.start(agent)
 
@@ -61,14 +67,14 @@ def test_an_agent_that_is_stopped_answers_no_probe_and_is_well_when_it_goes_on(f
     assert agent.page("/healthz") == WELL
 
 
-def test_the_page_says_what_the_peer_socket_says(prefill):
+def test_the_page_says_what_the_peer_socket_says(prefill: AgentProcess) -> None:
     status, said = prefill.page("/status")
 
     assert status == 200
     assert json.loads(said) == prefill.status()
 
 
-async def test_the_page_tells_the_story_of_an_offer(prefill):
+async def test_the_page_tells_the_story_of_an_offer(prefill: AgentProcess) -> None:
     async with engine(PrefillSession, prefill.attach, make_spec()) as source:
         offer = await source.prefill.offer("r", num_tokens=0, block_ids={"full": []})
         told = json.loads(prefill.page(f"/status?offer={offer.offer_id}")[1])["story"]
@@ -80,7 +86,7 @@ async def test_the_page_tells_the_story_of_an_offer(prefill):
     assert traced[0]["name"] == "offer"
 
 
-def test_a_token_keeps_strangers_out_of_all_but_the_probes(fresh, tmp_path):
+def test_a_token_keeps_strangers_out_of_all_but_the_probes(fresh: Started, tmp_path: Path) -> None:
     token = tmp_path / "token"
     token.write_text(f"{TOKEN}\n")
     token.chmod(0o600)
@@ -95,7 +101,7 @@ def test_a_token_keeps_strangers_out_of_all_but_the_probes(fresh, tmp_path):
     assert TOKEN not in "\n".join(agent.lines())
 
 
-def test_a_successor_has_the_port_of_the_agent_that_it_replaced(fresh):
+def test_a_successor_has_the_port_of_the_agent_that_it_replaced(fresh: Started) -> None:
     first = fresh.prefill()
     fresh.start(first)
     second: AgentProcess = fresh.successor(first)

@@ -2,6 +2,7 @@
 
 import resource
 import signal
+from typing import Any
 
 import pytest
 
@@ -23,8 +24,8 @@ from tests.faults.conftest import SLOW_READS, Started
 
 pytestmark = pytest.mark.anyio
 
-LONG = {"groups": (LARGE,), "num_blocks": NUM_LARGE_BLOCKS}
-ONE_POST = {"transport": {"slice_bytes": 64 << 20, "slice_descriptors": 1 << 16}}
+LONG: dict[str, Any] = {"groups": (LARGE,), "num_blocks": NUM_LARGE_BLOCKS}
+ONE_POST: dict[str, Any] = {"transport": {"slice_bytes": 64 << 20, "slice_descriptors": 1 << 16}}
 QUARANTINE_S = 2.0
 FABRICS = {"tcp": {"UCX_TLS": "tcp"}, "shared memory": {"UCX_TLS": "^cma"}}
 """With CMA the reader does all itself, and no peer holds it up."""

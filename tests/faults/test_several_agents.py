@@ -59,8 +59,8 @@ GRACE_S = 0.5
 DELAY_S = 0.6
 """Longer than a request waits before it is sent again."""
 NUM_TOKENS = 40
-ONE_BLOCK = {"num_tokens": 64, "block_ids": {LARGE.name: [5]}}
-ONE_POST = {"slice_bytes": 64 << 20, "slice_descriptors": 1 << 16}
+ONE_BLOCK: dict[str, Any] = {"num_tokens": 64, "block_ids": {LARGE.name: [5]}}
+ONE_POST: dict[str, Any] = {"slice_bytes": 64 << 20, "slice_descriptors": 1 << 16}
 NOT_VALID = (
     ErrorCode.STALE,
     ErrorCode.TRANSFER_FAILED,
@@ -256,8 +256,7 @@ async def test_a_sibling_that_comes_back_late_when_its_home_is_gone_has_its_read
             await fetch.completed()
         home.kill()  # which would ask for the source to be driven
         await failure_of(fetch)
-        for agent in prefill:
-            await until(lambda a=agent: not a.metric("progress_tokens"))
+        await until(lambda: not any(agent.metric("progress_tokens") for agent in prefill))
 
         other.signal(signal.SIGCONT)
         await until(other.idle)

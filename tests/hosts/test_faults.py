@@ -48,7 +48,7 @@ ENDS_OF_CUT = (
 @asynccontextmanager
 async def long_pair(network: Network, prefill: str, decode: str) -> Any:
     """Engines of two hosts, for `start_long_read`."""
-    shape = {"num_blocks": NUM_LARGE_BLOCKS}
+    shape: dict[str, Any] = {"num_blocks": NUM_LARGE_BLOCKS}
     specs = [make_spec(groups=(LARGE,)) for _ in range(2)]
     async with (
         engine(PrefillSession, network.at[prefill].attach, specs[0], seed=1, **shape) as source,
@@ -179,8 +179,7 @@ async def test_a_cable_that_is_loose_costs_no_wrong_bit_and_all_pairs_work_after
                 tasks.start_soon(works_again, source, target)
 
         assert any(ended)
-        for agent in network.decode:
-            await until(lambda agent=agent: nothing_held_back(agent))
+        await until(lambda: all(map(nothing_held_back, network.decode)))
 
 
 @pytest.mark.long
@@ -216,8 +215,7 @@ async def test_hosts_that_freeze_for_longer_than_any_deadline_and_thaw(network: 
         assert same(target.snapshot(), freed)
         await works_again(source, target)
         await works_again(elsewhere, reader)
-        for name in ("d0", "d1"):
-            await until(lambda name=name: nothing_held_back(network.at[name]))
+        await until(lambda: all(nothing_held_back(network.at[name]) for name in ("d0", "d1")))
 
 
 async def with_engine_of(name: str, network: Network, source: Engine) -> bool:
