@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
+from kvbus.agent import SlotMemory
 from kvbus.agent.engines import rank_memory
 from kvbus.agent.staging import devices
-from kvbus.agent.staging.slot_memory import SlotMemory
 from kvbus.engine import DecodeSession, KvCache, MemorySession, PrefillSession
 from kvbus.errors import SegmentError
 from kvbus.geometry import lay_out_rank

@@ -7,10 +7,7 @@ from contextlib import asynccontextmanager, contextmanager
 import anyio
 import pytest
 
-from kvbus.agent.process.config import AgentConfig
-from kvbus.agent.process.data_plane import UCX_INTERFACES
-from kvbus.agent.process.runtime import Runtime, ServiceFactory
-from kvbus.agent.staging.devices import StagingDevices
+from kvbus.agent import UCX_INTERFACES, AgentConfig, Runtime, ServiceFactory, StagingDevices
 from kvbus.bus import BusContext, new_boot_id
 from kvbus.memory.attach import Seat
 from kvbus.protocol import AgentRole

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from kvbus.agent.process.access import Access
+from kvbus.agent import Access
 from kvbus.keys import Role, TrustedKeys
 from tests.agents import AgentProcess, Agents, agents_ended
 from tests.keyring import KeyRing

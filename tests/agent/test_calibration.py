@@ -7,8 +7,7 @@ import anyio
 import pytest
 from structlog.testing import capture_logs
 
-from kvbus.agent.process import calibration
-from kvbus.agent.process.calibration import Calibration
+from kvbus.agent import Calibration
 from kvbus.errors import ErrorCode, LocalError, SegmentError
 from kvbus.memory import CopyRates
 from kvbus.planning import Rates
@@ -56,8 +55,8 @@ def test_what_cannot_be_measured_stays_at_the_defaults(monkeypatch: pytest.Monke
     def no_copies() -> None:
         raise SegmentError("no room")
 
-    monkeypatch.setattr(calibration, "measure_reads", no_reads)
-    monkeypatch.setattr(calibration, "_measure_copies", no_copies)
+    monkeypatch.setattr("kvbus.agent.process.calibration.measure_reads", no_reads)
+    monkeypatch.setattr("kvbus.agent.process.calibration._measure_copies", no_copies)
     measured = Measured()
 
     with capture_logs() as logs:
@@ -80,8 +79,8 @@ def test_the_event_loop_does_not_measure(monkeypatch: pytest.MonkeyPatch) -> Non
         seen.append(True)
         raise SegmentError("not now")
 
-    monkeypatch.setattr(calibration, "measure_reads", note)
-    monkeypatch.setattr(calibration, "_measure_copies", note)
+    monkeypatch.setattr("kvbus.agent.process.calibration.measure_reads", note)
+    monkeypatch.setattr("kvbus.agent.process.calibration._measure_copies", note)
 
     Measured().measure()
 
@@ -98,7 +97,7 @@ def test_copies_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         for rate in (2e9, 1e9)
     ]
-    monkeypatch.setattr(calibration, "_measure_copies", given.pop)
+    monkeypatch.setattr("kvbus.agent.process.calibration._measure_copies", given.pop)
     measured = Measured()
 
     anyio.run(measured.calibration.measure_copies)

@@ -10,8 +10,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from kvbus.agent.process.config import AgentConfig, load_config
-from kvbus.agent.process.config_sources import variable
+from kvbus.agent import AgentConfig, load_config, variable
 from kvbus.doctor.agents import wanted_agents
 from kvbus.errors import ConfigError
 from kvbus_decode.config import DecodeConfig

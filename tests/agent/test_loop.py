@@ -6,7 +6,7 @@ from threading import Thread
 
 import anyio
 
-from kvbus.agent.process.loop import AgentLoop
+from kvbus.agent import AgentLoop
 
 WHOSE: ContextVar[str] = ContextVar("WHOSE", default="a thread's")
 

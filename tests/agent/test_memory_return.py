@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvbus.agent.engines.memory_return import MemoryReturn
+from kvbus.agent import MemoryReturn
 
 pytestmark = pytest.mark.anyio
 

@@ -10,10 +10,7 @@ import anyio
 import pytest
 import structlog
 
-from kvbus.agent.otlp import sender as sending
-from kvbus.agent.otlp.outbox import SETTLE_S, SpanOutbox
-from kvbus.agent.otlp.post import HEADERS, Answer, Collector
-from kvbus.agent.otlp.sender import SpanSender
+from kvbus.agent import HEADERS, SETTLE_S, Answer, Collector, SpanOutbox, SpanSender
 from kvbus.errors import ConfigError
 from kvbus.protocol import Span
 from tests.agents import until
@@ -34,7 +31,7 @@ SPANS = (
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its pauses are short."""
-    monkeypatch.setattr(sending, "PERIOD_S", 0.02)
+    monkeypatch.setattr("kvbus.agent.otlp.sender.PERIOD_S", 0.02)
 
 
 @pytest.fixture
@@ -216,7 +213,7 @@ def test_what_has_just_ended_waits_as_the_engine_may_say_when_it_was_told() -> N
 
 
 async def test_what_waits_at_the_end_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sending, "PERIOD_S", 60.0)
+    monkeypatch.setattr("kvbus.agent.otlp.sender.PERIOD_S", 60.0)
     outbox = SpanOutbox()
     with collecting() as collector:
         async with sends(outbox, collector.endpoint):

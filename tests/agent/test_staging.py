@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from kvbus.agent.process.config import AgentConfig, convert_config
-from kvbus.agent.staging.slot_memory import SlotMemory
+from kvbus.agent import AgentConfig, SlotMemory, convert_config
 from kvbus.errors import ClosedError, ConfigError, GeometryError
 from kvbus.transport import Transport
 

@@ -9,11 +9,7 @@ import pytest
 import torch
 from structlog.testing import capture_logs
 
-from kvbus.agent.process.config import AgentConfig, convert_config
-from kvbus.agent.staging import gpu as gpu_slots
-from kvbus.agent.staging.devices import HOST, StagingDevices
-from kvbus.agent.staging.gpu import preferred
-from kvbus.agent.staging.slot_memory import SlotMemory
+from kvbus.agent import HOST, AgentConfig, SlotMemory, StagingDevices, convert_config, preferred
 from kvbus.errors import ConfigError, LocalError, SegmentError
 from kvbus.transport import Area, Transport, measure_wire
 
@@ -118,8 +114,8 @@ def test_memory_that_nixl_does_not_take_has_no_speed() -> None:
 async def test_where_nixl_takes_no_gpu_memory_the_slots_are_pinned_and_the_log_says_so(
     transport: Transport, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(gpu_slots, "_ordinal", lambda _gpu: 3)
-    monkeypatch.setattr(gpu_slots, "_make", lambda size, *_: HostSlots(size))
+    monkeypatch.setattr("kvbus.agent.staging.gpu._ordinal", lambda _gpu: 3)
+    monkeypatch.setattr("kvbus.agent.staging.gpu._make", lambda size, *_: HostSlots(size))
     devices = await StagingDevices.open(config(), transport)
     with capture_logs() as logs:
         for _ in range(2):

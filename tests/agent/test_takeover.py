@@ -11,8 +11,7 @@ from typing import Any
 import anyio
 import pytest
 
-from kvbus.agent.process.addresses import check_room_beside
-from kvbus.agent.process.takeover import take_over
+from kvbus.agent import check_room_beside, take_over
 from kvbus.errors import ConfigError, ErrorCode, LocalError, ProtocolError
 from kvbus.memory.attach import AttachServer
 from kvbus.protocol import AgentRole, HandOver
@@ -23,7 +22,7 @@ NOBODY = 65_534
 STRANGER = """
 import os, sys, anyio
 from pathlib import Path
-from kvbus.agent.process.takeover import take_over
+from kvbus.agent import take_over
 from kvbus.errors import ConfigError
 from kvbus.protocol import AgentRole
 from kvbus.protocol import HandOver

@@ -10,9 +10,7 @@ import anyio
 import anyio.lowlevel
 import pytest
 
-from kvbus.agent.engines.local_engine import LocalEngine
-from kvbus.agent.staging.copiers import Copiers
-from kvbus.agent.staging.turns import FairThreads, Job, Work
+from kvbus.agent import Copiers, FairThreads, Job, LocalEngine, Work
 from kvbus.errors import ErrorCode, KVBusError, LocalError
 from tests.agents import WITHIN_S, until
 from tests.engines import make_spec

@@ -12,8 +12,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from kvbus.agent.process.config import convert_config
-from kvbus.agent.process.runtime import Runtime
+from kvbus.agent import Runtime, convert_config
 from kvbus.bus import new_context
 from kvbus.engine import DecodeSession, Fetch, Offer, PrefillSession
 from kvbus.protocol import AgentRole

@@ -11,7 +11,7 @@ import anyio
 import pytest
 from structlog.testing import capture_logs
 
-from kvbus.agent.process.machine import machine_id
+from kvbus.agent import machine_id
 from kvbus.errors import LocalError
 from kvbus.memory.attach import AttachConnection, AttachServer, PassingAnswer, encode_frame
 from kvbus.protocol import LentSegment, MemoryLent, MemorySocket, to_body

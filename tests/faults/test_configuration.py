@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvbus.agent.process.config import load_config
+from kvbus.agent import load_config
 from kvbus.errors import ConfigError
 from kvbus_decode.config import DecodeConfig
 from kvbus_prefill.config import PrefillConfig

@@ -21,7 +21,7 @@ UNSHARE = shutil.which("unshare")
 READ = """
 import os, sys
 from pathlib import Path
-from kvbus.agent.process.ticket_keys import load_ticket_keys
+from kvbus.agent import load_ticket_keys
 from kvbus.errors import ConfigError
 from kvbus.keys import read_secret
 from kvbus.keys import TrustedKeys

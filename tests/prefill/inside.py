@@ -8,9 +8,7 @@ from typing import Any
 
 import anyio
 
-from kvbus.agent.engines.local_engine import EngineProcess, LocalEngine
-from kvbus.agent.process.config import convert_config
-from kvbus.agent.process.runtime import Runtime
+from kvbus.agent import EngineProcess, LocalEngine, Runtime, convert_config
 from kvbus.bus import BusContext, RequestClient, new_boot_id, new_context
 from kvbus.engine import PrefillSession
 from kvbus.errors import ClosedError

@@ -10,8 +10,7 @@ import msgspec
 import pytest
 import torch
 
-from kvbus.agent.engines.local_engine import LocalEngine
-from kvbus.agent.staging.devices import HOST
+from kvbus.agent import HOST, LocalEngine
 from kvbus.engine import Offer
 from kvbus.errors import RequestRefused
 from kvbus.geometry import BlockTable, Box, KvPart, canonical_order

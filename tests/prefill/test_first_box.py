@@ -9,7 +9,6 @@ import anyio
 import pytest
 import torch
 
-from kvbus.agent.staging import copiers
 from kvbus.protocol import Packed
 from tests.agents import until
 from tests.prefill.inside import prefill_agent
@@ -35,7 +34,7 @@ class Import:
 def slow_import(monkeypatch: pytest.MonkeyPatch) -> Iterator[Import]:
     """What the first thread that copies does first."""
     made = Import()
-    monkeypatch.setattr(copiers, "_import_torch", made.run)
+    monkeypatch.setattr("kvbus.agent.staging.copiers._import_torch", made.run)
     yield made
     made.there.set()
 

@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvbus.agent.process.machine import machine_id
+from kvbus.agent import machine_id
 from kvbus.errors import ErrorCode, RequestRefused
 from kvbus.memory.attach import (
     FrameChannel,

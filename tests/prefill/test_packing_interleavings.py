@@ -6,8 +6,7 @@ from contextlib import asynccontextmanager
 import anyio
 import pytest
 
-from kvbus.agent.engines.local_engine import LocalEngine
-from kvbus.agent.staging.copiers import Copiers
+from kvbus.agent import Copiers, LocalEngine
 from kvbus.engine import PrefillSession
 from kvbus.errors import ErrorCode, RequestRefused
 from tests.agents import until

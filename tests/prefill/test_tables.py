@@ -2,7 +2,7 @@
 
 import pytest
 
-from kvbus.agent.engines.local_engine import LocalEngine
+from kvbus.agent import LocalEngine
 from kvbus.errors import ErrorCode, GeometryError, RequestRefused
 from kvbus.geometry import BlockTable, EngineSpec, GroupSpec, StatePart, state_group
 from kvbus.protocol import ExtendOffer, MakeOffer, SealOffer

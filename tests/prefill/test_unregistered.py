@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvbus.agent.staging.slot_memory import SlotMemory
+from kvbus.agent import SlotMemory
 from kvbus.protocol import Empty, HandshakeDone, Unpack
 from kvbus.transport import Registration
 from tests.agents import until

@@ -13,7 +13,7 @@ from typing import Any
 import psutil
 import pytest
 
-from kvbus.agent.process.data_plane import DataPlane, choose_interfaces
+from kvbus.agent import DataPlane, choose_interfaces
 from kvbus.errors import ConfigError, KVBusError
 from kvbus.spawn import free_port
 from kvbus.transport import Transport
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.anyio
 UCX_LISTENS_EVERYWHERE = """
 import socket
 import anyio
-from kvbus.agent.process.data_plane import DataPlane
+from kvbus.agent import DataPlane
 from kvbus.transport import Transport
 listener = socket.create_server(("0.0.0.0", 0))
 anyio.run(DataPlane(("lo",), Transport("unopened")).{method})

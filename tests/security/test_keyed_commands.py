@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner, Result
 
-from kvbus.agent.process.config import load_shared_config
+from kvbus.agent import load_shared_config
 from kvbus.cli import app
 from kvbus.doctor.agents import agent_facts
 from tests.agents import AgentProcess

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from kvbus.agent.process.access import Access
+from kvbus.agent import Access
 from kvbus.errors import ConfigError
 from kvbus_prefill.config import PrefillConfig
 from tests.agents import Agents, agents_ended

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from msgspec import structs
 
-from kvbus.agent.process.ticket_keys import load_ticket_keys
+from kvbus.agent import load_ticket_keys
 from kvbus.engine import Fetch, MemorySession, PrefillSession
 from kvbus.errors import ConfigError, ErrorCode, FetchFailed
 from kvbus.geometry import BlockTable

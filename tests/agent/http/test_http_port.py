@@ -17,13 +17,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.registry import Collector
 
-from kvbus.agent.http.answer import Route, as_text
-from kvbus.agent.http.door import Door
-from kvbus.agent.http.health import Health
-from kvbus.agent.http.loop_asker import LoopAsker
-from kvbus.agent.http.routes import AgentPages
-from kvbus.agent.http.server import HttpServer
-from kvbus.agent.process.config import AgentConfig
+from kvbus.agent import AgentConfig, AgentPages, Door, Health, HttpServer, LoopAsker, Route, as_text
 from kvbus.errors import ConfigError
 from kvbus.protocol import Fault
 
