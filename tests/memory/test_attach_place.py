@@ -3,6 +3,7 @@
 import os
 import socket
 import stat
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -42,87 +43,70 @@ def test_every_folder_that_is_missing_is_made_for_us_alone(folder: Path) -> None
     check_folder(below)
 
 
-def test_a_folder_that_others_can_enter_is_refused_with_the_command_that_mends_it(
-    folder: Path,
+WRITABLE = "mkdir -m 700 -p shared/agent; chmod {} shared"
+MISTAKES = {  # what is there; the folder that is asked for; the refusal
+    "others_can_enter": ("chmod 710 .", ".", r"mode 0710.*chmod 0700"),
+    "above_0770": (WRITABLE.format("770"), "shared/agent", "shared has mode 0770: .*chmod go-w"),
+    "above_0702": (WRITABLE.format("702"), "shared/agent", "shared has mode 0702: .*chmod go-w"),
+    "above_0777": (WRITABLE.format("777"), "shared/agent", "shared has mode 0777: .*chmod go-w"),
+    "a_link_in_its_place": ("mkdir -m 700 real; ln -s real link", "link", "link"),
+    "a_link_to_an_open_one": ("mkdir -m 777 a; ln -s $PWD/a bad", "bad/agent", "a has mode 0777"),
+    "a_link_through_an_open_one": (
+        "mkdir -m 700 real; mkdir -m 777 open; ln -s open/../real link",
+        "link/agent",
+        "open has mode 0777",
+    ),
+    "links_without_end": ("ln -s loop loop", "loop/agent", "too many links"),
+    "a_file_in_its_place": ("touch file", "file", "cannot make|not a directory"),
+    "a_file_above": ("touch file", "file/agent", "cannot make|not a directory"),
+}
+
+
+def made(folder: Path, commands: str) -> None:
+    subprocess.run(["/bin/sh", "-c", f"umask 0; {commands}"], cwd=folder, check=True)
+
+
+@pytest.mark.parametrize("case", MISTAKES)
+def test_a_folder_whose_place_others_could_take_is_refused_with_what_mends_it(
+    folder: Path, case: str
 ) -> None:
-    folder.chmod(0o710)
-    with pytest.raises(ConfigError, match=r"mode 0710.*chmod 0700"):
-        prepare_folder(folder)
+    commands, asked, why = MISTAKES[case]
+    made(folder, commands)
+
+    with pytest.raises(ConfigError, match=why):
+        prepare_folder(folder / asked)
 
 
-@pytest.mark.parametrize("mode", [0o770, 0o702, 0o777])
-def test_a_folder_above_that_others_write_into_is_refused(folder: Path, mode: int) -> None:
-    (folder / "shared").mkdir()
-    (folder / "shared" / "agent").mkdir(mode=0o700)
-    (folder / "shared").chmod(mode)
-    with pytest.raises(ConfigError, match=rf"shared has mode {mode:04o}: .*chmod go-w"):
-        prepare_folder(folder / "shared" / "agent")
-
-
-def test_a_folder_above_that_others_write_into_may_be_sticky(folder: Path) -> None:
-    (folder / "tmp").mkdir()
-    (folder / "tmp").chmod(0o1777)
-
-    prepare_folder(folder / "tmp" / "agent")
-
-
-def test_a_link_in_place_of_the_folder_is_refused(folder: Path) -> None:
-    (folder / "real").mkdir(mode=0o700)
-    (folder / "link").symlink_to("real")
-    with pytest.raises(ConfigError, match="link"):
-        prepare_folder(folder / "link")
-
-
-def test_a_link_of_ours_on_the_way_is_followed_and_its_folders_are_looked_at(
-    folder: Path,
+@pytest.mark.parametrize(
+    ("commands", "asked"),
+    [
+        ("mkdir -m 1777 tmp", "tmp/agent"),
+        ("mkdir -m 755 open; mkdir -m 700 real; ln -s open/../real link", "link/agent"),
+    ],
+    ids=["sticky", "a link of ours"],
+)
+def test_a_folder_whose_place_nobody_else_can_take_is_made(
+    folder: Path, commands: str, asked: str
 ) -> None:
-    (folder / "real").mkdir(mode=0o700)
-    (folder / "open").mkdir()
-    (folder / "open").chmod(0o777)
-    (folder / "link").symlink_to("open/../real")
-    (folder / "bad").symlink_to(folder / "open")
+    made(folder, commands)
 
-    with pytest.raises(ConfigError, match="open has mode 0777"):
-        prepare_folder(folder / "bad" / "agent")
-    with pytest.raises(ConfigError, match="open has mode 0777"):
-        prepare_folder(folder / "link" / "agent")
-    (folder / "open").chmod(0o755)
-    prepare_folder(folder / "link" / "agent")
+    prepare_folder(folder / asked)
 
-
-def test_links_that_lead_nowhere_else_end(folder: Path) -> None:
-    (folder / "loop").symlink_to("loop")
-    with pytest.raises(ConfigError, match="too many links"):
-        prepare_folder(folder / "loop" / "agent")
-
-
-@pytest.mark.parametrize("below", [".", "agent"])
-def test_a_file_in_place_of_a_folder_is_refused(folder: Path, below: str) -> None:
-    (folder / "file").touch()
-    with pytest.raises(ConfigError, match=r"cannot make|not a directory"):
-        prepare_folder(folder / "file" / below)
+    check_folder(folder / asked)
 
 
 @as_root
-@pytest.mark.parametrize("below", [".", "agent", "deep/agent"])
-def test_a_folder_that_another_user_made_first_is_refused_by_its_owner(
-    folder: Path, below: str
-) -> None:
-    (folder / "first").mkdir(mode=0o700)
-    os.chown(folder / "first", NOBODY, NOBODY)
+@pytest.mark.parametrize("asked", ["first", "first/agent", "first/deep/agent", "link/agent"])
+def test_what_another_user_made_first_is_refused_by_its_owner(folder: Path, asked: str) -> None:
+    made(folder, f"mkdir -m 700 first; ln -s $PWD link; chown -h {NOBODY} first link")
+    name = asked.partition("/")[0]
     for act in (prepare_folder, check_folder):
-        with pytest.raises(ConfigError, match=f"first belongs to uid {NOBODY}.*runtime_dir"):
-            act(folder / "first" / below)
+        with pytest.raises(ConfigError, match=f"{name} belongs to uid {NOBODY}"):
+            act(folder / asked)
 
     assert list((folder / "first").iterdir()) == []
-
-
-@as_root
-def test_a_link_that_another_user_made_first_is_refused(folder: Path) -> None:
-    (folder / "link").symlink_to(folder)
-    os.chown(folder / "link", NOBODY, NOBODY, follow_symlinks=False)
-    with pytest.raises(ConfigError, match=f"link belongs to uid {NOBODY}"):
-        prepare_folder(folder / "link" / "agent")
+    with pytest.raises(ConfigError, match=f"first belongs to uid {NOBODY}.*runtime_dir"):
+        prepare_folder(folder / "first")
 
 
 def test_the_directory_is_made_for_us_alone_and_so_is_the_socket(folder: Path) -> None:
