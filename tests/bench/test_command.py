@@ -75,7 +75,7 @@ def test_figures_of_a_case_fit_together() -> None:
     fixed = {name: one["value"] for name, one in found["fixed"].items()}
     assert list(found) == ["fixed", "scattered-16k", "tp-1-to-2"]
     assert 0 < fixed["handoff p50"] <= fixed["handoff p99"]
-    assert fixed["handoff p50"] <= fixed["offer to released p50"] <= fixed["offer to released p99"]
+    assert 0 < fixed["offer to released p50"] <= fixed["offer to released p99"]
     assert found["fixed"]["handoff p50"]["unit"] == "ms"
     check_speeds(found["scattered-16k"])
     check_speeds(found["tp-1-to-2"])

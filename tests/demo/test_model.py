@@ -18,6 +18,7 @@ from kvbus.demo.model_config import MAX_KV_HEADS, MAX_TP, ModelConfig
 from kvbus.demo.paged_cache import LayerViews, PagedKV, slots
 from kvbus.geometry import KvPart, held_heads
 from tests.demo.caches import KINDS, NUM_STEPS, PROMPT, SMALL, CachedRequest, poisoned, tables
+from tests.examples import num_examples
 
 NUM_FLIPS = 24
 
@@ -65,7 +66,7 @@ def test_the_model_has_a_query_head_for_each_rank_whatever_its_kv_heads() -> Non
     assert [model.num_query_heads % model.kv_heads for model in models] == [0] * MAX_KV_HEADS
 
 
-@settings(max_examples=20)
+@settings(max_examples=num_examples(80))
 @given(
     random=st.randoms(use_true_random=False),
     block_size=st.integers(1, 40),
@@ -137,7 +138,7 @@ def test_output_is_bitwise_the_same_whatever_the_strides(
     assert steps == generate_alone(model, PROMPT, 1 + NUM_STEPS)
 
 
-@settings(max_examples=15)
+@settings(max_examples=num_examples(60))
 @given(tokens_per_pass=st.integers(1, len(PROMPT) + 1))
 def test_chunked_prefill_equals_whole_prefill(model: Transformer, tokens_per_pass: int) -> None:
     whole, chunked = (CachedRequest.of(model, range(5)) for _ in range(2))
