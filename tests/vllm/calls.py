@@ -31,9 +31,7 @@ class Completion:
     """What a server answered."""
 
     tokens: list[int]
-    finish_reason: str
     params: dict[str, Any] | None
-    num_cached_tokens: int
 
 
 @dataclass
@@ -49,9 +47,7 @@ class Call:
         finally:
             self.connection.close()
         (choice,) = answer["choices"]
-        cached = (answer["usage"].get("prompt_tokens_details") or {}).get("cached_tokens")
-        params = answer.get("kv_transfer_params")
-        return Completion(choice["token_ids"], choice["finish_reason"], params, cached or 0)
+        return Completion(choice["token_ids"], answer.get("kv_transfer_params"))
 
     def sequences(self) -> list[list[int]]:
         """The tokens of each choice of the whole answer, in order; raises `RefusedError`."""

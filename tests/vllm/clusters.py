@@ -1,30 +1,39 @@
-"""A prefill agent, a decode agent and a vLLM server beside each, and a router's part between them.
+"""Clusters: a prefill and a decode vLLM, the agents beside them, and a router's part between them.
 
-Refuses to look inside: what a server did is read from its answers, its metrics and its log.
+What a server did is read from its answers, its metrics and its log. A start takes half a minute of
+all cores: tests of one cluster are one module, which starts it once, and ends it.
 """
 
 import base64
+import json
+import os
 import random
 import secrets
 import signal
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 from kvbus.keys import Role
-from kvbus.protocol import Rendezvous
 from tests.agents import AgentProcess, Agents, agents_ended, wait_until
 from tests.keyring import KeyRing
-from tests.vllm.calls import Call, Completion
+from tests.vllm.calls import Call
 from tests.vllm.models import VOCABULARY
+from tests.vllm.routers import router_before
 from tests.vllm.servers import VllmServer
-from tests.vllm.shapes import Shape, Side
-from tests.vllm.wirings import Wire, Wiring, by_kvbus_both_ways, tokens_from_elsewhere
+
+NUM_TOKENS = 12
+SETTLES_WITHIN_S = 60.0
+CHUNK_TOKENS = 256
+SMALLER, LARGER = 32, 64
+ALL_THE_SAME = {"n": 3, "temperature": 0.01, "top_k": 1}
+"""Several sequences, which vLLM refuses where it is told to be greedy."""
 
 FOR_DECODE: Mapping[str, Any] = {
     "do_remote_decode": True,
@@ -36,9 +45,81 @@ FOR_DECODE: Mapping[str, Any] = {
 }
 """What routers for vLLM's own connector send with a prefill request, empty fields included."""
 
-NUM_TOKENS = 12
-SETTLES_WITHIN_S = 60.0
 _SALTS = count()
+
+
+@dataclass(frozen=True)
+class Side:
+    """One server, and the settings of its agent; ``model`` is one of `models.CONFIGS`."""
+
+    cores: str
+    model: str = "gqa"
+    tp: int = 1
+    block_size: int | None = None
+    flags: Sequence[str] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Both sides, and what vLLM does with a request whose KV could not be loaded.
+
+    With ``keys`` the agents have CURVE keys, and sign their tickets. With ``alias`` the servers
+    call kvbus' connector `NixlConnector`. ``turns`` is what the options say of conversations: then
+    each server has an agent of each kind.
+    """
+
+    prefill: Side
+    decode: Side
+    policy: str = "recompute"
+    keys: bool = False
+    alias: bool = False
+    turns: Mapping[str, Any] | None = None
+
+
+_CHUNKED = ("--max-num-batched-tokens", str(CHUNK_TOKENS))
+_IN_WORDS = (*_CHUNKED, "--no-skip-tokenizer-init")
+_EXPIRES = {"offer_ttl_s": 10.0}
+"""For tickets that never reach the decode side's engine, as a client hung up too soon."""
+_TIMES_OUT = {"fetch_timeout_s": 10.0}
+_TURNS = {"decoder_kv_blocks_ttl": 15.0, **_TIMES_OUT}
+CLUSTERS: Mapping[str, Shape] = {
+    # Small blocks to large ones, prompts cut into chunks and cached. Memory is mapped, as it is for
+    # users who have both servers on one machine; other clusters use NIXL.
+    "up": Shape(
+        Side("0", block_size=SMALLER, flags=_CHUNKED, settings=_EXPIRES),
+        Side("1", block_size=LARGER, flags=_CHUNKED, settings={**_TIMES_OUT, "mapped": True}),
+    ),
+    # Large blocks to small ones; what cannot be loaded fails. Behind routers, of which one looks at
+    # the connector's name; clients send words.
+    "routed": Shape(
+        Side("0", block_size=LARGER, flags=_IN_WORDS, settings=_EXPIRES),
+        Side("1", block_size=SMALLER, flags=_IN_WORDS),
+        policy="fail",
+        alias=True,
+    ),
+    # Windows and all, in blocks of which prefill's are so small that it keeps less of a window; the
+    # handoff goes to twice as many ranks, the next turn back. In float32, as everywhere: in
+    # bfloat16 a model says other tokens at TP 2.
+    "turns": Shape(
+        Side("0", "hybrid", block_size=SMALLER, settings=_EXPIRES),
+        Side("0|1", "hybrid", tp=2, block_size=LARGER),
+        keys=True,
+        turns=_TURNS,
+    ),
+    "mla": Shape(Side("0", "mla"), Side("1", "mla")),
+    # make test-vllm-long
+    "windowed": Shape(Side("0", "windowed"), Side("1", "windowed")),
+    "joined": Shape(Side("0|1", tp=2), Side("1")),
+    "others": Shape(Side("0", settings=_EXPIRES), Side("1", "other")),
+    "turns failing": Shape(
+        Side("0", "hybrid", settings=_EXPIRES),
+        Side("1", "hybrid"),
+        policy="fail",
+        keys=True,
+        turns=_TURNS,
+    ),
+}
 
 
 @dataclass
@@ -46,12 +127,13 @@ class Cluster:
     """Both sides of a deployment, and requests through them."""
 
     agents: Agents
-    wire: Wire
     prefill: VllmServer
     decode: VllmServer
-    repeats_itself: bool = True
+    stack: ExitStack
+    repeats_itself: bool
     """Whether decode says the same when it finds the beginning of a prompt in its cache."""
     threads: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(max_workers=32))
+    _ports: dict[str, int] = field(default_factory=dict)
     _said: dict[tuple[int, ...], list[int]] = field(default_factory=dict)
 
     @property
@@ -67,15 +149,15 @@ class Cluster:
         """With turns, the prefill agent beside decode: it has what decode offers."""
         return self.agents.all[3]
 
-    def ticket(self, prompt: Sequence[int]) -> dict[str, Any]:
+    def params(self, prompt: Sequence[int]) -> dict[str, Any] | None:
         """Have ``prompt`` prefilled; the ``kv_transfer_params`` of the answer."""
-        params = self.prefill_answer(prompt).params
+        return self.prefill.complete(prompt, 1, kv_transfer_params=FOR_DECODE).params
+
+    def ticket(self, prompt: Sequence[int]) -> dict[str, Any]:
+        """`params`, which must be there."""
+        params = self.params(prompt)
         assert params is not None, "the prefill answered without kv_transfer_params"
         return params
-
-    def prefill_answer(self, prompt: Sequence[int]) -> Completion:
-        """What the prefill side answers when it is asked to read for decode."""
-        return self.prefill.complete(prompt, 1, kv_transfer_params=FOR_DECODE)
 
     def begin(self, prompt: Sequence[int], ticket: object, **fields: Any) -> Call:
         """Send the decode request of a ticket."""
@@ -85,6 +167,14 @@ class Cluster:
         """`begin`, and the tokens of its answer."""
         return self.begin(prompt, ticket, **fields).completion().tokens
 
+    def handoff(self, prompt: Sequence[int], **fields: Any) -> list[int]:
+        """The tokens that decode says after prefill has read ``prompt``, if it could offer it."""
+        return self.redeem(prompt, self.params(prompt), **fields)
+
+    def soon(self, prompt: Sequence[int]) -> Future[list[int]]:
+        """A `handoff` beside others."""
+        return self.threads.submit(self.handoff, prompt)
+
     def stuck(self, prompt: Sequence[int]) -> Call:
         """A decode request whose fetch waits for the prefill agent, which is stopped."""
         ticket = self.ticket(prompt)
@@ -93,15 +183,12 @@ class Cluster:
         wait_until(self.under_way, "the fetch has begun")
         return call
 
-    def handoff(self, prompt: Sequence[int], **fields: Any) -> list[int]:
-        """The tokens that decode says after prefill has read ``prompt``."""
-        return self.redeem(prompt, self.ticket(prompt), **fields)
-
     def meeting(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """The ``kv_transfer_params`` for decode and for prefill of a request that both get."""
-        meets = Rendezvous(uuid.uuid4().hex, self.prefill_agent.peer, request_id="met").to_json()
+        name = uuid.uuid4().hex
+        meets = {"transfer_id": name, "endpoint": self.prefill_agent.peer, "request_id": "met"}
         to_decode = {"do_remote_prefill": True, "do_remote_decode": False, "rendezvous": meets}
-        return to_decode, {**FOR_DECODE, "transfer_id": meets["transfer_id"]}
+        return to_decode, {**FOR_DECODE, "transfer_id": name}
 
     def meet(self, prompt: Sequence[int], **fields: Any) -> tuple[Call, Call]:
         """Send both servers a prompt at the same time; the decode side's request, and prefill's."""
@@ -111,45 +198,45 @@ class Cluster:
             self.prefill.begin(prompt, 1, kv_transfer_params=to_prefill),
         )
 
-    def alone(self, prompt: Sequence[int]) -> list[int]:
+    def alone(self, prompt: Sequence[int], num_tokens: int = NUM_TOKENS) -> list[int]:
         """The tokens that decode says after reading ``prompt`` itself, whatever it has cached."""
         salt = f"alone-{next(_SALTS)}"
-        tokens = self.decode.complete(prompt, NUM_TOKENS, cache_salt=salt).tokens
+        tokens = self.decode.complete(prompt, num_tokens, cache_salt=salt).tokens
         self._said[tuple(prompt)] = tokens
         return tokens
 
-    def again(self, prompt: Sequence[int]) -> list[int]:
+    def again(self, prompt: Sequence[int], num_tokens: int = NUM_TOKENS) -> list[int]:
         """The tokens that decode says alone, where it may find in its cache what it once loaded."""
-        return self.decode.complete(prompt, NUM_TOKENS).tokens
+        return self.decode.complete(prompt, num_tokens).tokens
 
-    def soon(self, prompt: Sequence[int]) -> Future[list[int]]:
-        """A `handoff` beside others."""
-        return self.threads.submit(self.handoff, prompt)
-
-    def soon_if_offered(self, prompt: Sequence[int]) -> Future[list[int]]:
-        """As `soon`, while there may be no agent to offer it."""
-        return self.threads.submit(lambda: self.redeem(prompt, self.prefill_answer(prompt).params))
+    def router(self, name: str) -> int:
+        """The port of a router before both servers, which runs as long as they do."""
+        if name not in self._ports:
+            running = router_before(self.prefill, self.decode, name)
+            self._ports[name] = self.stack.enter_context(running)
+        return self._ports[name]
 
     def moved(self) -> float:
-        """A count that grows with each handoff whose KV came from the prefill side."""
-        return self.wire.moved(self.decode_agent, self.decode)
+        """Bytes that the decode agent has read; an offer that is only released moves none.
 
-    def fetched_tokens(self) -> float:
-        """Tokens that decode counts as computed elsewhere."""
-        return tokens_from_elsewhere(self.decode_agent, self.decode)
+        It counts them when a fetch ends, which is a little after its engine has the KV.
+        """
+        wait_until(lambda: not self.under_way(), "its fetches have ended", SETTLES_WITHIN_S)
+        return self.decode_agent.metric("read_bytes_total")
 
     def under_way(self) -> int:
         """How many fetches the decode agent has."""
         return int(self.decode_agent.status()["counts"]["fetches"])
 
-    def reading(self) -> float:
+    def reading(self) -> int:
         """How many prompts the prefill side has begun."""
-        return self.wire.reading(self.prefill_agent, self.prefill)
+        return int(self.prefill_agent.status()["counts"]["offers"])
 
     @property
     def whole(self) -> bool:
         """Whether all of it runs."""
-        return all(part.alive for part in (*self.agents.all, self.prefill, self.decode))
+        servers_live = self.prefill.alive and self.decode.alive
+        return servers_live and all(agent.alive for agent in self.agents.all)
 
     def check(self) -> None:
         """Nothing is left: no block in either server, no offer, lease or fetch in an agent.
@@ -158,39 +245,17 @@ class Cluster:
         """
         said, self._said = self._said, {}
         for prompt, tokens in said.items() if self.repeats_itself else ():
-            assert self.again(prompt) == tokens
+            assert self.again(prompt, len(tokens)) == tokens
         for server in (self.prefill, self.decode):
-            what = f"no block in use: {server.log_path}"
-            wait_until(lambda server=server: server.blocks_in_use() == 0, what, SETTLES_WITHIN_S)
+            if server.alive:
+                wait_until(server.has_no_block_in_use, "no block in use", SETTLES_WITHIN_S)
         self.agents.check()
-
-    def stop(self) -> None:
-        """End both servers."""
-        self.threads.shutdown(cancel_futures=True)
-        self.prefill.stop()
-        self.decode.stop()
 
 
 def prompt_of(num_tokens: int, seed: int) -> list[int]:
     """A random prompt; those of two seeds share no prefix that a server could cache."""
     chosen = random.Random(seed)
     return [chosen.randrange(3, VOCABULARY) for _ in range(num_tokens)]
-
-
-def offers_again(pair: Cluster, seed: int) -> None:
-    """Return once prefill offers, each time to a decode side that answers without.
-
-    Prompts are of ``seed`` and what follows it.
-    """
-    seeds = count(seed)
-
-    def offers() -> bool:
-        prompt = prompt_of(100, seed=next(seeds))
-        params = pair.prefill_answer(prompt).params
-        assert pair.redeem(prompt, params) == pair.alone(prompt)
-        return params is not None
-
-    wait_until(offers, "an offer", SETTLES_WITHIN_S)
 
 
 def works_again(pair: Cluster, seed: int) -> None:
@@ -202,43 +267,54 @@ def works_again(pair: Cluster, seed: int) -> None:
 
     def moves() -> bool:
         prompt, before = prompt_of(100, seed=next(seeds)), pair.moved()
-        params = pair.prefill_answer(prompt).params
-        assert pair.redeem(prompt, params) == pair.alone(prompt)
+        assert pair.handoff(prompt) == pair.alone(prompt)
         return pair.moved() > before
 
     wait_until(moves, "a handoff that moves KV", SETTLES_WITHIN_S)
 
 
 @contextmanager
-def cluster(
-    shape: Shape, models: Path, wire: Wire, *, has_agents: bool = True
-) -> Iterator[Cluster]:
+def halted(pids: Sequence[int]) -> Iterator[None]:
+    """These processes do nothing meanwhile."""
+    assert pids, "no process to stop"
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        for pid in pids:
+            os.kill(pid, signal.SIGCONT)
+
+
+@contextmanager
+def cluster(name: str, models: Path, *, has_agents: bool = True) -> Iterator[Cluster]:
     """Start both sides side by side, and end them; without ``has_agents`` only the servers."""
-    with agents_ended(Agents) as agents:
+    shape = CLUSTERS[name]
+    with ExitStack() as stack:
+        agents = stack.enter_context(agents_ended(Agents))
         every = _agents_of(shape, agents)
-        sides, others = every[:2], every[2:]
-        for each in every:
-            each.runs_first = True  # vLLM's workers spin while they wait, on all cores
+        for agent in every:
+            agent.runs_first = True  # vLLM's workers spin while they wait, on all cores
         if has_agents:
             agents.start(*every)
-        wirings = [wire.wiring(agent, shape.alias) for agent in sides]
-        if shape.turns is not None:
-            pairs = zip(sides, others, strict=True)
-            wirings = [by_kvbus_both_ways(*pair, shape.turns) for pair in pairs]
-        plans = zip(sides, (shape.prefill, shape.decode), wirings, strict=True)
-        servers = [_server(agent, side, shape, models, each) for agent, side, each in plans]
-        made = Cluster(agents, wire, *servers, repeats_itself=shape.decode.model != "mla")
-        try:
-            for server in servers:
-                server.launch()
-            for server in servers:
-                server.wait_started()
-            if has_agents:
-                for side in every:
-                    wait_until(lambda side=side: wire.ready(side), f"{side.role} is ready")
-            yield made
-        finally:
-            made.stop()
+        prefill, decode = (
+            _server(every[number::2], side, shape, models)
+            for number, side in enumerate((shape.prefill, shape.decode))
+        )
+        made = Cluster(agents, prefill, decode, stack, repeats_itself=name != "mla")
+        for server in (prefill, decode):
+            stack.callback(server.stop)
+            server.launch()
+        stack.callback(made.threads.shutdown, cancel_futures=True)
+        for server in (prefill, decode):
+            server.wait_started()
+        for agent in every if has_agents else ():
+            wait_until(partial(_knows_its_engine, agent), f"the {agent.role} agent is ready")
+        yield made
+
+
+def _knows_its_engine(agent: AgentProcess) -> bool:
+    return list(agent.status()["engines"].values()) == [True]
 
 
 def _agents_of(shape: Shape, agents: Agents) -> list[AgentProcess]:
@@ -247,21 +323,32 @@ def _agents_of(shape: Shape, agents: Agents) -> list[AgentProcess]:
     if shape.turns is not None:
         wanted += [(Role.DECODE, {}), (Role.PREFILL, {})]
     if not shape.keys:
-        return [agents.prepare(role.value, **dict(more)) for role, more in wanted]
+        return [agents.prepare(role.value, **more) for role, more in wanted]
     ring, signing = KeyRing(agents.folder), agents.folder / "ticket.key"
     signing.touch(mode=0o600)
     signing.write_bytes(base64.b64encode(secrets.token_bytes(32)))
+    keys = {"ticket_keys": [str(signing)]}
     return [
-        ring.prepare(
-            agents, role, f"{role.value}-{number}", ticket_keys=[str(signing)], **dict(more)
-        )
+        ring.prepare(agents, role, f"{role.value}-{number}", **keys, **more)
         for number, (role, more) in enumerate(wanted)
     ]
 
 
-def _server(
-    agent: AgentProcess, side: Side, shape: Shape, models: Path, wiring: Wiring
-) -> VllmServer:
-    flags = (*side.all_flags(), *wiring.flags(shape.policy))
-    folder = agent.folder / "vllm"
-    return VllmServer(models / side.model, folder, cores=side.cores, flags=flags, env=wiring.env)
+def _server(beside: Sequence[AgentProcess], side: Side, shape: Shape, models: Path) -> VllmServer:
+    """A server beside one agent, or one of each kind; they need not run yet."""
+    module = "kvbus.integrations.vllm"
+    endpoints = {one.role: f"{one.settings['runtime_dir']}/attach.sock" for one in beside}
+    extra: dict[str, Any] = {"endpoint": endpoints[beside[0].role]}
+    if shape.turns is not None:
+        extra = {"endpoint": endpoints, "bidirectional_kv_xfer": True, **shape.turns}
+    config = {
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": shape.policy,
+        "kv_connector": "NixlConnector" if shape.alias else "KvbusConnector",
+        "kv_connector_module_path": f"{module}.nixl" if shape.alias else module,
+        "kv_connector_extra_config": extra,
+    }
+    size = [] if side.block_size is None else ["--block-size", str(side.block_size)]
+    flags = ["--tensor-parallel-size", str(side.tp), *size, *side.flags]
+    flags += ["--kv-transfer-config", json.dumps(config)]
+    return VllmServer(models / side.model, beside[0].folder / "vllm", side.cores, flags)

@@ -8,7 +8,7 @@ import re
 import subprocess
 import sys
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from http.client import HTTPConnection, HTTPException
 from pathlib import Path
@@ -47,7 +47,6 @@ class VllmServer:
     folder: Path
     cores: str = "0"
     flags: Sequence[str] = ()
-    env: Mapping[str, str] = field(default_factory=dict)
     port: int = field(default_factory=free_port)
     guard: subprocess.Popen[bytes] | None = None
 
@@ -119,7 +118,12 @@ class VllmServer:
 
     def metric(self, name: str, **labels: str) -> float:
         """The value of ``vllm:name`` on its metrics page, summed over the labels not given."""
-        return sum(s.value for s in self._samples(name) if labels.items() <= s.labels.items())
+        found = (s.value for s in self._samples(name) if labels.items() <= s.labels.items())
+        return float(sum(found))
+
+    def from_elsewhere(self) -> float:
+        """Tokens of prompts that it counts as computed elsewhere."""
+        return self.metric("prompt_tokens_by_source_total", source="external_kv_transfer")
 
     def blocks_in_use(self) -> int:
         """Blocks of KV that requests hold, by its own metrics; those only cached are free.
@@ -129,6 +133,9 @@ class VllmServer:
         self.complete([1], 1)
         num_blocks = int(self._cache_config("num_gpu_blocks")) - 1  # one is the null block
         return round(self.metric("kv_cache_usage_perc") * num_blocks)
+
+    def has_no_block_in_use(self) -> bool:
+        return self.blocks_in_use() == 0
 
     def block_size(self) -> int:
         """Tokens of a block."""
@@ -158,12 +165,7 @@ class VllmServer:
         return ticks / os.sysconf("SC_CLK_TCK")
 
     def _environment(self) -> dict[str, str]:
-        return {
-            **os.environ,
-            **ENVIRONMENT,
-            "VLLM_CPU_OMP_THREADS_BIND": self.cores,
-            **self.env,
-        }
+        return {**os.environ, **ENVIRONMENT, "VLLM_CPU_OMP_THREADS_BIND": self.cores}
 
     def _healthy(self) -> bool:
         connection = HTTPConnection("127.0.0.1", self.port, timeout=ANSWERS_WITHIN_S)

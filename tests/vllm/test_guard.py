@@ -30,45 +30,19 @@ while True:
 """
 HOLDS_GUARD = """
 import subprocess, sys
-guarded = subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE, start_new_session=True)
-guarded.wait()
+subprocess.Popen(sys.argv[1:], stdin=subprocess.PIPE, start_new_session=True).wait()
 """
 
 
-def running(pid: int) -> bool:
-    """Whether there is such a process."""
-    return Path(f"/proc/{pid}").exists()
-
-
-def left(note: Path) -> int:
-    """The process that has left its parents, once it has."""
-    wait_until(note.exists, "it has started")
-    return int(note.read_text())
-
-
 @pytest.mark.parametrize("parent", ["stays", "ends"])
-def test_a_process_that_has_left_its_parents_ends_with_the_guard(
+def test_all_end_with_the_process_that_started_the_guard_though_it_is_killed(
     tmp_path: Path, parent: str
 ) -> None:
-    command = [sys.executable, str(GUARD), sys.executable, "-c", LEAVES_HOME]
     note = tmp_path / "pid"
-    with subprocess.Popen([*command, str(note), parent], stdin=subprocess.PIPE) as guard:
-        pid = left(note)
+    command = [sys.executable, str(GUARD), sys.executable, "-c", LEAVES_HOME, str(note), parent]
+    with subprocess.Popen([sys.executable, "-c", HOLDS_GUARD, *command]) as holder:
+        wait_until(note.exists, "a process has left its parents")
 
-        assert guard.stdin is not None
-        guard.stdin.close()
-        guard.wait(30)
+        os.kill(holder.pid, signal.SIGKILL)
 
-    assert not running(pid)
-
-
-def test_all_end_when_the_process_that_started_the_guard_is_killed(tmp_path: Path) -> None:
-    command = [sys.executable, str(GUARD), sys.executable, "-c", LEAVES_HOME]
-    note = tmp_path / "pid"
-    holder = [sys.executable, "-c", HOLDS_GUARD, *command, str(note), "stays"]
-    with subprocess.Popen(holder) as started:
-        pid = left(note)
-
-        os.kill(started.pid, signal.SIGKILL)
-
-    wait_until(lambda: not running(pid), "it has ended")
+    wait_until(lambda: not Path(f"/proc/{note.read_text()}").exists(), "it has ended")

@@ -25,7 +25,11 @@ from tests.vllm.calls import RefusedError, ask
 from tests.vllm.models import VOCABULARY
 from tests.vllm.servers import ENVIRONMENT, VllmServer
 
-pytestmark = pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed here")
+pytestmark = [
+    pytest.mark.long,
+    pytest.mark.skipif(find_spec("ray") is None, reason="Ray is not installed here"),
+    pytest.mark.filterwarnings("ignore"),  # of Ray's own imports
+]
 
 DOES_WITHIN_S = 400.0
 NUM_TOKENS = 6
@@ -165,7 +169,27 @@ def ray_serve(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterato
         yield ray_serve
 
 
-def test_requests_are_prefilled_on_one_node_and_decoded_on_another(ray_serve):
+def test_a_configuration_that_both_sides_share_is_of_neither_and_stays_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from ray.serve.llm import LLMConfig
+
+    from kvbus.integrations.ray import builder
+
+    monkeypatch.setattr(builder, "ray_build_pd_openai_app", lambda args: args)
+    sides = ("prefill_config", "decode_config")
+    model = {"model_id": "m", "model_source": "/m"}
+    shared: dict[str, Any] = {"kv_transfer_config": {"kv_connector_extra_config": {}}}
+    configs = {side: LLMConfig(model_loading_config=model, engine_kwargs=shared) for side in sides}
+
+    built = builder.build_pd_openai_app(configs)
+
+    roles = [built[side].engine_kwargs["kv_transfer_config"]["kv_role"] for side in sides]
+    assert roles == ["kv_producer", "kv_consumer"]
+    assert shared == {"kv_transfer_config": {"kv_connector_extra_config": {}}}
+
+
+def test_requests_are_prefilled_on_one_node_and_decoded_on_another(ray_serve: RayServe) -> None:
     said = {name: ray_serve.tokens(name) for name in PROMPTS}
 
     read = {line["request_id"] for line in wait_said(ray_serve, "decode", "handoff.completed")}
@@ -175,7 +199,7 @@ def test_requests_are_prefilled_on_one_node_and_decoded_on_another(ray_serve):
     assert sum(line["num_bytes"] for line in ray_serve.said("decode", "handoff.completed")) > 0
 
 
-def test_replicas_come_with_an_agent_each_and_go_with_it(ray_serve):
+def test_replicas_come_with_an_agent_each_and_go_with_it(ray_serve: RayServe) -> None:
     ray_serve.do("serve", prefill=1, decode=2)
     with_two = len(ray_serve.agents("decode"))
     answers = [ray_serve.threads.submit(ray_serve.tokens, "short") for _ in range(6)]
@@ -189,7 +213,9 @@ def test_replicas_come_with_an_agent_each_and_go_with_it(ray_serve):
     assert ray_serve.tokens("last") == ray_serve.expected["last"]
 
 
-def test_a_node_that_dies_in_the_middle_of_a_handoff_costs_no_wrong_token(ray_serve):
+def test_a_node_that_dies_in_the_middle_of_a_handoff_costs_no_wrong_token(
+    ray_serve: RayServe,
+) -> None:
     answer = ray_serve.threads.submit(ray_serve.tokens, "long")
     wait_until(lambda: ray_serve.num_live("prefill", "leases"), "decode reads")
     ray_serve.do("kill_node", side="prefill")
@@ -206,6 +232,6 @@ def test_a_node_that_dies_in_the_middle_of_a_handoff_costs_no_wrong_token(ray_se
     wait_until(lambda: ray_serve.works("last"), "the new node serves", DOES_WITHIN_S)
 
 
-def test_nothing_is_left_when_the_cluster_has_ended(ray_serve):
+def test_nothing_is_left_when_the_cluster_has_ended(ray_serve: RayServe) -> None:
     assert ray_serve.do("end") == []
     assert not list(ray_serve.folder.glob("kvbus-*")), "agents that ended well leave no files"

@@ -1,40 +1,31 @@
-"""Tickets that are not right, each made of a right one.
+"""Tickets that are not right, or not for their prompt, each made of a right one.
 
-Refuses to say what becomes of them: that is the policy's.
+What becomes of them is the policy's.
 """
 
 import uuid
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import msgspec
-
-from kvbus.protocol import Ticket
 from kvbus.spawn import free_port
 
 Params = Mapping[str, Any]
 ROUTED = ("do_remote_prefill", "do_remote_decode")
 """What vLLM's routers look at; the other keys are the connector's."""
 
-NEEDED = ("ticket", "remote_num_tokens", "prompt_digest")
-OPTIONAL = {field.name for field in msgspec.structs.fields(Ticket) if not field.required}
-"""Of the ticket: one without is right, too."""
-
 
 def _with(**fields: Any) -> Callable[[Params], Params]:
     return lambda params: {**params, "ticket": {**params["ticket"], **fields}}
 
 
-def _only_routed(ticket: Params) -> Params:
-    return {"do_remote_prefill": True}
+def _without(missing: str) -> Callable[[Params], Params]:
+    """The params without one of their keys, or the ticket's."""
 
+    def left(params: Params) -> Params:
+        ticket = {key: value for key, value in params["ticket"].items() if key != missing}
+        return {k: v for k, v in {**params, "ticket": ticket}.items() if k != missing}
 
-def _of_another_type(params: Params) -> Params:
-    return {key: value if key in ROUTED else [value] for key, value in params.items()}
-
-
-def _unreachable(params: Params) -> Params:
-    return _with(endpoint=f"tcp://127.0.0.1:{free_port()}")(params)
+    return left
 
 
 def _of_nixl_connector(_: Params) -> Params:
@@ -50,23 +41,21 @@ def _of_nixl_connector(_: Params) -> Params:
     }
 
 
-def lacking(params: Params) -> list[Params]:
-    """The params without one of their keys, or of the ticket's, for each that is needed."""
-    ticket = params["ticket"]
-    tickets = [_without(ticket, missing) for missing in ticket if missing not in OPTIONAL]
-    return [
-        *(_without(params, missing) for missing in NEEDED),
-        *({**params, "ticket": incomplete} for incomplete in tickets),
-    ]
+def unreachable(params: Params) -> Params:
+    """Of an agent that is not there: it is looked for until the fetch's deadline."""
+    return _with(endpoint=f"tcp://127.0.0.1:{free_port()}")(params)
 
 
-def _without(fields: Params, missing: str) -> Params:
-    return {key: value for key, value in fields.items() if key != missing}
-
-
+NEEDED = (
+    *("ticket", "remote_num_tokens", "prompt_digest"),
+    *("agent_id", "agent_boot", "endpoint", "engine_id", "engine_instance", "offer_id"),
+    *("request_id", "num_tokens", "secret"),
+)
 WRONG: Mapping[str, Callable[[Params], Params]] = {
-    "nothing but what routers look at": _only_routed,
-    "values of another type": _of_another_type,
+    "nothing but what routers look at": lambda params: {k: params[k] for k in ROUTED},
+    "values of another type": lambda params: {
+        key: value if key in ROUTED else [value] for key, value in params.items()
+    },
     "of vLLM's own connector": _of_nixl_connector,
     "of another engine": _with(engine_id="nobody"),
     "of an engine that has restarted": _with(engine_instance=uuid.uuid4().hex),
@@ -74,6 +63,18 @@ WRONG: Mapping[str, Callable[[Params], Params]] = {
     "with another secret": _with(secret=uuid.uuid4().hex),
     "of an unknown offer": _with(offer_id=uuid.uuid4().hex),
     "of another version": _with(kvbus=999),
-    "of an agent that is not there": _unreachable,
     "of an endpoint that is none": _with(endpoint="no endpoint"),
+    **{f"without {missing}": _without(missing) for missing in NEEDED},
 }
+DO_NOT_FIT: Mapping[str, tuple[int, Callable[[int], Params], int | None]] = {
+    "a prompt longer by one": (1, lambda _: {}, 1),
+    "a prompt longer by blocks": (90, lambda _: {}, 90),
+    "a prompt shorter": (-20, lambda _: {}, None),
+    "of no token": (0, lambda _: {"remote_num_tokens": 0}, None),
+    "of one token": (0, lambda _: {"remote_num_tokens": 1}, None),
+    "of one less": (0, lambda length: {"remote_num_tokens": length - 1}, None),
+    "of one more": (0, lambda length: {"remote_num_tokens": length + 1}, None),
+    "of very many": (0, lambda _: {"remote_num_tokens": 1 << 20}, None),
+}
+"""How much longer the prompt is, what the params say otherwise of ``length`` tokens that are
+offered, and how many tokens of the prompt are computed then: all, if None."""

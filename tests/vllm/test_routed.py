@@ -1,0 +1,207 @@
+"""Clients of routers get what decode says alone, and leave nothing when they hang up.
+
+What cannot be loaded is an error here, and the only one. Large blocks go to small ones.
+"""
+
+import uuid
+
+import pytest
+
+from tests.agents import wait_until
+from tests.vllm.calls import Call, RefusedError, ask, ask_in_words, chat
+from tests.vllm.clusters import (
+    ALL_THE_SAME,
+    CHUNK_TOKENS,
+    NUM_TOKENS,
+    Cluster,
+    halted,
+    prompt_of,
+    works_again,
+)
+from tests.vllm.routers import ROUTERS, is_there
+from tests.vllm.tickets import WRONG
+
+CLUSTER = "routed"
+LONG = 3000
+
+
+@pytest.fixture(params=ROUTERS)
+def name(request: pytest.FixtureRequest) -> str:
+    if not is_there(request.param):
+        pytest.skip(f"{request.param} is not installed here: make test-vllm runs this")
+    router: str = request.param
+    return router
+
+
+@pytest.fixture
+def port(pair: Cluster, name: str) -> int:
+    """That of each router in turn, before the servers of the pair."""
+    return pair.router(name)
+
+
+@pytest.fixture
+def seed(name: str) -> int:
+    """Prompts that the test with another router has not had: they would be cached."""
+    return 1000 * (1 + list(ROUTERS).index(name))
+
+
+def test_clients_at_the_same_time_get_what_decode_says_alone(
+    pair: Cluster, port: int, seed: int
+) -> None:
+    prompts = [prompt_of(40 + 50 * number, seed=seed + number) for number in range(8)]
+    before = pair.decode.from_elsewhere()
+
+    calls = [ask_in_words(port, [prompt], NUM_TOKENS) for prompt in prompts]
+    said = [call.completion().tokens for call in calls]
+
+    assert said == [pair.alone(prompt) for prompt in prompts]
+    assert pair.decode.from_elsewhere() - before == sum(len(prompt) for prompt in prompts)
+
+
+def test_a_chat_that_streams_says_the_same(pair: Cluster, port: int, seed: int) -> None:
+    prompt = prompt_of(CHUNK_TOKENS + 50, seed=seed + 20)
+    before = pair.decode.from_elsewhere()
+
+    streamed = list(chat(port, prompt, NUM_TOKENS, stream=True).stream())
+
+    assert streamed == pair.alone(prompt)
+    assert pair.decode.from_elsewhere() - before == len(prompt)
+
+
+def test_several_sequences_of_a_prompt_are_handed_off_once(
+    pair: Cluster, port: int, seed: int, name: str
+) -> None:
+    """Smg and the proxy send them to the decode server alone."""
+    prompt = prompt_of(CHUNK_TOKENS + 50, seed=seed + 25)
+    before = pair.decode.from_elsewhere()
+
+    call = ask_in_words(port, [prompt], NUM_TOKENS, **ALL_THE_SAME)
+
+    assert call.sequences() == 3 * [pair.alone(prompt)]
+    assert pair.decode.from_elsewhere() - before == (len(prompt) if name == "vllm-router" else 0)
+
+
+def test_of_several_prompts_the_first_is_handed_off(
+    pair: Cluster, port: int, seed: int, name: str
+) -> None:
+    """The proxy sends them to the decode server alone."""
+    prompts = [prompt_of(200 + number, seed=seed + 30 + number) for number in range(3)]
+    before = pair.decode.from_elsewhere()
+
+    said = ask_in_words(port, prompts, NUM_TOKENS).sequences()
+
+    assert said == [pair.alone(prompt) for prompt in prompts]
+    assert pair.decode.from_elsewhere() - before == (0 if name == "proxy" else len(prompts[0]))
+
+
+def test_a_client_that_hangs_up_leaves_nothing_whenever_it_does_so(
+    pair: Cluster, port: int, seed: int
+) -> None:
+    call = ask_in_words(port, [prompt_of(LONG, seed=seed + 40)], NUM_TOKENS)
+    wait_until(pair.reading, "prefill has begun")
+    call.abort()
+    pair.check()
+
+    ended = pair.prefill.metric("request_success_total")
+    with halted([pair.decode_agent.pid]):
+        call = ask_in_words(port, [prompt_of(LONG, seed=seed + 50)], NUM_TOKENS)
+        wait_until(lambda: pair.prefill.metric("request_success_total") > ended, "a prefill")
+        wait_until(lambda: pair.decode.metric("num_requests_waiting"), "decode has it")
+        call.abort()
+    pair.check()
+
+    call = chat(port, prompt_of(300, seed=seed + 60), LONG, stream=True, min_tokens=LONG)
+    next(call.stream())
+    call.abort()
+    pair.check()
+
+
+def test_the_trace_of_a_client_of_the_proxy_is_known_to_both_agents(pair: Cluster) -> None:
+    trace = f"00-{uuid.uuid4().hex}-{uuid.uuid4().hex[:16]}-01"
+    pair.decode_agent.skip_log()
+
+    call = ask(pair.router("proxy"), prompt_of(100, 9), NUM_TOKENS, headers={"traceparent": trace})
+    call.completion()
+
+    request_id = pair.decode_agent.says("handoff.completed")[-1]["request_id"]
+    for agent in (pair.prefill_agent, pair.decode_agent):
+        spans = agent.trace(request_id=request_id)
+        assert spans[0]["attributes"]["traceparent"] == trace
+    waited = next(span for span in spans if span["name"] == "pending")
+    asked = next(span for span in spans if span["name"] == "asked")
+    assert waited["start_s"] < waited["end_s"] == asked["start_s"]
+
+
+def status(call: Call) -> int:
+    """The HTTP status of the answer."""
+    try:
+        call.completion()
+    except RefusedError as error:
+        return error.status
+    return 200
+
+
+def test_a_request_with_a_wrong_ticket_is_an_error_and_those_beside_it_are_served(
+    pair: Cluster,
+) -> None:
+    kinds = ("with another secret", "nothing but what routers look at")
+    prompts = [prompt_of(length, seed=100 + length) for length in (31, 32, 64, 65, 1000)]
+    tickets = [pair.ticket(prompt) for prompt in prompts]
+    before = pair.moved()
+
+    wrong = [pair.begin(prompts[-1], WRONG[kind](tickets[-1]), cache_salt=kind) for kind in kinds]
+    stream = pair.begin(prompts[-1], {"do_remote_prefill": True}, stream=True, cache_salt="stream")
+    right = [pair.begin(*each) for each in zip(prompts, tickets, strict=True)]
+    without = pair.begin(prompts[-1], None, cache_salt="without")
+
+    assert [status(call) for call in wrong] == [500, 500]
+    with pytest.raises(RefusedError):
+        list(stream.stream())
+    said = [call.completion().tokens for call in right]
+    assert said == [pair.alone(prompt) for prompt in prompts]
+    assert without.completion().tokens == said[-1]
+    assert pair.moved() > before
+
+
+def test_a_request_whose_offer_has_expired_is_an_error(pair: Cluster) -> None:
+    prompt = prompt_of(200, seed=201)
+    ticket = pair.ticket(prompt)
+    wait_until(pair.prefill_agent.idle, "the offer has expired")
+    wait_until(lambda: not pair.prefill.blocks_in_use(), "its blocks are vLLM's again")
+
+    assert status(pair.begin(prompt, ticket)) == 500
+
+
+def test_a_request_whose_prefill_agent_is_killed_during_its_fetch_is_an_error(
+    pair: Cluster,
+) -> None:
+    call = pair.stuck(prompt_of(400, seed=202))
+
+    pair.prefill_agent.kill()
+
+    assert status(call) == 500
+    pair.prefill_agent.start()
+    works_again(pair, seed=20000)
+
+
+@pytest.fixture
+def without_prefill(pair: Cluster) -> Cluster:
+    """The last of this module: the prefill server does not come back."""
+    for name in filter(is_there, ROUTERS):
+        pair.router(name)
+    pair.prefill.stop()
+    return pair
+
+
+def test_without_a_prefill_server_routers_answer_with_an_error_and_the_proxy_with_decode(
+    without_prefill: Cluster,
+) -> None:
+    pair, prompt = without_prefill, prompt_of(300, seed=300)
+
+    calls = {
+        name: ask_in_words(pair.router(name), [prompt], NUM_TOKENS)
+        for name in filter(is_there, ROUTERS)
+    }
+
+    assert calls.pop("proxy").completion().tokens == pair.alone(prompt)
+    assert all(status(call) >= 500 for call in calls.values())
