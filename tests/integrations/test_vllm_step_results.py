@@ -3,16 +3,19 @@
 from collections import Counter
 from dataclasses import dataclass
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvbus.integrations.vllm.sessions import ranks_elsewhere
 from kvbus.integrations.vllm.step_results import (
     MOST_UNMATCHED,
     NOTHING,
     EarlyCompletions,
     StepResults,
+    WorkerPlace,
 )
-from kvbus.protocol import Fetched, Outcome
+from kvbus.protocol import AgentRanks, Fetched, Outcome
 
 
 def ended(fetch_id: str, outcome: Outcome = Outcome.COMPLETED) -> Fetched:
@@ -90,3 +93,30 @@ def test_notices_that_nobody_asks_for_are_forgotten_at_last() -> None:
 
     assert first == NOTHING
     assert second.received == ("s",)
+
+
+def place(rank: int, agent: int) -> WorkerPlace:
+    """Agent 0 is one that is not there."""
+    endpoint = f"tcp://10.0.0.{agent}:7711" if agent else ""
+    return WorkerPlace(rank, endpoint, f"{16 * 'a'}{rank}", f"key{agent}")
+
+
+@pytest.mark.parametrize(
+    ("agents", "elsewhere"),
+    [
+        ((1, 1, 2, 2, 3, 3), {2: (2, 3), 3: (4, 5)}),
+        ((1, 0), {}),
+        ((0, 1), {}),
+    ],
+    ids=["three agents", "none beside the second", "none beside the first"],
+)
+def test_ranks_are_elsewhere_whose_agent_is_not_that_of_the_first(
+    agents: tuple[int, ...], elsewhere: dict[int, tuple[int, ...]]
+) -> None:
+    workers = [place(rank, agent) for rank, agent in enumerate(agents)]
+
+    wanted = [
+        AgentRanks(f"tcp://10.0.0.{agent}:7711", ranks, f"{16 * 'a'}{ranks[0]}", f"key{agent}")
+        for agent, ranks in elsewhere.items()
+    ]
+    assert ranks_elsewhere(workers) == wanted

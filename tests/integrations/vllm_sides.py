@@ -1,7 +1,7 @@
 """The connector's threads and real agents, without vLLM: what its scheduler does, by hand."""
 
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,7 +19,7 @@ from kvbus.integrations.vllm.stats import StatsRecorder
 from kvbus.integrations.vllm.transfer_params import HandoffParams
 from kvbus.protocol import Rendezvous
 from tests.agents import AgentProcess, wait_until
-from tests.engines import bits
+from tests.strict_sessions import bits
 
 GROUP = GroupSpec("full", (0, 1), 16, 2, 8, "float32")
 NUM_BLOCKS = 32
@@ -121,18 +121,27 @@ def ticket_of(offers: Offers, request_id: str) -> dict[str, Any] | None:
 
 
 @contextmanager
-def memory_of(path: Path, spec: EngineSpec, num_blocks: int = NUM_BLOCKS) -> Iterator[Registered]:
-    """The memory of an engine of one rank, full of random bytes, for the agent at ``path``."""
+def memory_of(
+    path: Path, spec: EngineSpec, num_blocks: int = NUM_BLOCKS, *, also_at: Sequence[Path] = ()
+) -> Iterator[Registered]:
+    """The memory of an engine of one rank, full of random bytes, for the agent at ``path``.
+
+    And for those ``also_at``, where the engine has several.
+    """
     rank = lay_out_rank(spec, 0, KvLayout.parse("NHD"), num_blocks=num_blocks)
     segment = rank.segments[0]
     buffer = torch.randint(0, 255, (segment.size_bytes,), dtype=torch.uint8)
     storage = share_tensor(buffer)
     assert isinstance(storage, SharedStorage)
-    link = memory_link(path, spec, rank, {segment.segment_id: storage}, access=new_secret())
+    storages = {segment.segment_id: storage}
+    links = [
+        memory_link(each, spec, rank, storages, access=new_secret()) for each in (path, *also_at)
+    ]
     try:
-        yield Registered(KvCache(spec, rank, buffer), storage, link)
+        yield Registered(KvCache(spec, rank, buffer), storage, links[0])
     finally:
-        link.close()
+        for link in links:
+            link.close()
         storage.close()
 
 

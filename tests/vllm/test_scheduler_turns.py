@@ -1,212 +1,182 @@
-"""The scheduler's side in conversations, with vLLM's own requests and real agents: what is kept of
-an answer, and what the next turn loads of it.
+"""Conversations by vLLM's own scheduler and real agents, but no model: what decode keeps of an
+answer, and what prefill loads of it for the next turn.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
-from msgspec import structs
 
 pytest.importorskip("vllm.v1.request", reason="needs vLLM: make test-vllm")
 
-from vllm.sampling_params import RequestOutputKind, SamplingParams
-from vllm.v1.core.block_pool import BlockPool
-from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.request import Request, RequestStatus
+from vllm.sampling_params import RequestOutputKind
+from vllm.v1.request import RequestStatus
 
-from kvbus.geometry import EngineSpec
-from kvbus.integrations.vllm.held_blocks import HeldBlocks
-from kvbus.integrations.vllm.options import ConnectorOptions, Endpoints
-from kvbus.integrations.vllm.scheduler_side import SchedulerSide
-from kvbus.integrations.vllm.step_results import WorkerPlace
-from tests.agents import AgentProcess, Agents, wait_until
-from tests.integrations.vllm_sides import BLOCKS, GROUP, NUM_BLOCKS, PROMPT_TOKENS, memory_of
+from tests.agents import Agents, wait_until
+from tests.vllm.scheduled import Answer, EngineOf, Scheduled, prompt_of, what_follows
+from tests.vllm.tickets import WRONG
 
-PLACE = WorkerPlace(0, "", 16 * "a")
-WINDOW = 16
-PROMPT = list(range(100, 100 + PROMPT_TOKENS - 8))
-ANSWER = list(range(200, 208))
-SAID = [*PROMPT, *ANSWER]
-KEPT = len(SAID) - 1
-NEW = [300, 301, 302]
-TO_DECODE = {"do_remote_prefill": False}
-EMPTY = SchedulerOutput.make_empty()
-NOWHERE = "/nowhere/attach.sock"
+ASKED = {"do_remote_prefill": False}
+GOES_ON = {"do_remote_decode": True, "do_remote_prefill": False}
+TALKS = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 1}
+SMALLER, LARGER = 8, 16
+NUM_SAID = 10
+PROMPT = prompt_of(48)
+SAID = [*PROMPT, *what_follows(PROMPT, NUM_SAID)]
+NEW = [60, 61, 62]
+NUM_KEPT = len(SAID) - 1
+"""Nobody has computed the last token of an answer."""
 
-
-@pytest.fixture
-def pool() -> BlockPool:
-    """That of the decode side, in which `BLOCKS` are those of a request."""
-    made = BlockPool(NUM_BLOCKS, enable_caching=True, hash_block_size=GROUP.block_size)
-    made.touch([made.blocks[one] for one in BLOCKS[0]])
-    return made
+Engines = tuple[Scheduled, Scheduled]
 
 
 @contextmanager
-def side_of(
-    agent: AgentProcess, pool: BlockPool, *, window: int | None = None, **options: Any
-) -> Iterator[SchedulerSide]:
-    """The scheduler's side of an engine with this agent, and none of the other kind."""
-    spec = EngineSpec(agent.role, "model", 1, (structs.replace(GROUP, window=window),))
-    endpoints = Endpoints(**{"prefill": NOWHERE, "decode": NOWHERE, agent.role: str(agent.attach)})
-    settings = {"bidirectional_kv_xfer": True, "decoder_kv_blocks_ttl": 2.0, **options}
-    with memory_of(Path(agent.attach), spec):
-        side = SchedulerSide(ConnectorOptions(endpoints, **settings), spec, num_blocks=NUM_BLOCKS)
-        side.hold_in(HeldBlocks(pool, drains=True))
-        side.meet_workers([(PLACE, PLACE)])
-        try:
-            wait_until(lambda: list(agent.status()["engines"].values()) == [True], "it is up")
-            yield side
-        finally:
-            side.close()
+def engines(
+    agents: Agents, engine_of: EngineOf, *, ttl_s: float = 60.0, **theirs: Any
+) -> Iterator[Engines]:
+    """One that prefills and one that decodes, which have read nothing wrong and hold nothing."""
+    ours = {**TALKS, "decoder_kv_blocks_ttl": ttl_s}
+    with (
+        engine_of(agents.all, SMALLER, **{**TALKS, **theirs}) as prefill,
+        engine_of(agents.all, LARGER, **ours) as decode,
+    ):
+        yield prefill, decode
+        assert prefill.wrong == decode.wrong == []
+        for engine in (prefill, decode):
+            engine.until_all_free()
 
 
-def answered(
-    side: SchedulerSide,
-    params: dict[str, Any] | None = TO_DECODE,
-    *,
-    kind: RequestOutputKind = RequestOutputKind.FINAL_ONLY,
-    status: RequestStatus = RequestStatus.FINISHED_STOPPED,
-) -> tuple[bool, dict[str, Any] | None]:
-    """What the connector says at the end of a request that has said `ANSWER`."""
-    extra = {"kv_transfer_params": params} if params is not None else None
-    sampling = SamplingParams(max_tokens=20, extra_args=extra, output_kind=kind)
-    request = Request("r", list(PROMPT), sampling, None)
-    side.expect(request)
-    side.allocated(request, BLOCKS, 0)
-    request.append_output_token_ids(ANSWER)
-    request.num_computed_tokens = len(SAID)  # one step was scheduled ahead
-    request.status = status
-    return side.finished(request, BLOCKS)
+@pytest.fixture
+def both(agents: Agents, engine_of: EngineOf) -> Iterator[Engines]:
+    """Engines whose answers wait for the next turn for long."""
+    with engines(agents, engine_of) as made:
+        yield made
 
 
-def kept(side: SchedulerSide) -> dict[str, Any]:
-    """The params of the next prefill request."""
-    keeps, params = answered(side)
-    assert not keeps
-    assert params is not None
-    return params
+def kept(decode: Scheduled, **fields: Any) -> dict[str, Any]:
+    """The params of the next turn's prefill request."""
+    return decode.offered(PROMPT, NUM_SAID, ASKED, **fields)
 
 
-def next_turn(params: dict[str, Any], prompt: list[int]) -> Request:
-    sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
-    return Request("next", list(prompt), sampling, None)
+def turn(both: Engines, prompt: list[int], params: Mapping[str, Any], salt: str = "") -> Answer:
+    """What prefill says to the next turn, whose answer by decode is right and not kept."""
+    prefill, decode = both
+    streamed = {"output_kind": RequestOutputKind.DELTA}
+
+    answer = prefill.answer(prompt, 1, params, cache_salt=salt)
+    said = decode.answer(prompt, 2, answer.params, cache_salt=salt, sampling=streamed)
+
+    assert said.tokens == what_follows(prompt, 2)
+    return answer
 
 
-def matched(side: SchedulerSide, request: Request, num_cached: int = 0) -> int:
-    """How many tokens are loaded; then the request is given up, and its ticket with it."""
-    side.expect(request)
-    num_tokens = side.matched(request, num_cached)
-    request.status = RequestStatus.FINISHED_ABORTED
-    side.finished(request, [[]])
-    return num_tokens
-
-
-def are_free(side: SchedulerSide, pool: BlockPool) -> bool:
-    """Whether the blocks of the answer are only their request's own."""
-    side.step(EMPTY)
-    return all(pool.blocks[one].ref_cnt == 1 for one in BLOCKS[0])
-
-
-def test_all_but_the_last_token_is_kept_for_the_next_prefill_request(
-    agents: Agents, pool: BlockPool
+def test_all_but_the_last_token_is_kept_for_a_while_in_which_vllm_rests(
+    agents: Agents, engine_of: EngineOf
 ) -> None:
-    with side_of(agents.all[0], pool) as decode:
+    with engines(agents, engine_of, ttl_s=2.0) as (_, decode):
+        before = decode.num_free
+
         params = kept(decode)
 
-        assert params["remote_num_tokens"] == KEPT
-        assert (params["do_remote_decode"], params["do_remote_prefill"]) == (True, False)
-        assert not are_free(decode, pool)
-        assert not decode.needs_steps
-        wait_until(lambda: are_free(decode, pool), "its time is over")
+        assert params["remote_num_tokens"] == NUM_KEPT
+        assert {key: params[key] for key in GOES_ON} == GOES_ON
+        assert decode.num_free < before
+        assert not decode.scheduler.connector.has_pending_push_work()
+        decode.until(lambda: decode.num_free == before)
+
+
+NOT_KEPT: Mapping[str, tuple[Mapping[str, Any] | None, Mapping[str, Any], str]] = {
+    "not asked for": (None, {}, ""),
+    "asked for nothing": ({}, {}, ""),
+    "streamed": (ASKED, {"output_kind": RequestOutputKind.DELTA}, ""),
+    "aborted": (ASKED, {}, "FINISHED_ABORTED"),
+    "failed": (ASKED, {}, "FINISHED_ERROR"),
+}
+
+
+@pytest.mark.parametrize("how", NOT_KEPT)
+def test_what_nobody_can_go_on_with_is_not_kept(both: Engines, how: str) -> None:
+    params, sampling, status = NOT_KEPT[how]
+    _, decode = both
+
+    answer = decode.ask(PROMPT, NUM_SAID, params, sampling=sampling)
+    decode.until(lambda: len(answer.tokens) == NUM_SAID - bool(status))
+    if status:
+        decode.give_up(RequestStatus[status])
+        decode.step()
+
+    assert answer.params is None
+    assert decode.num_free == decode.pool.num_gpu_blocks - 1
+
+
+def test_nothing_is_kept_unless_the_options_say_so(agents: Agents, engine_of: EngineOf) -> None:
+    with engine_of((agents.all[0], None), LARGER) as decode:
+        assert decode.answer(PROMPT, NUM_SAID, ASKED).params is None
 
 
 @pytest.mark.parametrize(
-    "how",
+    ("num_cached", "threshold", "num_computed"),
     [
-        {"params": None},
-        {"params": {}},
-        {"kind": RequestOutputKind.DELTA},
-        {"status": RequestStatus.FINISHED_ABORTED},
-        {"status": RequestStatus.FINISHED_ERROR},
+        (0, 1, 1 + len(NEW)),
+        (16, NUM_KEPT - 16, 1 + len(NEW)),
+        (16, NUM_KEPT - 16 + 1, len(SAID) - 16 + len(NEW)),
+        (56, 2, len(SAID) - 56 + len(NEW)),
     ],
-    ids=str,
-)
-def test_what_nobody_can_go_on_with_is_not_kept(
-    agents: Agents, pool: BlockPool, how: dict[str, Any]
-) -> None:
-    with side_of(agents.all[0], pool) as decode:
-        assert answered(decode, **how) == (False, None)
-        assert are_free(decode, pool)
-
-
-def test_nothing_is_kept_unless_the_options_say_so(agents: Agents, pool: BlockPool) -> None:
-    with side_of(agents.all[0], pool, bidirectional_kv_xfer=False) as decode:
-        assert answered(decode) == (False, None)
-
-
-@pytest.mark.parametrize(
-    ("num_cached", "threshold", "num_loaded"),
-    [(0, 1, KEPT), (16, 1, KEPT - 16), (KEPT, 1, 0), (KEPT - 5, 5, 5), (KEPT - 5, 6, 0)],
 )
 def test_the_next_turn_loads_what_is_not_cached_and_worth_it(
-    agents: Agents, pool: BlockPool, num_cached: int, threshold: int, num_loaded: int
+    agents: Agents, engine_of: EngineOf, num_cached: int, threshold: int, num_computed: int
 ) -> None:
-    with (
-        side_of(agents.all[0], pool, decoder_kv_blocks_ttl=60.0) as decode,
-        side_of(agents.all[1], pool, kv_recompute_threshold=threshold) as prefill,
-    ):
-        request = next_turn(kept(decode), [*SAID, *NEW])
+    with engines(agents, engine_of, kv_recompute_threshold=threshold) as both:
+        prefill, decode = both
+        prefill.answer([*SAID[:num_cached], 1], 1)
 
-        assert matched(prefill, request, num_cached) == num_loaded
-        wait_until(lambda: are_free(decode, pool), "given up, its blocks come back at once")
+        answer = turn(both, [*SAID, *NEW], kept(decode))
+
+        assert (answer.num_found, answer.num_computed) == (num_cached, num_computed)
 
 
-@pytest.mark.parametrize("new", [[], NEW[:1], NEW])
-def test_with_a_window_a_token_is_left_to_compute(
-    agents: Agents, pool: BlockPool, new: list[int]
+def test_a_server_that_may_not_load_computes_the_turn(agents: Agents, engine_of: EngineOf) -> None:
+    with engines(agents, engine_of, ttl_s=2.0, bidirectional_kv_xfer=False) as both:
+        answer = turn(both, [*SAID, *NEW], kept(both[1]))
+
+        assert answer.num_computed == len(SAID) + len(NEW)
+
+
+@pytest.mark.parametrize("kind", WRONG)
+def test_the_turn_of_a_wrong_ticket_is_computed_and_the_right_one_is_good_after_it(
+    both: Engines, kind: str
 ) -> None:
-    with (
-        side_of(agents.all[0], pool, decoder_kv_blocks_ttl=60.0, window=WINDOW) as decode,
-        side_of(agents.all[1], pool, kv_recompute_threshold=1, window=WINDOW) as prefill,
-    ):
-        request = next_turn(kept(decode), [*SAID, *new])
+    params, prompt = kept(both[1]), [*SAID, *NEW]
 
-        assert matched(prefill, request) == (KEPT if new else 0)
-        assert request.num_prompt_tokens == KEPT + len(new)
-        wait_until(lambda: are_free(decode, pool), "given up, its blocks come back at once")
+    wrong = turn(both, prompt, {**WRONG[kind](params), **GOES_ON}, salt="wrong")
+    right = turn(both, prompt, params)
+
+    assert (wrong.num_computed, right.num_computed) == (len(prompt), 1 + len(NEW))
 
 
-@pytest.mark.parametrize("window", [None, WINDOW])
-def test_with_another_prompt_the_load_fails(
-    agents: Agents, pool: BlockPool, window: int | None
-) -> None:
-    with (
-        side_of(agents.all[0], pool, window=window) as decode,
-        side_of(agents.all[1], pool, kv_recompute_threshold=1, window=window) as prefill,
-    ):
-        request = next_turn(kept(decode), [*SAID[:-2], 7, *NEW])
-        prefill.expect(request)
+@pytest.mark.parametrize("num_kept", [0, 30, NUM_KEPT - 1])
+def test_a_turn_whose_past_was_changed_is_computed(both: Engines, num_kept: int) -> None:
+    params, prompt = kept(both[1]), [*SAID[:num_kept], 99, *SAID[num_kept + 1 :], *NEW]
 
-        num_tokens = prefill.matched(request, 0)
-        prefill.allocated(request, [[1, 2, 4]], num_tokens)
+    changed = turn(both, prompt, params, salt="changed")
+    right = turn(both, [*SAID, *NEW], params)
 
-        assert num_tokens == request.num_prompt_tokens
-        wait_until(lambda: prefill.step(EMPTY).failed == ("next",), "it has failed")
-        request.status = RequestStatus.FINISHED_ABORTED
-        prefill.finished(request, [[]])
-        wait_until(lambda: are_free(decode, pool), "its time is over")
+    assert (changed.num_computed, right.num_computed) == (len(prompt), 1 + len(NEW))
 
 
-def test_a_server_that_may_not_load_computes_the_turn(agents: Agents, pool: BlockPool) -> None:
-    with (
-        side_of(agents.all[0], pool) as decode,
-        side_of(
-            agents.all[1], pool, bidirectional_kv_xfer=False, kv_recompute_threshold=1
-        ) as prefill,
-    ):
-        assert matched(prefill, next_turn(kept(decode), [*SAID, *NEW])) == 0
-        wait_until(lambda: are_free(decode, pool), "its time is over")
+def test_a_turn_whose_ticket_has_expired_is_computed(agents: Agents, engine_of: EngineOf) -> None:
+    with engines(agents, engine_of, ttl_s=0.5) as both:
+        params = kept(both[1])
+        wait_until(agents.all[0].idle, "the offer has expired")
+
+        assert turn(both, [*SAID, *NEW], params).num_computed == len(SAID) + len(NEW)
+
+
+def test_an_answer_that_ended_by_a_stop_token_goes_on(both: Engines) -> None:
+    _, decode = both
+    stops = {"stop_token_ids": SAID[-1:]}
+
+    params = decode.offered(PROMPT, NUM_SAID + 9, ASKED, sampling=stops)
+
+    assert turn(both, [*SAID, *NEW], params).num_computed == 1 + len(NEW)

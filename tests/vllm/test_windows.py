@@ -3,10 +3,9 @@
 Not in the request that was loaded, and not in one that finds its blocks in the prefix cache.
 """
 
-import copy
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,89 +15,34 @@ from hypothesis import strategies as st
 
 pytest.importorskip("vllm.v1.core.sched.scheduler", reason="needs vLLM: make test-vllm")
 
-from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec
-
-from kvbus.protocol import Rendezvous
-from tests.agents import AgentProcess, Agents
+from tests.agents import Agents
 from tests.examples import num_examples
-from tests.vllm.configured import Configured, configure, full, layers, window
-from tests.vllm.scheduled import Answer, Scheduled, scheduled, what_follows
+from tests.vllm.scheduled import LONGEST, EngineOf, Scheduled, prompt_of, what_follows
 
-LONGEST = 160
 TO_DECODE = {"do_remote_decode": True}
 TALKS = {"bidirectional_kv_xfer": True, "kv_recompute_threshold": 1, "decoder_kv_blocks_share": 1.0}
 SLOW = [HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
-SOME = settings(
-    max_examples=num_examples(40),
-    suppress_health_check=SLOW,
-)
+SOME = settings(max_examples=num_examples(40), suppress_health_check=SLOW)
 SIZES = st.integers(1, 10).map(lambda number: 4 * number)
 WINDOWS = st.integers(2, 60)
 LENGTHS = st.integers(2, LONGEST)
-
-
-Of = Callable[..., AbstractContextManager[Scheduled]]
-
-
-@pytest.fixture(scope="module")
-def engine_of(tmp_path_factory: pytest.TempPathFactory) -> Of:
-    """Begins an engine of any block size and window, by one configuration of vLLM."""
-    case = configure(
-        tmp_path_factory.mktemp("model"), layers(full()), num_blocks=64, max_model_len=512
-    )
-
-    @contextmanager
-    def begin(
-        agents: Sequence[AgentProcess | None],
-        size: int,
-        *,
-        of: int,
-        num_requests: int = 8,
-        has_full: bool = True,
-        **options: Any,
-    ) -> Iterator[Scheduled]:
-        """With room for so many of the longest requests, whose tokens see ``of`` tokens."""
-        specs = [window(of, block_size=size), *([full(block_size=size)] if has_full else [])]
-        groups = [KVCacheGroupSpec([name], spec) for name, spec in layers(*specs).items()]
-        num_blocks = 1 + num_requests * len(specs) * (2 + 2 * LONGEST // size)
-        config = copy.copy(case.vllm_config)
-        config.cache_config = copy.copy(config.cache_config)
-        config.cache_config.block_size = size
-        caches = KVCacheConfig(num_blocks, [], groups, hash_block_size=size)
-        with scheduled(Configured(config, caches, []), *agents, **options) as engine:
-            yield engine
-
-    return begin
-
-
-def prompt_of(num_tokens: int, seed: int = 0) -> list[int]:
-    """Prompts of two seeds have no block in common."""
-    return [3 + (seed * 31 + at * 7) % 91 for at in range(num_tokens)]
-
-
-def ask(
-    engine: Scheduled,
-    prompt: Sequence[int],
-    num_tokens: int = 2,
-    params: Mapping[str, Any] | None = None,
-) -> Answer:
-    """Have a request come."""
-    return engine.add(engine.request(uuid.uuid4().hex, prompt, num_tokens, params))
 
 
 def prefilled(
     engine: Scheduled,
     prompt: Sequence[int],
     asks: Mapping[str, Any] = TO_DECODE,
-    meets: Rendezvous | None = None,
+    meets_at: str | None = None,
 ) -> dict[str, Any] | None:
     """The params of the decode request, which know of no ticket if the two are to meet."""
-    more = {"transfer_id": meets.transfer_id} if meets is not None else {}
-    answer = ask(engine, prompt, 1, {**asks, **more})
-    engine.until_ended(answer)
-    if meets is not None:
-        return {"do_remote_prefill": True, "rendezvous": meets.to_json()}
-    return answer.params
+    if meets_at is None:
+        return engine.answer(prompt, 1, asks).params
+    name = uuid.uuid4().hex
+    engine.answer(prompt, 1, {**asks, "transfer_id": name})
+    return {
+        "do_remote_prefill": True,
+        "rendezvous": {"transfer_id": name, "endpoint": meets_at},
+    }
 
 
 @dataclass(frozen=True)
@@ -140,7 +84,7 @@ HANDOFFS = st.builds(
 @example(Handoff(40, 8, 16, num_tokens=98, num_said=2, common=90, beside=True))
 @example(Handoff(10, 8, 40, num_tokens=60, num_said=40, common=60, has_full=False))
 def test_nothing_is_read_that_nobody_wrote(
-    shared_agents: Agents, engine_of: Of, case: Handoff
+    shared_agents: Agents, engine_of: EngineOf, case: Handoff
 ) -> None:
     """The last of the prompts is loaded behind what the cache has of it."""
     offering, loading = shared_agents.all
@@ -152,15 +96,14 @@ def test_nothing_is_read_that_nobody_wrote(
         engine_of((offering, None), case.theirs, **ours) as prefill,
         engine_of((None, loading), case.ours, **ours, **few) as decode,
     ):
-        meets = Rendezvous(uuid.uuid4().hex, offering.peer)
-        params = prefilled(prefill, prompt, TO_DECODE, meets if case.at_once else None)
-        first = ask(decode, prompt, said, params)
+        meets_at = offering.peer if case.at_once else None
+        params = prefilled(prefill, prompt, TO_DECODE, meets_at)
+        first = decode.ask(prompt, said, params)
         if not case.beside:
             decode.until_ended(first)
-        others = [ask(decode, prompt, said), ask(decode, alike[0])]
+        others = [decode.ask(prompt, said), decode.ask(alike[0])]
         decode.until_ended(first, *others)
-        last = ask(decode, alike[1], 2, prefilled(prefill, alike[1]))
-        decode.until_ended(last)
+        last = decode.answer(alike[1], 2, prefilled(prefill, alike[1]))
 
         assert decode.wrong == prefill.wrong == []
         assert first.tokens == others[0].tokens == what_follows(prompt, said)
@@ -186,7 +129,7 @@ CONVERSATIONS = st.builds(
     st.tuples(SIZES, SIZES, SIZES),
     LENGTHS,
     st.integers(2, 40),
-    st.integers(1, 30),
+    st.integers(0, 30),
     st.booleans(),
 )
 
@@ -197,7 +140,7 @@ CONVERSATIONS = st.builds(
 @example(Conversation(16, (32, 8, 32), num_tokens=60, num_said=2, num_new=6))
 @example(Conversation(16, (32, 8, 32), num_tokens=60, num_said=2, num_new=6, at_once=True))
 def test_nothing_is_read_that_nobody_wrote_in_a_conversation(
-    shared_agents: Agents, engine_of: Of, case: Conversation
+    shared_agents: Agents, engine_of: EngineOf, case: Conversation
 ) -> None:
     """From the first engine to the second, its answer to the third, the next turn to the first."""
     offering, loading = shared_agents.all
@@ -207,16 +150,12 @@ def test_nothing_is_read_that_nobody_wrote_in_a_conversation(
             stack.enter_context(engine_of((offering, loading), size, of=case.window, **TALKS))
             for size in case.sizes
         ]
-        answer = ask(engines[1], prompt, case.num_said, prefilled(engines[0], prompt))
-        engines[1].until_ended(answer)
+        answer = engines[1].answer(prompt, case.num_said, prefilled(engines[0], prompt))
         turn = [*prompt, *answer.tokens, *prompt_of(case.num_new, 3)]
-        meets = Rendezvous(uuid.uuid4().hex, offering.peer) if case.at_once else None
+        meets_at = offering.peer if case.at_once else None
         asks = {**TO_DECODE, **(answer.params or {})}
-        last = ask(engines[0], turn, 2, prefilled(engines[2], turn, asks, meets))
-        engines[0].until_ended(last)
-        again = [ask(engine, turn) for engine in engines]
-        for engine, each in zip(engines, again, strict=True):
-            engine.until_ended(each)
+        last = engines[0].answer(turn, 2, prefilled(engines[2], turn, asks, meets_at))
+        again = [engine.answer(turn) for engine in engines]
 
         assert [engine.wrong for engine in engines] == [[], [], []]
         assert answer.tokens == what_follows(prompt, case.num_said)
@@ -226,7 +165,7 @@ def test_nothing_is_read_that_nobody_wrote_in_a_conversation(
 @pytest.mark.parametrize(("theirs", "num_found"), [(16, 96), (32, 96), (8, 0)])
 @pytest.mark.parametrize("at_once", [False, True], ids=["ticket", "at once"])
 def test_blocks_that_prefill_has_whole_are_found_again(
-    agents: Agents, engine_of: Of, theirs: int, num_found: int, at_once: bool
+    agents: Agents, engine_of: EngineOf, theirs: int, num_found: int, at_once: bool
 ) -> None:
     """Token 96 needs 39 tokens before it. Of these 57 to 63 are in a block that starts at 48."""
     offering, loading = agents.all
@@ -235,19 +174,17 @@ def test_blocks_that_prefill_has_whole_are_found_again(
         engine_of((offering, None), theirs, of=40) as prefill,
         engine_of((None, loading), 16, of=40) as decode,
     ):
-        meets = Rendezvous(uuid.uuid4().hex, offering.peer) if at_once else None
-        first = ask(decode, prompt, 2, prefilled(prefill, prompt, TO_DECODE, meets))
-        decode.until_ended(first)
+        meets_at = offering.peer if at_once else None
+        decode.answer(prompt, 2, prefilled(prefill, prompt, TO_DECODE, meets_at))
 
-        again = ask(decode, prompt)
-        decode.until_ended(again)
+        again = decode.answer(prompt)
 
         assert again.num_found == num_found
         assert again.tokens == what_follows(prompt, 2)
 
 
 def test_a_prompt_that_found_a_block_with_a_gap_is_looked_up_again(
-    agents: Agents, engine_of: Of
+    agents: Agents, engine_of: EngineOf
 ) -> None:
     """Its load has ended in this pass, but its request waits for a LoRA: vLLM looks for others."""
     offering, loading = agents.all
@@ -256,12 +193,12 @@ def test_a_prompt_that_found_a_block_with_a_gap_is_looked_up_again(
         engine_of((offering, None), 8, of=40) as prefill,
         engine_of((None, loading), 16, of=40) as decode,
     ):
-        first = ask(decode, prompt, 2, prefilled(prefill, prompt))
-        (loaded,) = decode.requests
+        first = decode.ask(prompt, 2, prefilled(prefill, prompt))
+        loaded = decode.requests[-1]
         decode.until(lambda: loaded.request_id in decode.scheduler.finished_recving_kv_req_ids)
         cache, connector = decode.scheduler.kv_cache_manager, decode.scheduler.connector
         cache.cache_blocks(loaded, loaded.num_computed_tokens)
-        other = decode.request("other", prompt, 2)
+        other = decode.request(prompt)
         found = [cache.get_computed_blocks(other)[1]]
         asked = [connector.get_num_new_matched_tokens(other, found[0])]
         found.append(cache.get_computed_blocks(other)[1])
