@@ -90,7 +90,9 @@ def layers(*specs: Any) -> dict[str, Any]:
 
 def caches(config: KVCacheConfig) -> dict[str, torch.Tensor]:
     """As `register_kv_caches` is given them."""
-    return allocate_kv_cache(config, torch.device("cpu"), KVCacheLayout.LBHNC)
+    made: dict[str, torch.Tensor]
+    made = allocate_kv_cache(config, torch.device("cpu"), KVCacheLayout.LBHNC)
+    return made
 
 
 def attention(vllm_config: VllmConfig, cache: torch.Tensor, *, isa: str = "vec") -> Any:

@@ -1,0 +1,188 @@
+"""What vLLM's configuration says of an engine, in each of its processes and on both sides."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("vllm.engine.arg_utils", reason="needs vLLM: make test-vllm")
+
+from vllm.v1.core.single_type_kv_cache_manager import SlidingWindowManager
+from vllm.v1.kv_cache_interface import KVQuantMode, MambaSpec, MLAAttentionSpec
+
+from kvbus.errors import GeometryError
+from kvbus.geometry import EngineSpec
+from kvbus.integrations.vllm.description import describe_engine
+from kvbus.planning import check_compatible
+from tests.vllm.configured import Configured, configure, full, layers, window
+
+HYBRID = layers(window(48), window(48), full(), window(48), window(48), full())
+
+
+def described(case: Configured, **options: Any) -> EngineSpec:
+    return describe_engine(case.vllm_config, case.scheduler, engine_id="e", **options)
+
+
+@pytest.mark.parametrize(
+    ("specs", "pp_size"), [(HYBRID, 1), (layers(*[full()] * 4), 2)], ids=["hybrid", "stages"]
+)
+def test_scheduler_and_workers_describe_the_same_engine(
+    tmp_path: Path, specs: Any, pp_size: int
+) -> None:
+    case = configure(tmp_path, specs, pipeline_parallel_size=pp_size)
+
+    said = [describe_engine(case.vllm_config, one, engine_id="e") for one in case.workers]
+
+    assert said == [described(case)] * pp_size
+    assert said[0].pp_size == pp_size
+
+
+def test_groups_are_named_by_what_they_are_in_the_order_of_vllms(tmp_path: Path) -> None:
+    case = configure(tmp_path, HYBRID)
+
+    groups = described(case).groups
+
+    assert {group.name: group.layers for group in groups} == {
+        "window-48.0": (0, 3),
+        "window-48.1": (1, 4),
+        "full": (2, 5),
+    }
+    kinds = [type(group.kv_cache_spec).__name__ for group in case.scheduler.transfer_groups]
+    assert [group.window is None for group in groups] == [k == "FullAttentionSpec" for k in kinds]
+
+
+def test_engines_of_another_parallelism_and_block_size_are_compatible(tmp_path: Path) -> None:
+    halves = layers(*(window(48, 2, block_size=64), full(2, block_size=64)) * 2)
+
+    one = described(configure(tmp_path, layers(*(window(48), full()) * 2)))
+    two = described(configure(tmp_path, halves, tensor_parallel_size=2, block_size=64))
+
+    check_compatible(one, two)
+    assert (one.groups[0].block_size, two.groups[0].block_size) == (32, 64)
+
+
+@pytest.mark.parametrize(
+    ("total", "tp_size", "on_each"), [(4, 1, 4), (4, 2, 2), (4, 4, 1), (2, 4, 1), (1, 2, 1)]
+)
+def test_kv_heads_are_counted_once_over_all_ranks(
+    tmp_path: Path, total: int, tp_size: int, on_each: int
+) -> None:
+    specs, model = layers(full(on_each)), {"num_key_value_heads": total}
+
+    spec = described(configure(tmp_path, specs, model=model, tensor_parallel_size=tp_size))
+
+    assert (spec.groups[0].num_kv_heads, spec.tp_size) == (total, tp_size)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 47, 48, 49, 200])
+def test_a_window_is_what_the_cache_manager_keeps_for_the_next_token(
+    tmp_path: Path, num_tokens: int
+) -> None:
+    (group,) = described(configure(tmp_path, layers(window(48), window(48)))).groups
+    manager = SimpleNamespace(sliding_window=48, extra_retained_tokens=0)
+
+    kept = SlidingWindowManager.get_num_skipped_tokens(manager, num_tokens)
+
+    assert group.positions(0, num_tokens) == (kept, num_tokens)
+
+
+def test_a_latent_is_one_head_on_every_rank(tmp_path: Path) -> None:
+    mla = MLAAttentionSpec(block_size=16, num_kv_heads=1, head_size=576, dtype=torch.bfloat16)
+
+    (group,) = described(configure(tmp_path, layers(mla, mla), tensor_parallel_size=2)).groups
+
+    assert (group.name, group.parts, group.num_kv_heads) == ("latent", ("latent",), 1)
+    assert (group.head_dim, group.block_size, group.dtype) == (576, 16, "bfloat16")
+
+
+def test_the_model_is_its_path_revision_and_quantisation_or_what_the_option_says(
+    tmp_path: Path,
+) -> None:
+    case = configure(tmp_path, layers(full()))
+
+    assert described(case).model == f"{tmp_path}@main"
+    assert described(case, model="ours").model == "ours"
+    case.vllm_config.model_config.quantization = "awq"
+    assert described(case).model == f"{tmp_path}@main+awq"
+
+
+@dataclass(frozen=True)
+class Refused:
+    """What is refused: its layers, the options of vLLM, and what is changed in what that makes."""
+
+    named: str
+    match: str = "vLLM cannot be served by kvbus: .+"
+    specs: tuple[Any, ...] = (full(), full())
+    options: Mapping[str, Any] = field(default_factory=dict)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    group: Mapping[str, Any] = field(default_factory=dict)
+
+
+STATE = MambaSpec(block_size=32, shapes=((4,),), dtypes=(torch.float32,))
+DRAFTS = SimpleNamespace(uses_draft_kv_cache=lambda: True)
+REFUSED = {
+    "quantised": Refused(
+        "kv_cache_dtype", specs=2 * (full(kv_quant_mode=KVQuantMode.FP8_PER_TENSOR),)
+    ),
+    "state": Refused("groups", specs=(STATE, STATE)),
+    "heads of two sizes": Refused("head_size_v", specs=2 * (full(head_size_v=16),)),
+    "compressed": Refused("groups", specs=2 * (full(tokens_per_state=2),)),
+    "window of one": Refused("sliding_window", specs=(window(1), window(1))),
+    "odd dtype": Refused("kv_cache_dtype", specs=2 * (full(dtype=torch.float64),)),
+    "quantised by setting": Refused(
+        "kv_cache_dtype", "--kv-cache-dtype auto", config={"cache_config.cache_dtype": "fp8"}
+    ),
+    "fewer heads than the model": Refused(
+        "num_kv_heads",
+        "one KV head on each of 2 ranks",
+        specs=(full(1),),
+        options={"tensor_parallel_size": 2},
+    ),
+    "layers that differ": Refused(
+        "num_kv_heads", "differ in num_kv_heads", specs=(full(4), full(2))
+    ),
+    "kinds of attention in stages": Refused(
+        "pipeline_parallel_size",
+        "pipeline",
+        specs=(window(48), window(48), full(), full()),
+        options={"pipeline_parallel_size": 2},
+    ),
+    "decode contexts": Refused(
+        "decode_context_parallel_size",
+        config={"parallel_config.decode_context_parallel_size": 2},
+    ),
+    "prefill contexts": Refused(
+        "prefill_context_parallel_size",
+        config={"parallel_config.prefill_context_parallel_size": 2},
+    ),
+    "drafts": Refused("speculative_config", "speculative", config={"speculative_config": DRAFTS}),
+    "layers of drafts": Refused("groups", "draft", group={"is_eagle_group": True}),
+    "memory of the host": Refused("groups", "HiSparse", group={"host_resident": True}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_served_is_refused_with_what_it_is(tmp_path: Path, name: str) -> None:
+    refused = REFUSED[name]
+    case = configure(tmp_path, layers(*refused.specs), **refused.options)
+    for path, value in refused.config.items():
+        *parts, last = path.split(".")
+        of = case.vllm_config
+        for part in parts:
+            of = getattr(of, part)
+        setattr(of, last, value)
+    for key, value in refused.group.items():
+        setattr(case.scheduler.kv_cache_groups[0], key, value)
+
+    with pytest.raises(GeometryError, match=refused.match) as found:
+        describe_engine(
+            case.vllm_config,
+            case.workers[0] if name == "layers that differ" else case.scheduler,
+            engine_id="e",
+        )
+
+    assert found.value.detail["field"] == refused.named
