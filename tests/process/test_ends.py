@@ -289,7 +289,9 @@ async def play_lane(name: str, events: list[str], turn: Lock) -> Played:
             for event in events:
                 ended[event] = await play(lane, EVENTS[event], EXPECTED[event][name])
     except Exception as error:  # which the tests raise
-        return {**dict.fromkeys(events, error), **ended}
+        failed = events[min(len(ended), len(events) - 1)]
+        later = AssertionError(f"not played: '{failed}' failed before it in this lane")
+        return {**dict.fromkeys(events, later), **ended, failed: error}
     return ended
 
 
