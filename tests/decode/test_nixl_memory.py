@@ -30,10 +30,10 @@ def test_memory_misfits_when_it_overlaps_what_is_known_and_is_not_the_same(
     assert memory(here).misfits(known) == overlaps
 
 
-def test_a_hundred_thousand_segments_are_compared_with_as_many() -> None:
+def test_tens_of_thousands_of_segments_are_compared_with_as_many() -> None:
     """Pair by pair that would take many minutes."""
-    here = {(2 * number, 2 * number + 1) for number in range(100_000)}
-    known = {(2 * number + 1, 2 * number + 2) for number in range(100_000)}
+    here = {(2 * number, 2 * number + 1) for number in range(30_000)}
+    known = {(2 * number + 1, 2 * number + 2) for number in range(30_000)}
 
     assert not memory(here).misfits(known)
-    assert memory(here).misfits({*known, (200_000 - 2, 200_000)})
+    assert memory(here).misfits({*known, (60_000 - 2, 60_000)})
