@@ -100,12 +100,15 @@ def test_every_case_gives_figures() -> None:
 def test_a_trace_has_hops_of_all_four_processes_between_the_call_and_its_return() -> None:
     hops = told("--trace", "--scale", "0.05")["trace"]
 
-    at_us = [hop["at_us"] for hop in hops]
+    at_us = {(hop["process"], hop["what"]): hop["at_us"] for hop in hops}
     assert {hop["process"] for hop in hops} == ENGINES_AND_AGENTS
-    assert at_us == sorted(at_us)
-    assert at_us[0] == 0 < at_us[-1]
-    assert {hops[0]["process"], hops[-1]["process"]} == {"decode engine"}
-    assert sum(hop["took_us"] for hop in hops) == pytest.approx(at_us[-1], rel=0.5)
+    assert (
+        0
+        == at_us["decode engine", "fetch is called"]
+        < at_us["decode agent", "ReadTable: ChunkWanted"]
+        < at_us["prefill agent", "take: read"]
+        < at_us["decode engine", "completed() returns"]
+    )
 
 
 @pytest.mark.parametrize("arguments", [("--only", "everything"), ("--trace", "--only", "fixed")])
