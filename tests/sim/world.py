@@ -26,6 +26,9 @@ _MOST_TURNS, _TURNS_S = 100, 100e-6
 cancelled scope waits for a shielded one.
 """
 
+_SPINS_S = 2.0
+"""An event loop that turns for so long without a pause does so for ever."""
+
 
 class Violation(AssertionError):
     """Something that must not happen."""
@@ -76,6 +79,7 @@ class SimLoop(asyncio.SelectorEventLoop):
         self._offset_s, self._rate = offset_s, rate
         self._readers: dict[int, Callable[[], object]] = {}
         self.is_frozen = self.is_dead = False
+        self.busy_since: float | None = None
         super().__init__(_NoSelector())
         self._clock_resolution = 0.0
         self.set_exception_handler(self._see_failure)
@@ -278,10 +282,18 @@ class World:
             first.step()
             for _ in range(_MOST_TURNS):
                 if not first.has_more or first.is_frozen:
+                    first.busy_since = None
                     return True
                 first.step()
             self.now += _TURNS_S
+            self._see_spin(first)
         return True
+
+    def _see_spin(self, loop: SimLoop) -> None:
+        """A process that does not come to rest."""
+        loop.busy_since = since = self.now if loop.busy_since is None else loop.busy_since
+        if self.now - since > _SPINS_S:
+            self.fail(f"{loop.name} has not come to rest for {_SPINS_S:g} s")
 
 
 @contextmanager
