@@ -74,7 +74,7 @@ def grown_to(table: BlockTable, stop: int, group: GroupSpec) -> BlockTable:
     return BlockTable.of(table.array()[:num_blocks], first_block=table.first_block)
 
 
-@some(2000, share=8)
+@some(2000, share=12)
 @given(cases(), st.data())
 def test_reads_move_exactly_the_bytes_that_loops_over_every_element_move(
     case: Case, data: st.DataObject
@@ -106,7 +106,7 @@ def assert_in_order_and_merged(reads: Descriptors) -> None:
     assert not remote[:, 2].any()
 
 
-@some(600)
+@some(600, share=6)
 @given(cases(), st.integers(1, 40), st.sampled_from([0, copies.CACHED_BYTES]))
 def test_copies_move_exactly_the_bytes_that_loops_over_every_element_move(
     case: Case, job_bytes: int, cached_bytes: int

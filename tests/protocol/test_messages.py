@@ -30,11 +30,14 @@ from kvbus.protocol import (
     refusal,
     to_body,
 )
+from tests.examples import num_examples
 from tests.protocol.strategies import MESSAGES, PLAIN, messages, value_or_refusal
 
 RIGHTS = {"secret", "token", "access", "ticket"}
 RIGHT = "b1946ac92492d2347c6235b4d2611184"
-SLOW = settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+SLOW = settings(
+    max_examples=num_examples(60, 5), deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 OFFER: dict[str, Any] = {
     "request_id": "r",
     "num_tokens": 3,
