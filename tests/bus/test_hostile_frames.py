@@ -13,7 +13,7 @@ import zmq
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvbus.bus import BusContext
+from kvbus.bus import BusContext, new_context
 from kvbus.protocol import MAX_ID
 from tests.bus.messages import asked, serve
 from tests.examples import num_examples
@@ -52,7 +52,7 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     stop: list[Any] = []
 
     async def run() -> None:
-        with zmq.Context() as context:
+        with new_context() as context:
             server = serve(context, endpoint)
             async with anyio.create_task_group() as tasks:
                 tasks.start_soon(server.run)
