@@ -36,10 +36,12 @@ def folder(monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGKILL])
-def test_the_agent_ends_with_the_process_that_started_it_in_a_thread(folder, ending):
+def test_the_agent_ends_with_the_process_that_started_it_in_a_thread(
+    folder: Path, ending: signal.Signals
+) -> None:
     starter = subprocess.Popen([sys.executable, "-c", STARTER], stdout=subprocess.PIPE, text=True)
+    assert starter.stdout is not None
     try:
-        assert starter.stdout is not None
         peer = starter.stdout.readline().strip()
         alive = ask(peer, "status", {})["ok"]["role"]
         tasks = Path(f"/proc/{starter.pid}/task").glob("*/children")
@@ -56,7 +58,7 @@ def test_the_agent_ends_with_the_process_that_started_it_in_a_thread(folder, end
     )
 
 
-def test_an_agent_that_logs_little_and_for_people_starts_as_any_other(folder):
+def test_an_agent_that_logs_little_and_for_people_starts_as_any_other(folder: Path) -> None:
     quiet = {"log_level": "error", "log_format": "console", "runtime_dir": "/nowhere"}
     start = f"agent = KeptAgent.start('decode', '127.0.0.1', {quiet})"
     ended = subprocess.run(
@@ -71,7 +73,7 @@ def test_an_agent_that_logs_little_and_for_people_starts_as_any_other(folder):
     wait_until(lambda: not list(folder.iterdir()), "it has ended with the process")
 
 
-def test_a_long_log_is_begun_anew_and_whoever_writes_it_goes_on(tmp_path):
+def test_a_long_log_is_begun_anew_and_whoever_writes_it_goes_on(tmp_path: Path) -> None:
     log = tmp_path / "log"
     with log.open("ab", buffering=0) as writer:
         writer.write(b"0123456789")
@@ -84,7 +86,7 @@ def test_a_long_log_is_begun_anew_and_whoever_writes_it_goes_on(tmp_path):
     assert log.read_bytes() == b"b"
 
 
-def test_a_log_that_was_removed_or_cannot_be_copied_is_left_alone(tmp_path):
+def test_a_log_that_was_removed_or_cannot_be_copied_is_left_alone(tmp_path: Path) -> None:
     log = tmp_path / "log"
     bound_log(log, 10)
     log.write_bytes(b"0123456789a")
@@ -94,7 +96,7 @@ def test_a_log_that_was_removed_or_cannot_be_copied_is_left_alone(tmp_path):
     assert log.read_bytes() == b"0123456789a"
 
 
-def test_an_agent_that_cannot_start_says_why_and_its_log_stays(folder):
+def test_an_agent_that_cannot_start_says_why_and_its_log_stays(folder: Path) -> None:
     with pytest.raises(PeerLost, match="key 'lease_s'"):
         KeptAgent.start("decode", "127.0.0.1", {"lease_s": -1})
 

@@ -15,12 +15,12 @@ def recorded() -> dict[str, Any]:
     return found
 
 
-def test_the_connector_fits_the_vllm_that_was_written_down(recorded):
+def test_the_connector_fits_the_vllm_that_was_written_down(recorded: dict[str, Any]) -> None:
     assert len(recorded["methods"]) > 30
     assert differences(recorded) == []
 
 
-def test_whatever_does_not_fit_is_named(recorded):
+def test_whatever_does_not_fit_is_named(recorded: dict[str, Any]) -> None:
     other = copy.deepcopy(recorded)
     del other["methods"]["on_new_request"]
     other["methods"]["get_finished_count"]["parameters"].append("now")
@@ -39,7 +39,7 @@ def test_whatever_does_not_fit_is_named(recorded):
     ]
 
 
-def test_parameters_of_every_kind_are_read():
+def test_parameters_of_every_kind_are_read() -> None:
     source = """
 class A:
     @classmethod

@@ -98,7 +98,8 @@ def test_nobody_is_told_of_steps_while_no_request_is_followed() -> None:
 def test_what_is_ready_was_computed_and_lies_in_the_blocks(
     chunks: list[int], data: st.DataObject
 ) -> None:
-    growing, told, computed, blocks, done_tokens = Growing(of_one_group), 0, 0, [], {}
+    growing, told, computed, done_tokens = Growing(of_one_group), 0, 0, dict[int, Any]()
+    blocks = list[int]()
     growing.begin("r", MANY)
     for number, chunk in enumerate(chunks):
         end = -(-(computed + chunk) // BLOCK_SIZE)

@@ -9,6 +9,7 @@ import time
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from tests.integrations.vllm_sides import (
 )
 
 MANY_BLOCKS = 4096
-SLOW_READS = {
+SLOW_READS: dict[str, Any] = {
     "env": {"UCX_TLS": "tcp"},
     "transport": {"slice_bytes": 4096, "slice_descriptors": 1},
 }
@@ -218,7 +219,9 @@ def test_a_load_that_failed_is_not_over_while_a_read_may_write_into_its_blocks()
 
 
 @pytest.mark.parametrize(("digest", "loaded"), [("prompt", True), ("another prompt", False)])
-def test_a_load_is_of_the_prompt_that_the_ticket_is_of(agents, digest, loaded) -> None:
+def test_a_load_is_of_the_prompt_that_the_ticket_is_of(
+    agents: Agents, digest: str, loaded: bool
+) -> None:
     with both_sides(*agents.all) as (offering, loading):
         offering.offers.reserve("r", lambda: "prompt")
         offered = offering.offered("r")

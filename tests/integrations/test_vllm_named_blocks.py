@@ -22,7 +22,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Agents]:
     key = tmp_path_factory.mktemp("keys") / "ticket.key"
     key.touch(mode=0o600)
     key.write_bytes(b"k" * 32)
-    patient = {"request_timeout_s": PATIENT_S}
+    patient: dict[str, Any] = {"request_timeout_s": PATIENT_S}
     with agents_ended(Agents) as agents:
         agents.start(
             agents.prepare("prefill"),

@@ -2,6 +2,7 @@
 
 import signal
 import uuid
+from functools import partial
 from typing import Any
 
 import pytest
@@ -287,7 +288,7 @@ def test_a_ticket_that_is_there_when_the_agent_is_replaced_is_good_and_the_next_
             assert made is not None
             for name, handoff in ("r", HandoffParams(made, PROMPT_TOKENS, "")), ("s", later):
                 loading.load(name, handoff)
-                loading.until(lambda name=name: name in loading.over, f"{name} was loaded")
+                loading.until(partial(loading.over.__contains__, name), f"{name} was loaded")
             assert not loading.failed
             assert prefill.exit_status() == 0
     finally:
@@ -300,7 +301,11 @@ def test_a_request_that_comes_just_before_its_agent_is_offered_once(
 ) -> None:
     prefill, spec = agents.all[0], EngineSpec("p", "model", 1, (GROUP,))
     link = control_link(prefill.attach, spec, ())
-    link.when_open(lambda _: made.reserve("r"))
+
+    def reserve(_: object) -> None:
+        made.reserve("r")
+
+    link.when_open(reserve)
     made = Offers(spec, link, StatsRecorder(), ttl_s=None)
     try:
         with memory_of(prefill.attach, spec):  # without it the link is not up
@@ -376,7 +381,7 @@ def test_of_the_sequences_of_a_prompt_only_the_one_that_ended_last_is_offered(
 
         assert offering.sent[:2] == sequences[:2]
         assert not loading.failed
-        assert offering.stats.take()[stats.OFFERS_FAILED] == []
+        assert (offering.stats.take() or {})[stats.OFFERS_FAILED] == []
         agents.check()
 
 
@@ -391,7 +396,7 @@ def test_a_ticket_for_two_readers_is_good_at_two_decode_engines(agents: Agents) 
 
         for loading in (one, other):
             loading.load("r", handoff)
-            loading.until(lambda loading=loading: loading.over, "the load is over")
+            loading.until(partial(bool, loading.over), "the load is over")
         offering.until(lambda: offering.sent, "the blocks came back")
 
         assert not one.failed + other.failed

@@ -11,7 +11,7 @@ def ended(outcome: Outcome, stage: str) -> Fetched:
     return Fetched("f", "r", outcome, stage, blocks_free=True, num_bytes=8, stages_s=TIMES)
 
 
-def test_a_completed_load_has_its_time_its_bytes_and_the_stages_that_it_came_to():
+def test_a_completed_load_has_its_time_its_bytes_and_the_stages_that_it_came_to() -> None:
     recorder = StatsRecorder()
     recorder.add_load(ended(Outcome.COMPLETED, "confirming"))
 
@@ -24,7 +24,7 @@ def test_a_completed_load_has_its_time_its_bytes_and_the_stages_that_it_came_to(
     assert recorder.take() is None
 
 
-def test_a_failed_load_has_its_stage_and_how_long_it_was_in_each():
+def test_a_failed_load_has_its_stage_and_how_long_it_was_in_each() -> None:
     recorder = StatsRecorder()
     recorder.add_load(ended(Outcome.FAILED, "reading"))
 
@@ -35,7 +35,7 @@ def test_a_failed_load_has_its_stage_and_how_long_it_was_in_each():
     }
 
 
-def test_a_load_that_vllm_gave_up_has_not_failed_whatever_became_of_it():
+def test_a_load_that_vllm_gave_up_has_not_failed_whatever_became_of_it() -> None:
     recorder = StatsRecorder()
     for outcome in (Outcome.CANCELLED, Outcome.FAILED, Outcome.COMPLETED):
         recorder.add_load(ended(outcome, "reading"), given_up=True)

@@ -81,8 +81,8 @@ def proxy(servers: list[Running | Engine], logs: Logs) -> Iterator[StartProxy]:
 
         def start(prefill: list[Engine], decode: list[Engine], **options: Any) -> httpx.Client:
             settings = ProxyOptions(
-                prefill=tuple(engine.url for engine in prefill),
-                decode=tuple(engine.url for engine in decode),
+                prefill=[engine.url for engine in prefill],
+                decode=[engine.url for engine in decode],
                 **{"health_interval_s": 3600.0, **options},
             )
             served = Running(Proxy(settings).asgi, lifespan="on")

@@ -230,7 +230,7 @@ def port_that_accepts_nothing(port: int) -> Iterator[None]:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         listening.bind(("127.0.0.1", port))
         listening.listen(0)
-        waiting = []
+        waiting: list[socket.socket] = []
         while not waiting or _connected(waiting[-1]):
             waiting.append(socket.socket())
             waiting[-1].setblocking(False)

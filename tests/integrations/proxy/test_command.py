@@ -15,7 +15,8 @@ from typer.testing import CliRunner
 
 from kvbus.integrations.proxy.command import app
 from tests.agents import wait_until
-from tests.integrations.proxy.engines import WITHIN_S, Gate, streams
+from tests.integrations.proxy.conftest import StartEngine
+from tests.integrations.proxy.engines import WITHIN_S, Engine, Gate, streams
 
 COMMAND = [sys.executable, "-m", "kvbus.integrations.proxy"]
 SERVERS = ["--prefill", "http://127.0.0.1:1", "--decode", "http://127.0.0.1:2"]
@@ -28,12 +29,23 @@ class Command:
 
     def __init__(self, folder: Path) -> None:
         self._log = folder / "log"
-        self.process: subprocess.Popen[bytes] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def process(self) -> subprocess.Popen[bytes]:
+        assert self._process is not None
+        return self._process
+
+    def kill(self) -> None:
+        """End it, if it was started and is still there."""
+        if self._process is not None and self._process.poll() is None:
+            self._process.kill()
+            self._process.wait()
 
     def start(self, *options: str) -> str:
         """Returns its address."""
         with self._log.open("wb") as log:
-            self.process = subprocess.Popen(
+            self._process = subprocess.Popen(
                 [*COMMAND, "--port", "0", *options], stdout=log, stderr=log
             )
         wait_until(lambda: self.lines("proxy.started") or self.process.poll() is not None, "up")
@@ -59,9 +71,7 @@ class Command:
 def command(tmp_path: Path) -> Iterator[Command]:
     made = Command(tmp_path)
     yield made
-    if made.process is not None and made.process.poll() is None:
-        made.process.kill()
-        made.process.wait()
+    made.kill()
 
 
 def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -77,8 +87,8 @@ def run(*arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_an_idle_proxy_with_status_0_and_no_traceback(
-    command, prefill, decode, number
-):
+    command: Command, prefill: Engine, decode: Engine, number: signal.Signals
+) -> None:
     url = command.start("--prefill", prefill.url, "--decode", decode.url)
     served = httpx.post(f"{url}/v1/completions", json=ASKED, trust_env=False).status_code
 
@@ -89,7 +99,9 @@ def test_a_signal_ends_an_idle_proxy_with_status_0_and_no_traceback(
     assert len(command.lines("proxy.ended")) == 1
 
 
-def test_ctrl_c_aborts_what_is_still_running_after_the_grace(command, prefill, engine):
+def test_ctrl_c_aborts_what_is_still_running_after_the_grace(
+    command: Command, prefill: Engine, engine: StartEngine
+) -> None:
     decode = engine(streams(EVENT, Gate()))
     url = command.start("--prefill", prefill.url, "--decode", decode.url, "--grace", "0")
 
@@ -104,7 +116,9 @@ def test_ctrl_c_aborts_what_is_still_running_after_the_grace(command, prefill, e
     assert command.lines("request.broken") == []
 
 
-def test_ctrl_c_lets_a_request_end_within_the_grace(command, prefill, engine):
+def test_ctrl_c_lets_a_request_end_within_the_grace(
+    command: Command, prefill: Engine, engine: StartEngine
+) -> None:
     gate = Gate()
     decode = engine(streams(EVENT, gate, EVENT))
     url = command.start("--prefill", prefill.url, "--decode", decode.url, "--grace", "60")
@@ -145,7 +159,7 @@ def test_ctrl_c_lets_a_request_end_within_the_grace(command, prefill, engine):
         ([*SERVERS, "--prefill", "http://127.0.0.1:2"], "http://127.0.0.1:2 is given twice"),
     ],
 )
-def test_a_wrong_option_is_named_and_the_status_is_2(arguments, said):
+def test_a_wrong_option_is_named_and_the_status_is_2(arguments: list[str], said: str) -> None:
     ended = CliRunner().invoke(app, arguments, env={"COLUMNS": "200"})
 
     assert ended.exit_code == 2
@@ -153,7 +167,7 @@ def test_a_wrong_option_is_named_and_the_status_is_2(arguments, said):
     assert isinstance(ended.exception, SystemExit)  # no traceback
 
 
-def test_a_port_that_is_taken_is_named_and_the_status_is_1():
+def test_a_port_that_is_taken_is_named_and_the_status_is_1() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = str(taken.getsockname()[1])
 
@@ -164,7 +178,7 @@ def test_a_port_that_is_taken_is_named_and_the_status_is_1():
     assert ended.stderr.count("\n") == 1
 
 
-def test_the_help_names_every_option():
+def test_the_help_names_every_option() -> None:
     ended = CliRunner().invoke(app, ["--help"], env={"COLUMNS": "200"})
 
     assert ended.exit_code == 0
@@ -173,7 +187,9 @@ def test_the_help_names_every_option():
 
 
 @pytest.mark.parametrize("package", ["starlette", "httpx", "uvicorn"])
-def test_without_a_package_of_the_extra_one_line_says_what_to_install(tmp_path, package):
+def test_without_a_package_of_the_extra_one_line_says_what_to_install(
+    tmp_path: Path, package: str
+) -> None:
     (tmp_path / f"{package}.py").write_text(
         f"raise ModuleNotFoundError('No module named {package}', name='{package}')"
     )

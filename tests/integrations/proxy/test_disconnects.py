@@ -2,14 +2,20 @@
 
 import json
 import socket
+from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
+import httpx
 import pytest
 
 from tests.agents import wait_until
+from tests.integrations.proxy.conftest import Logs, StartEngine, StartProxy
 from tests.integrations.proxy.engines import (
     TICKET,
     WITHIN_S,
+    Engine,
     Gate,
     after,
     offers,
@@ -23,7 +29,9 @@ EVENT = b"data: {}\n\n"
 
 
 @contextmanager
-def asking(client, body, *, announced=None):
+def asking(
+    client: httpx.Client, body: dict[str, Any], *, announced: int | None = None
+) -> Iterator[socket.socket]:
     """A client that may close its connection at any time."""
     text = json.dumps(body).encode()
     address = (client.base_url.host, client.base_url.port)
@@ -35,8 +43,8 @@ def asking(client, body, *, announced=None):
 
 
 def test_a_client_that_leaves_during_prefill_aborts_it_and_nothing_is_decoded(
-    proxy, engine, decode, logs
-):
+    proxy: StartProxy, engine: StartEngine, decode: Engine, logs: Logs
+) -> None:
     prefill = engine(after(Gate(), offers()))
     client = proxy([prefill], [decode])
 
@@ -50,8 +58,8 @@ def test_a_client_that_leaves_during_prefill_aborts_it_and_nothing_is_decoded(
 
 
 def test_a_client_that_leaves_before_the_first_token_aborts_the_decode_server(
-    proxy, prefill, engine, logs
-):
+    proxy: StartProxy, prefill: Engine, engine: StartEngine, logs: Logs
+) -> None:
     decode = engine(after(Gate(), says(200, {})))
     client = proxy([prefill], [decode])
 
@@ -63,8 +71,8 @@ def test_a_client_that_leaves_before_the_first_token_aborts_the_decode_server(
 
 
 def test_a_client_that_leaves_in_the_middle_of_a_stream_aborts_the_decode_server(
-    proxy, prefill, engine, logs
-):
+    proxy: StartProxy, prefill: Engine, engine: StartEngine, logs: Logs
+) -> None:
     decode = engine(streams(EVENT, Gate()))
     client = proxy([prefill], [decode])
 
@@ -80,8 +88,8 @@ def test_a_client_that_leaves_in_the_middle_of_a_stream_aborts_the_decode_server
 
 
 def test_a_ticket_that_reached_a_decode_server_is_not_given_back_a_second_time(
-    proxy, prefill, engine, logs
-):
+    proxy: StartProxy, prefill: Engine, engine: StartEngine, logs: Logs
+) -> None:
     decode = engine(after(Gate(), says(200, {})))
     client = proxy([prefill], [decode])
 
@@ -95,8 +103,8 @@ def test_a_ticket_that_reached_a_decode_server_is_not_given_back_a_second_time(
 
 
 def test_a_ticket_that_reached_no_decode_server_is_given_back_by_the_next_one(
-    proxy, prefill, engine, decode, logs
-):
+    proxy: StartProxy, prefill: Engine, engine: StartEngine, decode: Engine, logs: Logs
+) -> None:
     blocked = engine(says(200, {}))
     client = proxy([prefill], [blocked, decode])
     blocked.stop()
@@ -118,8 +126,8 @@ def test_a_ticket_that_reached_no_decode_server_is_given_back_by_the_next_one(
 
 
 def test_a_release_that_fails_is_logged_with_the_prefill_server_that_waits(
-    proxy, prefill, engine, logs
-):
+    proxy: StartProxy, prefill: Engine, engine: StartEngine, logs: Logs
+) -> None:
     blocked, failing = engine(says(200, {})), engine(says(500, {}))
     client = proxy([prefill], [blocked, failing])
     blocked.stop()
@@ -133,7 +141,9 @@ def test_a_release_that_fails_is_logged_with_the_prefill_server_that_waits(
     assert failing.url in left["trouble"]
 
 
-def test_a_release_ends_in_time_though_no_server_answers(proxy, prefill, engine, logs):
+def test_a_release_ends_in_time_though_no_server_answers(
+    proxy: StartProxy, prefill: Engine, engine: StartEngine, logs: Logs
+) -> None:
     blocked, silent = engine(says(200, {})), engine(after(Gate(), says(200, {})))
     client = proxy([prefill], [blocked, silent], release_timeout_s=2.0)
     blocked.stop()
@@ -147,8 +157,8 @@ def test_a_release_ends_in_time_though_no_server_answers(proxy, prefill, engine,
 
 
 def test_a_client_that_leaves_in_the_middle_of_its_request_troubles_no_server(
-    proxy, prefill, decode, logs
-):
+    proxy: StartProxy, prefill: Engine, decode: Engine, logs: Logs
+) -> None:
     client = proxy([prefill], [decode])
 
     with asking(client, ASKED, announced=100_000):
@@ -159,7 +169,9 @@ def test_a_client_that_leaves_in_the_middle_of_its_request_troubles_no_server(
 
 
 @pytest.mark.parametrize("stage", ["prefill", "decode"])
-def test_nothing_is_in_flight_after_clients_have_left(proxy, engine, stage):
+def test_nothing_is_in_flight_after_clients_have_left(
+    proxy: StartProxy, engine: StartEngine, stage: str
+) -> None:
     prefill = engine(after(Gate(), offers()) if stage == "prefill" else offers())
     decode = engine(after(Gate(), says(200, {})))
     client = proxy([prefill], [decode])
@@ -167,7 +179,7 @@ def test_nothing_is_in_flight_after_clients_have_left(proxy, engine, stage):
 
     for turn in range(3):
         with asking(client, ASKED):
-            wait_until(lambda turn=turn: len(waiting.asked) > turn, "asked", WITHIN_S)
+            wait_until(partial(has_asked, waiting, turn), "asked", WITHIN_S)
 
     wait_until(lambda: "kvbus_proxy_in_flight 0.0" in client.get("/metrics").text, "all ended")
     for asked in waiting.asked:
@@ -175,7 +187,11 @@ def test_nothing_is_in_flight_after_clients_have_left(proxy, engine, stage):
     assert 'kvbus_proxy_requests_total{outcome="client_gone"} 3.0' in client.get("/metrics").text
 
 
-def connecting_to(port):
+def has_asked(engine: Engine, turn: int) -> bool:
+    return len(engine.asked) > turn
+
+
+def connecting_to(port: int) -> bool:
     """Whether some socket of this machine waits for an answer of ``port``, but the test's own.
 
     In /proc/net/tcp, state 02 is a connection that was asked for and not answered.

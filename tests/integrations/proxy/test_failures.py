@@ -7,9 +7,12 @@ import pytest
 
 from kvbus.integrations.proxy.options import IfPrefillFails
 from tests.agents import wait_until
+from tests.integrations.proxy.conftest import Logs, StartEngine, StartProxy
 from tests.integrations.proxy.engines import (
     TICKET,
     WITHIN_S,
+    Asked,
+    Engine,
     Gate,
     after,
     breaks_off,
@@ -21,7 +24,7 @@ ASKED = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 40}
 MISTAKE = {"error": {"message": "no such model", "type": "NotFoundError"}}
 
 
-async def half_an_answer(asked):
+async def half_an_answer(asked: Asked) -> None:
     await asked.start(200, ("content-length", "100"))
     await asked.more(b"{")
     await breaks_off(asked)
@@ -41,8 +44,14 @@ FAILURES = {
 
 @pytest.mark.parametrize("failure", FAILURES)
 def test_the_next_prefill_server_is_asked_when_one_fails(
-    *, proxy, engine, prefill, decode, logs, failure
-):
+    *,
+    proxy: StartProxy,
+    engine: StartEngine,
+    prefill: Engine,
+    decode: Engine,
+    logs: Logs,
+    failure: str,
+) -> None:
     failing = engine(FAILURES[failure])
     client = proxy([failing, prefill], [decode])
 
@@ -57,8 +66,8 @@ def test_the_next_prefill_server_is_asked_when_one_fails(
 
 
 def test_a_prefill_server_that_refuses_connections_is_passed_over_from_then_on(
-    proxy, engine, prefill, decode, logs
-):
+    proxy: StartProxy, engine: StartEngine, prefill: Engine, decode: Engine, logs: Logs
+) -> None:
     closed = engine(offers())
     client = proxy([closed, prefill], [decode])
     closed.stop()
@@ -74,8 +83,8 @@ def test_a_prefill_server_that_refuses_connections_is_passed_over_from_then_on(
 
 @pytest.mark.parametrize("failure", FAILURES)
 def test_when_all_prefill_servers_fail_the_decode_server_computes_the_prompt(
-    proxy, engine, decode, logs, failure
-):
+    proxy: StartProxy, engine: StartEngine, decode: Engine, logs: Logs, failure: str
+) -> None:
     failing = [engine(FAILURES[failure]) for _ in range(2)]
 
     got = proxy(failing, [decode]).post("/v1/completions", json=ASKED)
@@ -86,7 +95,9 @@ def test_when_all_prefill_servers_fail_the_decode_server_computes_the_prompt(
     assert logs.first("request.ended")["handover"] == "prefill_failed"
 
 
-def test_with_refuse_the_failure_of_the_prefill_server_is_the_answer(proxy, engine, decode):
+def test_with_refuse_the_failure_of_the_prefill_server_is_the_answer(
+    proxy: StartProxy, engine: StartEngine, decode: Engine
+) -> None:
     failing = engine(says(500, {"error": "engine dead"}))
     client = proxy([failing], [decode], if_prefill_fails=IfPrefillFails.REFUSE)
 
@@ -98,7 +109,9 @@ def test_with_refuse_the_failure_of_the_prefill_server_is_the_answer(proxy, engi
 
 
 @pytest.mark.parametrize("failure", ["breaks off", "no JSON"])
-def test_with_refuse_a_prefill_server_without_an_answer_is_named(proxy, engine, decode, failure):
+def test_with_refuse_a_prefill_server_without_an_answer_is_named(
+    proxy: StartProxy, engine: StartEngine, decode: Engine, failure: str
+) -> None:
     failing = engine(FAILURES[failure])
     client = proxy([failing], [decode], if_prefill_fails=IfPrefillFails.REFUSE)
 
@@ -110,8 +123,8 @@ def test_with_refuse_a_prefill_server_without_an_answer_is_named(proxy, engine, 
 
 
 def test_without_a_healthy_prefill_server_the_decode_server_computes_the_prompt(
-    proxy, prefill, decode, logs
-):
+    proxy: StartProxy, prefill: Engine, decode: Engine, logs: Logs
+) -> None:
     prefill.health = 503
 
     got = proxy([prefill], [decode]).post("/v1/completions", json=ASKED)
@@ -120,7 +133,9 @@ def test_without_a_healthy_prefill_server_the_decode_server_computes_the_prompt(
     assert logs.first("request.ended")["handover"] == "no_prefill_server"
 
 
-def test_with_refuse_and_no_healthy_prefill_server_the_answer_is_503(proxy, prefill, decode):
+def test_with_refuse_and_no_healthy_prefill_server_the_answer_is_503(
+    proxy: StartProxy, prefill: Engine, decode: Engine
+) -> None:
     prefill.health = 503
     client = proxy([prefill], [decode], if_prefill_fails=IfPrefillFails.REFUSE)
 
@@ -132,8 +147,14 @@ def test_with_refuse_and_no_healthy_prefill_server_the_answer_is_503(proxy, pref
 
 @pytest.mark.parametrize("status", [400, 404, 422, 429])
 def test_a_4xx_of_the_prefill_server_is_the_answer_and_nobody_else_is_asked(
-    *, proxy, engine, prefill, decode, logs, status
-):
+    *,
+    proxy: StartProxy,
+    engine: StartEngine,
+    prefill: Engine,
+    decode: Engine,
+    logs: Logs,
+    status: int,
+) -> None:
     refusing = engine(says(status, MISTAKE, ("retry-after", "3")))
     client = proxy([refusing, prefill], [decode])
 
@@ -148,8 +169,15 @@ def test_a_4xx_of_the_prefill_server_is_the_answer_and_nobody_else_is_asked(
 
 @pytest.mark.parametrize(("status", "outcome"), [(400, "refused"), (500, "failed")])
 def test_an_error_of_the_decode_server_is_the_answer(
-    *, proxy, prefill, engine, decode, logs, status, outcome
-):
+    *,
+    proxy: StartProxy,
+    prefill: Engine,
+    engine: StartEngine,
+    decode: Engine,
+    logs: Logs,
+    status: int,
+    outcome: str,
+) -> None:
     refusing = engine(says(status, MISTAKE))
     client = proxy([prefill], [refusing, decode])
 
@@ -163,8 +191,8 @@ def test_an_error_of_the_decode_server_is_the_answer(
 
 
 def test_a_ticket_goes_to_the_next_decode_server_when_one_refuses_connections(
-    proxy, prefill, engine, decode
-):
+    proxy: StartProxy, prefill: Engine, engine: StartEngine, decode: Engine
+) -> None:
     closed = engine(says(200, {}))
     client = proxy([prefill], [closed, decode])
     closed.stop()
@@ -178,8 +206,8 @@ def test_a_ticket_goes_to_the_next_decode_server_when_one_refuses_connections(
 
 
 def test_a_decode_server_that_had_the_ticket_and_broke_off_is_the_end_of_the_request(
-    proxy, prefill, engine, decode, logs
-):
+    proxy: StartProxy, prefill: Engine, engine: StartEngine, decode: Engine, logs: Logs
+) -> None:
     breaking = engine(breaks_off)
     client = proxy([prefill], [breaking, decode])
 
@@ -193,8 +221,8 @@ def test_a_decode_server_that_had_the_ticket_and_broke_off_is_the_end_of_the_req
 
 
 def test_without_a_decode_server_the_answer_is_503_and_the_ticket_is_logged_as_left(
-    proxy, prefill, decode, logs
-):
+    proxy: StartProxy, prefill: Engine, decode: Engine, logs: Logs
+) -> None:
     decode.health = 500
 
     got = proxy([prefill], [decode]).post("/v1/completions", json=ASKED)
@@ -219,8 +247,8 @@ def test_without_a_decode_server_the_answer_is_503_and_the_ticket_is_logged_as_l
     ],
 )
 def test_a_body_that_is_no_request_is_refused_by_the_proxy(
-    *, proxy, prefill, decode, logs, text, status
-):
+    *, proxy: StartProxy, prefill: Engine, decode: Engine, logs: Logs, text: bytes, status: int
+) -> None:
     limit = 2000 if status == 413 else 10**6
     client = proxy([prefill], [decode], max_body_bytes=limit)
 
@@ -233,8 +261,8 @@ def test_a_body_that_is_no_request_is_refused_by_the_proxy(
 
 
 def test_one_request_more_than_the_proxy_takes_is_told_that_it_is_busy(
-    proxy, prefill, engine, logs
-):
+    proxy: StartProxy, prefill: Engine, engine: StartEngine, logs: Logs
+) -> None:
     gate = Gate()
     decode = engine(after(gate, says(200, {})))
     client = proxy([prefill], [decode], max_in_flight=1)
@@ -256,7 +284,9 @@ def test_one_request_more_than_the_proxy_takes_is_told_that_it_is_busy(
     ]
 
 
-def test_bytes_that_are_not_http_end_their_own_connection_only(proxy, prefill, decode):
+def test_bytes_that_are_not_http_end_their_own_connection_only(
+    proxy: StartProxy, prefill: Engine, decode: Engine
+) -> None:
     client = proxy([prefill], [decode])
 
     with socket.create_connection((client.base_url.host, client.base_url.port)) as connection:

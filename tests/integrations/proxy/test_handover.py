@@ -1,15 +1,20 @@
 """What each server is asked for, and what the client gets, when all goes well."""
 
+from typing import Any
+
 import pytest
 
-from tests.integrations.proxy.engines import TICKET, offers, says
+from tests.integrations.proxy.conftest import Logs, StartEngine, StartProxy
+from tests.integrations.proxy.engines import TICKET, Engine, offers, says
 
 TRACE = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 ASKED = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 40, "temperature": 0.0}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "hé"}], "max_tokens": 40}
 
 
-def test_the_prefill_server_is_asked_for_one_token_and_a_ticket(proxy, prefill, decode):
+def test_the_prefill_server_is_asked_for_one_token_and_a_ticket(
+    proxy: StartProxy, prefill: Engine, decode: Engine
+) -> None:
     asked = {**ASKED, "stream": True, "stream_options": {"include_usage": True}, "min_tokens": 9}
 
     proxy([prefill], [decode]).post("/v1/completions", json=asked)
@@ -24,7 +29,9 @@ def test_the_prefill_server_is_asked_for_one_token_and_a_ticket(proxy, prefill, 
     ]
 
 
-def test_the_decode_server_gets_the_request_and_the_ticket_as_it_came(proxy, prefill, decode):
+def test_the_decode_server_gets_the_request_and_the_ticket_as_it_came(
+    proxy: StartProxy, prefill: Engine, decode: Engine
+) -> None:
     asked = {**ASKED, "stream": True, "stream_options": {"include_usage": True}, "min_tokens": 9}
 
     proxy([prefill], [decode]).post("/v1/completions", json=asked)
@@ -32,7 +39,9 @@ def test_the_decode_server_gets_the_request_and_the_ticket_as_it_came(proxy, pre
     assert decode.bodies == [{**asked, "kv_transfer_params": TICKET}]
 
 
-def test_a_chat_with_max_completion_tokens_is_prefilled_for_one_token(proxy, prefill, decode):
+def test_a_chat_with_max_completion_tokens_is_prefilled_for_one_token(
+    proxy: StartProxy, prefill: Engine, decode: Engine
+) -> None:
     asked = {**CHAT, "max_completion_tokens": 30}
 
     proxy([prefill], [decode]).post("/v1/chat/completions", json=asked)
@@ -42,14 +51,18 @@ def test_a_chat_with_max_completion_tokens_is_prefilled_for_one_token(proxy, pre
     assert decode.bodies[0]["max_completion_tokens"] == 30
 
 
-def test_a_key_that_the_client_did_not_send_is_not_invented(proxy, prefill, decode):
+def test_a_key_that_the_client_did_not_send_is_not_invented(
+    proxy: StartProxy, prefill: Engine, decode: Engine
+) -> None:
     proxy([prefill], [decode]).post("/v1/chat/completions", json=CHAT)
 
     assert "max_completion_tokens" not in prefill.bodies[0]
     assert decode.bodies == [{**CHAT, "kv_transfer_params": TICKET}]
 
 
-def test_the_answer_of_the_decode_server_is_the_clients_byte_for_byte(proxy, prefill, engine):
+def test_the_answer_of_the_decode_server_is_the_clients_byte_for_byte(
+    proxy: StartProxy, prefill: Engine, engine: StartEngine
+) -> None:
     text = b'{"choices":  [{"text": "h\xc3\xa9"}], "kv_transfer_params": null}\n'
     decode = engine(says(200, text, ("x-of-the-engine", "7")))
 
@@ -62,7 +75,9 @@ def test_the_answer_of_the_decode_server_is_the_clients_byte_for_byte(proxy, pre
     assert got.headers["x-kvbus-decode"] == decode.url
 
 
-def test_both_servers_and_the_client_see_the_clients_request_id(proxy, prefill, decode, logs):
+def test_both_servers_and_the_client_see_the_clients_request_id(
+    proxy: StartProxy, prefill: Engine, decode: Engine, logs: Logs
+) -> None:
     client = proxy([prefill], [decode])
 
     got = client.post("/v1/completions", json=ASKED, headers={"X-Request-Id": "mine-7"})
@@ -75,8 +90,8 @@ def test_both_servers_and_the_client_see_the_clients_request_id(proxy, prefill, 
 
 @pytest.mark.parametrize("given", [{}, {"X-Request-Id": "x" * 201}, {"X-Request-Id": ""}])
 def test_a_request_without_a_usable_id_gets_one_that_both_servers_see(
-    proxy, prefill, decode, given
-):
+    proxy: StartProxy, prefill: Engine, decode: Engine, given: dict[str, str]
+) -> None:
     got = proxy([prefill], [decode]).post("/v1/completions", json=ASKED, headers=given)
 
     made = got.headers["x-request-id"]
@@ -84,7 +99,9 @@ def test_a_request_without_a_usable_id_gets_one_that_both_servers_see(
     assert [s.asked[0].headers["x-request-id"] for s in (prefill, decode)] == [made, made]
 
 
-def test_authorization_and_the_query_are_passed_on_to_both_servers(proxy, prefill, decode):
+def test_authorization_and_the_query_are_passed_on_to_both_servers(
+    proxy: StartProxy, prefill: Engine, decode: Engine
+) -> None:
     client = proxy([prefill], [decode])
 
     client.post("/v1/completions?a=1", json=ASKED, headers={"Authorization": "Bearer k"})
@@ -94,7 +111,9 @@ def test_authorization_and_the_query_are_passed_on_to_both_servers(proxy, prefil
         assert server.asked[0].query == "a=1"
 
 
-def test_a_ticket_that_the_client_made_up_reaches_no_server(proxy, prefill, decode):
+def test_a_ticket_that_the_client_made_up_reaches_no_server(
+    proxy: StartProxy, prefill: Engine, decode: Engine
+) -> None:
     prefill.behaviour = offers(None)
     asked = {**ASKED, "kv_transfer_params": {"do_remote_prefill": True, "offer_id": "another's"}}
 
@@ -106,8 +125,8 @@ def test_a_ticket_that_the_client_made_up_reaches_no_server(proxy, prefill, deco
 
 @pytest.mark.parametrize("params", [None, {}, [], "a", 7, False])
 def test_an_answer_without_a_ticket_lets_the_decode_server_compute_the_prompt(
-    proxy, prefill, decode, logs, params
-):
+    proxy: StartProxy, prefill: Engine, decode: Engine, logs: Logs, params: Any
+) -> None:
     prefill.behaviour = offers(params)
 
     got = proxy([prefill], [decode]).post("/v1/completions", json=ASKED)
@@ -131,8 +150,14 @@ def test_an_answer_without_a_ticket_lets_the_decode_server_compute_the_prompt(
     ],
 )
 def test_what_one_ticket_cannot_carry_is_served_by_the_decode_server_alone(
-    *, proxy, prefill, decode, logs, keys, reason
-):
+    *,
+    proxy: StartProxy,
+    prefill: Engine,
+    decode: Engine,
+    logs: Logs,
+    keys: dict[str, Any],
+    reason: str,
+) -> None:
     got = proxy([prefill], [decode]).post("/v1/completions", json={**ASKED, **keys})
 
     assert got.status_code == 200
@@ -154,14 +179,14 @@ def test_what_one_ticket_cannot_carry_is_served_by_the_decode_server_alone(
     ],
 )
 def test_one_sequence_of_one_prompt_is_handed_over_however_it_is_written(
-    proxy, prefill, decode, keys
-):
+    proxy: StartProxy, prefill: Engine, decode: Engine, keys: dict[str, Any]
+) -> None:
     proxy([prefill], [decode]).post("/v1/completions", json={**ASKED, **keys})
 
     assert decode.bodies == [{**ASKED, **keys, "kv_transfer_params": TICKET}]
 
 
-def test_requests_go_to_the_servers_in_turn(proxy, engine):
+def test_requests_go_to_the_servers_in_turn(proxy: StartProxy, engine: StartEngine) -> None:
     prefills = [engine(offers()) for _ in range(3)]
     decodes = [engine(says(200, {})) for _ in range(2)]
     client = proxy(prefills, decodes)
@@ -173,7 +198,9 @@ def test_requests_go_to_the_servers_in_turn(proxy, engine):
     assert [len(server.asked) for server in decodes] == [3, 3]
 
 
-def test_one_log_line_says_who_served_a_request_and_how_long_it_took(proxy, prefill, decode, logs):
+def test_one_log_line_says_who_served_a_request_and_how_long_it_took(
+    proxy: StartProxy, prefill: Engine, decode: Engine, logs: Logs
+) -> None:
     proxy([prefill], [decode]).post("/v1/completions", json=ASKED)
 
     line = logs.first("request.ended")
@@ -185,8 +212,8 @@ def test_one_log_line_says_who_served_a_request_and_how_long_it_took(proxy, pref
 
 @pytest.mark.parametrize(("sent", "passed_on"), [(TRACE, {"traceparent": TRACE}), ("wrong", {})])
 def test_the_trace_of_a_client_goes_to_prefill_with_the_params(
-    proxy, prefill, decode, sent, passed_on
-):
+    proxy: StartProxy, prefill: Engine, decode: Engine, sent: str, passed_on: dict[str, str]
+) -> None:
     headers = {"traceparent": sent}
 
     proxy([prefill], [decode]).post("/v1/completions", json=ASKED, headers=headers)

@@ -1,31 +1,35 @@
 """With --overlap both servers get a request at once, as soon as the prefill agent is known."""
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 
 from kvbus.protocol import Rendezvous, Ticket
 from tests.agents import wait_until
-from tests.integrations.proxy.engines import Gate, after, breaks_off, offers, says
+from tests.integrations.proxy.conftest import StartEngine, StartProxy
+from tests.integrations.proxy.engines import Engine, Gate, after, breaks_off, offers, says
 
 ASKED = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 40}
 TICKET = Ticket("p", "boot", "tcp://10.0.0.1:7501", "e", "i", "o", "r", 3, 32 * "0")
-PARAMS = {"do_remote_prefill": True, "ticket": TICKET.to_json()}
+PARAMS: dict[str, Any] = {"do_remote_prefill": True, "ticket": TICKET.to_json()}
 SIGNED = {**PARAMS, "ticket": {**PARAMS["ticket"], "signature": 64 * "a"}}
 TEXT = {"choices": [{"text": "b"}]}
 
 
 @pytest.fixture
-def prefill(engine):
+def prefill(engine: StartEngine) -> Engine:
     return engine(offers(PARAMS))
 
 
 @pytest.fixture
-def decode(engine):
+def decode(engine: StartEngine) -> Engine:
     return engine(says(200, TEXT))
 
 
-def test_the_second_request_goes_to_both_with_one_name(proxy, prefill, decode):
+def test_the_second_request_goes_to_both_with_one_name(
+    proxy: StartProxy, prefill: Engine, decode: Engine
+) -> None:
     client = proxy([prefill], [decode], overlap=True)
     for _ in range(2):
         assert client.post("/v1/completions", json=ASKED).json() == TEXT
@@ -41,7 +45,9 @@ def test_the_second_request_goes_to_both_with_one_name(proxy, prefill, decode):
     assert rendezvous.endpoint == TICKET.endpoint
 
 
-def test_decode_is_asked_while_prefill_computes(proxy, engine, decode):
+def test_decode_is_asked_while_prefill_computes(
+    proxy: StartProxy, engine: StartEngine, decode: Engine
+) -> None:
     gate = Gate()
     prefill = engine(offers(PARAMS))
     client = proxy([prefill], [decode], overlap=True)
@@ -56,7 +62,9 @@ def test_decode_is_asked_while_prefill_computes(proxy, engine, decode):
         gate.open()
 
 
-def test_when_prefill_fails_the_client_gets_what_it_gets_without_overlap(proxy, engine, prefill):
+def test_when_prefill_fails_the_client_gets_what_it_gets_without_overlap(
+    proxy: StartProxy, engine: StartEngine, prefill: Engine
+) -> None:
     gate = Gate()
     decode = engine(says(200, TEXT))
     client = proxy([prefill], [decode], overlap=True)
@@ -76,7 +84,9 @@ def test_when_prefill_fails_the_client_gets_what_it_gets_without_overlap(proxy, 
 
 
 @pytest.mark.parametrize("params", [SIGNED, {"do_remote_prefill": True, "remote_host": "h"}])
-def test_without_a_ticket_to_learn_from_all_goes_as_before(proxy, engine, decode, params):
+def test_without_a_ticket_to_learn_from_all_goes_as_before(
+    proxy: StartProxy, engine: StartEngine, decode: Engine, params: Any
+) -> None:
     prefill = engine(offers(params))
     client = proxy([prefill], [decode], overlap=True)
     for _ in range(2):

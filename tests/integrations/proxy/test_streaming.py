@@ -3,13 +3,16 @@
 import httpx
 import pytest
 
-from tests.integrations.proxy.engines import Gate, breaks_off, says, streams
+from tests.integrations.proxy.conftest import Logs, StartEngine, StartProxy
+from tests.integrations.proxy.engines import Asked, Engine, Gate, breaks_off, says, streams
 
 ASKED = {"model": "m", "prompt": [1, 2, 3], "max_tokens": 40, "stream": True}
 FIRST, SECOND, LAST = b'data: {"a": 1}\n\n', b'data: {"a": "h\xc3\xa9"}\n\n', b"data: [DONE]\n\n"
 
 
-def test_the_client_has_an_event_before_the_next_one_is_made(proxy, prefill, engine):
+def test_the_client_has_an_event_before_the_next_one_is_made(
+    proxy: StartProxy, prefill: Engine, engine: StartEngine
+) -> None:
     gates = Gate(), Gate()
     decode = engine(streams(FIRST, gates[0], SECOND, gates[1], LAST))
     client = proxy([prefill], [decode])
@@ -26,7 +29,9 @@ def test_the_client_has_an_event_before_the_next_one_is_made(proxy, prefill, eng
     assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
 
 
-def test_half_an_event_is_not_held_back(proxy, prefill, engine):
+def test_half_an_event_is_not_held_back(
+    proxy: StartProxy, prefill: Engine, engine: StartEngine
+) -> None:
     gate = Gate()
     client = proxy([prefill], [engine(streams(b'data: {"a"', gate, b": 1}\n\n"))])
 
@@ -39,7 +44,9 @@ def test_half_an_event_is_not_held_back(proxy, prefill, engine):
     assert (first, rest) == (b'data: {"a"', b": 1}\n\n")
 
 
-def test_the_headers_come_before_the_first_event(proxy, prefill, engine):
+def test_the_headers_come_before_the_first_event(
+    proxy: StartProxy, prefill: Engine, engine: StartEngine
+) -> None:
     gate = Gate()
     client = proxy([prefill], [engine(streams(gate, FIRST))])
 
@@ -52,11 +59,11 @@ def test_the_headers_come_before_the_first_event(proxy, prefill, engine):
 
 
 def test_a_stream_that_its_server_breaks_off_ends_with_an_error_event_and_without_an_end(
-    proxy, prefill, engine, logs
-):
+    proxy: StartProxy, prefill: Engine, engine: StartEngine, logs: Logs
+) -> None:
     gate = Gate()
 
-    async def half(asked):
+    async def half(asked: Asked) -> None:
         await asked.start(200, ("content-type", "text/event-stream"))
         await asked.more(FIRST)
         await gate.wait()
@@ -81,8 +88,10 @@ def test_a_stream_that_its_server_breaks_off_ends_with_an_error_event_and_withou
     assert decode.url in line["trouble"]
 
 
-def test_a_whole_answer_that_its_server_breaks_off_never_looks_whole(proxy, prefill, engine):
-    async def half(asked):
+def test_a_whole_answer_that_its_server_breaks_off_never_looks_whole(
+    proxy: StartProxy, prefill: Engine, engine: StartEngine
+) -> None:
+    async def half(asked: Asked) -> None:
         await asked.start(200, ("content-type", "application/json"))
         await asked.more(b'{"choices":')
         await breaks_off(asked)
@@ -93,7 +102,9 @@ def test_a_whole_answer_that_its_server_breaks_off_never_looks_whole(proxy, pref
         client.post("/v1/completions", json=ASKED)
 
 
-def test_a_server_that_could_compress_is_asked_not_to(proxy, prefill, engine):
+def test_a_server_that_could_compress_is_asked_not_to(
+    proxy: StartProxy, prefill: Engine, engine: StartEngine
+) -> None:
     decode = engine(says(200, {}))
     client = proxy([prefill], [decode])
 
