@@ -12,9 +12,7 @@ from typing import Any
 
 import structlog
 
-from kvbus.protocol.engine import AgentRole
-from kvbus.protocol.peer import Status
-from kvbus.protocol.rendezvous import Rendezvous
+from kvbus.protocol import AgentRole, Rendezvous, Status
 from tests.sim.agent import SimAgent
 from tests.sim.engine import DecodeEngine, PrefillEngine, Shape, SimEngine
 from tests.sim.handoffs import Handoff, Ledger, Plan

@@ -27,26 +27,29 @@ from kvbus.geometry import (
     Region,
     lay_out_rank,
 )
-from kvbus.memory.segment import SharedSegment
-from kvbus.protocol.attach import Hello, PassSegment
-from kvbus.protocol.engine import (
+from kvbus.memory import SharedSegment
+from kvbus.protocol import (
+    PROTOCOL_VERSION,
     AgentRole,
     AwaitReady,
     BlocksFreed,
     CancelFetch,
     ExtendOffer,
     Fetched,
+    Hello,
     MakeOffer,
+    Message,
+    Notice,
     OfferMade,
     Outcome,
+    PassSegment,
     Register,
     Released,
     SealOffer,
     StartFetch,
     WithdrawOffer,
+    from_body,
 )
-from kvbus.protocol.envelope import PROTOCOL_VERSION, Notice
-from kvbus.protocol.message import Message, from_body
 from tests.sim.agent import SimAgent, SimAttach
 from tests.sim.handoffs import HEAD_DIM, NUM_HEADS, NUM_LAYERS, PARTS, Content, Handoff, Ledger
 from tests.sim.network import Network, Process

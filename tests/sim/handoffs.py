@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 import numpy.typing as npt
 
-from kvbus.protocol.engine import Outcome
+from kvbus.protocol import Outcome
 from tests.sim.world import World
 
 if TYPE_CHECKING:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from kvbus.protocol.engine import AgentRole
+from kvbus.protocol import AgentRole
 from tests.sim.cluster import Cluster, Fault, FaultKind, Settings, cluster_of
 from tests.sim.engine import Shape
 from tests.sim.handoffs import Plan
