@@ -18,7 +18,7 @@ from tests.chaos.draws import Draw, draw_handoff
 from tests.chaos.ledger import Ledger
 from tests.chaos.world import Engine, World
 from tests.engine_program import Asked, Told
-from tests.security.listening import FORGED
+from tests.security.wire import FORGED
 
 OVERDUE_S = 5.0
 ROOM_S = 2.0

@@ -16,7 +16,7 @@ import zmq.asyncio
 
 from tests.chaos.ledger import Ledger
 from tests.chaos.links import Link
-from tests.security.listening import FORGED
+from tests.security.wire import FORGED
 
 COMMAND, LONG = 4, 2
 MOST_PER_LOOK = 4

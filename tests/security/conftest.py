@@ -1,25 +1,29 @@
-"""Agents that somebody attacks."""
+"""Agents that somebody attacks: a pair without keys, and one with all that a site may turn on."""
 
+import time
 from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
+from msgspec import structs
 
 from kvbus.keys import Role
+from kvbus.protocol import Ticket, TicketKeys
 from tests.agents import AgentProcess, Agents, agents_ended
 from tests.bus.conftest import context, endpoint, raw_peer, record, running
 from tests.keyring import KeyRing
 
 __all__ = ["context", "endpoint", "raw_peer", "record", "running"]
 
+TICKET_KEY, OLD_TICKET_KEY = b"k" * 32, b"o" * 44
+
 
 @pytest.fixture(scope="package")
 def shared() -> Iterator[Agents]:
     """The agents that survive what is tried here; they log all that they can."""
     with agents_ended(Agents) as agents:
-        agents.start(
-            agents.prepare("prefill", log_level="debug"),
-            agents.prepare("decode", log_level="debug"),
-        )
+        agents.start(*(agents.prepare(role, log_level="debug") for role in ("prefill", "decode")))
         yield agents
 
 
@@ -44,16 +48,28 @@ def decode(agents: Agents) -> AgentProcess:
 
 @pytest.fixture(scope="package")
 def ring(tmp_path_factory: pytest.TempPathFactory) -> KeyRing:
-    """The keys of the agents of `pair`, and of others."""
+    """The keys of the agents of `site`, and of others."""
     return KeyRing(tmp_path_factory.mktemp("keys"))
 
 
+def ticket_key_file(folder: Path, key: bytes) -> str:
+    path = folder / f"{key[:1].decode()}.tickets"
+    path.write_bytes(key + b"\n")
+    path.chmod(0o600)
+    return str(path)
+
+
 @pytest.fixture(scope="package")
-def pair(ring: KeyRing) -> Iterator[Agents]:
-    """A prefill and a decode agent with keys; there is a key of each role beside theirs."""
+def shared_site(ring: KeyRing) -> Iterator[Agents]:
+    """A prefill and a decode agent with keys; there is a key of each role beside theirs.
+
+    The prefill agent still signs tickets with the old key, the decode agent knows both.
+    """
+    new, old = (ticket_key_file(ring.folder, key) for key in (TICKET_KEY, OLD_TICKET_KEY))
     with agents_ended(Agents) as agents:
-        for role in (Role.PREFILL, Role.DECODE):
-            ring.prepare(agents, role, role.value)
+        ring.prepare(agents, Role.PREFILL, "prefill", ticket_keys=[old])
+        reads = {"ticket_keys": [new, old], "allowed_peers": ["127.0.0.1"]}
+        ring.prepare(agents, Role.DECODE, "decode", **reads)
         for role in Role:
             ring.trust(f"any-{role}", role)
         agents.start(*agents.all)
@@ -61,13 +77,13 @@ def pair(ring: KeyRing) -> Iterator[Agents]:
 
 
 @pytest.fixture
-def keyed_prefill(pair: Agents) -> Iterator[AgentProcess]:
-    """The prefill agent with keys; both must hold nothing after a test."""
-    yield pair.all[0]
-    pair.check()
+def site(shared_site: Agents) -> Iterator[list[AgentProcess]]:
+    """The prefill and the decode agent with keys, which must hold nothing after each test."""
+    yield shared_site.all
+    shared_site.check()
 
 
-@pytest.fixture
-def keyed_decode(pair: Agents) -> AgentProcess:
-    """The decode agent with keys."""
-    return pair.all[1]
+def signed(ticket: Ticket, *, ago_s: float = 0.0, **changes: Any) -> Ticket:
+    """By an agent of the site."""
+    changed = structs.replace(ticket, **changes)
+    return TicketKeys([TICKET_KEY]).sign(changed, now_s=time.time() - ago_s, lifetime_s=600)

@@ -18,7 +18,6 @@ from kvbus.engine import DecodeSession, PrefillSession
 from kvbus.errors import ErrorCode
 from tests.agents import AgentProcess, Agents, agents_ended, until
 from tests.engines import LARGE, NUM_LARGE_BLOCKS, engine, failure_of, make_spec, works
-from tests.faults.conftest import DECODE, PREFILL, SLOW_READS
 
 pytestmark = pytest.mark.anyio
 
@@ -34,6 +33,9 @@ ENDED = (
 )
 
 
+SLOW = {"slice_bytes": 4096, "slice_descriptors": 1, "close_timeout_s": 1.0}
+PREFILL: dict[str, Any] = {"late_read_s": 1.0, "transport": SLOW}
+DECODE: dict[str, Any] = {"lease_s": 3.0, "request_timeout_s": 5.0, "transport": SLOW}
 TCP = {"env": {"UCX_TLS": "tcp"}}
 SHARED_MEMORY: dict[str, Any] = {"env": {}}
 MAPPED = {"env": {}, "mapped": True, "path": "mapped"}
@@ -44,8 +46,8 @@ def shared_slow(request: pytest.FixtureRequest) -> Iterator[Agents]:
     """Two agents whose reads take long, over a fabric or out of mapped memory."""
     env = {"env": request.param["env"]}
     with agents_ended(Agents) as agents:
-        prefill = agents.prepare("prefill", **{**PREFILL, **SLOW_READS, **env})
-        decode = agents.prepare("decode", **{**DECODE, **SLOW_READS, **request.param})
+        prefill = agents.prepare("prefill", **PREFILL, **env)
+        decode = agents.prepare("decode", **DECODE, **request.param)
         for agent in (prefill, decode):
             agent.expected_trouble.add("segment.cut")
         agents.start(prefill, decode)
@@ -103,13 +105,18 @@ def start_engine() -> Iterator[Callable[..., CuttingEngine]]:
 # is mapped the decode agent touches; the prefill agent does not, and would confirm.
 @pytest.mark.parametrize(
     ("shared_slow", "role"),
-    [(TCP, "prefill"), (TCP, "staged-prefill"), (SHARED_MEMORY, "prefill"), (MAPPED, "prefill")],
+    [
+        (TCP, "prefill"),
+        pytest.param(TCP, "staged-prefill", marks=pytest.mark.long),
+        pytest.param(SHARED_MEMORY, "prefill", marks=pytest.mark.long),
+        (MAPPED, "prefill"),
+    ],
     indirect=["shared_slow"],
     ids=["read over tcp", "copied", "read through shared memory", "mapped"],
 )
 async def test_a_prefill_engine_that_cuts_its_memory_fails_its_own_readers(
     slow: Agents, start_engine: Callable[..., CuttingEngine], role: str
-):
+) -> None:
     prefill, decode = slow.all
     async with (
         engine(DecodeSession, decode.attach, make_spec(groups=(LARGE,)), **SHAPE) as target,
@@ -136,7 +143,7 @@ async def test_a_prefill_engine_that_cuts_its_memory_fails_its_own_readers(
 @pytest.mark.parametrize("shared_slow", [TCP, MAPPED], indirect=True, ids=["tcp", "mapped"])
 async def test_a_decode_engine_that_cuts_its_memory_fails_its_own_fetches(
     slow: Agents, start_engine: Callable[..., CuttingEngine]
-):
+) -> None:
     prefill, decode = slow.all
     async with (
         engine(PrefillSession, prefill.attach, make_spec(groups=(LARGE,)), **SHAPE) as source,

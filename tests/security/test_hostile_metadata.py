@@ -5,7 +5,7 @@ Each of these ended the agent, was logged as a defect, or made NIXL forget anoth
 
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import Future
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from kvbus.engine import DecodeSession
+from kvbus.engine import DecodeSession, Fetch
 from kvbus.errors import ErrorCode, FetchFailed
 from kvbus.transport import PeerMetadata
 from tests.agents import Agents
-from tests.engines import engine, failure_of
+from tests.engines import Engine, engine, failure_of
 from tests.examples import num_examples
 from tests.prefill.inside import PrefillAgent, prefill_agent
 
@@ -88,7 +88,9 @@ def lying(agent: PrefillAgent, alter: Alter) -> None:
 
 
 @asynccontextmanager
-async def fetched(agent: PrefillAgent, target: Any, *, fails: bool = False):
+async def fetched(
+    agent: PrefillAgent, target: Engine, *, fails: bool = False
+) -> AsyncIterator[Fetch]:
     """One handoff from an engine that is new, and so by a new handshake."""
     async with agent.engine() as source:
         blocks = source.some_blocks(1, 32), target.some_blocks(2, 32)
@@ -102,7 +104,7 @@ async def fetched(agent: PrefillAgent, target: Any, *, fails: bool = False):
 
 async def test_metadata_that_lies_fails_its_fetch_and_the_agent_goes_on(
     fresh: Agents,
-):
+) -> None:
     decode = fresh.prepare("decode")
     fresh.start(decode)
     failures: dict[str, FetchFailed] = {}
@@ -125,7 +127,9 @@ async def test_metadata_that_lies_fails_its_fetch_and_the_agent_goes_on(
     }
 
 
-async def test_metadata_under_the_name_of_a_known_agent_does_not_take_its_place(fresh: Agents):
+async def test_metadata_under_the_name_of_a_known_agent_does_not_take_its_place(
+    fresh: Agents,
+) -> None:
     decode = fresh.prepare("decode")
     fresh.start(decode)
     async with (
@@ -147,7 +151,7 @@ async def test_metadata_under_the_name_of_a_known_agent_does_not_take_its_place(
     assert "another peer has that name" in failure.message
 
 
-def test_a_transport_outlives_hundreds_of_altered_blobs_and_still_reads():
+def test_a_transport_outlives_hundreds_of_altered_blobs_and_still_reads() -> None:
     """In a process of its own, as what is not refused in time ends it."""
     ended = subprocess.run(
         [sys.executable, str(SCRIPT), str(num_examples(2000))],

@@ -1,5 +1,6 @@
 """Agents with keys: each role may ask what its row in the table says, and a revoked key nothing."""
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -10,16 +11,19 @@ import anyio
 import msgpack
 import pytest
 import zmq
+from typer.testing import CliRunner, Result
 
+from kvbus.cli import app
 from kvbus.engine import DecodeSession, PrefillSession
 from kvbus.errors import ErrorCode
 from kvbus.keys import MAY_ASK, Role
-from kvbus.protocol import DECODE_PEER_REQUESTS, PREFILL_PEER_REQUESTS
+from kvbus.protocol import DECODE_PEER_REQUESTS, PREFILL_PEER_REQUESTS, Ticket
 from tests.agents import AgentProcess, Agents, agents_ended, until, wait_until
 from tests.engines import engine, failure_of, pair, works
 from tests.keyring import KeyRing, envelope, hand_over
 from tests.plain_sockets import Curve, apply, ask
 from tests.process.spread_engines import spread_engine
+from tests.security.conftest import signed
 
 pytestmark = pytest.mark.anyio
 
@@ -36,13 +40,15 @@ ALLOWED = {
 
 
 @pytest.fixture
-def prefill(keyed_prefill: AgentProcess) -> AgentProcess:
-    return keyed_prefill
+def prefill(site: list[AgentProcess]) -> AgentProcess:
+    """The prefill agent with keys."""
+    return site[0]
 
 
 @pytest.fixture
-def decode(keyed_decode: AgentProcess) -> AgentProcess:
-    return keyed_decode
+def decode(site: list[AgentProcess]) -> AgentProcess:
+    """The decode agent with keys."""
+    return site[1]
 
 
 def is_refused(curve: Curve, endpoint: str, *, kind: int = zmq.DEALER) -> bool:
@@ -110,32 +116,36 @@ def test_the_table_names_each_request_of_the_peer_sockets_and_no_more() -> None:
     assert set().union(*table.values()) == {*OPS["prefill"], *OPS["decode"]}
 
 
-@pytest.mark.parametrize("role", Role)
 @pytest.mark.parametrize("side", ["prefill", "decode"])
-def test_each_role_is_forbidden_what_its_row_does_not_name(ring, pair, role, side) -> None:
-    """What is allowed is refused for its empty body, by who looks into it."""
-    agent = pair.all[["prefill", "decode"].index(side)]
-    curve = ring.curve(f"any-{role}", side)
-
-    codes = {
-        op: ask(agent.peer, op, {}, curve=curve).get("error", {}).get("code") for op in OPS[side]
-    }
-
-    assert {op for op, code in codes.items() if code == "forbidden"} == {*OPS[side]} - ALLOWED[role]
-    assert {codes[op] for op in ALLOWED[role] & {*OPS[side]}} <= {"invalid", None}
-
-
-@pytest.mark.parametrize(("socket", "kind"), [("peer", zmq.DEALER), ("events", zmq.SUB)])
-def test_a_key_that_nobody_trusts_is_turned_away_in_the_handshake(
-    ring, prefill, socket, kind
+def test_each_role_is_forbidden_what_its_row_does_not_name(
+    ring: KeyRing, site: list[AgentProcess], side: str
 ) -> None:
-    stranger = ring.curve("stranger", "prefill")
+    """What is allowed is refused for its empty body, by who looks into it."""
+    agent = site[side == "decode"]
+    for role in Role:
+        curve, may = ring.curve(f"any-{role}", side), ALLOWED[role]
 
-    assert is_refused(stranger, prefill.started[socket], kind=kind)
-    assert prefill.says("key.refused", key=stranger.public, socket=socket, address="127.0.0.1")
+        replies = {op: ask(agent.peer, op, {}, curve=curve) for op in OPS[side]}
+
+        codes = {op: reply.get("error", {}).get("code") for op, reply in replies.items()}
+        assert {op for op, code in codes.items() if code == "forbidden"} == {*OPS[side]} - may
+        assert {codes[op] for op in may & {*OPS[side]}} <= {"invalid", None}
 
 
-def test_events_are_heard_by_observers_and_by_nobody_without_the_role(ring, prefill) -> None:
+def test_a_key_that_nobody_trusts_is_turned_away_in_the_handshake_and_told_in_the_log(
+    ring: KeyRing, prefill: AgentProcess
+) -> None:
+    stranger, before = ring.curve("stranger", "prefill"), prefill.metric("refused_keys")
+
+    for socket, kind in (("peer", zmq.DEALER), ("events", zmq.SUB)):
+        assert is_refused(stranger, prefill.started[socket], kind=kind)
+        assert prefill.says("key.refused", key=stranger.public, socket=socket, address="127.0.0.1")
+    assert prefill.metric("refused_keys") == before + 2
+
+
+def test_events_are_heard_by_observers_and_by_nobody_without_the_role(
+    ring: KeyRing, prefill: AgentProcess
+) -> None:
     events = prefill.started["events"]
 
     assert hears(ring.curve("any-observer", "prefill"), events, within_ms=30_000)
@@ -144,35 +154,28 @@ def test_events_are_heard_by_observers_and_by_nobody_without_the_role(ring, pref
     assert is_refused(ring.curve("any-prefill", "prefill"), events, kind=zmq.SUB)
 
 
-async def test_a_handoff_passes_between_agents_that_trust_each_other(ring, prefill, decode) -> None:
-    ticket = await hand_over(prefill, decode)
-
-    assert ticket["server_key"] == ring.pair("prefill").public
-
-
-@pytest.mark.parametrize("key", ["", "any-decode", "stranger"])
 async def test_a_decode_agent_connects_to_no_agent_whose_key_is_not_a_prefill_agents(
-    ring, prefill, decode, key
+    ring: KeyRing, prefill: AgentProcess, decode: AgentProcess
 ) -> None:
-    server_key = ring.pair(key).public if key else ""
-    async with (
-        engine(PrefillSession, prefill.attach) as source,
-        engine(DecodeSession, decode.attach) as target,
-    ):
-        blocks = source.some_blocks(1, 32), target.some_blocks(2, 32)
-        offer = await source.prefill.offer("r", num_tokens=32, block_ids=blocks[0])
-        ticket = {**offer.ticket, "server_key": server_key}
-        fetch = target.decode.fetch(ticket, num_tokens=32, block_ids=blocks[1])
-        failure = await failure_of(fetch)
-        await offer.withdraw()
-        await offer.released()
+    async with pair(prefill.attach, decode.attach) as (source, target):
+        offer = await source.prefill.offer("r", num_tokens=0, block_ids={"full": []})
+        ticket = Ticket.from_json(offer.ticket)
+        for key in ("", "any-decode", "stranger"):
+            server_key = ring.pair(key).public if key else ""
+            named = signed(ticket, server_key=server_key).to_json()
 
-    assert failure.code is ErrorCode.FORBIDDEN
-    assert "not trusted here with the role 'prefill'" in failure.message
+            fetch = target.decode.fetch(named, num_tokens=0, block_ids={"full": []})
+            failure = await failure_of(fetch)
+
+            assert failure.code is ErrorCode.FORBIDDEN
+            assert "not trusted here with the role 'prefill'" in failure.message
+        assert await works(source, target)
+        assert ticket.server_key == ring.pair("prefill").public
+        await offer.withdraw()
 
 
 async def test_a_lease_is_of_the_key_that_claimed_it_though_another_knows_its_token(
-    ring, prefill
+    ring: KeyRing, prefill: AgentProcess
 ) -> None:
     owner, other = (ring.curve(name, "prefill") for name in ("any-decode", "decode"))
     async with engine(PrefillSession, prefill.attach) as source:
@@ -199,7 +202,9 @@ async def test_a_lease_is_of_the_key_that_claimed_it_though_another_knows_its_to
     assert confirmed["ok"] == {}
 
 
-def test_a_key_that_is_revoked_in_use_is_forbidden_everything(ring, prefill) -> None:
+def test_a_key_that_is_revoked_in_use_is_forbidden_everything(
+    ring: KeyRing, prefill: AgentProcess
+) -> None:
     ring.trust("leaver", Role.DECODE)
     curve = ring.curve("leaver", "prefill")
     with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:
@@ -225,7 +230,9 @@ def test_a_key_that_is_revoked_in_use_is_forbidden_everything(ring, prefill) -> 
     assert is_refused(curve, prefill.peer)
 
 
-def test_a_role_that_an_edit_in_place_takes_away_is_lost(ring, prefill) -> None:
+def test_a_role_that_an_edit_in_place_takes_away_is_lost(
+    ring: KeyRing, prefill: AgentProcess
+) -> None:
     ring.trust("leaver", Role.DECODE)
     prefill.says("keys.changed", num_lost=0)
 
@@ -278,7 +285,9 @@ def opened_by_reader(pipe: Path) -> Iterator[None]:
         os.close(*ends)
 
 
-async def test_events_stop_for_a_revoked_key_and_go_on_for_others(ring, prefill, decode) -> None:
+async def test_events_stop_for_a_revoked_key_and_go_on_for_others(
+    ring: KeyRing, prefill: AgentProcess, decode: AgentProcess
+) -> None:
     ring.trust("listener", Role.OBSERVER)
     events = prefill.started["events"]
     with zmq.Context() as context:
@@ -306,19 +315,6 @@ async def test_events_stop_for_a_revoked_key_and_go_on_for_others(ring, prefill,
 
     assert heard_by_others
     assert not heard
-
-
-def test_who_is_refused_again_and_again_does_not_fill_the_log(tmp_path: Path) -> None:
-    ring, num_tries = KeyRing(tmp_path), 30
-    with agents_ended(Agents) as agents:
-        agent = ring.prepare(agents, Role.PREFILL, "prefill", max_refusal_lines_s=4)
-        agents.start(agent)
-        stranger = ring.curve("stranger", "prefill")
-
-        assert all(is_refused(stranger, agent.peer) for _ in range(num_tries))
-        assert agent.metric("refused_keys") == num_tries
-        assert agent.says("lines.left_out")
-        assert len(agent.logged("key.refused")) < num_tries
 
 
 def num_lost(agent: AgentProcess) -> int:
@@ -373,3 +369,39 @@ async def test_events_go_on_where_an_agent_has_come_back_with_another_key(tmp_pa
             with anyio.fail_after(30):
                 await fetch.completed()
             await offer.released()
+
+
+def kvbus(*arguments: str) -> Result:
+    return CliRunner().invoke(app, arguments)
+
+
+def test_commands_ask_agents_with_the_keys_of_their_options(
+    ring: KeyRing, prefill: AgentProcess, decode: AgentProcess
+) -> None:
+    ring.pair("stranger")
+    secret, stranger = (str(ring.secret_path(name)) for name in ("any-observer", "stranger"))
+    keys = [f"--server-key={ring.pair(name).public}" for name in ("prefill", "decode")]
+    status = ("status", prefill.peer)
+    peers = ("--peer", prefill.peer, "--peer", decode.peer, "--key-file", secret)
+
+    told = kvbus(*status, "--key-file", secret, keys[0], "--json")
+    refusals = [
+        kvbus(*status),
+        kvbus(*status, "--key-file", secret),
+        kvbus(*status, "--key-file", stranger, keys[0]),
+        kvbus("trace", "never", *peers, keys[0]),
+    ]
+    traced = kvbus("trace", "never", *peers, *keys)
+
+    assert json.loads(told.stdout)["agent_id"] == prefill.settings["agent_id"]
+    assert all(agent.settings["agent_id"] in traced.stderr for agent in (prefill, decode))
+    assert "warning" not in traced.stderr
+    said = {
+        "uses keys: ask it with a key of our own and its server key": 1,
+        "--server-key: needed as well": 2,
+        "refused our key": 1,
+        "given 1 times for 2 agents": 2,
+    }
+    for one, (text, status_of_exit) in zip(refusals, said.items(), strict=True):
+        assert text in one.stderr
+        assert one.exit_code == status_of_exit

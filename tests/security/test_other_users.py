@@ -60,7 +60,9 @@ def shared_folder() -> Iterator[Path]:
         yield Path(name)
 
 
-async def test_an_engine_passes_no_memory_to_who_listens_in_the_agents_place(shared_folder: Path):
+async def test_an_engine_passes_no_memory_to_who_listens_in_the_agents_place(
+    shared_folder: Path,
+) -> None:
     with stranger_listens(shared_folder / "kvbus-0") as stranger:
         session = MemorySession(stranger.attach, make_spec(), rank=0)
         with pytest.raises(ConfigError, match=f"is of uid {NOBODY}"):
@@ -70,24 +72,9 @@ async def test_an_engine_passes_no_memory_to_who_listens_in_the_agents_place(sha
     assert heard == "0 0"
 
 
-@pytest.mark.parametrize("below", ["agent", "deep/agent"])
-def test_an_agent_does_not_use_a_folder_that_another_user_made_first(
-    fresh: Agents, shared_folder: Path, below: str
-):
-    first = shared_folder / "kvbus-0"
-    with stranger_listens(first):
-        agent = fresh.prepare("prefill", runtime_dir=str(first / below))
-        agent.expected_trouble.add("not json")
-        agent.launch()
-        status = agent.exit_status()
-        said = " ".join(agent.lines())
-
-    assert status == 1
-    assert f"{first} belongs to uid {NOBODY}" in said
-    assert "remove it, or set runtime_dir" in said
-
-
-def test_the_default_folder_is_looked_at_as_well(fresh: Agents, shared_folder: Path):
+def test_an_agent_does_not_use_a_default_folder_that_another_user_made_first(
+    fresh: Agents, shared_folder: Path
+) -> None:
     with stranger_listens(shared_folder / f"kvbus-{os.getuid()}"):
         agent = fresh.prepare(
             "prefill", runtime_dir="", env={"XDG_RUNTIME_DIR": str(shared_folder)}
@@ -95,28 +82,22 @@ def test_the_default_folder_is_looked_at_as_well(fresh: Agents, shared_folder: P
         agent.expected_trouble.add("not json")
         agent.launch()
         status = agent.exit_status()
+        said = " ".join(agent.lines())
 
     assert status == 1
-    assert f"kvbus-{os.getuid()} belongs to uid {NOBODY}" in "\n".join(agent.lines())
-
-
-async def test_an_engine_does_not_use_a_folder_that_others_may_write_into(fresh: Agents):
-    agent = fresh.prepare("prefill")
-    fresh.start(agent)
-    agent.folder.chmod(0o777)
-    session = MemorySession(agent.attach, make_spec(), rank=0)
-    with pytest.raises(ConfigError, match=r"mode 0777.*chmod go-w"):
-        await session.__aenter__()
+    assert f"kvbus-{os.getuid()} belongs to uid {NOBODY}" in said
+    assert "remove it, or set runtime_dir" in said
 
 
 def status_as(agent: AgentProcess, uid: int) -> dict[str, Any]:
     """What the agent says of itself to a process of that user, which shows no key."""
     command = [sys.executable, str(ASKS_STATUS), agent.settings["peer_bind"], str(uid)]
     told = subprocess.run(command, capture_output=True, text=True, timeout=WITHIN_S, check=True)
-    return json.loads(told.stdout)["ok"]
+    answer: dict[str, Any] = json.loads(told.stdout)["ok"]
+    return answer
 
 
-def test_another_user_is_not_told_where_the_agent_runs(fresh: Agents):
+def test_another_user_is_not_told_where_the_agent_runs(fresh: Agents) -> None:
     agent = fresh.prepare("prefill", mapped=False)
     fresh.start(agent)
 
@@ -124,6 +105,6 @@ def test_another_user_is_not_told_where_the_agent_runs(fresh: Agents):
 
     assert to_its_user["sharing"]["mount_namespace"]
     assert to_its_user["data_endpoints"]
-    hidden = {"sharing": None, "data_endpoints": []}
+    hidden: dict[str, Any] = {"sharing": None, "data_endpoints": []}
     assert {name: to_another[name] for name in hidden} == hidden
     assert to_another["counts"] == to_its_user["counts"]

@@ -14,6 +14,8 @@ from pathlib import Path
 
 from tests.agents import WITHIN_S, AgentProcess
 
+FORGED = "0123456789abcdef0123456789abcdef"
+"""As long as a right, and none."""
 GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x00NULL" + bytes(16) + b"\x00" + bytes(31)
 MORE, LONG, COMMAND = 1, 2, 4
 STUCK_S = 3.0

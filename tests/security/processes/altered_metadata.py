@@ -26,8 +26,9 @@ def altered(blob: bytes, number: int, random: Random) -> bytes:
     start = random.choice([*range(address), *range(end, key)])
     limit = address if start < address else key
     length = min(random.randrange(1, 9), limit - start)
-    put = random.choice([random.randbytes(length), b"\xff" * length, b"", b"\0" * length])
-    return renamed[:start] + put + renamed[start + length :]
+    put: bytes = random.choice([random.randbytes(length), b"\xff" * length, b"", b"\0" * length])
+    made: bytes = renamed[:start] + put + renamed[start + length :]
+    return made
 
 
 random, memory, landed = (
