@@ -39,7 +39,8 @@ DEEP = msgspec.structs.replace(GROUP, layers=tuple(range(7)), num_kv_heads=2)
 SLOT_BYTES = 8 << 10
 SPARE_BLOCKS = 3
 NUM_STATES = 4
-FETCH_TIMEOUT_S = 20.0
+FETCH_TIMEOUT_S = 60.0
+"""An agent imports torch for its first box, which takes long on a busy machine."""
 PLAIN = Memory()
 
 

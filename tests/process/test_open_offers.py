@@ -85,7 +85,7 @@ class Growing:
         more = blocks_between(self.source.spec, self.theirs, self.num_ready, num_ready)
         await self.offer.extend(num_ready, more)
         self.num_ready = num_ready
-        await until(lambda: self.has(num_ready))
+        await until(lambda: self.has(num_ready), FETCH_TIMEOUT_S)
 
     def has(self, num_tokens: int) -> bool:
         """Whether the first ``num_tokens`` of full attention are in the decode engine's memory."""
