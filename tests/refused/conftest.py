@@ -11,7 +11,9 @@ from tests.agents import AgentProcess, Agents, agents_ended
 def shared() -> Iterator[Agents]:
     """A prefill and a decode agent."""
     with agents_ended(Agents) as agents:
-        agents.start(agents.prepare("prefill"), agents.prepare("decode"))
+        # Many are refused within a second, and a line about each is waited for.
+        many = {"max_refusal_lines_s": 10_000}
+        agents.start(agents.prepare("prefill", **many), agents.prepare("decode", **many))
         yield agents
 
 

@@ -10,7 +10,7 @@ import itertools
 import socket as tcp
 import struct
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -349,7 +349,7 @@ class SimProbe:
 
     def __init__(self, context: SimContext) -> None:
         self._network, self._machine = context.network, context.process.machine
-        self._ask: Callable[[], int] = lambda: errno.ENOTCONN
+        self._answer = errno.ENOTCONN
 
     def __enter__(self) -> "SimProbe":
         return self
@@ -361,18 +361,17 @@ class SimProbe:
         """It never blocks."""
 
     def connect_ex(self, place: tuple[str, int]) -> int:
-        """Refused at once on the same machine, else later."""
-        self._ask = lambda: self._network.answer_of(*place, self._machine)
-        return self._ask() if place[0] == self._machine else errno.EINPROGRESS
+        """What is true now is heard at once on the same machine, else later."""
+        self._answer = self._network.answer_of(*place, self._machine)
+        return self._answer if place[0] == self._machine else errno.EINPROGRESS
 
     def getsockopt(self, *_: int) -> int:
         """Why it is not connected; 0 while that is not known."""
-        answer = self._ask()
-        return 0 if answer == errno.EINPROGRESS else answer
+        return 0 if self._answer == errno.EINPROGRESS else self._answer
 
     def getpeername(self) -> str:
         """Raises `OSError` unless it is connected."""
-        if self._ask() != 0:
+        if self._answer != 0:
             raise OSError(errno.ENOTCONN, "not connected")
         return ""
 

@@ -1,5 +1,7 @@
 """One story each: what a single fault at a chosen moment comes to."""
 
+import pytest
+
 from tests.sim.cluster import Fault, FaultKind, Settings, cluster_of
 from tests.sim.handoffs import Plan
 from tests.sim.worlds import DECODE, PREFILL, D, P
@@ -61,3 +63,22 @@ def test_an_engine_goes_on_with_the_next_process_of_its_agent() -> None:
         cluster.settle()
 
     assert handoff.ended_as == "completed"
+
+
+@pytest.mark.parametrize("away_s", [0.3 + 0.02 * step for step in range(30)])
+def test_a_fetch_from_the_next_process_of_an_agent_does_not_end_with_the_one_before(
+    away_s: float,
+) -> None:
+    """Who looked whether the first one is gone may hear of it when the next one is there."""
+    away = Fault(kind=FaultKind.CRASH_AGENT, role=P, lasts_s=away_s)
+    with cluster_of(QUICK) as cluster:
+        cluster.give(Plan())
+        cluster.settle()
+        cluster.suffer([away])
+        cluster.until(lambda: not cluster.engines[P, 0].is_ready)
+        cluster.until(lambda: cluster.engines[P, 0].is_ready)
+        handoffs = [cluster.give(Plan(), after_s=0.01 * number) for number in range(30)]
+
+        cluster.settle()
+
+    assert {handoff.ended_as for handoff in handoffs} == {"completed"}

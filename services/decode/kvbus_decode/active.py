@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from kvbus.agent.engines.local_engine import LocalEngine
 from kvbus.bus import new_secret
 from kvbus.planning import whole_spans
+from kvbus.protocol.rendezvous import UNKNOWN
 from kvbus_decode.fetch import events as ev
 from kvbus_decode.peer.directory import Peer
 from kvbus_decode.peer.route import Route
@@ -46,3 +47,7 @@ class ActiveFetch:
     def home(self) -> Peer:
         """The agent that has the offer; held first."""
         return self.peers[0]
+
+    def is_of_another(self, boot: str) -> bool:
+        """Whether its offer is another process's than ``boot``, as far as both are known."""
+        return bool(boot) and self.requested.ticket.agent_boot not in (boot, UNKNOWN)

@@ -362,8 +362,15 @@ class LeaseClient(EventListener):
         self.routes.forget_peer(peer)
 
     def _lose_peer(self, peer: Peer, boot: str) -> None:
-        """Its process is gone, and what was read from it; a replaced one had nothing left."""
-        lost = [fetch.fetch_id for fetch in self.active.values() if peer in fetch.peers]
+        """Its process is gone, and what was read from it; a replaced one had nothing left.
+
+        The next one may be there already, and a fetch of an offer of its own goes on.
+        """
+        lost = [
+            fetch.fetch_id
+            for fetch in self.active.values()
+            if peer in fetch.peers and not (fetch.home is peer and fetch.is_of_another(boot))
+        ]
         level = log.warning if lost else log.info
         level("peer.lost", peer=peer.endpoint, peer_boot=boot, num_fetches=len(lost))
         for fetch_id in lost:
