@@ -12,8 +12,8 @@ def shared() -> Iterator[Agents]:
     """A prefill and a decode agent."""
     with agents_ended(Agents) as agents:
         # Many are refused within a second, and a line about each is waited for.
-        many = {"max_refusal_lines_s": 10_000}
-        agents.start(agents.prepare("prefill", **many), agents.prepare("decode", **many))
+        sides = (agents.prepare(role, max_refusal_lines_s=10_000) for role in ("prefill", "decode"))
+        agents.start(*sides)
         yield agents
 
 
